@@ -1,0 +1,35 @@
+# The two commands a newcomer needs: `make demo` and `make test`. Each sets up all that it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow check bench docs clean
+
+$(VENV)/ready: pyproject.toml constraints.txt requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip==26.3
+	$(BIN)/pip install --quiet torch==2.13.0 -c constraints.txt
+	$(BIN)/pip install --quiet -r requirements-dev.txt -c constraints.txt
+	$(BIN)/pip install --quiet --no-deps torchvision==0.28.0
+	$(BIN)/pip install --quiet -e . -c constraints.txt
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/keepsight demo
+
+test: check
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/ready
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/keepsight bench
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

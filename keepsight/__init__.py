@@ -1,0 +1,44 @@
+"""Keepsight gives any Hugging Face vision-language model a memory. Look once, remember.
+
+Nothing heavy is imported until a name is used: `import keepsight` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Package": "package",
+    "Reply": "report",
+    "Report": "report",
+    "Session": "chat",
+    "Usage": "report",
+    "VLM": "vlm",
+    "errors": "errors",
+    "load": "vlm",
+    "wrap": "vlm",
+}
+
+__all__ = ["Package", "Reply", "Report", "Session", "Usage", "VLM", "errors", "load", "wrap"]
+
+if TYPE_CHECKING:
+    from keepsight import errors
+    from keepsight.chat import Session
+    from keepsight.package import Package
+    from keepsight.report import Reply, Report, Usage
+    from keepsight.vlm import VLM, load, wrap
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'keepsight' has no attribute {name!r}")
+    module = importlib.import_module(f"keepsight.{home}")
+    return module if name == home else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,280 @@
+"""A conversation that keeps its own history, can branch, and can be put in a file.
+
+Pictures in the history are named media, so a turn neither hashes nor opens again what an earlier
+turn has seen. A `.keep` file holds the messages, the packages and the snapshots of the history;
+docs/package-format.md describes it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepsight import tensorfile
+from keepsight.errors import DamagedFile, InputError
+from keepsight.package import Package
+from keepsight.prefix import Node, Tree
+from keepsight.prompt import Prompt
+from keepsight.render import Message, user_message
+from keepsight.report import Piece, Reply
+from keepsight.vision import Medium
+
+FORMAT = 1
+KIND = "session"
+
+
+class Session:
+    """One conversation. `messages` is its history, with named media in place of pictures."""
+
+    def __init__(self, vlm: Any, system: str | None = None) -> None:
+        self._vlm = vlm
+        self.messages: list[Message] = []
+        self.notes: list[str] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+
+    # -- talking ---------------------------------------------------------------------------------
+
+    def ask(self, text: str, images: Any = None, **options: Any) -> Reply:
+        """The next turn."""
+        text_so_far, tokens, last = "", [], Piece("")
+        for piece in self.stream(text, images, **options):
+            text_so_far += piece.text
+            tokens += [] if piece.token is None else [piece.token]
+            last = piece
+        if last.usage is None or last.report is None:
+            raise InputError("nothing was generated")
+        return Reply(text_so_far, last.usage, last.report, tokens, last.finish_reason or "stop")
+
+    def stream(self, text: str, images: Any = None, **options: Any) -> Iterator[Piece]:
+        """The next turn, piece by piece. The history grows when the answer is complete."""
+        return self._answer([*self.messages, self._named(user_message(text, images))], options)
+
+    def edit(self, turn: int, text: str, images: Any = None, **options: Any) -> Reply:
+        """Ask something else in user turn `turn` (0 is the first); what came after is dropped.
+
+        Without `images` the turn keeps its pictures.
+        """
+        spot = self._user_turn(turn)
+        if images is None:
+            content = self.messages[spot]["content"]
+            images = [part["image"] for part in content if part.get("type") == "image"]
+        before = self.messages
+        self.messages = self.messages[:spot]
+        try:
+            return self.ask(text, images, **options)
+        except BaseException:
+            self.messages = before
+            raise
+
+    def regenerate(self, **options: Any) -> Reply:
+        """Answer the last user turn again."""
+        spot = self._user_turn(-1)
+        before = self.messages
+        asked = self.messages[: spot + 1]
+        pieces = list(self._answer(asked, options))
+        last = pieces[-1]
+        if last.usage is None or last.report is None:
+            self.messages = before
+            raise InputError("nothing was generated")
+        tokens = [p.token for p in pieces if p.token is not None]
+        text = "".join(p.text for p in pieces)
+        return Reply(text, last.usage, last.report, tokens, last.finish_reason or "stop")
+
+    def fork(self) -> Session:
+        """A conversation with the same past and a future of its own."""
+        other = Session(self._vlm)
+        other.messages = copy.copy(self.messages)
+        other.notes = list(self.notes)
+        return other
+
+    def _answer(self, asked: list[Message], options: dict[str, Any]) -> Iterator[Piece]:
+        text = ""
+        for piece in self._vlm.stream(asked, **options):
+            text += piece.text
+            if piece.usage is not None:
+                # The history as the template will render it; prefilled with the next turn.
+                self.messages = [*asked, {"role": "assistant", "content": [_text(text)]}]
+            yield piece
+
+    def _named(self, message: Message) -> Message:
+        """The message with its pictures named once, for this and every later turn."""
+        with self._vlm._lock:
+            self._vlm._open()
+            self._vlm.memory.refresh()
+            parts = [
+                dict(part, image=self._vlm.memory.vision.name(part["image"]))
+                if part["type"] == "image"
+                else part
+                for part in message["content"]
+            ]
+        return dict(message, content=parts)
+
+    def _user_turn(self, turn: int) -> int:
+        spots = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        try:
+            return spots[turn]
+        except IndexError:
+            raise InputError(f"there is no user turn {turn}; there are {len(spots)}") from None
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write the conversation, its packages and its snapshots to one `.keep` file."""
+        path = Path(path)
+        vlm = self._vlm
+        with vlm._lock:
+            vlm._open()
+            namespace = vlm.memory.refresh()
+            tensors: dict[str, torch.Tensor] = {}
+            media, messages = self._flatten(tensors)
+            snapshots = self._snapshots(namespace, tensors) if self.messages else []
+            record = {
+                "messages": messages,
+                "media": media,
+                "snapshots": snapshots,
+                "namespace": namespace,
+                "weights": vlm.memory.weights.all,
+                "vision_weights": vlm.memory.weights.vision,
+                "about": vlm.memory.vision.about,
+            }
+            tensorfile.write(path, KIND, FORMAT, tensors, record)
+        return path
+
+    def _flatten(self, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        """Messages with media replaced by numbers, and the packages those numbers mean."""
+        numbers: dict[str, int] = {}
+        media: list[Any] = []
+        messages = []
+        for message in self.messages:
+            content = message["content"]
+            if isinstance(content, list):
+                content = [self._flat_part(p, numbers, media, tensors) for p in content]
+            messages.append(dict(message, content=content))
+        return media, messages
+
+    def _flat_part(
+        self,
+        part: dict[str, Any],
+        numbers: dict[str, int],
+        media: list[Any],
+        tensors: dict[str, torch.Tensor],
+    ) -> dict[str, Any]:
+        if part.get("type") != "image":
+            return part
+        medium = self._vlm.memory.vision.name(part["image"])
+        if medium.feature_id not in numbers:
+            number = numbers[medium.feature_id] = len(media)
+            package = self._vlm.memory.vision.encode(medium)
+            media.append(package.record())
+            tensors |= {f"media/{number}/{k}": t for k, t in package.tensors.items()}
+        return {"type": "image", "medium": numbers[medium.feature_id]}
+
+    def _snapshots(self, namespace: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+        """The snapshots of the history as it will be rendered next time."""
+        memory = self._vlm.memory
+        prompt: Prompt = self._vlm.render(self.messages, generate=False)
+        cuts = prompt.boundaries(memory.rule)
+        after = {a: b for a, b in zip([0, *cuts], cuts, strict=False)}
+        match = memory.tree.match(namespace, prompt, after.get)
+        node = match.node
+        if node.terminal and node.parent is not None:
+            node = node.parent
+        memory.tree.hold(node)
+        try:
+            if not memory.tree.load(node, prompt):
+                return []
+            return [_put_node(n, i, tensors) for i, n in enumerate(node.chain())]
+        finally:
+            memory.tree.release(node)
+
+    @classmethod
+    def load(cls, vlm: Any, path: Path) -> Session:
+        """Read a `.keep` file. Other vision weights are refused; other circumstances mean that
+        the packages are used and the prefixes computed again, which `notes` says."""
+        tensors, record = tensorfile.read(path, KIND, FORMAT)
+        session = cls(vlm)
+        with vlm._lock:
+            namespace = vlm.memory.refresh()
+            try:
+                media = _media_of(vlm, tensors, record, path)
+                session.messages = [_with_media(m, media) for m in record["messages"]]
+                if record["namespace"] == namespace:
+                    _put_back(session, namespace, tensors, record["snapshots"])
+                else:
+                    why = "settings" if record["weights"] == vlm.memory.weights.all else "weights"
+                    session.notes.append(f"prefixes are computed again: made under other {why}")
+            except (KeyError, TypeError, IndexError, AttributeError) as error:
+                raise DamagedFile(f"{path}: the record lacks something: {error!r}") from error
+        return session
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _put_node(node: Node, number: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    name = f"snapshot/{number}"
+    tensors |= {f"{name}/kv/{k}": t for k, t in (node.kv or {}).items()}
+    tensors |= {f"{name}/fixed/{k}": t for k, t in (node.fixed or {}).items()}
+    tensors[f"{name}/ids"] = torch.from_numpy(node.ids)
+    spans = [span.plain()[:4] for span in node.spans]
+    return {"start": node.start, "end": node.end, "spans": spans, "fixed": node.fixed is not None}
+
+
+def _media_of(
+    vlm: Any, tensors: dict[str, torch.Tensor], record: dict[str, Any], path: Path
+) -> list[Medium]:
+    media = []
+    for number, described in enumerate(record["media"]):
+        own = _under(tensors, f"media/{number}/")
+        package = Package.from_record(own, described, f"{path}, medium {number}")
+        media.append(vlm.memory.vision.name(package))
+    return media
+
+
+def _with_media(message: Message, media: list[Medium]) -> Message:
+    content = message["content"]
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [
+        {"type": "image", "image": media[part["medium"]]} if part["type"] == "image" else part
+        for part in content
+    ]
+    return dict(message, content=parts)
+
+
+def _put_back(
+    session: Session, namespace: str, tensors: dict[str, torch.Tensor], snapshots: list[Any]
+) -> None:
+    """Snapshots into the tree, after comparing each with the history it claims to hold."""
+    vlm = session._vlm
+    tree: Tree = vlm.memory.tree
+    prompt: Prompt = vlm.render(session.messages, generate=False)
+    node = tree.root(namespace)
+    tree.hold(node)
+    for number, described in enumerate(snapshots):
+        own = _under(tensors, f"snapshot/{number}/")
+        start, end = int(described["start"]), int(described["end"])
+        ids = own["ids"].numpy()
+        claimed = [span[:4] for span in described["spans"]]
+        true = [[s.start - start, s.end - start, s.feature_id, s.offset] for s in prompt.clip(start, end)]
+        if start != node.end or claimed != true or (ids != prompt.ids[start:end]).any():
+            session.notes.append("a snapshot does not belong to this history; computed again")
+            break
+        kv = {k: t.clone() for k, t in _under(own, "kv/").items()}
+        fixed = {k: t.clone() for k, t in _under(own, "fixed/").items()}
+        child = tree.insert(node, prompt, end, kv, fixed)
+        if not described["fixed"]:
+            child.fixed = None
+        tree.release(node)
+        node = child
+    tree.release(node)
+
+
+def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}

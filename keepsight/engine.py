@@ -1,0 +1,233 @@
+"""The only caller of the language model: lanes, prefill boundary by boundary, decode steps.
+
+A prompt is always prefilled in the chunks its boundaries give, whether something was remembered or
+not, so the same shapes run either way and a warm answer equals a cold one bit for bit. Prefill of
+two prompts never shares a forward pass. Nothing that a model object keeps between calls is used:
+positions are passed explicitly each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.families import Family
+from keepsight.package import Package
+from keepsight.prefix import Match, Node, Tree
+from keepsight.prompt import Prompt
+from keepsight.state import Lane, Shape
+
+MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
+
+
+class Lanes:
+    """A few lanes, so that a conversation that goes on finds its keys and values in place."""
+
+    def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
+        self._model, self._shape, self._budget = model, shape, budget
+        self._idle: list[Lane] = []  # least recently used first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the idle lanes."""
+        return sum(lane.nbytes for lane in self._idle)
+
+    def take(self, node: Node) -> Lane:
+        """A lane for continuing from `node`: the one that holds most of its path already."""
+        chain = node.chain()
+        best, shared = None, 0
+        for lane in self._idle:
+            end = _shared(lane, chain)
+            if end > shared:
+                best, shared = lane, end
+        # A lane with much of another conversation behind the shared part is left to it.
+        crowded = best is not None and shared * 2 < _marked(best)
+        if (best is None or crowded) and len(self._idle) < MAX_LANES:
+            return Lane(self._model, self._shape)
+        lane = best if best is not None else self._idle[0]
+        self._idle.remove(lane)
+        return lane
+
+    def give_back(self, lane: Lane) -> None:
+        """Keep an unused lane while the budget allows."""
+        self._idle.append(lane)
+        while self._idle and (len(self._idle) > MAX_LANES or self.nbytes > self._budget):
+            self._idle.pop(0)
+
+    def clear(self) -> None:
+        """Let all idle lanes go."""
+        self._idle.clear()
+
+
+def _shared(lane: Lane, chain: list[Node]) -> int:
+    end = 0
+    for (mark, node), wanted in zip(lane.marks, chain, strict=False):
+        if node is not wanted:
+            break
+        end = mark
+    return end
+
+
+def _marked(lane: Lane) -> int:
+    return lane.marks[-1][0] if lane.marks else 0
+
+
+@dataclass
+class Run:
+    """One prompt on one lane. `node` is the deepest snapshot so far; it is held."""
+
+    prompt: Prompt
+    positions: torch.Tensor
+    lane: Lane
+    node: Node
+    next_position: int
+    logits: torch.Tensor | None = None
+    computed: int = 0
+    open: bool = True
+
+
+class Engine:
+    """Runs one model. Callers take turns; the lock is theirs."""
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, tree: Tree, shape: Shape, budget: int
+    ) -> None:
+        self._model, self._family, self._tree = model, family, tree
+        self._core: Any = model.base_model
+        self.lanes = Lanes(model, shape, budget)
+        self.shape = shape
+        self.prefill_tokens = 0
+        self.decode_steps = 0
+
+    @torch.inference_mode()
+    def start(self, prompt: Prompt, match: Match, room: int) -> Run:
+        """Put a lane where the (held) match ends. `room`: tokens that will follow the prompt."""
+        grid = self._family.rope_grid([medium.grid for medium in prompt.media])
+        positions = self._family.positions(prompt.ids, prompt.types, grid)
+        lane = self.lanes.take(match.node)
+        lane.busy = True
+        lane.reserve(len(prompt) + room)
+        chain = match.node.chain()
+        stands = _shared(lane, chain)
+        lane.rewind(stands)
+        for node in chain:
+            if node.end > stands:
+                lane.restore_full(node.start, node.kv or {})
+                if not node.terminal:
+                    lane.marks.append((node.end, node))
+        if match.length:
+            lane.restore_fixed(match.length, match.node.fixed or {})
+        rope = positions[1:] if self._family.mrope else positions
+        run = Run(prompt, positions, lane, match.node, int(rope.max()) + 1)
+        run.logits = match.logits
+        return run
+
+    def prefill(
+        self,
+        run: Run,
+        cuts: list[int],
+        fetch: Callable[[int], Package],
+        keep: bool = True,
+    ) -> Iterator[Node | None]:
+        """Compute what is left, boundary by boundary; each snapshot is in the tree when yielded.
+
+        `fetch` gives the package of a medium by its index; each chunk asks only for its own.
+        """
+        end = len(run.prompt)
+        for cut in [*(c for c in cuts if c > run.lane.length), end]:
+            if run.lane.length >= end:
+                return
+            start = run.lane.length
+            parts = [
+                (fetch(span.medium), span.offset, span.offset + span.end - span.start)
+                for span in run.prompt.clip(start, cut)
+            ]
+            logits = self._chunk(run, start, cut, parts)
+            if cut == end:
+                run.logits = logits
+            yield self._remember(run, start, cut, logits) if keep else None
+
+    @torch.inference_mode()
+    def _chunk(
+        self, run: Run, start: int, end: int, parts: list[tuple[Package, int, int]]
+    ) -> torch.Tensor | None:
+        device = self._model.device
+        inputs: dict[str, Any] = {
+            "input_ids": torch.from_numpy(run.prompt.ids[start:end])[None].to(device),
+            "position_ids": run.positions[..., start:end].to(device),
+            "past_key_values": run.lane.cache,
+            "use_cache": True,
+        }
+        if parts:
+            inputs["mm_encoder_outputs"] = self._family.encoder_outputs(parts)
+        self.prefill_tokens += end - start
+        run.computed += end - start
+        if end < len(run.prompt):
+            self._core(**inputs)  # no output head where nobody reads it
+            run.lane.length = end
+            return None
+        output = self._model(**inputs, logits_to_keep=1)
+        run.lane.length = end
+        logits: torch.Tensor = output.logits[:, -1].clone()
+        return logits
+
+    @torch.inference_mode()
+    def _remember(self, run: Run, start: int, end: int, logits: torch.Tensor | None) -> Node:
+        kv, fixed = run.lane.capture(start, end)
+        previous = run.node
+        node = self._tree.insert(previous, run.prompt, end, kv, fixed, logits)
+        self._tree.release(previous)
+        run.node = node
+        if logits is None:
+            run.lane.marks.append((end, node))
+        return node
+
+    @torch.inference_mode()
+    def step(self, run: Run, token: int) -> torch.Tensor:
+        """One decoded token through the model; the logits behind it."""
+        device = self._model.device
+        text = torch.full((1, 1), run.lane.length, dtype=torch.long, device=device)
+        position = text
+        if self._family.mrope:
+            rope = torch.full((3, 1, 1), run.next_position, dtype=torch.long, device=device)
+            position = torch.cat([text[None], rope])
+        output = self._model(
+            input_ids=torch.tensor([[token]], device=device),
+            position_ids=position,
+            past_key_values=run.lane.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        run.lane.length += 1
+        run.next_position += 1
+        self.decode_steps += 1
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    @torch.inference_mode()
+    def keep_decoded(self, run: Run, prompt: Prompt) -> None:
+        """Remember the lane as it stands, decoded tokens and all (`exact=False` only)."""
+        node = run.node
+        if node.terminal and node.parent is not None:
+            node = node.parent
+        end = run.lane.length
+        if end <= node.end:
+            return
+        self._tree.hold(node)
+        kv, fixed = run.lane.capture(node.end, end)
+        decoded = self._tree.insert(node, prompt, end, kv, fixed, keep_on_disk=False)
+        self._tree.release(node)
+        run.lane.marks.append((end, decoded))
+        self._tree.release(decoded)
+
+    def finish(self, run: Run) -> None:
+        """Let go of the path and the lane; safe to call twice."""
+        if run.open:
+            run.open = False
+            run.lane.busy = False
+            self._tree.release(run.node)
+            self.lanes.give_back(run.lane)

@@ -1,0 +1,134 @@
+"""Every error Keepsight raises on purpose, and nothing else.
+
+Each one says what was wrong, what was expected and what to do. They also inherit the matching
+builtin, so `except ValueError` keeps working for people who never heard of this module.
+
+    KeepsightError
+    ├── InputError (ValueError)            something handed to a call cannot be used
+    │   ├── ImageError                     one image: not an image, truncated, absurd size or dtype
+    │   │   └── MediaChanged               a file changed between being named and being encoded
+    │   ├── MessagesError                  the shape of a conversation
+    │   ├── PlaceholderMismatch            more images than placeholders, or the reverse
+    │   ├── PromptTooLong                  longer than the model's context
+    │   └── UnsupportedInput               understood, but impossible here (video without its libraries)
+    ├── UnknownOption (TypeError)          a keyword nobody listens to; suggests the nearest one
+    ├── FileError (ValueError)             a `.sight` or `.keep` file
+    │   ├── NotKeepsightFile               not one of ours, or truncated before its header
+    │   ├── WrongFormatVersion             written by another version of the format
+    │   ├── DamagedFile                    truncated, flipped bits, or a header that lies
+    │   └── WrongIdentity                  sound, but made for other weights, settings or model
+    ├── StoreError (OSError)               a store folder that cannot be used
+    ├── ModelError (RuntimeError)          the model itself
+    │   ├── UnsupportedModel               a family or cache layer that is not (yet) shown to be exact
+    │   └── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
+    ├── Closed (RuntimeError)              used after `close()`
+    └── MissingExtra (ImportError)         an optional library is not installed
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class KeepsightError(Exception):
+    """Base of everything Keepsight raises on purpose."""
+
+
+class InputError(KeepsightError, ValueError):
+    """Something handed to a call cannot be used."""
+
+
+class ImageError(InputError):
+    """One image cannot be used: not an image, truncated, an absurd size, a wrong dtype or shape."""
+
+
+class MediaChanged(ImageError):
+    """A file's content changed between the moment it was named and the moment it was encoded."""
+
+
+class MessagesError(InputError):
+    """The conversation has the wrong shape."""
+
+
+class PlaceholderMismatch(InputError):
+    """The number of images does not fit the number of placeholders."""
+
+
+class PromptTooLong(InputError):
+    """The prompt does not fit the model's context."""
+
+
+class UnsupportedInput(InputError):
+    """The input is understood, but cannot be served here."""
+
+
+class UnknownOption(KeepsightError, TypeError):
+    """An option that nobody listens to."""
+
+    @classmethod
+    def among(cls, given: Iterable[str], known: Iterable[str], where: str) -> UnknownOption:
+        """The error for the first of `given` that is not `known`, with the nearest known name."""
+        known = sorted(known)
+        name = sorted(set(given) - set(known))[0]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+        return cls(f"{where} has no option {name!r}; {hint}")
+
+
+class FileError(KeepsightError, ValueError):
+    """A `.sight` or `.keep` file cannot be used."""
+
+
+class NotKeepsightFile(FileError):
+    """The file is not one of ours, or it ends before its header does."""
+
+
+class WrongFormatVersion(FileError):
+    """The file was written by another version of the format."""
+
+
+class DamagedFile(FileError):
+    """The file is truncated, has flipped bits, or its header does not tell the truth."""
+
+
+class WrongIdentity(FileError):
+    """The file is sound but belongs to other weights, settings or another model."""
+
+    def __init__(self, field: str, expected: Any, found: Any, what: str = "package") -> None:
+        self.field, self.expected, self.found = field, expected, found
+        super().__init__(
+            f"this {what} does not fit: {field} is {found!r}, but this model has {expected!r}. "
+            "Encode the image again with this model, or load the model it was made with."
+        )
+
+
+class StoreError(KeepsightError, OSError):
+    """A store cannot be used."""
+
+
+class ModelError(KeepsightError, RuntimeError):
+    """The model cannot be used as it is."""
+
+
+class UnsupportedModel(ModelError):
+    """The model's family, or a kind of cache layer in it, has not been shown to be exact."""
+
+
+class UnreadableWeights(ModelError):
+    """Weights that cannot be read cannot be fingerprinted."""
+
+
+class Closed(KeepsightError, RuntimeError):
+    """The object was used after `close()`."""
+
+
+class MissingExtra(KeepsightError, ImportError):
+    """An optional library is needed."""
+
+    @classmethod
+    def named(cls, library: str, extra: str | None = None) -> MissingExtra:
+        """The error that tells what to install."""
+        target = f"keepsight[{extra}]" if extra else library
+        return cls(f"{library} is not installed; run: pip install {target}")

@@ -1,0 +1,263 @@
+"""The generic family: right for every model that takes `mm_encoder_outputs`, by asking the model.
+
+It asks Transformers for whatever Transformers knows: `get_image_features` for the tower,
+`get_rope_index` for multimodal positions, the processor's `replace_image_token` for the prompt text
+of an image. It keeps no state of a conversation, and trusts none that the model keeps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight import keys
+from keepsight.errors import PlaceholderMismatch, UnsupportedModel
+from keepsight.package import Layout, Package
+
+# How families end a turn. A boundary stands behind each, so a turn can be continued.
+TURN_ENDS = (
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<|end|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "</s>",
+)
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """One medium, ready for the tower: its tensors, and what the prompt needs to know of it."""
+
+    tensors: dict[str, torch.Tensor]
+    grid: dict[str, list[Any]]
+    layout: Layout
+
+    @property
+    def key(self) -> str:
+        """The digest of everything the tower takes in."""
+        return keys.digest("image", *(p for name in sorted(self.tensors) for p in self._part(name)))
+
+    def _part(self, name: str) -> tuple[str, torch.Tensor]:
+        return name, self.tensors[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+class Family:
+    """One model, seen through what its family does. Subclasses change only what differs."""
+
+    sees_whole_media = False  # whether the tokens of one medium attend to each other both ways
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.core: Any = model.base_model
+        self.encoder = getattr(self.core, "get_image_features", None)
+        if self.encoder is None or "mm_encoder_outputs" not in _parameters(model.forward):
+            raise UnsupportedModel(
+                f"{type(model).__name__} takes no precomputed features (`mm_encoder_outputs`); "
+                "Keepsight needs transformers >= 5.23 and an image-text-to-text model"
+            )
+        config: Any = model.config
+        token = getattr(config, "image_token_id", None)
+        self.image_token_id: int = token if token is not None else config.image_token_index
+        self.video_token_id: int | None = getattr(config, "video_token_id", None)
+        self.mrope = hasattr(self.core, "get_rope_index")
+        self._encoder_inputs = set(_parameters(self.encoder))
+
+    # -- identity --------------------------------------------------------------------------------
+
+    def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything that makes features: all weights that are neither decoder nor output head."""
+        skip = {id(t) for t in self._text_tensors()}
+        for name, tensor in _all_tensors(self.model):
+            if id(tensor) not in skip:
+                yield name, tensor
+
+    def _text_tensors(self) -> Iterator[torch.Tensor]:
+        for module in (self.model.get_decoder(), self.model.get_output_embeddings()):
+            if module is not None:
+                yield from (t for _, t in _all_tensors(module))
+
+    def vision_settings(self) -> str:
+        """The digest of the configuration that the tower and its projector run under."""
+        config = self.model.config.to_dict()
+        drop = ("text_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
+        return keys.digest("vision settings", {k: v for k, v in config.items() if k not in drop})
+
+    def turn_ends(self, tokenizer: Any) -> frozenset[int]:
+        """Ids after which a turn is over."""
+        ids: set[int] = set()
+        for config in (self.model.generation_config, self.model.config.get_text_config()):
+            eos = getattr(config, "eos_token_id", None)
+            ids.update([eos] if isinstance(eos, int) else eos or [])
+        if tokenizer is not None:
+            vocabulary = tokenizer.get_vocab()
+            ids.update(vocabulary[name] for name in TURN_ENDS if name in vocabulary)
+        return frozenset(ids)
+
+    # -- images in -------------------------------------------------------------------------------
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        """One image through the checkpoint's own image processor."""
+        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
+        text = processor.replace_image_token(processed, 0, **options)
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return self._pixels(dict(processed), parse_layout(text, placeholder))
+
+    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+        tensors = {
+            name: torch.as_tensor(value)
+            for name, value in processed.items()
+            if name in self._encoder_inputs
+        }
+        grid = {
+            name: torch.as_tensor(value).tolist()
+            for name, value in processed.items()
+            if not name.startswith("pixel_values") and _is_numeric(value)
+        }
+        return Pixels(tensors, grid, layout)
+
+    def split_tensors(self, tensors: dict[str, torch.Tensor], ids: np.ndarray) -> list[Pixels]:
+        """The media of a processor's packed output, one by one, in prompt order."""
+        pixels = tensors.get("pixel_values")
+        if pixels is None:
+            return []
+        grids = tensors.get("image_grid_thw")
+        if grids is None:
+            return self._split_rows(pixels, ids)
+        merge = int(self.core.visual.spatial_merge_size) ** 2
+        patches = grids.prod(-1).tolist()
+        if sum(patches) != pixels.shape[0]:
+            raise PlaceholderMismatch(
+                f"image_grid_thw describes {sum(patches)} patches, pixel_values has "
+                f"{pixels.shape[0]}"
+            )
+        parts = zip(torch.split(pixels, patches), grids.split(1), patches, strict=True)
+        return [
+            self._pixels({"pixel_values": p, "image_grid_thw": g}, (n // merge,))
+            for p, g, n in parts
+        ]
+
+    def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:
+        """One row of `pixel_values` for one image."""
+        tokens = self.tokens_per_row(pixels.shape[0], ids)
+        return [self._pixels({"pixel_values": row[None]}, (tokens,)) for row in pixels]
+
+    def tokens_per_row(self, rows: int, ids: np.ndarray) -> int:
+        """How many placeholders each row of `pixel_values` has, where that number is fixed."""
+        total = int((ids == self.image_token_id).sum())
+        if total == 0 or total % rows:
+            raise PlaceholderMismatch(
+                f"the prompt has {total} image placeholders, which {rows} images cannot share"
+            )
+        return total // rows
+
+    # -- the tower -------------------------------------------------------------------------------
+
+    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        """One medium through the tower, alone. Its features, and how the model wants several.
+
+        Alone, because packing images changes bf16 results (law 2: neighbours never change a bit).
+        """
+        device = self.model.device
+        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
+        output = self.encoder(**inputs, return_dict=True)  # type: ignore[misc]
+        pooled = output.pooler_output
+        container = "tensor" if isinstance(pooled, torch.Tensor) else "list"
+        tensors = {"features": pooled if container == "tensor" else pooled[0]}
+        for level, feature in enumerate(getattr(output, "deepstack_features", None) or []):
+            tensors[f"deepstack.{level}"] = feature[0]
+        return {name: _own(tensor) for name, tensor in tensors.items()}, container
+
+    def encoder_outputs(self, parts: Sequence[tuple[Package, int, int]]) -> dict[str, Any]:
+        """`mm_encoder_outputs` from rows a to b of some packages.
+
+        A new wrapper each time: upstream's `generate` replaces attributes of the one it is given.
+        """
+        device, dtype = self.model.device, self.model.dtype
+
+        def rows(name: str) -> tuple[torch.Tensor, ...]:
+            return tuple(_rows(p.tensors[name], a, b).to(device, dtype) for p, a, b in parts)
+
+        features: Any = rows("features")
+        if parts[0][0].container == "tensor":
+            features = torch.cat(features)[None]
+        output = SimpleNamespace(pooler_output=features)
+        levels = sum(name.startswith("deepstack.") for name in parts[0][0].tensors)
+        output.deepstack_features = [rows(f"deepstack.{i}") for i in range(levels)]
+        return {"image": output}
+
+    # -- positions -------------------------------------------------------------------------------
+
+    def positions(self, ids: np.ndarray, types: np.ndarray, grid: dict[str, Any]) -> torch.Tensor:
+        """Explicit positions of the whole prompt: (1, n), or (4, 1, n) with multimodal rope.
+
+        Computed from ids and grids each time; upstream's `rope_deltas` belongs to whoever called
+        last. The first of the four rows is the plain text position, which masks are built from.
+        """
+        plain = torch.arange(len(ids))[None]
+        if not self.mrope:
+            return plain
+        if not types.any():
+            return plain[None].expand(4, 1, -1)
+        rope, _ = self.core.get_rope_index(
+            torch.from_numpy(ids.astype(np.int64))[None],
+            mm_token_type_ids=torch.from_numpy(types.astype(np.int64))[None],
+            **{name: torch.tensor(value) for name, value in grid.items()},
+        )
+        return torch.cat([plain[None], rope])
+
+    def rope_grid(self, grids: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+        """The grids of all media in the form `get_rope_index` takes."""
+        rows = [row for grid in grids for row in grid.get("image_grid_thw", [])]
+        return {"image_grid_thw": rows} if rows else {}
+
+
+def parse_layout(text: str, placeholder: str) -> Layout:
+    """`<img>` + 256 placeholders + `</img>` becomes `("<img>", 256, "</img>")`."""
+    runs = re.split(f"((?:{re.escape(placeholder)})+)", text)
+    return tuple(
+        len(run) // len(placeholder) if i % 2 else run for i, run in enumerate(runs) if run
+    )
+
+
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _is_numeric(value: Any) -> bool:
+    try:
+        return torch.as_tensor(value).dtype != torch.bool
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _all_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a storage of its own size, so that keeping it keeps nothing else."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _rows(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])[start:end]

@@ -1,0 +1,249 @@
+"""From logits to tokens to text: Transformers' own processors and criteria, driven step by step.
+
+Every option of `GenerationConfig` is honoured or refused by name: what needs several sequences at
+once (beams) or a second model does not fit one remembered prefix, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from keepsight.errors import InputError, PromptTooLong, UnknownOption
+
+# Options of GenerationConfig that this engine cannot serve, with their harmless values.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "num_return_sequences": (None, 1),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "guidance_scale": (None, 1.0, 1),
+    "use_cache": (None, True),
+    "cache_implementation": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "token_healing": (None, False),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+}
+_OURS = ("stop", "seed", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+_ALIASES = {"max_tokens": "max_new_tokens"}
+DEFAULT_CHAT_TOKENS = 1024
+DEFAULT_GENERATE_TOKENS = 20  # what Transformers' `generate` defaults to
+
+
+@dataclass
+class Sampler:
+    """The decoding of one sequence, resolved against the checkpoint's generation_config."""
+
+    config: GenerationConfig
+    processors: Any
+    criteria: Any
+    generator: torch.Generator | None
+    max_new_tokens: int
+    stop: list[str]
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    finish_reason: str = "length"
+
+    def pick(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """The next token, and the ids with it appended; as upstream's `_sample` does it."""
+        raw = logits.to(torch.float32, copy=True)
+        scores = self.processors(ids, raw)
+        if self.config.output_logits:
+            self.logits.append(raw)
+        if self.config.output_scores:
+            self.scores.append(scores)
+        if self.config.do_sample:
+            probabilities = torch.softmax(scores, dim=-1)
+            token = torch.multinomial(probabilities, 1, generator=self.generator)
+        else:
+            token = scores.argmax(-1, keepdim=True)
+        return int(token), torch.cat([ids, token], dim=-1)
+
+    def done(self, ids: torch.Tensor, count: int) -> bool:
+        """Whether the sequence ends here."""
+        kinds = [c for c in self.criteria if bool(c(ids, None).all())]
+        if any(type(c).__name__ != "MaxLengthCriteria" for c in kinds):
+            self.finish_reason = "stop"
+            return True
+        return bool(kinds) or count >= self.max_new_tokens
+
+
+def sampler(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    options: dict[str, Any],
+    default_tokens: int,
+) -> Sampler:
+    """Resolve the options of one call; unknown or impossible ones are refused by name."""
+    options = {_ALIASES.get(name, name): value for name, value in options.items()}
+    ours = {name: options.pop(name) for name in _OURS if name in options}
+    given = options.pop("generation_config", None)
+    stop = _stop_strings(ours.get("stop"), options)
+    asked = _asked_length(options, given, model)
+    config, left = model._prepare_generation_config(given, **options)
+    left = {k: v for k, v in left.items() if k not in ("output_attentions", "output_hidden_states")}
+    if left:
+        raise UnknownOption.among(left, known_options(), "generation")
+    _refuse(config)
+    length = ids.shape[1]
+    count = _new_tokens(asked, length, default_tokens, model)
+    config.max_length = length + count
+    model._prepare_special_tokens(config, True, device=ids.device, batch_size=1)
+    if stop:
+        if tokenizer is None:
+            raise InputError("stop strings need a tokenizer; wrap the model with its processor")
+        config.stop_strings = stop
+    processors = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=length,
+        encoder_input_ids=ids,
+        prefix_allowed_tokens_fn=ours.get("prefix_allowed_tokens_fn"),
+        logits_processor=ours.get("logits_processor") or [],
+        device=str(ids.device),
+    )
+    criteria = model._get_stopping_criteria(
+        generation_config=config,
+        stopping_criteria=ours.get("stopping_criteria") or [],
+        tokenizer=tokenizer,
+    )
+    generator = None
+    if ours.get("seed") is not None:
+        generator = torch.Generator(ids.device).manual_seed(int(ours["seed"]))
+    return Sampler(config, processors, criteria, generator, count, stop)
+
+
+def known_options() -> list[str]:
+    """Every option that decoding understands."""
+    public = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
+    return sorted({*public, *_OURS, *_ALIASES, "generation_config"} - {"transformers_version"})
+
+
+def _stop_strings(stop: Any, options: dict[str, Any]) -> list[str]:
+    stops = stop if stop is not None else options.pop("stop_strings", None)
+    stops = [stops] if isinstance(stops, str) else list(stops or [])
+    if not all(isinstance(s, str) and s for s in stops):
+        raise InputError(f"stop must be one or more non-empty strings, got {stop!r}")
+    return stops
+
+
+def _asked_length(
+    options: dict[str, Any], given: GenerationConfig | None, model: PreTrainedModel
+) -> tuple[str, int] | None:
+    """What the caller, or else the checkpoint, asked for."""
+    for source in (options, vars(given) if given else {}, vars(model.generation_config)):
+        for name in ("max_new_tokens", "max_length"):
+            if source.get(name) is not None:
+                return name, source[name]
+    return None
+
+
+def _new_tokens(
+    asked: tuple[str, int] | None, length: int, default: int, model: PreTrainedModel
+) -> int:
+    name, value = asked or ("max_new_tokens", default)
+    count = value - length if name == "max_length" else value
+    if not isinstance(value, int) or isinstance(value, bool) or count < 1:
+        raise InputError(f"{name}={value!r} leaves nothing to generate after {length} tokens")
+    limit = context_length(model)
+    if limit is not None and length >= limit:
+        raise PromptTooLong(
+            f"the prompt has {length} tokens, the model's context is {limit}; shorten the "
+            "conversation or send smaller images"
+        )
+    return count if limit is None else min(count, limit - length)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """How many tokens the language model was made for."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _refuse(config: GenerationConfig) -> None:
+    for name, harmless in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in harmless:
+            raise InputError(
+                f"{name}={value!r} is not supported: Keepsight decodes one sequence from one "
+                "remembered prefix; use model.generate(**vlm.inputs(messages), ...) for that"
+            )
+
+
+class Detokenizer:
+    """Text as tokens come, in pieces that never split a character."""
+
+    def __init__(self, tokenizer: Any, stop: list[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []
+        self._done = 0  # tokens whose text is out
+        self._context = 0  # where the text before them begins
+        self._held = ""  # text that may be the beginning of a stop string
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain."""
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._context : self._done])
+        now = self._decode(self._tokens[self._context :])
+        if now.endswith("\ufffd") or len(now) <= len(before):
+            return ""
+        self._context, self._done = self._done, len(self._tokens)
+        return self._filter(now[len(before) :])
+
+    def rest(self) -> str:
+        """What is left when no more tokens come."""
+        before = self._decode(self._tokens[self._context : self._done])
+        text = self._decode(self._tokens[self._context :])[len(before) :]
+        self._context = self._done = len(self._tokens)
+        text = self._filter(text) + self._held
+        self._held = ""
+        return "" if self.stopped and not text else text
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _filter(self, text: str) -> str:
+        """Cut at a stop string; hold back what may become one."""
+        if not self._stop or self.stopped:
+            return "" if self.stopped else text
+        text = self._held + text
+        cuts = [text.find(s) for s in self._stop if s in text]
+        if cuts:
+            self.stopped, self._held = True, ""
+            return text[: min(cuts)]
+        keep = max((_overlap(text, s) for s in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` begin `stop`."""
+    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def decode(
+    sampler: Sampler,
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+    step: Callable[[int], torch.Tensor],
+) -> Iterator[int]:
+    """Tokens one by one; each is handed out before the step behind it is computed."""
+    for count in range(1, sampler.max_new_tokens + 1):
+        token, ids = sampler.pick(ids, logits)
+        last = sampler.done(ids, count)
+        yield token
+        if last:
+            return
+        logits = step(token)

@@ -1,0 +1,98 @@
+"""Identity: full 256-bit digests over framed, typed records.
+
+A digest is 64 hex characters of BLAKE3. Every part is framed as `tag, length, bytes`, so no two
+different lists of parts can run together into the same bytes, and the kind of record is the first
+part, so an image can never collide with a prompt. There are no shortened digests, and no digest of
+a name, a path or an `id()`.
+
+This module knows nothing of models, files or images: it turns bytes into names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+SCHEMA = "keepsight-1"
+_MANY_BYTES = 1 << 20  # below this, one thread is faster than waking a pool
+
+Part = str | bytes | int | float | bool | None | np.ndarray | torch.Tensor
+
+
+def digest(kind: str, *parts: Part | Iterable[Any]) -> str:
+    """The digest of a record: its kind and its parts, in order."""
+    hasher = blake3()
+    _frame(hasher, b"k", f"{SCHEMA}/{kind}".encode())
+    for part in parts:
+        _feed(hasher, part)
+    return hasher.hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """One spelling for one value: sorted keys, no spaces, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The digest of named tensors over all their bytes, whatever their order."""
+    named = sorted((name, digest("weight", tensor)) for name, tensor in tensors)
+    return digest("weights", *(part for pair in named for part in pair))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's values as bytes, in row-major order, on the CPU; no copy where none is needed."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _frame(hasher: Any, tag: bytes, data: bytes | memoryview) -> None:
+    size = data.nbytes if isinstance(data, memoryview) else len(data)
+    hasher.update(tag + size.to_bytes(8, "little"))
+    if size >= _MANY_BYTES:
+        # BLAKE3 hashes a tree, so threads change the time and never the result.
+        hasher.update(data, max_threads=blake3.AUTO)
+    else:
+        hasher.update(data)
+
+
+def _feed(hasher: Any, part: Any) -> None:
+    if isinstance(part, str):
+        _frame(hasher, b"s", part.encode())
+    elif isinstance(part, bytes | bytearray | memoryview):
+        _frame(hasher, b"b", memoryview(part))
+    elif part is None or isinstance(part, bool | int | float):
+        _frame(hasher, type(part).__name__[:1].encode(), repr(part).encode())
+    elif isinstance(part, torch.Tensor):
+        _frame(hasher, b"t", f"{part.dtype}{tuple(part.shape)}".encode())
+        _frame(hasher, b"d", tensor_bytes(part))
+    elif isinstance(part, np.ndarray):
+        _frame(hasher, b"a", f"{part.dtype.str}{part.shape}".encode())
+        _frame(hasher, b"d", memoryview(np.ascontiguousarray(part)).cast("B") if part.size else b"")
+    elif isinstance(part, Mapping):
+        _frame(hasher, b"j", canonical_json(part).encode())
+    elif isinstance(part, list | tuple):
+        _frame(hasher, b"l", str(len(part)).encode())
+        for item in part:
+            _feed(hasher, item)
+    else:
+        raise TypeError(f"a {type(part).__name__} has no canonical form to digest")
+
+
+def _plain(value: Any) -> Any:
+    """JSON for what configs hold beside JSON types: tensors, arrays, dtypes, enums, sets."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value)

@@ -1,0 +1,229 @@
+"""Images in any form: opened once, checked, and named by their bytes.
+
+What Transformers does with an image depends on its form, and so do we: files, URLs, data URIs and
+bytes are decoded as its `load_image` does (upright after EXIF, transparency dropped), while a PIL
+image or an array goes to the image processor as it is. Nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import io
+import os
+import urllib.parse
+import urllib.request
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import torch
+from PIL import Image, ImageOps
+
+from keepsight import keys
+from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
+
+MAX_PIXELS = 120_000_000  # decoded, this is 360 MB; what is larger is refused as a bomb
+MAX_BYTES = 256 << 20
+_VIDEO = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+Decoded = Image.Image | np.ndarray
+
+
+@dataclass(frozen=True)
+class Source:
+    """An image that has a name already and can be decoded when that is needed.
+
+    `name` is the digest of the bytes that were given: of a file, or of pixels given directly.
+    `decode` gives what the image processor wants. While `fresh` holds something, that is what was
+    named and needs no second look; afterwards the image is read and compared with its name again.
+    """
+
+    name: str
+    decode: Callable[[], Decoded]
+    label: str
+    fresh: list[Any]
+
+    def digest(self, decoded: Decoded, settings: str) -> str:
+        """The source digest: decoded pixels and every setting that changes what is made of them."""
+        return keys.digest("source", *_pixel_parts(decoded), settings)
+
+
+def open_source(image: Any, fetched: dict[str, bytes]) -> Source:
+    """A source from any form of image. `fetched` remembers what URLs gave, once per session."""
+    if isinstance(image, Image.Image):
+        return _from_pil(image)
+    if isinstance(image, np.ndarray | torch.Tensor):
+        return _from_array(image)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return _from_bytes(bytes(image), "the bytes")
+    if isinstance(image, os.PathLike):
+        return _from_file(Path(image))
+    if isinstance(image, str):
+        return _from_text(image, fetched)
+    raise ImageError(
+        f"a {type(image).__name__} is not an image; expected a path, URL, data URI, PIL image, "
+        "numpy array, torch tensor, bytes or a Package"
+    )
+
+
+def _from_text(text: str, fetched: dict[str, bytes]) -> Source:
+    if text.startswith("data:"):
+        return _from_bytes(_data_uri(text), "the data URI")
+    if text.startswith(("http://", "https://")):
+        if text not in fetched:
+            fetched[text] = _fetch(text)
+        return _from_bytes(fetched[text], text)
+    if text.startswith("file://"):
+        text = urllib.request.url2pathname(urllib.parse.urlparse(text).path)
+    return _from_file(Path(text))
+
+
+def _data_uri(text: str) -> bytes:
+    head, comma, body = text.partition(",")
+    try:
+        if not comma:
+            raise ValueError("no comma")
+        if head.endswith(";base64"):
+            return base64.b64decode(body, validate=True)
+        return urllib.parse.unquote_to_bytes(body)
+    except (ValueError, binascii.Error) as error:
+        raise ImageError(
+            f"the data URI cannot be decoded ({error}); expected data:image/png;base64,..."
+        ) from None
+
+
+def _fetch(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:  # noqa: S310 - http(s) only
+            data: bytes = response.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ImageError(f"{url} could not be fetched: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"{url} is larger than {MAX_BYTES} bytes")
+    return data
+
+
+def _from_file(path: Path) -> Source:
+    fresh = [_read(path)]
+    name = keys.digest("file", fresh[0], PIL.__version__)
+
+    def decode() -> Decoded:
+        data = fresh[0] if fresh else _read(path)
+        if not fresh and keys.digest("file", data, PIL.__version__) != name:
+            raise MediaChanged(f"{path} changed after it was named; ask again")
+        return decode_bytes(data, str(path))
+
+    return Source(name, decode, str(path), fresh)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ImageError(f"{path} is larger than {MAX_BYTES} bytes")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        text = str(path) if len(str(path)) < 200 else f"{str(path)[:200]}…"
+        raise ImageError(f"{text}: no image can be read there ({reason})") from None
+
+
+def _from_bytes(data: bytes, label: str) -> Source:
+    name = keys.digest("file", data, PIL.__version__)
+    return Source(name, lambda: decode_bytes(data, label), label, [])
+
+
+def decode_bytes(data: bytes, label: str) -> Image.Image:
+    """An upright RGB image from an encoded one, as Transformers' `load_image` gives it."""
+    if label.lower().endswith(_VIDEO):
+        raise UnsupportedInput(f"{label}: video is not supported yet; pass single frames as images")
+    if not data:
+        raise ImageError(f"{label} is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data))
+            _check_size(image.size, label)
+            image = ImageOps.exif_transpose(image)
+            return image.convert("RGB")
+    except Image.UnidentifiedImageError:
+        raise ImageError(f"{label} is not an image (nothing PIL can identify)") from None
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"{label}: {error}") from None
+    except ImageError:
+        raise
+    except Exception as error:  # PIL's decoders raise almost anything on a damaged file
+        raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
+
+
+def _from_pil(image: Image.Image) -> Source:
+    _check_size(image.size, "the image")
+    try:
+        image.load()
+        name = keys.digest("pixels", *_pixel_parts(image))
+    except OSError as error:
+        raise ImageError(f"the image cannot be decoded: {error}") from error
+
+    return _in_memory(image, name, "a PIL image")
+
+
+def _from_array(image: np.ndarray | torch.Tensor) -> Source:
+    array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image
+    if array.dtype != np.uint8:
+        raise ImageError(
+            f"the array is {array.dtype}, expected uint8 values from 0 to 255; "
+            "for floats from 0 to 1 pass (255 * x).round() as uint8"
+        )
+    if array.ndim == 2:
+        array = array[..., None].repeat(3, -1)
+    if array.ndim != 3 or not {array.shape[0], array.shape[-1]} & {1, 3, 4}:
+        raise ImageError(
+            f"the array has shape {array.shape}, expected (height, width, channels) or "
+            "(channels, height, width) with 1, 3 or 4 channels"
+        )
+    channels_first = array.shape[-1] not in (1, 3, 4)
+    height_width = array.shape[1:] if channels_first else array.shape[:2]
+    _check_size((height_width[1], height_width[0]), "the array")
+    return _in_memory(array, keys.digest("pixels", *_pixel_parts(array)), "an array")
+
+
+def _in_memory(image: Decoded, name: str, label: str) -> Source:
+    """A source of pixels that their owner may change in place at any time."""
+    fresh = [True]
+
+    def decode() -> Decoded:
+        if not fresh and keys.digest("pixels", *_pixel_parts(image)) != name:
+            raise MediaChanged(f"{label} was changed after it was named; ask again")
+        return image
+
+    return Source(name, decode, label, fresh)
+
+
+def _pixel_parts(image: Decoded) -> tuple[Any, ...]:
+    if isinstance(image, np.ndarray):
+        return "array", image
+    palette = image.getpalette("RGBA") if image.mode in ("P", "PA") else None
+    transparency = repr(image.info.get("transparency"))
+    return "pil", image.mode, list(image.size), image.tobytes(), repr(palette), transparency
+
+
+def _check_size(size: tuple[int, int], label: str) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise ImageError(f"{label} is {width}x{height}: there is nothing to see")
+    if width * height > MAX_PIXELS:
+        raise ImageError(
+            f"{label} is {width}x{height}, more than {MAX_PIXELS} pixels: refused as a possible "
+            "decompression bomb; make it smaller first"
+        )
+
+
+def looks_like_video(part: Any) -> bool:
+    """Whether a message part speaks of video."""
+    with contextlib.suppress(AttributeError):
+        return "video" in str(part.get("type", "")) or "video" in part or "video_url" in part
+    return False

@@ -1,0 +1,186 @@
+"""A prompt as the tree sees it: ids, media at known ranges, boundaries, and a path.
+
+In a path a token of text is its id; a token of a medium is (feature id, offset). Two images of one
+size have the same placeholder ids, and can still never meet under one path.
+
+Boundaries are where prefill is cut and where a snapshot may stand. They are a pure function of what
+stands before them, so two prompts with one prefix are cut alike in it, which is what makes a warm
+answer equal to a cold one bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from keepsight import keys
+from keepsight.vision import Medium
+
+RUN = 2048  # the longest stretch without a boundary, in tokens
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One range of a medium in a path. `offset` is the medium's row at `start`."""
+
+    start: int
+    end: int
+    feature_id: str
+    offset: int
+    identity: str = field(compare=False)
+    medium: int = field(compare=False)
+
+    def clip(self, start: int, end: int) -> Span:
+        """The part between two positions."""
+        a, b = max(self.start, start), min(self.end, end)
+        offset = self.offset + a - self.start
+        return Span(a, b, self.feature_id, offset, self.identity, self.medium)
+
+    def plain(self) -> list[Any]:
+        """As JSON."""
+        return [self.start, self.end, self.feature_id, self.offset, self.identity, self.medium]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The boundary rule of a namespace."""
+
+    grain: int
+    turn_ends: frozenset[int]
+    whole_media: bool  # never cut inside a range whose tokens see each other
+
+    def record(self) -> list[Any]:
+        """What of the rule enters the namespace."""
+        return [RUN, self.grain, sorted(self.turn_ends), self.whole_media]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids and media. `ranges[j]` are the half-open token ranges of medium j."""
+
+    ids: np.ndarray
+    media: tuple[Medium, ...] = ()
+    ranges: tuple[tuple[Range, ...], ...] = ()
+    text: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """All ranges of all media, in order."""
+        spans = []
+        for j, (medium, ranges) in enumerate(zip(self.media, self.ranges, strict=True)):
+            offset = 0
+            for start, end in ranges:
+                spans.append(Span(start, end, medium.feature_id, offset, medium.identity, j))
+                offset += end - start
+        return tuple(sorted(spans, key=lambda span: span.start))
+
+    @cached_property
+    def types(self) -> np.ndarray:
+        """1 where a token belongs to an image, else 0."""
+        types = np.zeros(len(self.ids), dtype=np.int8)
+        for span in self.spans:
+            types[span.start : span.end] = 1
+        return types
+
+    def clip(self, start: int, end: int) -> tuple[Span, ...]:
+        """The parts of media between two positions."""
+        return tuple(s.clip(start, end) for s in self.spans if s.start < end and s.end > start)
+
+    def segment_digest(self, parent: str, start: int, end: int, kind: str = "segment") -> str:
+        """The name of the path up to `end`, given the name of the path up to `start`."""
+        spans = [
+            [s.start - start, s.end - start, s.feature_id, s.offset] for s in self.clip(start, end)
+        ]
+        return keys.digest(kind, parent, start, self.ids[start:end], spans)
+
+    def events(self, rule: Rule) -> np.ndarray:
+        """Where a boundary may stand: behind the last range of a medium, behind the end of a turn.
+
+        A turn-end id inside a medium means nothing.
+        """
+        ends = np.isin(self.ids, list(rule.turn_ends)) & (self.types == 0)
+        media = [ranges[-1][1] for ranges in self.ranges]
+        return np.unique(np.concatenate([np.flatnonzero(ends) + 1, np.array(media, dtype=int)]))
+
+    def boundaries(self, rule: Rule, start: int = 0) -> list[int]:
+        """All boundaries behind `start` and strictly before the prompt's end."""
+        found: list[int] = []
+        last = start
+        for event in [*self.events(rule).tolist(), len(self.ids)]:
+            while event - last > RUN:
+                cut = self._move(last + RUN, rule)
+                if cut >= event:
+                    break
+                found.append(cut)
+                last = cut
+            if event < len(self.ids) and event - last >= rule.grain:
+                found.append(event)
+                last = event
+        return found
+
+    def _move(self, cut: int, rule: Rule) -> int:
+        """Behind the range that the cut would fall into, where ranges are whole."""
+        if rule.whole_media:
+            for span in self.spans:
+                if span.start < cut < span.end:
+                    return span.end
+        return cut
+
+    def medium_at(self, token: int) -> int | None:
+        """The index of the medium that a token belongs to."""
+        for span in self.spans:
+            if span.start <= token < span.end:
+                return span.medium
+        return None
+
+    def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+        """(from, to, medium or None) for each stretch of text or medium between two positions."""
+        cursor = start
+        for span in self.clip(start, end):
+            if span.start > cursor:
+                yield cursor, span.start, None
+            yield span.start, span.end, span.medium
+            cursor = span.end
+        if cursor < end:
+            yield cursor, end, None
+
+
+def common(
+    ids_a: np.ndarray, spans_a: Sequence[Span], ids_b: np.ndarray, spans_b: Sequence[Span]
+) -> int:
+    """How many leading tokens two segments share; spans are relative to the segments."""
+    n = min(len(ids_a), len(ids_b))
+    different = np.flatnonzero(ids_a[:n] != ids_b[:n])
+    first = int(different[0]) if len(different) else n
+    return min(first, _spans_agree(spans_a, spans_b, first), _spans_agree(spans_b, spans_a, first))
+
+
+def _spans_agree(spans: Sequence[Span], others: Sequence[Span], limit: int) -> int:
+    """The first token of `spans` that has no counterpart in `others`, or `limit`."""
+    for span in spans:
+        if span.start >= limit:
+            break
+        twin = next((o for o in others if o.start <= span.start < o.end), None)
+        if twin is None or twin.feature_id != span.feature_id:
+            return span.start
+        if span.offset - twin.offset != span.start - twin.start:
+            return span.start
+        if twin.end < min(span.end, limit):
+            return twin.end
+    return limit
+
+
+def shift(spans: Sequence[Span], by: int) -> tuple[Span, ...]:
+    """The spans moved along the path."""
+    return tuple(
+        Span(s.start + by, s.end + by, s.feature_id, s.offset, s.identity, s.medium) for s in spans
+    )

@@ -1,0 +1,235 @@
+"""Messages to a prompt, through the checkpoint's own chat template and tokenizer.
+
+Images are named here and nothing more. What a user types stays text: a control token inside a
+message is marked before rendering and encoded as plain text after it, so the placeholders that
+remain are those the template wrote, one for each image, and their ranges are known by construction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers.utils import chat_template_utils as upstream
+
+from keepsight.errors import (
+    ImageError,
+    InputError,
+    MessagesError,
+    ModelError,
+    PlaceholderMismatch,
+    UnsupportedInput,
+)
+from keepsight.families import Family
+from keepsight.media import looks_like_video
+from keepsight.prompt import Prompt
+from keepsight.vision import Medium
+
+_IMAGE_KEYS = ("image", "url", "path", "image_url", "base64", "file")
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_IMAGE_TYPES = ("image", "image_url", "input_image")
+Message = dict[str, Any]
+
+
+class Renderer:
+    """Renders for one family and one processor."""
+
+    def __init__(self, family: Family, processor: Any, chat_template: str | None = None) -> None:
+        self._family, self._processor = family, processor
+        self.tokenizer = processor.tokenizer
+        self._template = _template_of(processor, chat_template)
+        self._image_token: str = processor.image_token
+        self._placeholder: str = self.tokenizer.convert_ids_to_tokens(family.image_token_id)
+        control = set(self.tokenizer._get_control_tokens(self._template))
+        control |= {self._image_token, self._placeholder}
+        self._control, _ = upstream._get_control_token_patterns(tuple(sorted(control)))
+        marker = re.escape(upstream._CONTROL_TOKEN_START)
+        self._written = re.compile(f"(?<!{marker}){re.escape(self._image_token)}")
+        self._bos = self._implicit_bos()
+
+    def _implicit_bos(self) -> list[int]:
+        """What the tokenizer puts before a text of its own accord."""
+        ids: list[int] = self.tokenizer("")["input_ids"]
+        return ids
+
+    def render(
+        self,
+        messages: list[Message],
+        name: Callable[[Any], Medium],
+        generate: bool = True,
+        **template: Any,
+    ) -> Prompt:
+        """The prompt of a conversation, ready for an answer unless `generate` is false."""
+        clean, images = parse_messages(messages)
+        marked = any(self._control.search(text) for text in _texts(clean))
+        if marked:
+            clean = upstream.mark_control_tokens(clean, self._control)
+        text = self._apply(clean, generate, template)
+        media = tuple(name(image) for image in images)
+        spots = list(self._written.finditer(text))
+        if len(spots) != len(media):
+            raise PlaceholderMismatch(
+                f"the chat template wrote {len(spots)} image placeholders for {len(media)} images"
+            )
+        text, runs = self._insert(text, spots, media)
+        ids = self._encode(text, marked)
+        return self._expand(ids, runs, media, text)
+
+    def _apply(self, messages: list[Message], generate: bool, template: dict[str, Any]) -> str:
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=generate,
+                chat_template=self._template,
+                **template,
+            )
+        except Exception as error:  # a template raises whatever its author chose
+            raise MessagesError(f"the chat template refused the messages: {error}") from error
+        return text
+
+    def _insert(
+        self, text: str, spots: list[re.Match[str]], media: tuple[Medium, ...]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Each image's own text at its spot, with one placeholder for a whole run of them."""
+        parts, runs, cursor = [], [], 0
+        for j, (spot, medium) in enumerate(zip(spots, media, strict=True)):
+            parts.append(text[cursor : spot.start()])
+            cursor = spot.end()
+            for part in medium.layout:
+                if isinstance(part, int):
+                    runs.append((j, part))
+                    part = self._placeholder
+                parts.append(part)
+        return "".join([*parts, text[cursor:]]), runs
+
+    def _encode(self, text: str, marked: bool) -> np.ndarray:
+        bos = self.tokenizer.bos_token
+        written = bos is not None and text.startswith(bos)
+        if marked:
+            ids = upstream.encode_marked_chat(self.tokenizer, text)
+            ids = ids if written else [*self._bos, *ids]
+        else:
+            ids = self.tokenizer(text, add_special_tokens=not written)["input_ids"]
+        return np.asarray(ids, dtype=np.int64)
+
+    def _expand(
+        self, ids: np.ndarray, runs: list[tuple[int, int]], media: tuple[Medium, ...], text: str
+    ) -> Prompt:
+        """Each placeholder to as many as its run has; where they stand is known from here on."""
+        spots = np.flatnonzero(ids == self._family.image_token_id)
+        if len(spots) != len(runs):
+            raise PlaceholderMismatch(
+                f"the tokenizer made {len(spots)} image placeholders of {len(runs)} runs"
+            )
+        counts = np.ones(len(ids), dtype=np.int64)
+        counts[spots] = [count for _, count in runs]
+        ends = np.cumsum(counts)
+        ranges: list[list[tuple[int, int]]] = [[] for _ in media]
+        for (j, count), spot in zip(runs, spots, strict=True):
+            end = int(ends[spot])
+            ranges[j].append((end - count, end))
+        return Prompt(np.repeat(ids, counts), media, tuple(map(tuple, ranges)), text)
+
+
+def user_message(text: str, images: Any = None) -> Message:
+    """One user turn: pictures first, then the text."""
+    if images is None:
+        images = []
+    elif not isinstance(images, list | tuple):
+        images = [images]
+    parts: list[Any] = [{"type": "image", "image": image} for image in images]
+    if not isinstance(text, str):
+        raise InputError(f"the question is a {type(text).__name__}, expected a string")
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def parse_messages(messages: Any) -> tuple[list[Message], list[Any]]:
+    """Messages as the template wants them, and the images in the order they appear."""
+    if isinstance(messages, dict):
+        messages = [messages]
+    if not isinstance(messages, list | tuple) or not messages:
+        raise MessagesError(
+            "expected a list of messages like "
+            "{'role': 'user', 'content': [{'type': 'image', 'image': ...}, ...]}"
+        )
+    clean, images = [], []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise MessagesError(f"message {i} is not a dict with a 'role'")
+        content = message.get("content")
+        if content is None and message.get("tool_calls"):
+            clean.append(dict(message))
+        elif isinstance(content, str):
+            clean.append(dict(message))
+        elif isinstance(content, list | tuple):
+            parts = [_parse_part(part, i, images) for part in content]
+            clean.append(dict(message, content=parts))
+        else:
+            raise MessagesError(
+                f"message {i} has content of type {type(content).__name__}; expected a string or "
+                "a list of parts"
+            )
+    return clean, images
+
+
+def _parse_part(part: Any, i: int, images: list[Any]) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        images.append(part)
+        return {"type": "image"}
+    if looks_like_video(part):
+        raise UnsupportedInput(
+            f"message {i} holds a video; video is not supported yet, pass frames as images"
+        )
+    if "audio" in str(part.get("type", "")):
+        raise UnsupportedInput(f"message {i} holds audio, which is not supported yet")
+    kind = part.get("type")
+    if kind in _TEXT_TYPES or (kind is None and "text" in part):
+        if not isinstance(part.get("text"), str):
+            raise MessagesError(f"message {i} has a text part without a string 'text'")
+        return {"type": "text", "text": part["text"]}
+    if kind in _IMAGE_TYPES or (kind is None and any(key in part for key in _IMAGE_KEYS)):
+        images.append(_image_of(part, i))
+        return {"type": "image"}
+    raise MessagesError(
+        f"message {i} has a part of type {kind!r}; expected 'text', 'image' or 'image_url'"
+    )
+
+
+def _image_of(part: dict[str, Any], i: int) -> Any:
+    for key in _IMAGE_KEYS:
+        value = part.get(key)
+        if isinstance(value, dict):
+            value = value.get("url")
+        if value is not None:
+            if key == "base64" and isinstance(value, str) and not value.startswith("data:"):
+                return f"data:image/unknown;base64,{value}"
+            return value
+    raise ImageError(f"message {i} has an image part without an image in it")
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in _texts(item)]
+    return []
+
+
+def _template_of(processor: Any, given: str | None) -> str:
+    template = given or getattr(processor, "chat_template", None)
+    template = template or getattr(processor.tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise ModelError(
+            "the processor has no chat template; pass chat_template=..., or use generate() with "
+            "tensors"
+        )
+    return template

@@ -1,0 +1,129 @@
+"""What a call gives back beside its text: usage, and a report that explains every segment.
+
+The report is the answer to "why was this slow?": for each stretch of the prompt it says what was
+reused and from where, or that it was computed, and why (law 6: no silent miss).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One stretch of a prompt with one fate. Tokens `start` to `end`, end excluded."""
+
+    kind: str  # "text" or the modality of a medium
+    start: int
+    end: int
+    status: str  # "reused" or "computed"
+    reason: str  # for reused: the tier; for computed: why
+    medium: int | None = None  # index of the medium in the prompt
+    features: str | None = None  # where a medium's features came from: memory, disk, tower, caller
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it spans."""
+        return self.end - self.start
+
+
+@dataclass
+class Usage:
+    """Counts in the manner of the OpenAI API, with images added."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    images: int = 0
+    images_encoded: int = 0
+    images_reused: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass
+class Report:
+    """What was reused, what was computed, and why; milliseconds per stage."""
+
+    segments: list[Segment] = field(default_factory=list)
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    grain: int = 0
+    exact: bool = True
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that passed through the language model."""
+        return self.prompt_tokens - self.cached_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "grain": self.grain,
+            "exact": self.exact,
+            "segments": [
+                {
+                    "kind": s.kind,
+                    "start": s.start,
+                    "end": s.end,
+                    "status": s.status,
+                    "reason": s.reason,
+                    "medium": s.medium,
+                    "features": s.features,
+                }
+                for s in self.segments
+            ],
+            "milliseconds": {name: round(ms, 3) for name, ms in self.milliseconds.items()},
+            "notes": self.notes,
+        }
+
+    def __str__(self) -> str:
+        share = 100 * self.cached_tokens // max(1, self.prompt_tokens)
+        lines = [f"prompt {self.prompt_tokens} tokens, {self.cached_tokens} reused ({share} %)"]
+        for s in self.segments:
+            name = s.kind if s.medium is None else f"{s.kind} {s.medium + 1}"
+            seen = f"  [features: {s.features}]" if s.features else ""
+            lines.append(
+                f"  {s.start:>6}-{s.end:<6} {name:<9} {s.status:<8} {s.reason}{seen}"
+            )
+        if self.milliseconds:
+            stages = (f"{name} {ms:.1f}" for name, ms in self.milliseconds.items())
+            lines.append("  ms: " + ", ".join(stages))
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@dataclass
+class Reply:
+    """An answer with its measurements. `str(reply)` is the text."""
+
+    text: str
+    usage: Usage
+    report: Report
+    tokens: list[int]
+    finish_reason: str  # "stop" or "length"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class Piece:
+    """One streamed piece of an answer. The last one carries usage, report and finish reason."""
+
+    text: str
+    token: int | None = None
+    usage: Usage | None = None
+    report: Report | None = None
+    finish_reason: str | None = None
+
+    def __str__(self) -> str:
+        return self.text

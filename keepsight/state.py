@@ -1,0 +1,267 @@
+"""What a layer remembers: a lane to compute in, and snapshots to keep.
+
+A lane is the memory of one running sequence: a Transformers cache whose full-attention layers live
+in preallocated buffers at fixed addresses, so that nothing is copied as a sequence grows and a
+compiled or batched step can run on it later. A snapshot is what the tree keeps of a lane at a
+boundary: for full layers the keys and values that are new since the parent boundary, for sliding,
+linear and convolution layers their fixed-size state whole.
+
+Which cuts are valid is decided here, in `Shape`, and nowhere else: with a fixed-size state anywhere
+in the model, a prompt can only be continued where such a state was captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from keepsight.errors import UnsupportedModel
+from keepsight.package import storage_bytes
+
+_ROUND = 256  # capacities are multiples of this, which also keeps every head's rows aligned
+Tensors = dict[str, torch.Tensor]
+
+
+class LaneLayer(DynamicLayer):
+    """A full-attention layer in one preallocated buffer. Rows past `length` mean nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.reserved = 0
+        self.room_k: torch.Tensor | None = None
+        self.room_v: torch.Tensor | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append, and return all keys and values so far."""
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.is_initialized = True
+        start, end = self.length, self.length + key_states.shape[-2]
+        self._ensure(end, key_states, value_states)
+        self.room_k[:, :, start:end] = key_states  # type: ignore[index]
+        self.room_v[:, :, start:end] = value_states  # type: ignore[index]
+        self._view(end)
+        if start == 0:
+            # The first chunk gets what stock gives it: its own contiguous tensors.
+            return key_states, value_states
+        return self.keys, self.values
+
+    def _ensure(self, end: int, like_k: torch.Tensor, like_v: torch.Tensor) -> None:
+        have = 0 if self.room_k is None else self.room_k.shape[-2]
+        if end <= have:
+            return
+        wanted = max(end, self.reserved, have + have // 2)
+        capacity = -(-wanted // _ROUND) * _ROUND
+        old_k, old_v = self.room_k, self.room_v
+        self.room_k = like_k.new_empty(*like_k.shape[:2], capacity, like_k.shape[-1])
+        self.room_v = like_v.new_empty(*like_v.shape[:2], capacity, like_v.shape[-1])
+        if self.length and old_k is not None and old_v is not None:
+            self.room_k[:, :, : self.length] = old_k[:, :, : self.length]
+            self.room_v[:, :, : self.length] = old_v[:, :, : self.length]
+
+    def _view(self, length: int) -> None:
+        self.length = length
+        self.keys = self.room_k[:, :, :length]  # type: ignore[index]
+        self.values = self.room_v[:, :, :length]  # type: ignore[index]
+
+    def rewind(self, length: int) -> None:
+        """Forget everything from `length` on. What stands before was written by the same chunks."""
+        if length > self.length:
+            raise ValueError(f"cannot rewind from {self.length} to {length}")
+        if self.room_k is not None:
+            self._view(length)
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put remembered keys and values back at their place."""
+        if not self.is_initialized:
+            self.dtype, self.device = keys.dtype, keys.device
+            self.is_initialized = True
+        end = start + keys.shape[-2]
+        self.length = start
+        self._ensure(end, keys, values)
+        self.room_k[:, :, start:end] = keys  # type: ignore[index]
+        self.room_v[:, :, start:end] = values  # type: ignore[index]
+        self._view(end)
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All that is held and all that comes, from the first token on."""
+        return self.length + query_length, 0
+
+    def reset(self) -> None:
+        """Forget everything, keep the room."""
+        self.rewind(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the room."""
+        return storage_bytes(t for t in (self.room_k, self.room_v) if t is not None)
+
+
+_KINDS: dict[type, str] = {
+    DynamicLayer: "full",
+    DynamicSlidingWindowLayer: "sliding",
+    LinearAttentionLayer: "linear",
+    LinearAttentionAndFullAttentionLayer: "linear+full",
+    LinearAttentionAndSlidingWindowAttentionLayer: "linear+sliding",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The kinds of layers of one model, in order."""
+
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Shape:
+        """Read off the cache that Transformers itself would build; refuse what we do not know."""
+        layers = DynamicCache(config=model.config).layers
+        unknown = sorted({type(x).__name__ for x in layers if type(x) not in _KINDS})
+        if unknown or not layers:
+            raise UnsupportedModel(
+                f"cache layers of kind {', '.join(unknown) or '(none)'} are not supported; "
+                f"supported: {', '.join(sorted(t.__name__ for t in _KINDS))}"
+            )
+        kinds = tuple(_KINDS[type(layer)] for layer in layers)
+        if not any(kind == "full" for kind in kinds) and not any("sliding" in k for k in kinds):
+            raise UnsupportedModel("a model without any attention layer keeps no token count")
+        if "linear+full" in kinds:
+            raise UnsupportedModel("layers that are linear and full at once are not yet shown exact")
+        return cls(kinds)
+
+    @property
+    def has_fixed(self) -> bool:
+        """Whether some layer's state is valid only where it was captured."""
+        return any(kind != "full" for kind in self.kinds)
+
+
+class Lane:
+    """The memory of one running sequence."""
+
+    def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
+        self.shape = shape
+        self._config = model.config
+        self.cache = DynamicCache(config=model.config)
+        for i, kind in enumerate(shape.kinds):
+            if kind == "full":
+                self.cache.layers[i] = LaneLayer()
+        self.length = 0
+        self.marks: list[tuple[int, Any]] = []  # (end, node): what of the tree stands here in full
+        self.busy = False
+
+    @property
+    def full(self) -> list[LaneLayer]:
+        """The full-attention layers."""
+        return [layer for layer in self.cache.layers if isinstance(layer, LaneLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the preallocated rooms and of the fixed-size states."""
+        return sum(layer.nbytes for layer in self.full) + storage_bytes(self._fixed().values())
+
+    def reserve(self, tokens: int) -> None:
+        """Say how long the sequence will get, so that the rooms need not grow step by step."""
+        for layer in self.full:
+            layer.reserved = tokens
+
+    def capture(self, start: int, end: int) -> tuple[Tensors, Tensors]:
+        """A snapshot: new keys and values since `start` as stacked copies, fixed states whole."""
+        if end != self.length:
+            raise ValueError(f"a snapshot stands at the lane's end {self.length}, not at {end}")
+        return self.capture_full(start, end), {n: t.clone() for n, t in self._fixed().items()}
+
+    def capture_full(self, start: int, end: int) -> Tensors:
+        """Keys and values of the full layers in a range: one stacked tensor where all rows have
+        one shape, else two for each layer."""
+        rows = {}
+        for i, layer in enumerate(self.full):
+            rows[f"{i}.k"] = layer.keys[0, :, start:end]
+            rows[f"{i}.v"] = layer.values[0, :, start:end]
+        if len({tensor.shape for tensor in rows.values()}) == 1:
+            return {"kv": torch.stack(list(rows.values()))}
+        return {name: tensor.clone() for name, tensor in rows.items()}
+
+    def restore_full(self, start: int, tensors: Tensors) -> None:
+        """Put the keys and values of one snapshot back."""
+        stacked = tensors.get("kv")
+        for i, layer in enumerate(self.full):
+            if stacked is not None:
+                layer.write(start, stacked[2 * i][None], stacked[2 * i + 1][None])
+            else:
+                layer.write(start, tensors[f"{i}.k"][None], tensors[f"{i}.v"][None])
+
+    def restore_fixed(self, end: int, tensors: Tensors) -> None:
+        """Put the fixed-size states of the snapshot at `end` back."""
+        for name, tensor in tensors.items():
+            index, what, number = name.split(".")
+            layer: Any = self.cache.layers[int(index)]
+            if what in ("conv", "recurrent"):
+                _restore_linear(layer, what, int(number), tensor)
+            else:
+                _restore_sliding(layer, what, tensor, end)
+        self.length = end
+
+    def rewind(self, length: int) -> None:
+        """Keep only the first tokens of the full layers; fixed states must be restored after."""
+        for layer in self.full:
+            layer.rewind(length)
+        self.marks = [mark for mark in self.marks if mark[0] <= length]
+        self.length = length
+        if length == 0:
+            self._reset_fixed()
+
+    def _reset_fixed(self) -> None:
+        # Upstream's `reset` leaves zeroed tensors where a new layer has none, and layers ask
+        # "is there a state?": only new layers make a second first chunk equal to a first one.
+        fresh = DynamicCache(config=self._config).layers
+        for i, kind in enumerate(self.shape.kinds):
+            if kind != "full":
+                self.cache.layers[i] = fresh[i]
+
+    def _fixed(self) -> Tensors:
+        """The live fixed-size states by name: `layer.what.number`."""
+        states: Tensors = {}
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, LaneLayer):
+                continue
+            for what in ("conv", "recurrent"):
+                for number, state in getattr(layer, f"{what}_states", {}).items():
+                    if state is not None:
+                        states[f"{i}.{what}.{number}"] = state
+            if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+                states[f"{i}.keys.0"], states[f"{i}.values.0"] = layer.keys, layer.values
+        return states
+
+
+def _restore_linear(layer: Any, what: str, number: int, tensor: torch.Tensor) -> None:
+    # Upstream updates these states in place, at a static address: copy, never assign.
+    if not getattr(layer, f"is_{what}_states_initialized")[number]:
+        argument = {f"{what}_states": tensor}
+        layer.lazy_initialization(**argument, state_idx=number)
+    getattr(layer, f"{what}_states")[number].copy_(tensor)
+    layer.has_previous_state[number] = True
+
+
+def _restore_sliding(layer: Any, what: str, tensor: torch.Tensor, end: int) -> None:
+    # Upstream never writes into these tensors (it concatenates), so they need no copy.
+    if not layer.is_initialized:
+        layer.lazy_initialization(tensor, tensor)
+    setattr(layer, what, tensor)
+    layer.cumulative_length = end

@@ -1,0 +1,321 @@
+"""Bytes under a key: a bounded memory, and a folder that outlives the process.
+
+A key names its content, so writers never need locks: whoever writes the same key writes the same
+bytes. Writing happens in one background thread, so no answer waits for a disk; `flush()` returns
+when everything handed over before it is on the disk. A folder that cannot be written is given up
+with one warning and everything goes on without it. A damaged entry is named in a warning, moved
+aside and reported as absent, so it is computed again.
+
+This module knows nothing of images, models or prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from keepsight import keys, tensorfile
+from keepsight.errors import FileError, InputError, StoreError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+T = TypeVar("T")
+
+
+def parse_bytes(size: int | str) -> int:
+    """`"2GiB"`, `"500 MB"` or a plain number of bytes."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, str):
+        text = size.strip().lower().replace(" ", "")
+        number = text.rstrip("kmgtib")
+        unit = text[len(number) :]
+        with contextlib.suppress(ValueError, KeyError):
+            value = float(number) * _UNITS[unit]
+            if 0 <= value < 1 << 62:
+                return int(value)
+    raise InputError(f"{size!r} is not a size; write bytes as a number, or as in '2GiB'")
+
+
+class Recent(Generic[T]):
+    """The most recently used things that fit a budget of bytes."""
+
+    def __init__(self, budget: int, size: Callable[[T], int]) -> None:
+        self.budget, self._size = budget, size
+        self._items: OrderedDict[str, T] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        self.nbytes = 0
+
+    def get(self, key: str) -> T | None:
+        """The thing under the key, now the most recent."""
+        if key not in self._items:
+            return None
+        self._items.move_to_end(key)
+        return self._items[key]
+
+    def put(self, key: str, item: T) -> None:
+        """Keep it, letting go of the least recent; a thing over the whole budget is not kept."""
+        self.pop(key)
+        size = self._size(item)
+        if size > self.budget:
+            return
+        self._items[key], self._sizes[key] = item, size
+        self.nbytes += size
+        while self.nbytes > self.budget:
+            self.pop(next(iter(self._items)))
+
+    def pop(self, key: str) -> None:
+        """Let it go, if it is there."""
+        if key in self._items:
+            del self._items[key]
+            self.nbytes -= self._sizes.pop(key)
+
+    def clear(self) -> None:
+        """Let everything go."""
+        self._items.clear()
+        self._sizes.clear()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._items
+
+    def check(self) -> None:
+        """The books must agree with the shelves."""
+        true = sum(self._size(item) for item in self._items.values())
+        if not self.nbytes == sum(self._sizes.values()) == true or true > self.budget:
+            raise AssertionError(f"counted {self.nbytes}, kept {true}, budget {self.budget}")
+
+
+@dataclass
+class _Job:
+    """One write that has not reached the disk yet."""
+
+    kind: str
+    key: str
+    record: dict[str, Any]
+    tensors: dict[str, torch.Tensor] | None  # None: a note, JSON alone
+
+
+class DiskStore:
+    """A folder of tensor files and small JSON notes, each under a kind and a key."""
+
+    def __init__(self, root: str | Path, budget: int | None = None) -> None:
+        if "://" in str(root):
+            raise StoreError(f"{root}: only local folders can be a store so far")
+        self.root = Path(root).expanduser()
+        self.budget = budget
+        self.broken: str | None = None
+        self._pending: dict[tuple[str, str], _Job] = {}
+        self._queue: queue.Queue[_Job | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._writer: threading.Thread | None = None
+        self._written = 0
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def has(self, kind: str, key: str) -> bool:
+        """Whether a read of this entry can be expected to work."""
+        return (kind, key) in self._pending or self._path(kind, key).exists()
+
+    def get(self, kind: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        """Tensors and record, or None when absent or damaged."""
+        job = self._pending.get((kind, key))
+        if job is not None and job.tensors is not None:
+            return job.tensors, job.record
+        path = self._path(kind, key)
+        try:
+            tensors, record = tensorfile.read(path, kind, FORMAT)
+        except FileNotFoundError:
+            return None
+        except (FileError, OSError) as error:
+            self._set_aside(path, error)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the age that `gc` goes by
+        return tensors, record
+
+    def note(self, kind: str, key: str) -> dict[str, Any] | None:
+        """A small JSON record, or None when absent or damaged."""
+        job = self._pending.get((kind, key))
+        if job is not None:
+            return job.record
+        path = self._path(kind, key)
+        try:
+            wrapped = json.loads(path.read_bytes())
+            body = wrapped["body"]
+            if wrapped["digest"] != keys.digest("note", keys.canonical_json(body)):
+                raise ValueError("the note does not match its digest")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            self._set_aside(path, error)
+            return None
+        return dict(body)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def put(
+        self, kind: str, key: str, tensors: dict[str, torch.Tensor], record: dict[str, Any]
+    ) -> None:
+        """Hand an entry to the writer; the tensors must not change afterwards."""
+        self._hand_over(_Job(kind, key, record, tensors))
+
+    def put_note(self, kind: str, key: str, body: dict[str, Any]) -> None:
+        """Hand a small JSON record to the writer."""
+        self._hand_over(_Job(kind, key, body, None))
+
+    def flush(self) -> None:
+        """Return when everything handed over before is on the disk, or say that it is not."""
+        self._queue.join()
+        if self.broken is not None:
+            raise StoreError(f"{self.root} could not be written: {self.broken}")
+
+    def close(self) -> None:
+        """Finish writing and stop the writer."""
+        if self._writer is not None:
+            self._queue.put(None)
+            self._writer.join()
+            self._writer = None
+
+    def _hand_over(self, job: _Job) -> None:
+        if self.broken is not None or self.has(job.kind, job.key):
+            return
+        with self._lock:
+            self._pending[job.kind, job.key] = job
+            if self._writer is None:
+                self._writer = threading.Thread(
+                    target=self._write_all, name="keepsight-store", daemon=True
+                )
+                self._writer.start()
+        self._queue.put(job)
+
+    def _write_all(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                if self.broken is None:
+                    self._write(job)
+                    self._keep_budget()
+            except OSError as error:
+                self.broken = str(error)
+                logger.warning(
+                    "the store %s cannot be written (%s); going on without it", self.root, error
+                )
+            except Exception:
+                logger.exception("writing %s/%s failed; going on without it", job.kind, job.key)
+            finally:
+                self._pending.pop((job.kind, job.key), None)
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _write(self, job: _Job) -> None:
+        path = self._path(job.kind, job.key)
+        if job.tensors is not None:
+            self._written += tensorfile.write(path, job.kind, FORMAT, job.tensors, job.record)
+            return
+        text = keys.canonical_json(
+            {"body": job.record, "digest": keys.digest("note", keys.canonical_json(job.record))}
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        tensorfile.sync_folder(path.parent)
+
+    # -- housekeeping ----------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[tuple[str, str, int, float]]:
+        """(kind, key, bytes, last use) of everything on the disk."""
+        for path in self.root.glob("*/??/*"):
+            if path.name.startswith(".") or path.suffix == ".damaged":
+                continue
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                yield path.parts[-3], path.stem, status.st_size, status.st_mtime
+
+    def stats(self) -> dict[str, Any]:
+        """Entries and bytes per kind."""
+        kinds: dict[str, dict[str, int]] = {}
+        for kind, _, size, _ in self.entries():
+            counted = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
+            counted["entries"] += 1
+            counted["bytes"] += size
+        total = sum(k["bytes"] for k in kinds.values())
+        return {"root": str(self.root), "bytes": total, "kinds": kinds, "broken": self.broken}
+
+    def clear(self) -> int:
+        """Remove every entry; the number of bytes freed."""
+        self._queue.join()
+        freed = 0
+        for kind, key, size, _ in list(self.entries()):
+            with contextlib.suppress(OSError):
+                self._path(kind, key).unlink()
+                freed += size
+        return freed
+
+    def gc(self, budget: int) -> int:
+        """Remove the least recently used entries until the rest fits; bytes freed."""
+        entries = sorted(self.entries(), key=lambda entry: entry[3])
+        total, freed = sum(entry[2] for entry in entries), 0
+        for kind, key, size, _ in entries:
+            if total - freed <= budget:
+                break
+            with contextlib.suppress(OSError):
+                self._path(kind, key).unlink()
+                freed += size
+        for leftover in self.root.glob("*/??/.part-*"):  # from a process that was killed
+            with contextlib.suppress(OSError):
+                if leftover.stat().st_mtime < time.time() - 3600:
+                    leftover.unlink()
+        return freed
+
+    def check(self) -> list[str]:
+        """Read every entry in full; what is wrong, one line each."""
+        wrong = []
+        for kind, key, _, _ in self.entries():
+            path = self._path(kind, key)
+            try:
+                if path.suffix == ".json":
+                    if self.note(kind, key) is None:
+                        wrong.append(f"{path}: damaged note")
+                else:
+                    tensorfile.read(path, kind, FORMAT)
+            except (FileError, OSError) as error:
+                wrong.append(str(error))
+        return wrong
+
+    def _keep_budget(self) -> None:
+        # A scan costs time, so it runs after each sixteenth of the budget that was written.
+        if self.budget is not None and self._written > self.budget // 16:
+            self._written = 0
+            self.gc(self.budget)
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        logger.warning("damaged entry set aside: %s (%s)", path, error)
+        with contextlib.suppress(OSError):
+            os.replace(path, path.with_suffix(".damaged"))
+
+    def _path(self, kind: str, key: str) -> Path:
+        suffix = {"package": ".sight", "alias": ".json", "weights": ".json"}.get(kind, ".keep")
+        return self.root / kind / key[:2] / f"{key}{suffix}"

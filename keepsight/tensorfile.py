@@ -1,0 +1,176 @@
+"""One file of tensors with one JSON record: the ground that `.sight`, `.keep` and snapshots share.
+
+The file is plain safetensors, so any safetensors reader opens it; our record sits in its metadata
+under the key `keepsight`. The record holds a digest of every tensor and of itself, so a flipped bit
+anywhere is found. Reading trusts nothing: sizes are checked before memory is taken, and a file that
+is truncated or lies gets a named error. Writing goes to a sibling and is renamed into place, since
+a rename either happens whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from keepsight import keys
+from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
+
+MAX_HEADER = 64 << 20
+_KEY = "keepsight"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def write(
+    path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
+) -> int:
+    """Write atomically; the size in bytes is returned. The data is on the disk when this returns."""
+    tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+    body = dict(record, kind=kind, format=version)
+    body["tensors"] = {name: keys.digest("tensor", t) for name, t in tensors.items()}
+    text = keys.canonical_json(body)
+    metadata = {"format": "pt", _KEY: text, "digest": keys.digest("record", text)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-", suffix=path.suffix)
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+            size = os.fstat(written.fileno()).st_size
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+    return size
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in this folder outlive a power cut."""
+    with contextlib.suppress(OSError):  # some file systems have no such call; the rename still holds
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and record, every byte checked. The tensors are views of one buffer."""
+    with open(path, "rb") as file:
+        header, start, size = _header(file, path)
+        record = _record(header.pop("__metadata__", None), path, kind, version)
+        places = _places(header, size - start, path)
+        buffer = torch.empty(size - start, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())
+        if file.readinto(view) != size - start:
+            raise DamagedFile(f"{path}: the file ends early; delete it and make it again")
+    tensors = {
+        name: buffer[a:b].view(dtype).reshape(shape) if b > a else torch.empty(shape, dtype=dtype)
+        for name, (dtype, shape, a, b) in places.items()
+    }
+    _check_digests(tensors, record.get("tensors"), path)
+    return tensors, record
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record alone, whatever its kind; tensors are neither read nor checked."""
+    with open(path, "rb") as file:
+        header, _, _ = _header(file, path)
+    return _record(header.get("__metadata__"), path, None, None)
+
+
+def _header(file: Any, path: Path) -> tuple[dict[str, Any], int, int]:
+    size = os.fstat(file.fileno()).st_size
+    prefix = file.read(8)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > MAX_HEADER or length < 2:
+        raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
+    if 8 + length > size:
+        raise DamagedFile(f"{path}: the header says {length} bytes, the file has {size - 8}")
+    try:
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError):
+        raise NotKeepsightFile(f"{path}: not a Keepsight file (its header is not JSON)") from None
+    if not isinstance(header, dict):
+        raise NotKeepsightFile(f"{path}: not a Keepsight file (its header is not an object)")
+    return header, 8 + length, size
+
+
+def _record(metadata: Any, path: Path, kind: str | None, version: int | None) -> dict[str, Any]:
+    text = metadata.get(_KEY) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise NotKeepsightFile(f"{path}: a safetensors file, but without a Keepsight record")
+    if metadata.get("digest") != keys.digest("record", text):
+        raise DamagedFile(f"{path}: the record does not match its digest; make the file again")
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise DamagedFile(f"{path}: the record is not readable")
+    if kind is not None and record["kind"] != kind:
+        raise NotKeepsightFile(f"{path}: this is a {record['kind']!r} file, expected {kind!r}")
+    if version is not None and record.get("format") != version:
+        raise WrongFormatVersion(
+            f"{path}: format {record.get('format')!r}, this Keepsight reads format {version}; "
+            "make the file again, or use the Keepsight that wrote it"
+        )
+    return record
+
+
+def _places(
+    header: dict[str, Any], data: int, path: Path
+) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
+    """Where each tensor lies. The ranges must tile the data exactly: no gaps, no overlaps."""
+    places = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape = _DTYPES[entry["dtype"]], [int(n) for n in entry["shape"]]
+            start, end = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise DamagedFile(f"{path}: tensor {name!r} is not described properly") from None
+        count = 1
+        for n in shape:
+            count *= n
+        if min(shape, default=0) < 0 or end - start != count * dtype.itemsize:
+            raise DamagedFile(f"{path}: tensor {name!r} lies about its shape or size")
+        places[name] = (dtype, shape, start, end)
+    cursor = 0
+    for _, _, start, end in sorted(places.values(), key=lambda place: place[2:]):
+        if start != cursor:
+            raise DamagedFile(f"{path}: the tensors leave a gap or overlap")
+        cursor = end
+    if cursor != data:
+        raise DamagedFile(f"{path}: the file holds {data} bytes of tensors, its header {cursor}")
+    return places
+
+
+def _check_digests(tensors: dict[str, torch.Tensor], expected: Any, path: Path) -> None:
+    if not isinstance(expected, dict) or expected.keys() != tensors.keys():
+        raise DamagedFile(f"{path}: the record and the tensors do not name the same things")
+    for name, tensor in tensors.items():
+        if keys.digest("tensor", tensor) != expected[name]:
+            raise DamagedFile(f"{path}: tensor {name!r} does not match its digest")

@@ -1,0 +1,241 @@
+"""Tensors in, tensors out: `generate` as Transformers has it, with a memory.
+
+A processor's packed output is taken apart into media, row by row; what the caller says about masks,
+type ids and positions is compared with what the prompt itself says, and refused by name if it
+differs, because a path does not carry it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.errors import InputError, PlaceholderMismatch, UnknownOption, UnsupportedInput
+from keepsight.generation import DEFAULT_GENERATE_TOKENS, known_options
+from keepsight.memory import Memory
+from keepsight.prompt import Prompt
+from keepsight.report import Report, Usage
+from keepsight.turn import Turn
+
+_MEDIA = ("pixel_values", "image_grid_thw")
+_CHECKED = ("attention_mask", "mm_token_type_ids", "position_ids")
+_LATER = ("pixel_values_videos", "video_grid_thw", "input_features", "mm_encoder_outputs")
+_TENSORS = ("input_ids", *_MEDIA, *_CHECKED)
+_OWN = ("exact", "streamer", "return_dict_in_generate")
+
+
+@dataclass
+class Generated:
+    """What `generate` returns with `return_dict_in_generate=True`."""
+
+    sequences: torch.Tensor
+    usage: Usage
+    report: Report  # of the first row
+    reports: list[Report]
+    logits: tuple[torch.Tensor, ...] | None = None
+    scores: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class _Row:
+    """One finished row: its new tokens and what it measured."""
+
+    tokens: list[int]
+    turn: Turn
+
+
+def generate(memory: Memory, lock: RLock, inputs: Any, options: dict[str, Any]) -> Any:
+    """`model.generate` for a batch of prompts; rows are prefilled and decoded one by one."""
+    tensors, options = _sort(inputs, options)
+    exact = options.pop("exact", True)
+    streamer = options.pop("streamer", None)
+    as_dict = options.pop("return_dict_in_generate", None)
+    if as_dict is None:
+        as_dict = memory.model.generation_config.return_dict_in_generate
+    ids = _check_ids(memory, tensors)
+    mask = _check_mask(tensors.get("attention_mask"), ids)
+    if streamer is not None and len(ids) > 1:
+        raise InputError("a streamer takes one prompt at a time, as in Transformers")
+    with lock:
+        memory.refresh(bool(exact))
+        prompts = _prompts(memory, tensors, ids, mask)
+    if streamer is not None:
+        streamer.put(ids.cpu())
+    rows = [_run(memory, lock, prompt, options, bool(exact), streamer) for prompt in prompts]
+    if streamer is not None:
+        streamer.end()
+    sequences = _join(ids, rows, memory)
+    return _as_dict(sequences, rows) if as_dict else sequences
+
+
+def _sort(inputs: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    tensors = {name: options.pop(name) for name in _TENSORS if name in options}
+    if inputs is not None:
+        tensors.setdefault("input_ids", inputs)
+    for name in _LATER:
+        if options.pop(name, None) is not None:
+            raise UnsupportedInput(f"{name} is not supported yet; images come as pixel_values")
+    known = [*known_options(), *_OWN, *_TENSORS, "tenant"]
+    if set(options) - set(known):
+        raise UnknownOption.among(options, known, "generate")
+    return {name: value for name, value in tensors.items() if value is not None}, options
+
+
+def _check_ids(memory: Memory, tensors: dict[str, Any]) -> torch.Tensor:
+    ids = tensors.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        raise InputError("input_ids must be a tensor of int64, as a processor returns it")
+    if ids.dim() != 2 or not ids.numel():
+        raise InputError(f"input_ids has shape {tuple(ids.shape)}, expected (batch, tokens)")
+    size = memory.model.get_input_embeddings().num_embeddings
+    if int(ids.min()) < 0 or int(ids.max()) >= size:
+        raise InputError(f"input_ids has values outside of 0 to {size - 1}")
+    for name in _MEDIA:
+        value = tensors.get(name)
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise InputError(f"{name} must be a tensor, not a {type(value).__name__}")
+    pixels, grid = tensors.get("pixel_values"), tensors.get("image_grid_thw")
+    if pixels is not None and not pixels.is_floating_point():
+        raise InputError(f"pixel_values is {pixels.dtype}, expected a floating dtype")
+    if grid is not None and (grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point()):
+        raise InputError(f"image_grid_thw has shape {tuple(grid.shape)}, expected (images, 3)")
+    return ids
+
+
+def _check_mask(mask: Any, ids: torch.Tensor) -> np.ndarray:
+    """Left padding is stripped; a hole or right padding would change positions silently."""
+    if mask is None:
+        return np.ones(tuple(ids.shape), dtype=bool)
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise InputError(f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}")
+    rows: np.ndarray = mask.cpu().numpy().astype(bool)
+    if (np.diff(rows.astype(np.int8), axis=1) < 0).any() or not rows[:, -1].all():
+        raise UnsupportedInput(
+            "attention_mask has zeros behind ones; only left padding is supported "
+            "(set tokenizer.padding_side = 'left')"
+        )
+    return rows
+
+
+def _prompts(
+    memory: Memory, tensors: dict[str, Any], ids: torch.Tensor, mask: np.ndarray
+) -> list[Prompt]:
+    family = memory.family
+    all_ids = ids.cpu().numpy().astype(np.int64)
+    flat = np.concatenate([row[keep] for row, keep in zip(all_ids, mask, strict=True)])
+    _check_placeholders(memory, tensors, flat)
+    media = [memory.vision.name_pixels(p) for p in family.split_tensors(tensors, flat)]
+    prompts, used = [], 0
+    for row, keep in zip(all_ids, mask, strict=True):
+        row_ids = row[keep]
+        ranges = []
+        spots = np.flatnonzero(row_ids == family.image_token_id)
+        while len(spots):
+            if used == len(media):
+                raise PlaceholderMismatch("there are more image placeholders than images")
+            count = media[used].tokens
+            run = spots[:count]
+            if len(run) < count or run[-1] - run[0] != count - 1:
+                raise PlaceholderMismatch(
+                    f"image {used} has {count} tokens, its placeholders are not one run of {count}"
+                )
+            ranges.append(((int(run[0]), int(run[-1]) + 1),))
+            spots, used = spots[count:], used + 1
+        mine = media[used - len(ranges) : used]
+        prompts.append(Prompt(row_ids, tuple(mine), tuple(ranges)))
+    if used != len(media):
+        raise PlaceholderMismatch(f"{len(media)} images for placeholders of {used}")
+    for i, prompt in enumerate(prompts):
+        _check_claims(memory, tensors, prompt, mask[i], i)
+    return prompts
+
+
+def _check_placeholders(memory: Memory, tensors: dict[str, Any], flat: np.ndarray) -> None:
+    family = memory.family
+    count = int((flat == family.image_token_id).sum())
+    if count and "pixel_values" not in tensors:
+        raise PlaceholderMismatch(
+            f"input_ids has {count} image placeholders, but there is no pixel_values"
+        )
+    if family.video_token_id is not None and (flat == family.video_token_id).any():
+        raise UnsupportedInput("input_ids has video placeholders; video is not supported yet")
+    if family.mrope and "pixel_values" in tensors and "image_grid_thw" not in tensors:
+        raise InputError("pixel_values came without image_grid_thw")
+
+
+def _check_claims(
+    memory: Memory, tensors: dict[str, Any], prompt: Prompt, keep: np.ndarray, row: int
+) -> None:
+    """Type ids and positions must be those that follow from the prompt."""
+    types = tensors.get("mm_token_type_ids")
+    if types is not None:
+        given = types[row].cpu().numpy()[keep]
+        if not np.array_equal(given, prompt.types):
+            raise UnsupportedInput("mm_token_type_ids differ from where the images stand")
+    positions = tensors.get("position_ids")
+    if positions is not None:
+        grid = memory.family.rope_grid([medium.grid for medium in prompt.media])
+        own = memory.family.positions(prompt.ids, prompt.types, grid)
+        mine = positions[..., row, :].cpu()[..., torch.from_numpy(keep)]
+        wanted = own[..., 0, :]
+        if mine.dim() == 2 and wanted.dim() == 2 and mine.shape[0] == 3:
+            wanted = wanted[1:]
+        if mine.shape != wanted.shape or not torch.equal(mine.to(wanted.dtype), wanted):
+            raise UnsupportedInput(
+                "position_ids differ from the ones this prompt has; leave them out"
+            )
+
+
+def _run(
+    memory: Memory,
+    lock: RLock,
+    prompt: Prompt,
+    options: dict[str, Any],
+    exact: bool,
+    streamer: Any,
+) -> _Row:
+    turn = Turn(memory, lock, lambda: prompt, dict(options), exact, DEFAULT_GENERATE_TOKENS)
+    tokens = []
+    for token in turn.tokens():
+        tokens.append(token)
+        if streamer is not None:
+            streamer.put(torch.tensor([token]))
+    return _Row(tokens, turn)
+
+
+def _join(ids: torch.Tensor, rows: list[_Row], memory: Memory) -> torch.Tensor:
+    """Prompts and answers in one rectangle, shorter answers padded as upstream pads them."""
+    longest = max(len(row.tokens) for row in rows)
+    pad = rows[0].turn.sampler.config._pad_token_tensor if rows[0].turn.sampler else None
+    fill = int(pad) if pad is not None else 0
+    answers = [row.tokens + [fill] * (longest - len(row.tokens)) for row in rows]
+    return torch.cat([ids, torch.tensor(answers, dtype=ids.dtype, device=ids.device)], dim=1)
+
+
+def _as_dict(sequences: torch.Tensor, rows: list[_Row]) -> Generated:
+    reports = [row.turn.report() for row in rows]
+    usages = [row.turn.usage() for row in rows]
+    total = Usage(*(sum(values) for values in zip(*(vars(u).values() for u in usages), strict=True)))
+    return Generated(
+        sequences,
+        total,
+        reports[0],
+        reports,
+        _stack([row.turn.sampler.logits for row in rows if row.turn.sampler]),
+        _stack([row.turn.sampler.scores for row in rows if row.turn.sampler]),
+    )
+
+
+def _stack(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...] | None:
+    """One tensor for each step, a row for each prompt; rows that ended early repeat zeros."""
+    longest = max((len(row) for row in rows), default=0)
+    if not longest:
+        return None
+    blank = torch.zeros_like(rows[0][0] if rows[0] else next(r[0] for r in rows if r))
+    return tuple(
+        torch.cat([row[i] if i < len(row) else blank for row in rows]) for i in range(longest)
+    )

@@ -1,0 +1,122 @@
+"""Cold against warm on the user's own model and pictures, and against stock Transformers.
+
+This is how anyone certifies the claim for themselves: the same prompt is prefilled from nothing and
+from what is remembered, and the logits are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keepsight.memory import Memory
+from keepsight.prefix import Match
+from keepsight.prompt import Prompt
+from keepsight.turn import Turn
+
+
+@dataclass
+class Verification:
+    """What `verify` saw."""
+
+    equal: bool  # warm and cold logits, bit for bit
+    max_difference: float
+    prompt_tokens: int
+    cached_tokens: int
+    stock_max_difference: float | None = None
+    stock_scale: float | None = None
+    stock_same_tokens: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dict(vars(self))
+
+    def __bool__(self) -> bool:
+        return self.equal and self.stock_same_tokens is not False
+
+    def __str__(self) -> str:
+        lines = [
+            f"warm equals cold bit for bit: {'yes' if self.equal else 'NO'}"
+            f" (max difference {self.max_difference:.3g}; {self.cached_tokens} of"
+            f" {self.prompt_tokens} tokens reused)"
+        ]
+        if self.stock_max_difference is not None:
+            lines.append(
+                f"against stock Transformers: same next token:"
+                f" {'yes' if self.stock_same_tokens else 'NO'} (max difference"
+                f" {self.stock_max_difference:.3g} on logits up to {self.stock_scale:.3g})"
+            )
+        return "\n".join(lines)
+
+
+def verify(vlm: Any, messages: list[Any], stock: bool) -> Verification:
+    """Prefill cold in a memory of its own, then warm from `vlm`'s, and compare."""
+    mine: Memory = vlm.memory
+    fresh = Memory(mine.model, mine.family, mine.processor, mine.weights, mine.settings, None)
+    fresh.rule = mine.rule
+
+    mine.refresh()
+    fresh.refresh()
+    prompt: Prompt = vlm.render(messages)
+    cold_prompt = vlm._renderer.render(messages, fresh.vision.name)
+    cold, _ = _last_logits(vlm, fresh, cold_prompt)
+    _last_logits(vlm, mine, prompt)  # whatever was remembered before, now it is
+    warm, cached = _last_logits(vlm, mine, prompt)
+    found = Verification(
+        equal=torch.equal(cold, warm),
+        max_difference=float((cold.float() - warm.float()).abs().max()),
+        prompt_tokens=len(prompt),
+        cached_tokens=cached,
+    )
+    if stock:
+        _against_stock(vlm, prompt, warm, found)
+    return found
+
+
+def _last_logits(vlm: Any, memory: Memory, prompt: Prompt) -> tuple[torch.Tensor, int]:
+    """Logits behind the prompt, prefilled from the deepest boundary (never the whole prompt)."""
+    turn = Turn(memory, vlm._lock, lambda: prompt, {})
+    try:
+        turn.begin(sample=False)
+        if turn.match is not None and turn.match.logits is not None:
+            whole = turn.match.node
+            boundary = whole.parent
+            if boundary is not None:
+                memory.tree.hold(boundary)
+                memory.tree.release(whole)
+                turn.match = Match(boundary)
+                memory.tree.load(boundary, prompt)
+        run = turn.prefill()
+        if run.logits is None or turn.match is None:
+            raise RuntimeError("prefill ended without logits")
+        return run.logits.clone(), turn.match.length
+    finally:
+        turn.finish()
+
+
+@torch.inference_mode()
+def _against_stock(vlm: Any, prompt: Prompt, warm: torch.Tensor, found: Verification) -> None:
+    """One plain forward of the whole prompt from pixels, as Transformers alone would do it."""
+    model = vlm.model
+    inputs = vlm._stock_inputs(prompt)
+    inputs.pop("mm_encoder_outputs", None)
+    pixels = [medium.recall() for medium in prompt.media if callable(medium.recall)]
+    if len(pixels) == len(prompt.media):
+        names = {name for p in pixels for name in p.tensors}
+        for name in names:
+            stacked = torch.cat([p.tensors[name] for p in pixels])
+            inputs[name] = stacked.to(model.device)
+    else:  # a package has no pixels to go back to
+        inputs = vlm._stock_inputs(prompt)
+    output = model(**inputs, use_cache=False, logits_to_keep=1)
+    logits = output.logits[:, -1]
+    found.stock_max_difference = float((logits.float() - warm.float()).abs().max())
+    found.stock_scale = float(logits.abs().max())
+    found.stock_same_tokens = int(logits.argmax()) == int(warm.argmax())
+    if not found.stock_same_tokens:
+        # Two logits closer than rounding may change places; that is a tie, not an error.
+        a, b = int(logits.argmax()), int(warm.argmax())
+        gap = float((logits[0, a] - logits[0, b]).abs())
+        found.stock_same_tokens = gap <= 2 * found.stock_max_difference

@@ -1,0 +1,280 @@
+"""Images to packages: named first, looked up, and encoded by the tower only when nobody has.
+
+Naming is cheap for a known image: its bytes are hashed and nothing is decoded or preprocessed.
+Encoding is one image to one forward pass, so no neighbour and no budget changes a bit, and so the
+tower's memory is that of one image. `budget` bounds what is kept between: half for pixel values
+that wait for the tower, half for packages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keepsight import keys
+from keepsight.errors import ImageError, KeepsightError, WrongIdentity
+from keepsight.families import Family, Pixels
+from keepsight.media import Source, open_source
+from keepsight.package import Layout, Package, feature_id, identity
+from keepsight.store import DiskStore, Recent
+
+_MAX_ALIASES = 200_000  # an alias is a few hundred bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Medium:
+    """One named image: all that a prompt needs to know of it, and how to get at its features."""
+
+    key: str
+    identity: str
+    feature_id: str
+    grid: dict[str, list[Any]]
+    layout: Layout
+    source: str | None
+    recall: Callable[[], Pixels] | Package  # the pixels again, or the package handed in
+    modality: str = "image"
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens it takes."""
+        return sum(part for part in self.layout if isinstance(part, int))
+
+
+class Vision:
+    """The namer and the encoder of one model."""
+
+    def __init__(
+        self,
+        family: Family,
+        processor: Any,
+        options: dict[str, Any],
+        budget: int,
+        store: DiskStore | None,
+        accept_features: str = "same",
+    ) -> None:
+        self._family, self._processor, self._options = family, processor, options
+        self._store, self._accept = store, accept_features
+        self._pixels: Recent[Pixels] = Recent(budget // 2, lambda p: p.nbytes)
+        self.packages: Recent[Package] = Recent(budget - budget // 2, lambda p: p.nbytes)
+        self._aliases: dict[str, dict[str, Any]] = {}
+        self._fetched: dict[str, bytes] = {}
+        self.counts = {"named": 0, "preprocessed": 0, "encoded": 0, "memory": 0, "disk": 0}
+        self._weights = self._vision_settings = self._processor_settings = ""
+        self._provenance: dict[str, Any] = {}
+        self.about: dict[str, Any] = {}
+
+    def bind(self, weights: str, provenance: dict[str, Any]) -> None:
+        """Say whose features these are; called before each use with the current truth."""
+        if weights != self._weights:
+            self._vision_settings = self._family.vision_settings()
+        self._weights, self._provenance = weights, provenance
+        self._processor_settings = self._settings()
+
+    def _settings(self) -> str:
+        """The digest of everything that changes what the image processor makes of pixels."""
+        if self._processor is None:
+            return ""
+        image_processor = self._processor.image_processor
+        return keys.digest(
+            "processor settings",
+            type(image_processor).__name__,
+            image_processor.to_dict(),
+            self._options,
+            self._provenance["transformers"],
+            self._provenance["image_backend"],
+        )
+
+    # -- naming ----------------------------------------------------------------------------------
+
+    def name(self, image: Any) -> Medium:
+        """The medium behind any form of image."""
+        self.counts["named"] += 1
+        if isinstance(image, Medium):
+            return self._medium_again(image)
+        if isinstance(image, Package):
+            return self._medium_of_package(image)
+        if self._processor is None:
+            raise ImageError("this model was wrapped without a processor: pass tensors to generate")
+        source = open_source(image, self._fetched)
+        alias = self._alias(keys.digest("alias", source.name, self._processor_settings))
+        if alias is None:
+            alias = self._look_closer(source)
+        source.fresh.clear()
+        return self._medium(alias, lambda: self._preprocess(source))
+
+    def name_pixels(self, pixels: Pixels) -> Medium:
+        """The medium behind a processor's output for one image."""
+        entry = {"key": pixels.key, "grid": pixels.grid, "layout": list(pixels.layout)}
+        return self._medium(entry, lambda: pixels)
+
+    def _medium_again(self, medium: Medium) -> Medium:
+        """A medium named before, under the weights and provenance of now."""
+        if isinstance(medium.recall, Package):
+            return self._medium_of_package(medium.recall)
+        entry = {"key": medium.key, "grid": medium.grid, "layout": list(medium.layout)}
+        return self._medium(dict(entry, source=medium.source), medium.recall)
+
+    def _medium_of_package(self, package: Package) -> Medium:
+        for field, mine, its in (
+            ("vision weights", self._weights, package.weights),
+            ("vision settings", self._vision_settings, package.settings),
+        ):
+            if mine != its:
+                raise WrongIdentity(field, mine, its)
+        made_with = package.about.get("processor_settings")
+        if made_with and self._processor_settings and made_with != self._processor_settings:
+            raise WrongIdentity("processor settings", self._processor_settings, made_with)
+        return Medium(
+            package.key,
+            package.identity,
+            package.feature_id,
+            package.grid,
+            package.layout,
+            package.source,
+            package,
+        )
+
+    def _medium(self, entry: dict[str, Any], recall: Callable[[], Pixels]) -> Medium:
+        what = identity(entry["key"], self._weights, self._vision_settings)
+        made = feature_id(what, self._provenance)
+        if self._accept == "any" and self._store is not None:
+            made = self._any_made(what, made)
+        layout = tuple(entry["layout"])
+        return Medium(entry["key"], what, made, entry["grid"], layout, entry.get("source"), recall)
+
+    def _any_made(self, what: str, made: str) -> str:
+        """Our own making where it exists, else any making in the store."""
+        if made in self.packages or self._store is None or self._store.has("package", made):
+            return made
+        note = self._store.note("made", what)
+        return note["feature_id"] if note else made
+
+    def made_elsewhere(self, medium: Medium) -> bool:
+        """Whether the store holds this image only in another making than ours."""
+        if self._store is None or self._store.has("package", medium.feature_id):
+            return False
+        note = self._store.note("made", medium.identity)
+        return note is not None and note["feature_id"] != medium.feature_id
+
+    def _look_closer(self, source: Source) -> dict[str, Any]:
+        """Decode an image whose bytes are new; its pixels may still be known."""
+        decoded = source.decode()
+        digest = source.digest(decoded, self._processor_settings)
+        alias = self._alias(digest)
+        if alias is None:
+            pixels = self._run_processor(decoded, source.label)
+            self._pixels.put(pixels.key, pixels)
+            alias = {"key": pixels.key, "grid": pixels.grid, "layout": list(pixels.layout)}
+            alias["source"] = digest
+            self._remember_alias(digest, alias)
+        self._remember_alias(keys.digest("alias", source.name, self._processor_settings), alias)
+        return alias
+
+    def _alias(self, digest: str) -> dict[str, Any] | None:
+        entry = self._aliases.get(digest)
+        if entry is None and self._store is not None:
+            entry = self._store.note("alias", digest)
+            if entry is not None:
+                self._aliases[digest] = entry
+        return entry
+
+    def _remember_alias(self, digest: str, entry: dict[str, Any]) -> None:
+        if len(self._aliases) >= _MAX_ALIASES:
+            del self._aliases[next(iter(self._aliases))]
+        self._aliases[digest] = entry
+        if self._store is not None:
+            self._store.put_note("alias", digest, entry)
+
+    def _preprocess(self, source: Source) -> Pixels:
+        return self._run_processor(source.decode(), source.label)
+
+    def _run_processor(self, decoded: Any, label: str) -> Pixels:
+        self.counts["preprocessed"] += 1
+        try:
+            return self._family.preprocess(self._processor, decoded, self._options)
+        except KeepsightError:
+            raise
+        except Exception as error:  # processors raise whatever their arithmetic runs into
+            size = getattr(decoded, "size", None) or getattr(decoded, "shape", None)
+            raise ImageError(f"{label} ({size}): the image processor refused it: {error}") from error
+
+    # -- features --------------------------------------------------------------------------------
+
+    def where(self, medium: Medium) -> str:
+        """Where the features would come from, without getting them."""
+        if isinstance(medium.recall, Package):
+            return "caller"
+        if medium.feature_id in self.packages:
+            return "memory"
+        if self._store is not None and self._store.has("package", medium.feature_id):
+            return "disk"
+        return "tower"
+
+    def package(self, medium: Medium) -> tuple[Package, str]:
+        """The features of a medium and where they came from."""
+        if isinstance(medium.recall, Package):
+            return medium.recall, "caller"
+        package = self.packages.get(medium.feature_id)
+        if package is not None:
+            self.counts["memory"] += 1
+            return package, "memory"
+        package = self._from_store(medium)
+        if package is not None:
+            self.counts["disk"] += 1
+            self.packages.put(medium.feature_id, package)
+            return package, "disk"
+        package = self._encode(medium)
+        self.packages.put(package.feature_id, package)
+        if self._store is not None:
+            self._store.put("package", package.feature_id, package.tensors, package.record())
+            self._store.put_note("made", package.identity, {"feature_id": package.feature_id})
+        return package, "tower"
+
+    def _from_store(self, medium: Medium) -> Package | None:
+        found = self._store.get("package", medium.feature_id) if self._store is not None else None
+        if found is None:
+            return None
+        package = Package.from_record(*found, where="the store")
+        if package.feature_id != medium.feature_id or package.tokens != medium.tokens:
+            return None  # a lying file; computing again is always right
+        return package
+
+    def _encode(self, medium: Medium) -> Package:
+        pixels = self._pixels.get(medium.key) or medium.recall()  # type: ignore[operator]
+        self._pixels.pop(medium.key)
+        if pixels.key != medium.key:
+            raise ImageError("the image processor gave other pixels than when it was named")
+        self.counts["encoded"] += 1
+        with torch.no_grad():
+            tensors, container = self._family.encode(pixels)
+        return Package(
+            tensors=tensors,
+            key=medium.key,
+            weights=self._weights,
+            settings=self._vision_settings,
+            provenance=dict(self._provenance),
+            grid=medium.grid,
+            layout=medium.layout,
+            container=container,
+            source=medium.source,
+            about=dict(self.about, processor_settings=self._processor_settings),
+        )
+
+    def encode(self, image: Any) -> Package:
+        """The package of an image in any form, with the prompt text the processor gives it."""
+        medium = self.name(image)
+        package, _ = self.package(medium)
+        if package.layout != medium.layout:
+            package = dataclasses.replace(package, layout=medium.layout, grid=medium.grid)
+        return package
+
+    def clear(self) -> None:
+        """Forget everything held in memory."""
+        self._pixels.clear()
+        self.packages.clear()
+        self._aliases.clear()
+        self._fetched.clear()

@@ -1,0 +1,337 @@
+"""The public face: `load`, `wrap`, and what one can do with a model that remembers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight import loading
+from keepsight.chat import Session
+from keepsight.errors import Closed, InputError, ModelError, UnknownOption, UnsupportedInput
+from keepsight.families import family_of
+from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, known_options
+from keepsight.memory import Memory, Settings
+from keepsight.package import Package
+from keepsight.prompt import Prompt
+from keepsight.render import Message, Renderer, user_message
+from keepsight.report import Piece, Reply, Report
+from keepsight.store import DiskStore, parse_bytes
+from keepsight.tensors import Generated, generate
+from keepsight.turn import Turn
+from keepsight.verify import Verification, verify
+from keepsight.weights import Weights
+
+_CHAT_OPTIONS = ("exact", "tenant", "tools", "template_kwargs")
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    device_map: Any = None,
+    dtype: Any = "auto",
+    revision: str | None = None,
+    **options: Any,
+) -> VLM:
+    """A model by name: `"demo"`, `"demo-hybrid"`, a folder, or a hub id.
+
+    Further options are those of `wrap`.
+    """
+    _check_options(options)
+    path = loading.model_path(os.fspath(name))
+    if str(name) in loading.DEMO:
+        options.setdefault("grain", loading.DEMO_GRAIN)
+    model = loading.load_model(path, dtype, device_map, revision)
+    processor = loading.load_processor(path, revision)
+    return VLM(model, processor, files=loading.files_digest(path, model.dtype), **options)
+
+
+def wrap(model: PreTrainedModel, processor: Any = None, **options: Any) -> VLM:
+    """A live Transformers model. Without a processor only `generate` with tensors works.
+
+    Options: `grain`, `cache_budget`, `vision_budget`, `store`, `store_budget`, `accept_features`,
+    `chat_template`, `image_options`; docs/quickstart.md explains each.
+    """
+    _check_options(options)
+    return VLM(model, processor, **options)
+
+
+_WRAP_OPTIONS = (
+    "accept_features",
+    "cache_budget",
+    "chat_template",
+    "grain",
+    "image_options",
+    "store",
+    "store_budget",
+    "tenant",
+    "vision_budget",
+)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    if set(options) - set(_WRAP_OPTIONS):
+        raise UnknownOption.among(options, _WRAP_OPTIONS, "load")
+
+
+@dataclass
+class _Call:
+    """The options of one chat call, sorted by who listens to them."""
+
+    exact: bool
+    template: dict[str, Any]
+    decoding: dict[str, Any]
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> _Call:
+        known = [*known_options(), *_CHAT_OPTIONS]
+        if set(options) - set(known):
+            raise UnknownOption.among(options, known, "chat")
+        _refuse_tenant(options.pop("tenant", None))
+        exact = options.pop("exact", True)
+        template = dict(options.pop("template_kwargs", None) or {})
+        if (tools := options.pop("tools", None)) is not None:
+            template["tools"] = tools
+        return cls(bool(exact), template, options)
+
+
+class VLM:
+    """A vision-language model with a memory. Safe to call from several threads; they take turns."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: Any = None,
+        *,
+        chat_template: str | None = None,
+        store: str | os.PathLike[str] | None = None,
+        store_budget: int | str | None = None,
+        image_options: dict[str, Any] | None = None,
+        tenant: str | None = None,
+        files: str | None = None,
+        **settings: Any,
+    ) -> None:
+        _refuse_tenant(tenant)
+        if not isinstance(model, PreTrainedModel):
+            raise ModelError(f"expected a Transformers model, got a {type(model).__name__}")
+        self.model, self.processor = model, processor
+        self._lock = RLock()
+        self._closed = False
+        family = family_of(model)
+        folder = store if store is not None else os.environ.get("KEEPSIGHT_STORE")
+        budget = None if store_budget is None else parse_bytes(store_budget)
+        self._store = DiskStore(folder, budget) if folder else None
+        chosen = Settings(
+            store=str(folder) if folder else None,
+            image_options=tuple((image_options or {}).items()),
+            **settings,
+        )
+        weights = Weights(model, family)
+        self.memory = Memory(model, family, processor, weights, chosen, self._store)
+        self._renderer: Renderer | None = None
+        if processor is not None:
+            self._renderer = Renderer(family, processor, chat_template)
+        self._fingerprint(files)
+
+    def _fingerprint(self, files: str | None) -> None:
+        """Hash the weights now, or take the fingerprints that the store has for these files."""
+        known = self._store.note("weights", files) if self._store and files else None
+        self.memory.refresh(remembered=known)
+        if self._store and files and known is None:
+            weights = self.memory.weights
+            self._store.put_note("weights", files, {"all": weights.all, "vision": weights.vision})
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def chat(self, messages: list[Message], **options: Any) -> Reply:
+        """The answer to a conversation, with its measurements."""
+        text, tokens, last = "", [], None
+        for piece in self.stream(messages, **options):
+            text += piece.text
+            tokens += [] if piece.token is None else [piece.token]
+            last = piece
+        if last is None or last.usage is None or last.report is None:
+            raise InputError("nothing was generated")
+        return Reply(text, last.usage, last.report, tokens, last.finish_reason or "stop")
+
+    def ask(self, images: Any, question: str, **options: Any) -> Reply:
+        """The same for one or several images and a question."""
+        return self.chat([user_message(question, images)], **options)
+
+    def stream(self, messages: list[Message], **options: Any) -> Iterator[Piece]:
+        """Pieces of the answer as they come; the last one carries usage and report."""
+        call = _Call.of(dict(options))
+        turn = self._turn(messages, call)
+        return self._pieces(turn)
+
+    def _pieces(self, turn: Turn) -> Iterator[Piece]:
+        tokens = turn.tokens()
+        try:
+            detokenizer = None
+            for token in tokens:
+                if detokenizer is None:
+                    stop = turn.sampler.stop if turn.sampler else []
+                    detokenizer = Detokenizer(self._tokenizer(), stop)
+                yield Piece(detokenizer.push(token), token)
+            rest = detokenizer.rest() if detokenizer is not None else ""
+            reason = turn.sampler.finish_reason if turn.sampler else "stop"
+            yield Piece(rest, None, turn.usage(), turn.report(), reason)
+        finally:
+            tokens.close()  # type: ignore[attr-defined]
+
+    def prepare(self, messages: list[Message], **options: Any) -> Report:
+        """Encode and prefill now, answer later: the same call to `chat` then only decodes."""
+        turn = self._turn(messages, _Call.of(dict(options)))
+        with self._lock:
+            try:
+                turn.begin(sample=False)
+                turn.prefill()
+                return turn.report()
+            finally:
+                turn.finish()
+
+    def explain(self, messages: list[Message], **options: Any) -> Report:
+        """The report that `chat` would give, computing nothing with the model."""
+        turn = self._turn(messages, _Call.of(dict(options)))
+        with self._lock:
+            try:
+                turn.begin(sample=False)
+                return turn.report()
+            finally:
+                turn.finish()
+
+    def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
+        """Cold against warm on your own model and pictures; against stock Transformers if asked."""
+        self._open()
+        with self._lock:
+            return verify(self, messages, stock)
+
+    def session(self, system: str | None = None) -> Session:
+        """A conversation that keeps its own history."""
+        self._open()
+        return Session(self, system)
+
+    def resume(self, path: str | Path) -> Session:
+        """A conversation saved with `session.save`."""
+        self._open()
+        return Session.load(self, Path(path))
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def generate(self, inputs: Any = None, **options: Any) -> torch.Tensor | Generated:
+        """Tensors in, tensors out, as `model.generate`: a processor's outputs and its options."""
+        self._open()
+        _refuse_tenant(options.pop("tenant", None))
+        return generate(self.memory, self._lock, inputs, options)
+
+    def inputs(self, messages: list[Message], **options: Any) -> dict[str, Any]:
+        """For stock `model.generate`: processor outputs, with features from packages.
+
+        The vision tower stays untouched for images that were seen before. New wrappers are made on
+        each call, because `generate` changes the ones it is given.
+        """
+        self._open()
+        with self._lock:
+            self.memory.refresh()
+            prompt = self.render(messages, **options)
+            return self._stock_inputs(prompt)
+
+    def _stock_inputs(self, prompt: Prompt) -> dict[str, Any]:
+        family, vision = self.memory.family, self.memory.vision
+        device = self.model.device
+        ids = torch.from_numpy(prompt.ids)[None].to(device)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if family.mrope:
+            types = torch.from_numpy(prompt.types.astype("int64"))[None]
+            inputs["mm_token_type_ids"] = types.to(device)
+        if prompt.media:
+            grid = family.rope_grid([medium.grid for medium in prompt.media])
+            inputs |= {name: torch.tensor(value).to(device) for name, value in grid.items()}
+            parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
+            inputs["mm_encoder_outputs"] = family.encoder_outputs(parts)
+        return inputs
+
+    def encode(self, image: Any) -> Package | list[Package]:
+        """The package of an image, or of each of several; encoded only if nobody has yet."""
+        self._open()
+        with self._lock:
+            self.memory.refresh()
+            if isinstance(image, list | tuple):
+                return [self.memory.vision.encode(one) for one in image]
+            return self.memory.vision.encode(image)
+
+    def render(self, messages: list[Message], generate: bool = True, **template: Any) -> Prompt:
+        """The prompt of a conversation: ids, media and their ranges. Nothing is encoded."""
+        if self._renderer is None:
+            raise InputError("this model was wrapped without a processor: use generate(**tensors)")
+        return self._renderer.render(messages, self.memory.vision.name, generate, **template)
+
+    # -- housekeeping ----------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes and counts per tier."""
+        with self._lock:
+            return self.memory.stats()
+
+    def flush(self) -> None:
+        """Return when all that was remembered so far is on the disk (with a store)."""
+        if self._store is not None:
+            self._store.flush()
+
+    def clear(self) -> None:
+        """Forget everything in memory; a store keeps what it has."""
+        with self._lock:
+            self.memory.clear()
+
+    def close(self) -> None:
+        """Finish writing and let go of everything. The model itself is left alone."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.memory.clear()
+                if self._store is not None:
+                    self._store.close()
+
+    def __enter__(self) -> VLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _turn(self, messages: list[Message], call: _Call) -> Turn:
+        self._open()
+        self._tokenizer()
+        return Turn(
+            self.memory,
+            self._lock,
+            lambda: self.render(messages, **call.template),
+            call.decoding,
+            call.exact,
+            DEFAULT_CHAT_TOKENS,
+        )
+
+    def _tokenizer(self) -> Any:
+        if self.processor is None:
+            raise InputError("this model was wrapped without a processor: use generate(**tensors)")
+        return self.processor.tokenizer
+
+    def _open(self) -> None:
+        if self._closed:
+            raise Closed("this VLM was closed; load or wrap the model again")
+
+
+def _refuse_tenant(tenant: Any) -> None:
+    if tenant is not None:
+        raise UnsupportedInput("tenants are not supported yet; use one store for each tenant")

@@ -1,0 +1,110 @@
+"""Bound to weights, not to names: fingerprints, and noticing on each call that they still hold.
+
+A fingerprint covers every byte of every weight, once. After that a call only looks: is each module
+the same object with the same children, each tensor the same object at the same address with the
+same version counter, and do a few bytes of it read the same? The bytes are there because writing
+through `.data` moves no version counter. Adapters count as weights; which one is active is looked
+at too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight import keys
+from keepsight.errors import UnreadableWeights
+from keepsight.families import Family
+
+_PROBE = 16  # bytes read at the head, the middle and the tail of a weight
+
+
+class Weights:
+    """The fingerprints of one live model, recomputed when the model changed."""
+
+    def __init__(self, model: PreTrainedModel, family: Family) -> None:
+        self._model, self._family = model, family
+        self._seen: tuple[Any, ...] = ()
+        self.all = self.vision = self.config = ""
+
+    def refresh(self, remembered: dict[str, str] | None = None) -> bool:
+        """Look; recompute what changed. True when the fingerprints are new.
+
+        `remembered` are fingerprints that the caller knows to be those of the loaded files.
+        """
+        if self._seen and self._look() == self._seen:
+            return False
+        self._watch()
+        if remembered:
+            self.all, self.vision = remembered["all"], remembered["vision"]
+        else:
+            adapters = repr(self._adapter_states())
+            self.all = keys.digest("model", keys.fingerprint(self._named()), adapters)
+            vision = _persistent(self._model, self._family.vision_weights())
+            self.vision = keys.digest("vision", keys.fingerprint(vision), adapters)
+        config = self._model.config.to_dict()
+        drop = ("transformers_version", "_name_or_path")
+        self.config = keys.digest("config", {k: v for k, v in config.items() if k not in drop})
+        self._seen = self._look()
+        return True
+
+    def _watch(self) -> None:
+        """Collect what `_look` goes over, so that looking costs no walk over the model."""
+        modules = [module for _, module in self._model.named_modules()]
+        self._children = [module._modules for module in modules]
+        self._homes = [home for m in modules for home in (m._parameters, m._buffers) if home]
+        self._tensors = [tensor for _, tensor in self._named()]
+        self._adapters = [module for module in modules if hasattr(module, "active_adapters")]
+        for tensor in self._tensors:
+            if tensor.is_meta:
+                raise UnreadableWeights(
+                    "some weights are on the meta device (offloaded, or never loaded): they cannot "
+                    "be fingerprinted, so nothing could be remembered safely. Load the model whole."
+                )
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters(remove_duplicate=False)
+        yield from _persistent(self._model, self._model.named_buffers(remove_duplicate=False))
+
+    def _look(self) -> tuple[Any, ...]:
+        return (
+            [[id(child) for child in home.values()] for home in self._children],
+            [[id(tensor) for tensor in home.values()] for home in self._homes],
+            [_glance(tensor) for tensor in self._tensors],
+            self._adapter_states(),
+        )
+
+    def _adapter_states(self) -> list[str]:
+        return [
+            repr((m.active_adapters, getattr(m, "disable_adapters", None), getattr(m, "merged", 0)))
+            for m in getattr(self, "_adapters", [])
+            if m is not self._model
+        ]
+
+
+def _persistent(
+    model: PreTrainedModel, named: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Leave out buffers that are derived, not loaded: rope tables change with prompt length."""
+    derived = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    }
+    for name, tensor in named:
+        if id(tensor) not in derived:
+            yield name, tensor
+
+
+def _glance(tensor: torch.Tensor) -> tuple[Any, ...]:
+    address, size = tensor.data_ptr(), tensor.nbytes
+    version = 0 if tensor.is_inference() else tensor._version
+    if tensor.device.type != "cpu" or not address or size < _PROBE:
+        return address, version
+    places = (0, (size - _PROBE) // 2, size - _PROBE)
+    return address, version, [ctypes.string_at(address + place, _PROBE) for place in places]
