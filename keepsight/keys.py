@@ -19,14 +19,14 @@ import torch
 from blake3 import blake3
 
 SCHEMA = "keepsight-1"
-_MANY_BYTES = 1 << 20  # below this, one thread is faster than waking a pool
 
 Part = str | bytes | int | float | bool | None | np.ndarray | torch.Tensor
 
 
 def digest(kind: str, *parts: Part | Iterable[Any]) -> str:
     """The digest of a record: its kind and its parts, in order."""
-    hasher = blake3()
+    # BLAKE3 hashes a tree, so threads change the time and never the result.
+    hasher = blake3(max_threads=blake3.AUTO)
     _frame(hasher, b"k", f"{SCHEMA}/{kind}".encode())
     for part in parts:
         _feed(hasher, part)
@@ -34,8 +34,12 @@ def digest(kind: str, *parts: Part | Iterable[Any]) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """One spelling for one value: sorted keys, no spaces, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    """One spelling for one value: keys as text and sorted, no spaces.
+
+    Keys become text before they are sorted, so a record reads back from a file as it was written.
+    """
+    plain = json.loads(json.dumps(value, default=_plain), object_pairs_hook=_sorted)
+    return json.dumps(plain, separators=(",", ":"))
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -55,20 +59,18 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def _frame(hasher: Any, tag: bytes, data: bytes | memoryview) -> None:
     size = data.nbytes if isinstance(data, memoryview) else len(data)
     hasher.update(tag + size.to_bytes(8, "little"))
-    if size >= _MANY_BYTES:
-        # BLAKE3 hashes a tree, so threads change the time and never the result.
-        hasher.update(data, max_threads=blake3.AUTO)
-    else:
-        hasher.update(data)
+    hasher.update(data)
 
 
 def _feed(hasher: Any, part: Any) -> None:
     if isinstance(part, str):
-        _frame(hasher, b"s", part.encode())
+        # Names of files may hold lone surrogates; they are spelled as nothing else is.
+        _frame(hasher, b"s", part.encode("utf-8", "surrogatepass"))
     elif isinstance(part, bytes | bytearray | memoryview):
         _frame(hasher, b"b", memoryview(part))
     elif part is None or isinstance(part, bool | int | float):
-        _frame(hasher, type(part).__name__[:1].encode(), repr(part).encode())
+        # `n` for number: a tag of its own, or True would be the bytes b"True".
+        _frame(hasher, b"n", f"{type(part).__name__} {part!r}".encode())
     elif isinstance(part, torch.Tensor):
         _frame(hasher, b"t", f"{part.dtype}{tuple(part.shape)}".encode())
         _frame(hasher, b"d", tensor_bytes(part))
@@ -95,4 +97,14 @@ def _plain(value: Any) -> Any:
         return sorted(map(str, value))
     if isinstance(value, Mapping):
         return dict(value)
-    return str(value)
+    text = str(value)
+    if " at 0x" in text:
+        raise TypeError(f"{text} has no canonical form: an address names nothing")
+    return text
+
+
+def _sorted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(sorted(pairs, key=lambda pair: pair[0]))
+    if len(found) < len(pairs):
+        raise TypeError("two keys of a mapping have one spelling")
+    return found

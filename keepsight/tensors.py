@@ -56,6 +56,7 @@ def generate(memory: Memory, lock: RLock, inputs: Any, options: dict[str, Any]) 
     as_dict = options.pop("return_dict_in_generate", None)
     if as_dict is None:
         as_dict = memory.model.generation_config.return_dict_in_generate
+    options["return_dict_in_generate"] = bool(as_dict)  # what output_logits depends on
     ids = _check_ids(memory, tensors)
     mask = _check_mask(tensors.get("attention_mask"), ids)
     if streamer is not None and len(ids) > 1:

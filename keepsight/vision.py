@@ -8,6 +8,7 @@ that wait for the tower, half for packages.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,14 +66,20 @@ class Vision:
         self.counts = {"named": 0, "preprocessed": 0, "encoded": 0, "memory": 0, "disk": 0}
         self._weights = self._vision_settings = self._processor_settings = ""
         self._provenance: dict[str, Any] = {}
+        self._bound: Any = None  # what the processor's settings were when they were digested
         self.about: dict[str, Any] = {}
 
     def bind(self, weights: str, provenance: dict[str, Any]) -> None:
         """Say whose features these are; called before each use with the current truth."""
         if weights != self._weights:
             self._vision_settings = self._family.vision_settings()
+        processor = None if self._processor is None else self._processor.image_processor
+        now = (type(processor), vars(processor), provenance) if processor is not None else None
+        if now != self._bound:
+            self._provenance = provenance
+            self._processor_settings = self._settings()
+            self._bound = copy.deepcopy(now)
         self._weights, self._provenance = weights, provenance
-        self._processor_settings = self._settings()
 
     def _settings(self) -> str:
         """The digest of everything that changes what the image processor makes of pixels."""

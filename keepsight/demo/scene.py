@@ -192,6 +192,25 @@ def question(
     return _about_one(rng, scenes, kind)
 
 
+def comparison(i: int, j: int, a: Scene, b: Scene) -> tuple[str, str]:
+    """Ask to compare two pictures, given with their places in the conversation."""
+    both = f"Picture {i + 1} shows a {a.name}, picture {j + 1} shows a {b.name}."
+    return f"Compare picture {i + 1} and picture {j + 1}.", f"{both} {difference(a, b)}"
+
+
+def which(color: str, shape: str, scenes: Sequence[Scene]) -> tuple[str, str]:
+    """Ask which of the pictures shows a shape of a colour."""
+    name = f"{color} {shape}"
+    hits = [str(k) for k, scene in enumerate(scenes, 1) if scene.name == name]
+    if not hits:
+        answer = "None of them."
+    elif len(hits) == 1:
+        answer = f"Picture {hits[0]}."
+    else:
+        answer = f"Pictures {' and '.join(hits)}."
+    return f"Which picture shows a {name}?", answer
+
+
 def conversation(
     rng: random.Random,
     max_images: int = 6,
@@ -323,32 +342,20 @@ def _count(rng: random.Random, scenes: Sequence[Scene]) -> tuple[str, str]:
 
 def _compare(rng: random.Random, scenes: Sequence[Scene]) -> tuple[str, str]:
     if len(scenes) == 2 and rng.random() < 0.6:
-        i, j = 0, 1
         texts = (
             "Compare the pictures.",
             "Compare the images.",
             "Compare the two pictures.",
             "What is different between the pictures?",
         )
-        text = rng.choice(texts)
-    else:
-        i, j = sorted(rng.sample(range(len(scenes)), 2))
-        text = f"Compare picture {i + 1} and picture {j + 1}."
-    a, b = scenes[i], scenes[j]
-    both = f"Picture {i + 1} shows a {a.name}, picture {j + 1} shows a {b.name}."
-    return text, f"{both} {difference(a, b)}"
+        return rng.choice(texts), comparison(0, 1, *scenes)[1]
+    i, j = sorted(rng.sample(range(len(scenes)), 2))
+    return comparison(i, j, scenes[i], scenes[j])
 
 
 def _which(rng: random.Random, scenes: Sequence[Scene]) -> tuple[str, str]:
     target = rng.choice(scenes) if rng.random() < 0.8 else Scene(rng)
-    hits = [str(k) for k, scene in enumerate(scenes, 1) if scene.name == target.name]
-    if not hits:
-        answer = "None of them."
-    elif len(hits) == 1:
-        answer = f"Picture {hits[0]}."
-    else:
-        answer = f"Pictures {' and '.join(hits)}."
-    return f"Which picture shows a {target.name}?", answer
+    return which(target.color, target.shape, scenes)
 
 
 def _sentence(words: str) -> str:

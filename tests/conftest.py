@@ -1,0 +1,53 @@
+"""Set-up shared by all tests: torchvision made importable, quiet stores, the demo models.
+
+The only torchvision that installs beside a CPU torch is built for CUDA; it imports once two of its
+operators are declared. Keepsight itself never needs it, but stock Qwen processors and all video
+processors do, and tests compare with those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+def _declare_torchvision_operators() -> None:
+    boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    for name in ("nms", "qnms"):
+        with contextlib.suppress(RuntimeError):  # a torchvision that brings its own
+            torch.library.define(f"torchvision::{name}", boxes)
+
+
+_declare_torchvision_operators()
+
+
+@pytest.fixture(autouse=True)
+def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KEEPSIGHT_STORE", raising=False)
+
+
+@pytest.fixture(scope="session")
+def demo_parts() -> dict[str, tuple[Any, Any]]:
+    """Model and processor of both demo models, float32; loaded once, wrapped anew by each test."""
+    from keepsight import loading
+
+    parts = {}
+    for name in loading.DEMO:
+        path = loading.model_path(name)
+        model = loading.load_model(path, "float32", None, None)
+        parts[name] = (model, loading.load_processor(path, None))
+    return parts
+
+
+@pytest.fixture(params=["demo", "demo-hybrid"])
+def demo(request: pytest.FixtureRequest, demo_parts: dict[str, Any]) -> Iterator[Any]:
+    """Each demo model with an empty memory."""
+    import keepsight as ks
+
+    model, processor = demo_parts[request.param]
+    with ks.wrap(model, processor, grain=16) as vlm:
+        yield vlm

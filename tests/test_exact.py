@@ -1,0 +1,287 @@
+"""Law 2 and law 1: warm equals cold bit for bit, and both answer as stock Transformers does.
+
+Every comparison is with something computed afresh: a second memory around the same model for "cold",
+a plain `model.generate` from pixels for "stock". Controls show that the pictures matter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import KINDS, build, picture, stock_inputs, turn
+
+import keepsight as ks
+
+GRAIN = 16
+
+
+class Catch:
+    """A logits processor that keeps what it saw first."""
+
+    def __init__(self) -> None:
+        self.seen: torch.Tensor | None = None
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.seen is None:
+            self.seen = scores.clone()
+        return scores
+
+
+def logits(vlm: Any, messages: list[Any], **options: Any) -> torch.Tensor:
+    """The logits behind the prompt, through the public call."""
+    catch = Catch()
+    vlm.chat(messages, max_new_tokens=2, logits_processor=[catch], **options)
+    assert catch.seen is not None
+    return catch.seen
+
+
+def cold(vlm: Any, messages: list[Any]) -> torch.Tensor:
+    """The same in a memory that has seen nothing."""
+    with ks.wrap(vlm.model, vlm.processor, grain=vlm.memory.rule.grain) as fresh:
+        return logits(fresh, messages)
+
+
+def assert_like_stock(vlm: Any, messages: list[Any]) -> None:
+    """Float32: same greedy tokens unless two logits tie, logits within 1e-4 of their scale."""
+    inputs = stock_inputs(vlm.processor, messages)
+    length = inputs["input_ids"].shape[1]
+    stock = vlm.model.generate(
+        **inputs,
+        max_new_tokens=6,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    ours = vlm.chat(messages, max_new_tokens=6, do_sample=False)
+    first = logits(vlm, messages)
+    scale = float(stock.logits[0].abs().max())
+    assert float((first - stock.logits[0]).abs().max()) < 1e-4 * scale
+    for step, token in enumerate(stock.sequences[0, length:].tolist()):
+        if ours.tokens[step] != token:
+            best = stock.logits[step][0].topk(2).values
+            assert float(best[0] - best[1]) < 2e-4 * scale
+            break
+
+
+def conversation() -> list[list[Any]]:
+    """Prompts that grow, branch, swap and edit; each shares something with one before."""
+    a, b, c = picture(1), picture(2), picture(3, 160, 96)
+    first = [turn("What do you see in this picture here?", a)]
+    second = [*first, turn("A pattern.", role="assistant"), turn("And the colour?")]
+    third = [*second, turn("Red.", role="assistant"), turn("Compare it with this one.", b, c)]
+    swapped = [turn("What do you see in this picture here?", b)]
+    text_first = [turn("You are looking at an album of pictures."), turn("This one?", a)]
+    edited = [*first, turn("A different pattern.", role="assistant"), turn("And the colour?")]
+    return [first, second, third, swapped, text_first, edited, second, third]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_equals_cold_and_stock(kind: str) -> None:
+    model, processor = build(kind)
+    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+        for messages in conversation():
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+            assert_like_stock(vlm, messages)
+            vlm.memory.tree.check()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "sliding", "llava"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_warm_equals_cold_in_bfloat16(kind: str, attention: str) -> None:
+    model, processor = build(kind, torch.bfloat16)
+    model.set_attn_implementation(attention)
+    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+        for messages in conversation():
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+    model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_demo_models_warm_equals_cold(demo: Any, dtype: torch.dtype) -> None:
+    demo.model.to(dtype)
+    try:
+        for messages in conversation():
+            assert torch.equal(logits(demo, messages), cold(demo, messages))
+    finally:
+        demo.model.float()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "internvl"])
+def test_pictures_matter(kind: str) -> None:
+    """The control without which every test above could pass by not looking."""
+    model, processor = build(kind)
+    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+        question = "What do you see in this picture here?"
+        one = logits(vlm, [turn(question, picture(1))])
+        other = logits(vlm, [turn(question, picture(2))])
+        assert float((one - other).abs().max()) > 1e-2 * float(one.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "sliding"])
+def test_interleaved_conversations_do_not_touch(kind: str) -> None:
+    model, processor = build(kind)
+    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+        one, two = vlm.session(), vlm.session("You are brief.")
+        one_a = one.ask("Look.", picture(1), max_new_tokens=4)
+        two_a = two.ask("Look.", picture(2, 160, 96), max_new_tokens=4)
+        one_b = one.ask("What colour?", max_new_tokens=4)
+        two_b = two.ask("What colour?", picture(3), max_new_tokens=4)
+        for session, last in ((one, one_b), (two, two_b)):
+            with ks.wrap(model, processor, grain=GRAIN) as fresh:
+                again = fresh.chat(session.messages[:-1], max_new_tokens=4)
+            assert again.tokens == last.tokens
+        assert one_a.usage.images_encoded == two_a.usage.images_encoded == 1
+        assert one_b.usage.cached_tokens and two_b.usage.cached_tokens
+
+
+def test_two_streams_in_turn(demo: Any) -> None:
+    """Two answers decoded step by step in alternation equal the same answers alone."""
+    prompts = [[turn("Describe it.", picture(1))], [turn("Describe it.", picture(2))]]
+    alone = [demo.chat(p, max_new_tokens=8).tokens for p in prompts]
+    demo.clear()
+    streams = [demo.stream(p, max_new_tokens=8) for p in prompts]
+    tokens: list[list[int]] = [[], []]
+    for _ in range(9):
+        for i, stream in enumerate(streams):
+            piece = next(stream, None)
+            if piece is not None and piece.token is not None:
+                tokens[i].append(piece.token)
+    assert tokens == alone
+
+
+def test_one_changed_pixel_is_a_miss(demo: Any) -> None:
+    image = picture(1)
+    before = demo.ask(image, "Describe it.")
+    changed = image.copy()
+    red, green, blue = changed.getpixel((48, 48))
+    changed.putpixel((48, 48), ((red + 128) % 256, green, blue))
+    after = demo.ask(changed, "Describe it.")
+    assert before.usage.images_encoded == after.usage.images_encoded == 1
+    image.putpixel((48, 48), ((red + 128) % 256, green, blue))  # the same object, in place
+    third = demo.ask(image, "Describe it.")
+    assert third.usage.images_encoded == 0 and third.tokens == after.tokens
+
+
+@pytest.mark.parametrize("budget", [0, 1, 200_000])
+def test_tiny_budgets_change_no_bit(demo_parts: Any, budget: int) -> None:
+    for model, processor in demo_parts.values():
+        with ks.wrap(
+            model, processor, grain=GRAIN, cache_budget=budget, vision_budget=budget
+        ) as vlm:
+            for messages in conversation()[:5]:
+                assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+                vlm.memory.tree.check()
+            assert vlm.stats()["prefix"]["bytes"] <= budget
+            assert vlm.stats()["features"]["bytes"] <= budget
+
+
+def test_evicted_parent_and_states(demo: Any) -> None:
+    """Whatever is let go of in the middle of a path, the answer stays the same."""
+    messages = conversation()[2]
+    expected = cold(demo, messages)
+    assert torch.equal(logits(demo, messages), expected)
+    tree = demo.memory.tree
+    while tree.nbytes:
+        tree.evict(1)
+        tree.check()
+        demo.memory.engine.lanes.clear()
+        longest = logits(demo, messages)
+        assert torch.equal(longest, expected)
+        tree.evict(tree.nbytes // 2 + 1)
+        if tree.nbytes < 10_000:
+            break
+        tree.evict(tree.nbytes)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
+def test_restart_answers_from_disk(
+    demo_parts: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = demo_parts[name]
+    messages = conversation()[1]
+    with ks.wrap(model, processor, grain=GRAIN, store=tmp_path) as vlm:
+        before = logits(vlm, messages)
+        vlm.flush()
+    with ks.wrap(model, processor, grain=GRAIN, store=tmp_path) as vlm:
+        monkeypatch.setattr(vlm.memory.family, "encoder", _raise)
+        monkeypatch.setattr(type(processor.image_processor), "preprocess", _raise)
+        after = logits(vlm, messages)
+        assert torch.equal(before, after)
+        reply = vlm.chat([*messages, turn("Fine.", role="assistant"), turn("More?")])
+        assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 0
+
+
+def _raise(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("this must not run on a warm turn")
+
+
+def test_two_grains_on_one_store(demo_parts: Any, tmp_path: Path) -> None:
+    model, processor = demo_parts["demo"]
+    messages = conversation()[2]
+    results = {}
+    for grain in (16, 40, 16, 40):
+        with ks.wrap(model, processor, grain=grain, store=tmp_path) as vlm:
+            found = logits(vlm, messages)
+            assert torch.equal(results.setdefault(grain, found), found)
+            assert torch.equal(found, cold(vlm, messages))
+
+
+def test_batch_equals_one_by_one() -> None:
+    model, processor = build("qwen3_vl")
+    texts, images = [], [picture(1), picture(2, 160, 96), picture(3)]
+    messages = [
+        [turn("One picture.", images[0])],
+        [turn("Two of them in a longer prompt.", images[1], images[2])],
+        [turn("None.")],
+    ]
+    for m in messages:
+        texts.append(processor.apply_chat_template(m, add_generation_prompt=True, tokenize=False))
+    processor.tokenizer.padding_side = "left"
+    batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
+    stock = model.generate(**batch, max_new_tokens=6, do_sample=False)
+    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+        ours = vlm.generate(**batch, max_new_tokens=6, do_sample=False)
+        assert torch.equal(ours, stock)
+        again = vlm.generate(
+            **batch, max_new_tokens=6, do_sample=False, return_dict_in_generate=True
+        )
+        assert torch.equal(again.sequences, stock)
+        assert again.usage.cached_tokens == again.usage.prompt_tokens
+        for row, alone in enumerate(messages):
+            reply = vlm.chat(alone, max_new_tokens=6, do_sample=False)
+            width = batch["input_ids"].shape[1]
+            assert stock[row, width : width + len(reply.tokens)].tolist() == reply.tokens
+
+
+def test_long_prompt_is_cut_every_2048_tokens() -> None:
+    model, processor = build("qwen3_5")
+    text = "many words in a row " * 700
+    messages = [turn(text, picture(1))]
+    with ks.wrap(model, processor, grain=GRAIN) as vlm:
+        prompt = vlm.render(messages)
+        assert len(prompt) > 2 * 2048
+        assert len(prompt.boundaries(vlm.memory.rule)) >= 3
+        first = logits(vlm, messages)
+        longer = [*messages, turn("Yes.", role="assistant"), turn("And?", picture(2))]
+        assert torch.equal(logits(vlm, longer), cold(vlm, longer))
+        assert torch.equal(logits(vlm, messages), first)
+
+
+def test_an_image_longer_than_a_run_is_cut_inside() -> None:
+    """A causal family may be cut inside an image; its features are then fed in parts."""
+    model, processor = build("qwen3_vl")
+    options = {"size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 4096 * 32 * 32}}
+    image = picture(1, 1600, 1600)
+    with ks.wrap(model, processor, grain=GRAIN, image_options=options) as vlm:
+        messages = [turn("Big.", image)]
+        prompt = vlm.render(messages)
+        cuts = prompt.boundaries(vlm.memory.rule)
+        assert any(a < cut < b for cut in cuts for a, b in prompt.ranges[0])
+        warm = [*messages, turn("Yes.", role="assistant"), turn("Again.")]
+        vlm.chat(messages, max_new_tokens=1)
+        report = vlm.verify(warm, stock=True)
+        assert report.equal and report.cached_tokens > 2048
+        assert report.stock_max_difference < 1e-4 * report.stock_scale
