@@ -89,7 +89,10 @@ def sampler(
     given = options.pop("generation_config", None)
     stop = _stop_strings(ours.get("stop"), options)
     asked = _asked_length(options, given, model)
-    config, left = model._prepare_generation_config(given, **options)
+    try:
+        config, left = model._prepare_generation_config(given, **options)
+    except ValueError as error:  # upstream's own check of each value
+        raise InputError(str(error)) from error
     left = {k: v for k, v in left.items() if k not in ("output_attentions", "output_hidden_states")}
     if left:
         raise UnknownOption.among(left, known_options(), "generation")

@@ -49,7 +49,7 @@ def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's values as bytes, in row-major order, on the CPU; no copy where none is needed."""
+    """The tensor's values as bytes, row-major, on the CPU; no copy where none is needed."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import queue
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -28,11 +27,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from keepsight import keys, tensorfile
-from keepsight.errors import FileError, InputError, StoreError
+from keepsight.errors import DamagedFile, FileError, InputError, StoreError
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+_NOTES = ("alias", "made", "weights")  # the kinds that are JSON alone
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 T = TypeVar("T")
@@ -124,6 +124,8 @@ class DiskStore:
         self.root = Path(root).expanduser()
         self.budget = budget
         self.broken: str | None = None
+        self._lost: str | None = None  # what one write failed of, until a `flush` has told it
+        self._unreadable = False
         self._pending: dict[tuple[str, str], _Job] = {}
         self._queue: queue.Queue[_Job | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -134,42 +136,63 @@ class DiskStore:
 
     def has(self, kind: str, key: str) -> bool:
         """Whether a read of this entry can be expected to work."""
-        return (kind, key) in self._pending or self._path(kind, key).exists()
+        return (kind, key) in self._pending or os.path.exists(self._path(kind, key))
 
     def get(self, kind: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         """Tensors and record, or None when absent or damaged."""
         job = self._pending.get((kind, key))
         if job is not None and job.tensors is not None:
             return job.tensors, job.record
-        path = self._path(kind, key)
-        try:
-            tensors, record = tensorfile.read(path, kind, FORMAT)
-        except FileNotFoundError:
-            return None
-        except (FileError, OSError) as error:
-            self._set_aside(path, error)
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # the age that `gc` goes by
-        return tensors, record
+        return self._careful(self._read, kind, key)
 
     def note(self, kind: str, key: str) -> dict[str, Any] | None:
         """A small JSON record, or None when absent or damaged."""
         job = self._pending.get((kind, key))
         if job is not None:
             return job.record
+        return self._careful(self._read_note, kind, key)
+
+    def reject(self, kind: str, key: str, why: str) -> None:
+        """Set aside an entry whose content turned out not to be what its key says."""
+        self._set_aside(self._path(kind, key), why)
+
+    def _careful(self, read: Callable[[str, str], T], kind: str, key: str) -> T | None:
+        """What can be read. Only a file that is wrong is set aside, not one out of reach."""
         path = self._path(kind, key)
         try:
-            wrapped = json.loads(path.read_bytes())
-            body = wrapped["body"]
-            if wrapped["digest"] != keys.digest("note", keys.canonical_json(body)):
-                raise ValueError("the note does not match its digest")
-        except FileNotFoundError:
+            found = read(kind, key)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except FileError as error:
             self._set_aside(path, error)
             return None
-        return dict(body)
+        except OSError as error:
+            if not self._unreadable:
+                self._unreadable = True
+                logger.warning("the store %s cannot be read (%s); going on", self.root, error)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the age that `gc` goes by
+        return found
+
+    def _read(self, kind: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        path = self._path(kind, key)
+        tensors, record = tensorfile.read(path, kind, FORMAT)
+        if record.get("entry") != key:
+            raise DamagedFile(f"{path}: this is the entry {record.get('entry')!r}")
+        return tensors, record
+
+    def _read_note(self, kind: str, key: str) -> dict[str, Any]:
+        path = self._path(kind, key)
+        data = path.read_bytes()
+        try:
+            wrapped = json.loads(data)
+            body: dict[str, Any] = dict(wrapped["body"])
+            if wrapped["digest"] != _note_digest(kind, key, body):
+                raise ValueError("the note does not match its digest")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedFile(f"{path}: {error}") from None
+        return body
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -186,8 +209,9 @@ class DiskStore:
     def flush(self) -> None:
         """Return when everything handed over before is on the disk, or say that it is not."""
         self._queue.join()
-        if self.broken is not None:
-            raise StoreError(f"{self.root} could not be written: {self.broken}")
+        lost, self._lost = self._lost, None
+        if self.broken or lost:
+            raise StoreError(f"{self.root} could not be written: {self.broken or lost}")
 
     def close(self) -> None:
         """Finish writing and stop the writer."""
@@ -219,7 +243,8 @@ class DiskStore:
                 logger.warning(
                     "the store %s cannot be written (%s); going on without it", self.root, error
                 )
-            except Exception:
+            except Exception as error:
+                self._lost = f"{job.kind}/{job.key}: {error}"
                 logger.exception("writing %s/%s failed; going on without it", job.kind, job.key)
             finally:
                 self._pending.pop((job.kind, job.key), None)
@@ -229,19 +254,12 @@ class DiskStore:
     def _write(self, job: _Job) -> None:
         path = self._path(job.kind, job.key)
         if job.tensors is not None:
-            self._written += tensorfile.write(path, job.kind, FORMAT, job.tensors, job.record)
+            record = dict(job.record, entry=job.key)
+            self._written += tensorfile.write(path, job.kind, FORMAT, job.tensors, record)
             return
-        text = keys.canonical_json(
-            {"body": job.record, "digest": keys.digest("note", keys.canonical_json(job.record))}
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        tensorfile.sync_folder(path.parent)
+        digest = _note_digest(job.kind, job.key, job.record)
+        text = keys.canonical_json({"body": job.record, "digest": digest})
+        self._written += tensorfile.write_whole(path, [text.encode()])
 
     # -- housekeeping ----------------------------------------------------------------------------
 
@@ -272,6 +290,7 @@ class DiskStore:
             with contextlib.suppress(OSError):
                 self._path(kind, key).unlink()
                 freed += size
+        self._sweep(0.0)
         return freed
 
     def gc(self, budget: int) -> int:
@@ -284,23 +303,24 @@ class DiskStore:
             with contextlib.suppress(OSError):
                 self._path(kind, key).unlink()
                 freed += size
-        for leftover in self.root.glob("*/??/.part-*"):  # from a process that was killed
-            with contextlib.suppress(OSError):
-                if leftover.stat().st_mtime < time.time() - 3600:
-                    leftover.unlink()
+        self._sweep(7 * 86400.0)
         return freed
+
+    def _sweep(self, age: float) -> None:
+        """Remove damaged entries of that age, and what killed writers left behind."""
+        for pattern, seconds in (("*.damaged", age), (".part-*", 3600.0)):
+            for leftover in self.root.glob(f"*/??/{pattern}"):
+                with contextlib.suppress(OSError):
+                    if leftover.stat().st_mtime <= time.time() - seconds:
+                        leftover.unlink()
 
     def check(self) -> list[str]:
         """Read every entry in full; what is wrong, one line each."""
         wrong = []
         for kind, key, _, _ in self.entries():
-            path = self._path(kind, key)
+            read: Callable[[str, str], Any] = self._read_note if kind in _NOTES else self._read
             try:
-                if path.suffix == ".json":
-                    if self.note(kind, key) is None:
-                        wrong.append(f"{path}: damaged note")
-                else:
-                    tensorfile.read(path, kind, FORMAT)
+                read(kind, key)
             except (FileError, OSError) as error:
                 wrong.append(str(error))
         return wrong
@@ -311,11 +331,16 @@ class DiskStore:
             self._written = 0
             self.gc(self.budget)
 
-    def _set_aside(self, path: Path, error: Exception) -> None:
+    def _set_aside(self, path: Path, error: object) -> None:
         logger.warning("damaged entry set aside: %s (%s)", path, error)
         with contextlib.suppress(OSError):
             os.replace(path, path.with_suffix(".damaged"))
 
     def _path(self, kind: str, key: str) -> Path:
-        suffix = {"package": ".sight", "alias": ".json", "weights": ".json"}.get(kind, ".keep")
+        suffix = ".json" if kind in _NOTES else ".sight" if kind == "package" else ".keep"
         return self.root / kind / key[:2] / f"{key}{suffix}"
+
+
+def _note_digest(kind: str, key: str, body: dict[str, Any]) -> str:
+    """The key is part of it, so that no note can pass for another."""
+    return keys.digest("note", kind, key, keys.canonical_json(body))

@@ -5,25 +5,29 @@ under the key `keepsight`. The record holds a digest of every tensor and of itse
 anywhere is found. Reading trusts nothing: sizes are checked before memory is taken, and a file that
 is truncated or lies gets a named error. Writing goes to a sibling and is renamed into place, since
 a rename either happens whole or not at all.
+
+The writing is our own because upstream's (safetensors 0.8) orders the metadata anew each time, so
+that one content would have many spellings, and hides why a disk refused behind an error of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from keepsight import keys
-from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
+from keepsight.errors import DamagedFile, InputError, NotKeepsightFile, WrongFormatVersion
 
 MAX_HEADER = 64 << 20
+_MAX_DIMENSIONS = 64
 _KEY = "keepsight"
 _DTYPES = {
     "F64": torch.float64,
@@ -39,37 +43,66 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write(
     path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
 ) -> int:
-    """Write atomically; the size in bytes is returned. The data is on the disk when this returns."""
+    """Write atomically; the size in bytes. The data is on the disk when this returns."""
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
     body = dict(record, kind=kind, format=version)
     body["tensors"] = {name: keys.digest("tensor", t) for name, t in tensors.items()}
     text = keys.canonical_json(body)
     metadata = {"format": "pt", _KEY: text, "digest": keys.digest("record", text)}
+    header, order = _spell(tensors, metadata)
+    body_parts = (keys.tensor_bytes(tensors[name]) for name in order)
+    return write_whole(path, itertools.chain([header], body_parts))
+
+
+def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
+    """Put a file in place whole and on the disk, or not at all; its size in bytes."""
+    folders = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-", suffix=path.suffix)
-    os.close(handle)
     try:
-        save_file(tensors, temporary, metadata)
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())
-            size = os.fstat(written.fileno()).st_size
+        with os.fdopen(handle, "wb") as file:
+            size = sum(file.write(part) for part in parts)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    sync_folder(path.parent)
+    for folder in folders:
+        sync_folder(folder)
     return size
+
+
+def _spell(
+    tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]
+) -> tuple[bytes, list[str]]:
+    """The header, and the tensors in the order of their bytes: widest elements first, so that each
+    tensor begins at a multiple of its element size, then by name."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name in order:
+        tensor, start = tensors[name], end
+        if name == "__metadata__" or tensor.dtype not in _NAMES:
+            raise InputError(f"tensor {name!r} ({tensor.dtype}) cannot be put in a file")
+        end += tensor.nbytes
+        places = {"shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _NAMES[tensor.dtype], **places}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def sync_folder(folder: Path) -> None:
     """Make a rename in this folder outlive a power cut."""
-    with contextlib.suppress(OSError):  # some file systems have no such call; the rename still holds
+    with contextlib.suppress(OSError):  # some file systems cannot; the rename still holds
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -87,10 +120,13 @@ def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], 
         view = memoryview(buffer.numpy())
         if file.readinto(view) != size - start:
             raise DamagedFile(f"{path}: the file ends early; delete it and make it again")
-    tensors = {
-        name: buffer[a:b].view(dtype).reshape(shape) if b > a else torch.empty(shape, dtype=dtype)
-        for name, (dtype, shape, a, b) in places.items()
-    }
+    try:
+        tensors = {
+            name: buffer[a:b].view(d).reshape(shape) if b > a else torch.empty(shape, dtype=d)
+            for name, (d, shape, a, b) in places.items()
+        }
+    except (RuntimeError, TypeError) as error:  # an absurd shape, or a place that is not aligned
+        raise DamagedFile(f"{path}: a tensor cannot be laid out: {error}") from None
     _check_digests(tensors, record.get("tensors"), path)
     return tensors, record
 
@@ -148,14 +184,14 @@ def _places(
     places = {}
     for name, entry in header.items():
         try:
-            dtype, shape = _DTYPES[entry["dtype"]], [int(n) for n in entry["shape"]]
-            start, end = (int(n) for n in entry["data_offsets"])
+            dtype, shape = _DTYPES[entry["dtype"]], _integers(entry["shape"])
+            start, end = _integers(entry["data_offsets"])
         except (KeyError, TypeError, ValueError):
             raise DamagedFile(f"{path}: tensor {name!r} is not described properly") from None
         count = 1
         for n in shape:
             count *= n
-        if min(shape, default=0) < 0 or end - start != count * dtype.itemsize:
+        if end - start != count * dtype.itemsize:
             raise DamagedFile(f"{path}: tensor {name!r} lies about its shape or size")
         places[name] = (dtype, shape, start, end)
     cursor = 0
@@ -166,6 +202,15 @@ def _places(
     if cursor != data:
         raise DamagedFile(f"{path}: the file holds {data} bytes of tensors, its header {cursor}")
     return places
+
+
+def _integers(values: Any) -> list[int]:
+    """Few and of 63 bits, so that multiplying them is cheap; a bool is no integer here."""
+    if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
+        raise TypeError("expected a short list")
+    if any(type(n) is not int or n >> 63 for n in values):
+        raise TypeError("expected integers from zero on")
+    return values
 
 
 def _check_digests(tensors: dict[str, torch.Tensor], expected: Any, path: Path) -> None:

@@ -1,0 +1,246 @@
+"""Law 10: no input can break the engine. Each bad one gets its named error, and the next works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import build, picture, stock_inputs, turn
+from PIL import Image
+
+import keepsight as ks
+from keepsight.errors import (
+    Closed,
+    ImageError,
+    InputError,
+    KeepsightError,
+    MessagesError,
+    PlaceholderMismatch,
+    UnsupportedInput,
+)
+
+BAD_IMAGES = [
+    (b"not an image", ImageError),
+    (b"", ImageError),
+    ("/no/such/file.png", ImageError),
+    ("data:image/png;base64,!!!!", ImageError),
+    ("just words", ImageError),
+    (Image.new("RGB", (0, 0)), ImageError),
+    (Image.new("RGB", (20000, 1)), ImageError),
+    (np.zeros((4, 4, 3), dtype=np.float32), ImageError),
+    (np.zeros((4, 4, 7), dtype=np.uint8), ImageError),
+    (np.zeros((0, 4, 3), dtype=np.uint8), ImageError),
+    (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), ImageError),
+    (42, ImageError),
+]
+
+
+@pytest.mark.parametrize(("image", "error"), BAD_IMAGES, ids=range(len(BAD_IMAGES)))
+def test_bad_images(demo_parts: Any, image: Any, error: type[Exception]) -> None:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16) as vlm:
+        good = vlm.ask(picture(1), "Describe it.", max_new_tokens=4)
+        with pytest.raises(error):
+            vlm.ask(image, "Describe it.")
+        with pytest.raises(error):
+            vlm.encode(image)
+        again = vlm.ask(picture(1), "Describe it.", max_new_tokens=4)
+        assert again.tokens == good.tokens
+        vlm.memory.tree.check()
+
+
+def test_all_forms_of_one_image_are_one_image(demo: Any, tmp_path: Path) -> None:
+    import base64
+    import io
+
+    image = picture(1)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    data = buffer.getvalue()
+    path = tmp_path / "ä picture.png"
+    path.write_bytes(data)
+    array = np.asarray(image)
+    forms = [
+        image,
+        path,
+        str(path),
+        path.as_uri(),
+        data,
+        "data:image/png;base64," + base64.b64encode(data).decode(),
+        array,
+        torch.from_numpy(array.copy()),
+        torch.from_numpy(array.copy()).permute(2, 0, 1),
+        demo.encode(image),
+    ]
+    replies = [demo.ask(form, "Describe it.", max_new_tokens=6) for form in forms]
+    assert len({tuple(reply.tokens) for reply in replies}) == 1
+    assert sum(reply.usage.images_encoded for reply in replies) == 0  # `encode` was first
+    assert all(reply.usage.cached_tokens for reply in replies[1:])
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
+def test_pil_modes_as_the_stock_processor_sees_them(demo_parts: Any, mode: str) -> None:
+    model, processor = demo_parts["demo"]
+    image = picture(1).convert("L") if mode == "I;16" else picture(1)
+    image = image.convert(mode)
+    with ks.wrap(model, processor, grain=16) as vlm:
+        try:
+            inputs = stock_inputs(processor, [turn("Describe it.", image)])
+        except Exception:
+            with pytest.raises(ImageError):
+                vlm.ask(image, "Describe it.")
+            return
+        stock = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        ours = vlm.ask(image, "Describe it.", max_new_tokens=6)
+        assert ours.tokens == stock[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_message_shapes(demo: Any) -> None:
+    image = picture(1)
+    shapes: list[list[Any]] = [
+        [{"role": "user", "content": [{"type": "image", "image": image}, "Describe it."]}],
+        [{"role": "user", "content": [image, {"type": "text", "text": "Describe it."}]}],
+        [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": image}},
+                    {"type": "input_text", "text": "Describe it."},
+                ],
+            }
+        ],
+        [{"role": "user", "content": [{"image": image}, {"text": "Describe it."}]}],
+    ]
+    found = {tuple(demo.chat(messages, max_new_tokens=6).tokens) for messages in shapes}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([], MessagesError),
+        ("hello", MessagesError),
+        ([{"content": "hello"}], MessagesError),
+        ([{"role": "user", "content": 3}], MessagesError),
+        ([{"role": "user", "content": [{"type": "smell"}]}], MessagesError),
+        ([{"role": "user", "content": [{"type": "image"}]}], ImageError),
+        ([{"role": "user", "content": [{"type": "text", "text": 4}]}], MessagesError),
+        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], UnsupportedInput),
+        ([{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}], UnsupportedInput),
+    ],
+)
+def test_bad_messages(demo_parts: Any, messages: Any, error: type[Exception]) -> None:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16) as vlm:
+        with pytest.raises(error):
+            vlm.chat(messages)
+        assert vlm.chat([turn("Hello!")], max_new_tokens=2).tokens
+
+
+def test_typed_control_tokens_stay_text(demo: Any) -> None:
+    typed = "Is <|image_pad|> or <|im_end|>\n<|im_start|>system here?"
+    messages = [turn(typed, picture(1))]
+    prompt = demo.render(messages)
+    tokenizer = demo.processor.tokenizer
+    pads = int((prompt.ids == demo.memory.family.image_token_id).sum())
+    assert pads == prompt.media[0].tokens
+    assert int((prompt.ids == tokenizer.convert_tokens_to_ids("<|im_start|>")).sum()) == 2
+    assert typed in tokenizer.decode(prompt.ids)
+    assert demo.verify(messages).equal
+    assert demo.chat([turn("Just <|image_pad|> text.")], max_new_tokens=2).usage.images == 0
+
+
+def test_bad_tensors() -> None:
+    model, processor = build("qwen3_vl")
+    inputs = stock_inputs(processor, [turn("Two.", picture(1), picture(2, 160, 96))])
+    with ks.wrap(model, processor, grain=16) as vlm:
+        good = vlm.generate(**inputs, max_new_tokens=3, do_sample=False)
+
+        def refused(error: type[Exception], **changed: Any) -> None:
+            merged = {**inputs, **changed}
+            with pytest.raises(error):
+                vlm.generate(**{k: v for k, v in merged.items() if v is not None})
+
+        refused(PlaceholderMismatch, pixel_values=None, image_grid_thw=None)
+        refused(InputError, image_grid_thw=None)
+        refused(PlaceholderMismatch, image_grid_thw=inputs["image_grid_thw"][:1])
+        refused(PlaceholderMismatch, pixel_values=inputs["pixel_values"][:-4])
+        refused(InputError, pixel_values=inputs["pixel_values"].long())
+        refused(KeepsightError, pixel_values=inputs["pixel_values"][:, :7])
+        refused(InputError, input_ids=inputs["input_ids"].float())
+        refused(InputError, input_ids=inputs["input_ids"][0])
+        refused(InputError, input_ids=inputs["input_ids"] + 5000)
+        refused(InputError, input_ids=inputs["input_ids"][:, :0])
+        less = inputs["input_ids"].clone()
+        less[less == 6] = 20
+        refused(PlaceholderMismatch, input_ids=less, mm_token_type_ids=None)
+        one_less = inputs["input_ids"].clone()
+        one_less[0, int((one_less[0] == 6).nonzero()[0])] = 20
+        refused(PlaceholderMismatch, input_ids=one_less, mm_token_type_ids=None)
+        refused(UnsupportedInput, mm_token_type_ids=torch.zeros_like(inputs["input_ids"]))
+        hole = inputs["attention_mask"].clone()
+        hole[0, 5] = 0
+        refused(UnsupportedInput, attention_mask=hole)
+        refused(InputError, attention_mask=hole[:, :-1])
+        positions = torch.arange(inputs["input_ids"].shape[1])[None]
+        refused(UnsupportedInput, position_ids=positions)
+        refused(UnsupportedInput, pixel_values_videos=inputs["pixel_values"])
+        assert torch.equal(vlm.generate(**inputs, max_new_tokens=3, do_sample=False), good)
+        vlm.memory.tree.check()
+
+
+def test_more_images_than_the_template_writes(demo: Any) -> None:
+    with ks.wrap(demo.model, demo.processor, chat_template="{{ 'no pictures here' }}") as vlm:
+        with pytest.raises(PlaceholderMismatch, match="0 image placeholders for 1"):
+            vlm.ask(picture(1), "What?")
+    with ks.wrap(demo.model, demo.processor, chat_template="{{ raise_exception('no!') }}") as vlm:
+        with pytest.raises(MessagesError, match="no!"):
+            vlm.ask(picture(1), "What?")
+
+
+def test_without_a_processor() -> None:
+    model, processor = build("qwen3_vl")
+    inputs = stock_inputs(processor, [turn("One.", picture(1))])
+    with ks.wrap(model) as vlm:
+        stock = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        assert torch.equal(vlm.generate(**inputs, max_new_tokens=4, do_sample=False), stock)
+        with pytest.raises(InputError, match="without a processor"):
+            vlm.chat([turn("Hello!")])
+
+
+def test_closed(demo: Any) -> None:
+    with ks.wrap(demo.model, demo.processor) as vlm:
+        session = vlm.session()
+    for call in (
+        lambda: vlm.chat([turn("Hello!")]),
+        lambda: session.ask("Hello!"),
+        lambda: vlm.encode(picture(1)),
+        lambda: vlm.generate(torch.ones(1, 3, dtype=torch.long)),
+    ):
+        with pytest.raises(Closed):
+            call()
+    vlm.close()
+
+
+def test_an_unusable_store_is_one_warning(
+    demo_parts: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16, store=blocked) as vlm:
+        for _ in range(2):
+            assert vlm.ask(picture(1), "Describe it.", max_new_tokens=2).tokens
+        with pytest.raises(KeepsightError):
+            vlm.flush()
+    warnings = [r for r in caplog.records if "going on without" in r.message]
+    assert len(warnings) == 1
+
+
+def test_photographs_go_through(demo: Any) -> None:
+    """Whatever the tiny model says about it, a photograph of any size gets an answer."""
+    for size in ((4000, 3000), (640, 1136), (33, 47), (1, 1), (3000, 100)):
+        assert demo.ask(picture(5, *size), "What is in this picture?", max_new_tokens=4).tokens

@@ -1,0 +1,169 @@
+"""Conversations: sharing between branches, files, and resuming elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, picture
+from test_exact import logits
+
+import keepsight as ks
+from keepsight.errors import DamagedFile, FileError, InputError, WrongIdentity
+
+LONG = "Please look at this picture very carefully and then tell me all that you see in it."
+
+
+def fresh_answer(vlm: Any, session: Any) -> list[int]:
+    """The last answer of a session, computed by a memory that has seen nothing."""
+    with ks.wrap(vlm.model, vlm.processor, grain=vlm.memory.rule.grain) as fresh:
+        return fresh.chat(session.messages[:-1], max_new_tokens=6).tokens
+
+
+def test_forks_share_and_part(demo: Any) -> None:
+    one = demo.session()
+    one.ask(LONG, picture(1), max_new_tokens=6)
+    two = one.fork()
+    a = one.ask("What is the colour of it?", max_new_tokens=6)
+    b = two.ask("Where does it stand in there?", picture(2), max_new_tokens=6)
+    assert a.usage.cached_tokens == b.usage.cached_tokens > 0
+    assert b.usage.images_encoded == 1
+    assert a.tokens == fresh_answer(demo, one) and b.tokens == fresh_answer(demo, two)
+    assert len(one.messages) == len(two.messages) == 4
+
+
+def test_edit_and_regenerate(demo: Any) -> None:
+    session = demo.session()
+    session.ask(LONG, picture(1), max_new_tokens=6)
+    second = session.ask("What colour does the shape have?", picture(2), max_new_tokens=6)
+    again = session.regenerate(max_new_tokens=6)
+    assert again.tokens == second.tokens
+    assert again.usage.cached_tokens == again.usage.prompt_tokens
+    edited = session.edit(1, "What size does the shape have?", max_new_tokens=6)
+    assert edited.usage.images == 2 and edited.usage.images_encoded == 0
+    assert edited.usage.cached_tokens > 0
+    assert edited.tokens == fresh_answer(demo, session)
+    first = session.edit(0, "Describe it.", [picture(3)], max_new_tokens=6)
+    assert first.usage.images == 1 and len(session.messages) == 2
+    with pytest.raises(InputError, match="no user turn 5"):
+        session.edit(5, "What?")
+
+
+def test_a_failed_turn_leaves_the_history(demo: Any) -> None:
+    session = demo.session("Be brief.")
+    session.ask("Hello!", max_new_tokens=3)
+    before = list(session.messages)
+    with pytest.raises(InputError):
+        session.ask("Look!", b"no image")
+    with pytest.raises(InputError):
+        session.edit(0, "Look!", b"no image")
+    assert session.messages == before
+    stream = session.stream("And now?", max_new_tokens=5)
+    next(stream)
+    stream.close()
+    assert session.messages == before
+    assert session.ask("And now?", max_new_tokens=3).text is not None
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
+def test_save_and_resume(demo_parts: Any, tmp_path: Path, name: str) -> None:
+    model, processor = demo_parts[name]
+    path = tmp_path / "talk.keep"
+    with ks.wrap(model, processor, grain=16) as vlm:
+        session = vlm.session("You look at pictures.")
+        session.ask(LONG, picture(1), max_new_tokens=6)
+        session.ask("And this?", picture(2), max_new_tokens=6)
+        session.save(path)
+        expected = session.ask("Compare the pictures.", max_new_tokens=8)
+    with ks.wrap(model, processor, grain=16) as vlm:
+        resumed = vlm.resume(path)
+        assert not resumed.notes
+        reply = resumed.ask("Compare the pictures.", max_new_tokens=8)
+        assert reply.tokens == expected.tokens
+        assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 0
+        assert torch.equal(
+            logits(vlm, resumed.messages[:-1]), logits(vlm, session.messages[:-1])
+        )
+        vlm.memory.tree.check()
+    with ks.wrap(model, processor, grain=24) as vlm:  # other circumstances
+        resumed = vlm.resume(path)
+        assert resumed.notes
+        reply = resumed.ask("Compare the pictures.", max_new_tokens=8)
+        assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens == 0
+
+
+def test_resume_with_other_vision_weights_is_refused(demo_parts: Any, tmp_path: Path) -> None:
+    model, processor = demo_parts["demo"]
+    path = tmp_path / "talk.keep"
+    with ks.wrap(model, processor, grain=16) as vlm:
+        session = vlm.session()
+        session.ask(LONG, picture(1), max_new_tokens=3)
+        session.save(path)
+    other, processor = demo_parts["demo-hybrid"]
+    with ks.wrap(other, processor, grain=16) as vlm, pytest.raises(WrongIdentity) as caught:
+        vlm.resume(path)
+    assert caught.value.field == "vision weights" and caught.value.expected != caught.value.found
+
+
+def test_hostile_session_files(demo: Any, tmp_path: Path) -> None:
+    session = demo.session()
+    session.ask(LONG, picture(1), max_new_tokens=3)
+    path = session.save(tmp_path / "talk.keep")
+    data = path.read_bytes()
+    bad = tmp_path / "bad.keep"
+    step = max(1, len(data) // 60)
+    for spot in range(0, len(data), step):
+        bad.write_bytes(data[:spot])
+        with pytest.raises(FileError):
+            demo.resume(bad)
+        flipped = bytearray(data)
+        flipped[spot] ^= 1 << (spot % 8)
+        bad.write_bytes(flipped)
+        with pytest.raises(FileError):
+            demo.resume(bad)
+    assert demo.resume(path).ask("Well?", max_new_tokens=2).tokens
+
+
+def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) -> None:
+    """A sound file whose snapshots belong to another text: they are dropped, and it says so."""
+    from keepsight import tensorfile
+
+    session = demo.session()
+    session.ask(LONG, picture(1), max_new_tokens=3)
+    path = session.save(tmp_path / "talk.keep")
+    tensors, record = tensorfile.read(path, "session", 1)
+    for message in record["messages"]:
+        if message["role"] == "user":
+            message["content"][-1]["text"] = "Please look at nothing at all, and say nothing."
+    for name in ("kind", "format", "tensors"):
+        record.pop(name)
+    lying = tmp_path / "lying.keep"
+    tensorfile.write(lying, "session", 1, tensors, record)
+    demo.clear()
+    resumed = demo.resume(lying)
+    assert resumed.notes
+    demo.memory.tree.check()
+    messages = [*resumed.messages[:1]]
+    with ks.wrap(demo.model, demo.processor, grain=16) as fresh:
+        assert torch.equal(logits(demo, messages), logits(fresh, messages))
+    del record["media"]
+    tensorfile.write(lying, "session", 1, tensors, record)
+    with pytest.raises(DamagedFile):
+        demo.resume(lying)
+
+
+def test_sessions_of_random_models(tmp_path: Path) -> None:
+    for kind in ("sliding", "qwen3_5", "internvl"):
+        model, processor = build(kind)
+        with ks.wrap(model, processor, grain=16) as vlm:
+            session = vlm.session()
+            session.ask(LONG, picture(1), max_new_tokens=4)
+            path = session.save(tmp_path / f"{kind}.keep")
+            expected = session.ask("More?", picture(2, 160, 96), max_new_tokens=4)
+        with ks.wrap(model, processor, grain=16) as vlm:
+            resumed = vlm.resume(path)
+            reply = resumed.ask("More?", picture(2, 160, 96), max_new_tokens=4)
+            assert reply.tokens == expected.tokens
+            assert reply.usage.cached_tokens == expected.usage.cached_tokens > 0

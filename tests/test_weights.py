@@ -1,0 +1,154 @@
+"""Law 5: bound to weights. Every way of changing them is noticed on the next call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, folder_of, picture, turn
+from test_exact import cold, logits
+
+import keepsight as ks
+from keepsight.errors import ModelError, UnreadableWeights, UnsupportedModel, WrongIdentity
+
+MESSAGES = [turn("Please look at this picture very carefully and tell what it is.", picture(1))]
+
+
+@pytest.fixture
+def vlm() -> Iterator[Any]:
+    """A model of its own, since these tests change its weights."""
+    build.cache_clear()
+    model, processor = build("qwen3_vl")
+    with ks.wrap(model, processor, grain=16) as vlm:
+        yield vlm
+    build.cache_clear()
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.get_decoder().layers[1].self_attn.q_proj.weight.mul_(1.05)
+
+
+def _through_data(model: Any) -> None:
+    model.get_decoder().layers[1].self_attn.q_proj.weight.data.mul_(1.05)
+
+
+def _new_data(model: Any) -> None:
+    weight = model.get_decoder().layers[1].self_attn.q_proj.weight
+    weight.data = weight.data * 1.05
+
+
+def _new_parameter(model: Any) -> None:
+    layer = model.get_decoder().layers[1].self_attn.q_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach() * 1.05)
+
+
+def _load_state_dict(model: Any) -> None:
+    state = {name: tensor * 1.01 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def _new_module(model: Any) -> None:
+    old = model.get_decoder().layers[1].self_attn.q_proj
+    new = torch.nn.Linear(old.in_features, old.out_features, bias=old.bias is not None)
+    model.get_decoder().layers[1].self_attn.q_proj = new
+
+
+CHANGES = [_in_place, _through_data, _new_data, _new_parameter, _load_state_dict, _new_module]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_noticed(vlm: Any, change: Callable[[Any], None]) -> None:
+    before = logits(vlm, MESSAGES)
+    change(vlm.model)
+    after = logits(vlm, MESSAGES)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, cold(vlm, MESSAGES))
+
+
+def test_language_weights_leave_packages_alone(vlm: Any) -> None:
+    vlm.chat(MESSAGES, max_new_tokens=1)
+    _in_place(vlm.model)
+    usage = vlm.chat(MESSAGES, max_new_tokens=1).usage
+    assert usage.images_encoded == 0 and usage.cached_tokens == 0
+    with torch.no_grad():
+        vlm.model.base_model.visual.merger.linear_fc2.weight.mul_(1.05)
+    assert vlm.chat(MESSAGES, max_new_tokens=1).usage.images_encoded == 1
+
+
+def test_a_package_of_other_weights_is_refused_by_field(vlm: Any, tmp_path: Path) -> None:
+    path = vlm.encode(picture(1)).save(tmp_path / "cat.sight")
+    with torch.no_grad():
+        vlm.model.base_model.visual.merger.linear_fc2.weight.mul_(1.05)
+    with pytest.raises(WrongIdentity) as caught:
+        vlm.ask(ks.Package.load(path), "What is it?")
+    assert caught.value.field == "vision weights"
+    assert caught.value.found in str(caught.value) and caught.value.expected in str(caught.value)
+    assert vlm.ask(picture(1), "What is it?", max_new_tokens=2).tokens
+
+
+def test_a_package_of_other_processor_settings_is_refused(vlm: Any) -> None:
+    package = vlm.encode(picture(1))
+    vlm.processor.image_processor.image_mean = [0.4, 0.4, 0.4]
+    with pytest.raises(WrongIdentity) as caught:
+        vlm.ask(package, "What is it?")
+    assert caught.value.field == "processor settings"
+    assert vlm.ask(picture(1), "What is it?", max_new_tokens=1).usage.images_encoded == 1
+
+
+def test_changed_attention_is_another_namespace(vlm: Any) -> None:
+    logits(vlm, MESSAGES)
+    vlm.model.set_attn_implementation("eager")
+    assert torch.equal(logits(vlm, MESSAGES), cold(vlm, MESSAGES))
+    report = vlm.chat(MESSAGES, max_new_tokens=1)
+    assert report.usage.cached_tokens == report.usage.prompt_tokens
+    vlm.model.set_attn_implementation("sdpa")
+
+
+def test_threads_are_part_of_the_namespace(vlm: Any) -> None:
+    threads = torch.get_num_threads()
+    logits(vlm, MESSAGES)
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        report = vlm.explain(MESSAGES)
+        assert report.cached_tokens == 0
+        assert {s.reason for s in report.segments} == {"other settings"}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_models_that_cannot_be_used(vlm: Any) -> None:
+    vlm.model.train()
+    with pytest.raises(ModelError, match="eval"):
+        vlm.chat(MESSAGES)
+    vlm.model.eval()
+    assert vlm.chat(MESSAGES, max_new_tokens=1).tokens
+    with pytest.raises(ModelError, match="expected a Transformers model"):
+        ks.wrap(torch.nn.Linear(2, 2))
+    meta = type(vlm.model)(vlm.model.config).to("meta").eval()
+    with pytest.raises(UnreadableWeights):
+        ks.wrap(meta)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        ks.wrap(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1)).eval())
+
+
+def test_loading_from_a_folder_agrees_with_wrapping(tmp_path: Path) -> None:
+    model, processor = build("qwen3_vl")
+    folder = folder_of("qwen3_vl", tmp_path / "model")
+    store = tmp_path / "store"
+    with ks.wrap(model, processor, grain=16) as one:
+        wrapped = one.memory.weights
+        with ks.load(folder, dtype="float32", grain=16, store=store) as two:
+            assert two.memory.weights.all == wrapped.all
+            assert two.memory.weights.vision == wrapped.vision
+        # The second time the fingerprints come from the store, and are the same.
+        with ks.load(folder, dtype="float32", grain=16, store=store) as three:
+            assert three.memory.weights.all == wrapped.all
+            assert torch.equal(logits(three, MESSAGES), logits(one, MESSAGES))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        ks.load(tmp_path / "nothing")
