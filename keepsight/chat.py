@@ -16,8 +16,9 @@ import torch
 
 from keepsight import tensorfile
 from keepsight.errors import DamagedFile, InputError
+from keepsight.node import Node
 from keepsight.package import Package
-from keepsight.prefix import Node, Tree
+from keepsight.prefix import Tree
 from keepsight.prompt import Prompt
 from keepsight.render import Message, user_message
 from keepsight.report import Piece, Reply
@@ -262,7 +263,10 @@ def _put_back(
         start, end = int(described["start"]), int(described["end"])
         ids = own["ids"].numpy()
         claimed = [span[:4] for span in described["spans"]]
-        true = [[s.start - start, s.end - start, s.feature_id, s.offset] for s in prompt.clip(start, end)]
+        true = [
+            [s.start - start, s.end - start, s.feature_id, s.offset]
+            for s in prompt.clip(start, end)
+        ]
         if start != node.end or claimed != true or (ids != prompt.ids[start:end]).any():
             session.notes.append("a snapshot does not belong to this history; computed again")
             break

@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.families import Family
+from keepsight.node import Node
 from keepsight.package import Package
-from keepsight.prefix import Match, Node, Tree
+from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt
 from keepsight.state import Lane, Shape
 

@@ -53,7 +53,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _frame(hasher: Any, tag: bytes, data: bytes | memoryview) -> None:
@@ -76,7 +76,7 @@ def _feed(hasher: Any, part: Any) -> None:
         _frame(hasher, b"d", tensor_bytes(part))
     elif isinstance(part, np.ndarray):
         _frame(hasher, b"a", f"{part.dtype.str}{part.shape}".encode())
-        _frame(hasher, b"d", memoryview(np.ascontiguousarray(part)).cast("B") if part.size else b"")
+        _frame(hasher, b"d", np.ascontiguousarray(part).data.cast("B") if part.size else b"")
     elif isinstance(part, Mapping):
         _frame(hasher, b"j", canonical_json(part).encode())
     elif isinstance(part, list | tuple):

@@ -39,10 +39,10 @@ def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> 
         options["revision"] = revision
     try:
         model = AutoModelForImageTextToText.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path!r} cannot be loaded as an image-text-to-text model: {error}") from (
-            error
-        )
+    except (OSError, ValueError, KeyError, AssertionError, RuntimeError) as error:
+        raise ModelError(
+            f"{path!r} cannot be loaded as an image-text-to-text model: {error}"
+        ) from (error)
     return model.eval()
 
 
@@ -52,7 +52,9 @@ def parse_dtype(dtype: Any) -> Any:
         return "auto" if dtype is None else dtype
     found = getattr(torch, str(dtype), None)
     if not isinstance(found, torch.dtype):
-        raise InputError(f"{dtype!r} is not a dtype; use 'auto', 'float32', 'bfloat16' or 'float16'")
+        raise InputError(
+            f"{dtype!r} is not a dtype; use 'auto', 'float32', 'bfloat16' or 'float16'"
+        )
     return found
 
 
@@ -83,7 +85,7 @@ def _without_video(path: str, options: dict[str, Any]) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
     config = _processor_config(path, options)
-    name = config.get("processor_class")
+    name = config.get("processor_class") or _usual_processor(path, options)
     base: Any = getattr(transformers, str(name), None)
     if base is None:
         raise ValueError(f"no processor class {name!r} in Transformers {transformers.__version__}")
@@ -101,6 +103,15 @@ def _without_video(path: str, options: dict[str, Any]) -> Any:
     template = getattr(tokenizer, "chat_template", None) or own.pop("chat_template", None)
     own.pop("chat_template", None)
     return images_only(**parts, chat_template=template, **own)
+
+
+def _usual_processor(path: str, options: dict[str, Any]) -> str | None:
+    """The processor class that Transformers goes by where a checkpoint names none."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    model_type = transformers.AutoConfig.from_pretrained(path, **options).model_type
+    name: str | None = PROCESSOR_MAPPING_NAMES.get(model_type)
+    return name
 
 
 def _processor_config(path: str, options: dict[str, Any]) -> dict[str, Any]:

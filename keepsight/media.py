@@ -10,8 +10,10 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import http.client
 import io
 import os
+import stat
 import urllib.parse
 import urllib.request
 import warnings
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from keepsight import keys
 from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
@@ -55,6 +57,8 @@ class Source:
 
 def open_source(image: Any, fetched: dict[str, bytes]) -> Source:
     """A source from any form of image. `fetched` remembers what URLs gave, once per session."""
+    if isinstance(image, Source):
+        return image  # opened before
     if isinstance(image, Image.Image):
         return _from_pil(image)
     if isinstance(image, np.ndarray | torch.Tensor):
@@ -99,9 +103,9 @@ def _data_uri(text: str) -> bytes:
 
 def _fetch(url: str) -> bytes:
     try:
-        with urllib.request.urlopen(url, timeout=60) as response:  # noqa: S310 - http(s) only
+        with urllib.request.urlopen(url, timeout=60) as response:  # http(s) only
             data: bytes = response.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ImageError(f"{url} could not be fetched: {error}") from error
     if len(data) > MAX_BYTES:
         raise ImageError(f"{url} is larger than {MAX_BYTES} bytes")
@@ -123,8 +127,11 @@ def _from_file(path: Path) -> Source:
 
 def _read(path: Path) -> bytes:
     try:
-        if path.stat().st_size > MAX_BYTES:
+        status = path.stat()
+        if status.st_size > MAX_BYTES:
             raise ImageError(f"{path} is larger than {MAX_BYTES} bytes")
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise OSError("a pipe or a device, which may never end")
         return path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -148,9 +155,8 @@ def decode_bytes(data: bytes, label: str) -> Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data))
             _check_size(image.size, label)
-            image = ImageOps.exif_transpose(image)
-            return image.convert("RGB")
-    except Image.UnidentifiedImageError:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError:
         raise ImageError(f"{label} is not an image (nothing PIL can identify)") from None
     except Image.DecompressionBombError as error:
         raise ImageError(f"{label}: {error}") from None
@@ -165,19 +171,19 @@ def _from_pil(image: Image.Image) -> Source:
     try:
         image.load()
         name = keys.digest("pixels", *_pixel_parts(image))
-    except OSError as error:
+    except Exception as error:  # a lazily opened file that is damaged, or closed already
         raise ImageError(f"the image cannot be decoded: {error}") from error
 
     return _in_memory(image, name, "a PIL image")
 
 
 def _from_array(image: np.ndarray | torch.Tensor) -> Source:
-    array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image
-    if array.dtype != np.uint8:
+    if image.dtype not in (np.uint8, torch.uint8):
         raise ImageError(
-            f"the array is {array.dtype}, expected uint8 values from 0 to 255; "
+            f"the array is {image.dtype}, expected uint8 values from 0 to 255; "
             "for floats from 0 to 1 pass (255 * x).round() as uint8"
         )
+    array = image.detach().cpu().numpy() if isinstance(image, torch.Tensor) else image
     if array.ndim == 2:
         array = array[..., None].repeat(3, -1)
     if array.ndim != 3 or not {array.shape[0], array.shape[-1]} & {1, 3, 4}:

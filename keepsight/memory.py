@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from keepsight import keys
 from keepsight.engine import Engine
-from keepsight.errors import InputError, ModelError
+from keepsight.errors import InputError, ModelError, UnsupportedModel
 from keepsight.families import Family
 from keepsight.prefix import Tree
 from keepsight.prompt import Rule
@@ -68,6 +68,7 @@ class Memory:
         settings.check()
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
+        _refuse_stretching_rope(model)
         shape = Shape.of(model)
         budget = parse_bytes(settings.cache_budget)
         self.tree = Tree(budget, shape.has_fixed, store)
@@ -177,6 +178,20 @@ class Memory:
             },
             "store": None if self.store is None else self.store.stats(),
         }
+
+
+def _refuse_stretching_rope(model: PreTrainedModel) -> None:
+    """Rope whose frequencies depend on total length rewrites the past when a prompt grows."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    layers = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in [rope, *layers]:
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if kind in ("dynamic", "longrope"):
+            raise UnsupportedModel(
+                f"rope type {kind!r} changes its frequencies with the length of the prompt, so a "
+                "remembered prefix would be wrong for a longer one; load the model with "
+                "rope_parameters={'rope_type': 'default', ...} or use it without Keepsight"
+            )
 
 
 def _image_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -153,19 +153,25 @@ def _check_record(record: dict[str, Any], where: str) -> None:
             raise DamagedFile(f"{where}: the record's {name!r} is missing or of the wrong type")
     layout = record["layout"]
     if not all(
-        (isinstance(part, int) and not isinstance(part, bool) and part > 0)
-        or isinstance(part, str)
+        (isinstance(part, int) and not isinstance(part, bool) and part > 0) or isinstance(part, str)
         for part in layout
     ):
         raise DamagedFile(f"{where}: the record's layout is not a list of texts and token counts")
     if sum(part for part in layout if isinstance(part, int)) != record["tokens"]:
         raise DamagedFile(f"{where}: the record's layout and its token count disagree")
+    if record["tokens"] < 1 or record["container"] not in ("list", "tensor"):
+        raise DamagedFile(f"{where}: the record has no tokens, or an unknown container")
+    if not all(isinstance(rows, list) for rows in record["grid"].values()):
+        raise DamagedFile(f"{where}: the record's grid is not made of lists of numbers")
 
 
 def check_shapes(package: Package, where: str) -> None:
     """Every tensor must be floating point and have one row for every token."""
-    if "features" not in package.tensors:
-        raise DamagedFile(f"{where}: there is no tensor called 'features'")
+    levels = sum(name.startswith("deepstack.") for name in package.tensors)
+    wanted = {"features", *(f"deepstack.{level}" for level in range(levels))}
+    if not wanted <= package.tensors.keys():
+        missing = ", ".join(sorted(wanted - package.tensors.keys()))
+        raise DamagedFile(f"{where}: there is no tensor called {missing}")
     width = package.tensors["features"].shape[-1] if package.tensors["features"].dim() else 0
     for name, tensor in package.tensors.items():
         rows = tensor.numel() // tensor.shape[-1] if tensor.dim() >= 2 and tensor.shape[-1] else 0

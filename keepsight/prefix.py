@@ -5,105 +5,26 @@ and the fixed-size states at its end (`fixed`); the two can be let go of separat
 be only a memory of having been there, so that a report can say `evicted` and not `new`. Terminal
 nodes hold the end of one whole prompt, with its last logits, and serve only that identical prompt.
 
-`match` makes and loses no snapshot. `hold` keeps a path alive. `insert` fills what is there. `check`
-states the laws: held + evictable = total, and no snapshot without what it stands on.
+`match` makes and loses no snapshot. `hold` keeps a path alive. `insert` fills what is there.
+`check` states the laws: held + evictable = total, and no snapshot without what it stands on.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from keepsight.node import Node, Tensors
 from keepsight.package import storage_bytes
-from keepsight.prompt import RUN, Prompt, Span, common, shift
+from keepsight.prompt import Prompt, shift
 from keepsight.store import DiskStore
 
-Tensors = dict[str, torch.Tensor]
 _MAX_GHOSTS = 20_000  # nodes that hold nothing but the memory of having been there
-
-
-@dataclass(eq=False)
-class Node:
-    """One stretch of a path, and what is remembered of it."""
-
-    parent: Node | None
-    start: int
-    end: int
-    digest: str
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    spans: tuple[Span, ...] = ()  # relative to `start`
-    terminal: bool = False
-    kv: Tensors | None = None
-    fixed: Tensors | None = None
-    logits: torch.Tensor | None = None
-    children: dict[str, Node] = field(default_factory=dict)
-    order: list[Node] = field(default_factory=list)  # the children sorted by `code`
-    used: int = 0
-    holds: int = 0
-    was_full: bool = False  # it held a snapshot once: absence now means eviction
-    on_disk: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Unique storage bytes of its tensors."""
-        return storage_bytes(self.tensors())
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that takes memory here."""
-        for held in (self.kv, self.fixed):
-            yield from (held or {}).values()
-        if self.logits is not None:
-            yield self.logits
-
-    def chain(self) -> list[Node]:
-        """From the first stretch to this one, the root left out."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    def code(self) -> bytes:
-        """The stretch spelled so that neighbours in sorted order share the longest prefix.
-
-        For finding the closest child among many, never for identity.
-        """
-        return _code(self.ids, self.spans)
-
-    def adopt(self, child: Node) -> None:
-        """Take a child in."""
-        self.children[child.digest] = child
-        bisect.insort(self.order, child, key=Node.code)
-
-    def disown(self, child: Node) -> None:
-        """Let a child go."""
-        del self.children[child.digest]
-        self.order = [other for other in self.order if other is not child]
-
-    def closest(self, prompt: Prompt) -> tuple[Node | None, int]:
-        """The child that shares most with the prompt from here on, and how many tokens."""
-        end = min(len(prompt), self.end + 2 * RUN)
-        ids, spans = prompt.ids[self.end : end], shift(prompt.clip(self.end, end), -self.end)
-        spot = bisect.bisect_left(self.order, _code(ids, spans), key=Node.code)
-        best, length = None, -1
-        for child in self.order[max(0, spot - 2) : spot + 2]:
-            shared = common(child.ids, child.spans, ids, spans)
-            if shared > length:
-                best, length = child, shared
-        return best, length
-
-    def same_as(self, prompt: Prompt) -> bool:
-        """The hit compared in full: ids and feature ids, not digests."""
-        if self.end > len(prompt) or not np.array_equal(self.ids, prompt.ids[self.start : self.end]):
-            return False
-        return shift(self.spans, self.start) == prompt.clip(self.start, self.end)
 
 
 @dataclass(frozen=True)
@@ -178,9 +99,7 @@ class Tree:
         disk = best.parent is not None and self._tier(best) == "disk"
         return Match(best, "disk" if disk else "memory")
 
-    def _longest(
-        self, node: Node, prompt: Prompt, cut: int | None, loose: bool
-    ) -> Node | None:
+    def _longest(self, node: Node, prompt: Prompt, cut: int | None, loose: bool) -> Node | None:
         """The child at the next boundary, or (where decoded state is kept) beyond it."""
         best = None if cut is None else self._child(node, prompt, cut, "segment")
         if not loose:
@@ -251,28 +170,28 @@ class Tree:
         """Bring a held path from disk to memory. False when an entry is damaged or lies."""
         for n in node.chain():
             needs_fixed = n is node and self._has_fixed
-            if n.kv is None or (needs_fixed and n.fixed is None):
-                if not self._load_one(n, prompt, needs_fixed):
-                    n.on_disk = False
-                    return False
+            missing = n.kv is None or (needs_fixed and n.fixed is None)
+            if missing and not self._load_one(n, needs_fixed):
+                n.on_disk = False
+                return False
+        self.fit()
         return True
 
-    def _load_one(self, node: Node, prompt: Prompt, needs_fixed: bool) -> bool:
+    def _load_one(self, node: Node, needs_fixed: bool) -> bool:
         found = self.store.get("snapshot", node.digest) if self.store is not None else None
-        if found is None:
+        if self.store is None or found is None:
             return False
         tensors, record = found
-        spans = [span.plain()[:4] for span in node.spans]
-        ids = tensors.get("ids")
-        if ids is None or not np.array_equal(ids.numpy(), node.ids) or record["spans"] != spans:
+        if not _belongs(node, tensors, record):
+            self.store.reject("snapshot", node.digest, "it belongs to another path")
+            return False
+        state = self.store.get("state", node.digest) if needs_fixed else None
+        if needs_fixed and (state is None or state[1].get("end") != node.end):
             return False
         before = node.nbytes
         node.logits = tensors.get("logits")
         node.kv = {name[3:]: t for name, t in tensors.items() if name.startswith("kv/")}
-        if needs_fixed:
-            state = self.store.get("state", node.digest) if self.store is not None else None
-            if state is None:
-                return False
+        if state is not None:
             node.fixed = state[0]
         node.was_full = True
         self.nbytes += node.nbytes - before
@@ -324,18 +243,11 @@ class Tree:
         tensors["ids"] = torch.from_numpy(node.ids)
         if node.logits is not None:
             tensors["logits"] = node.logits
-        parent = node.parent.digest if node.parent is not None else ""
-        record = {
-            "parent": parent,
-            "start": node.start,
-            "end": node.end,
-            "spans": [span.plain()[:4] for span in node.spans],
-        }
         if self.store is not None:
             if node.fixed:
                 # The state first: a snapshot that is there has all that it needs.
                 self.store.put("state", node.digest, node.fixed, {"end": node.end})
-            self.store.put("snapshot", node.digest, tensors, record)
+            self.store.put("snapshot", node.digest, tensors, _path_of(node))
         node.on_disk = True
 
     # -- letting go ------------------------------------------------------------------------------
@@ -364,11 +276,8 @@ class Tree:
     def _evictable(self) -> Iterator[Node]:
         """Nodes that nothing holds and nothing stands on, and inner nodes' fixed states."""
         for node in self.nodes():
-            if node.holds:
-                continue
-            if node.kv is not None and not any(c.kv is not None for c in node.children.values()):
-                yield node
-            elif node.fixed is not None and node.children:
+            last = not any(child.kv is not None for child in node.children.values())
+            if not node.holds and ((last and node.kv is not None) or node.fixed is not None):
                 yield node
 
     def _drop(self, node: Node) -> None:
@@ -439,13 +348,26 @@ def _held(root: Node) -> bool:
     return False
 
 
-def _code(ids: np.ndarray, spans: Sequence[Span]) -> bytes:
-    code = ids.astype(">i8")
-    for span in spans:
-        base = (1 << 62) | int(span.feature_id[:12], 16) << 12
-        end = min(span.end, len(code))
-        code[span.start : end] = base + span.offset + np.arange(end - span.start)
-    return code.tobytes()
+def _path_of(node: Node) -> dict[str, Any]:
+    """What a snapshot on disk says of its place, to be compared when it is read."""
+    return {
+        "parent": node.parent.digest if node.parent is not None else "",
+        "start": node.start,
+        "end": node.end,
+        "spans": [span.plain()[:4] for span in node.spans],
+    }
+
+
+def _belongs(node: Node, tensors: Tensors, record: dict[str, Any]) -> bool:
+    """Whether what was read is what stands at this node: its path, and a row for every token."""
+    ids, path = tensors.get("ids"), _path_of(node)
+    if ids is None or not np.array_equal(ids.numpy(), node.ids):
+        return False
+    if any(record.get(name) != value for name, value in path.items()):
+        return False
+    rows = [t.shape[-2] if t.dim() > 1 else -1 for n, t in tensors.items() if n.startswith("kv/")]
+    ends = "logits" in tensors or not node.terminal
+    return ends and all(count == len(node.ids) for count in rows)
 
 
 def _made_elsewhere(node: Node, prompt: Prompt, until: int) -> bool:
@@ -460,5 +382,3 @@ def _made_elsewhere(node: Node, prompt: Prompt, until: int) -> bool:
 def longest_known(tree: Tree, namespaces: Iterable[str], prompt: Prompt) -> int:
     """The longest prefix that any of some other namespaces has seen."""
     return max((tree.known(name, prompt).until for name in namespaces), default=0)
-
-

@@ -155,14 +155,13 @@ def parse_messages(messages: Any) -> tuple[list[Message], list[Any]]:
             "expected a list of messages like "
             "{'role': 'user', 'content': [{'type': 'image', 'image': ...}, ...]}"
         )
-    clean, images = [], []
+    clean: list[Message] = []
+    images: list[Any] = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MessagesError(f"message {i} is not a dict with a 'role'")
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
-            clean.append(dict(message))
-        elif isinstance(content, str):
+        if (content is None and message.get("tool_calls")) or isinstance(content, str):
             clean.append(dict(message))
         elif isinstance(content, list | tuple):
             parts = [_parse_part(part, i, images) for part in content]

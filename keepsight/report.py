@@ -91,9 +91,7 @@ class Report:
         for s in self.segments:
             name = s.kind if s.medium is None else f"{s.kind} {s.medium + 1}"
             seen = f"  [features: {s.features}]" if s.features else ""
-            lines.append(
-                f"  {s.start:>6}-{s.end:<6} {name:<9} {s.status:<8} {s.reason}{seen}"
-            )
+            lines.append(f"  {s.start:>6}-{s.end:<6} {name:<9} {s.status:<8} {s.reason}{seen}")
         if self.milliseconds:
             stages = (f"{name} {ms:.1f}" for name, ms in self.milliseconds.items())
             lines.append("  ms: " + ", ".join(stages))

@@ -37,6 +37,7 @@ class LaneLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_initialized: bool = False
         self.length = 0
         self.reserved = 0
         self.room_k: torch.Tensor | None = None
@@ -143,7 +144,9 @@ class Shape:
         if not any(kind == "full" for kind in kinds) and not any("sliding" in k for k in kinds):
             raise UnsupportedModel("a model without any attention layer keeps no token count")
         if "linear+full" in kinds:
-            raise UnsupportedModel("layers that are linear and full at once are not yet shown exact")
+            raise UnsupportedModel(
+                "layers that are linear and full at once are not yet shown exact"
+            )
         return cls(kinds)
 
     @property

@@ -117,8 +117,7 @@ def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], 
         record = _record(header.pop("__metadata__", None), path, kind, version)
         places = _places(header, size - start, path)
         buffer = torch.empty(size - start, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
-        if file.readinto(view) != size - start:
+        if file.readinto(buffer.numpy().data) != size - start:
             raise DamagedFile(f"{path}: the file ends early; delete it and make it again")
     try:
         tensors = {

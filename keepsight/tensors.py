@@ -220,7 +220,9 @@ def _join(ids: torch.Tensor, rows: list[_Row], memory: Memory) -> torch.Tensor:
 def _as_dict(sequences: torch.Tensor, rows: list[_Row]) -> Generated:
     reports = [row.turn.report() for row in rows]
     usages = [row.turn.usage() for row in rows]
-    total = Usage(*(sum(values) for values in zip(*(vars(u).values() for u in usages), strict=True)))
+    total = Usage(
+        *(sum(values) for values in zip(*(vars(u).values() for u in usages), strict=True))
+    )
     return Generated(
         sequences,
         total,

@@ -21,6 +21,7 @@ from keepsight.errors import KeepsightError
 from keepsight.generation import Sampler, decode, sampler
 from keepsight.memory import Memory
 from keepsight.package import Package
+from keepsight.node import Node
 from keepsight.prefix import Known, Match
 from keepsight.prompt import Prompt
 from keepsight.report import Report, Segment, Usage
@@ -46,6 +47,7 @@ class Turn:
         self.sampler: Sampler | None = None
         self._run: Run | None = None
         self._first: float | None = None
+        self._waiting: Node | None = None  # held by the match until a run takes it over
 
     def tokens(self) -> Iterator[int]:
         """The seven hops. Each token is handed out before the next one is computed."""
@@ -91,12 +93,24 @@ class Turn:
                 self.namespace, self.prompt, self._next_cut(), loose=not self._exact
             )
             tree.hold(self.match.node)
+            self._waiting = self.match.node
             with self._stage("load"):
                 if tree.load(self.match.node, self.prompt):
                     break
             # An entry on disk was damaged. It is marked now, and the next match ends before it.
             tree.release(self.match.node)
+            self._waiting = None
         self.cuts = self.prompt.boundaries(self._memory.rule, self.match.length)
+
+    def from_boundary(self) -> None:
+        """Where the whole prompt is remembered, step back to the boundary before its end."""
+        tree, whole = self._memory.tree, self.match.node
+        if whole.terminal and whole.parent is not None:
+            tree.hold(whole.parent)
+            tree.release(whole)
+            self._waiting = whole.parent
+            self.match = Match(whole.parent)
+            tree.load(whole.parent, self.prompt)
 
     def _next_cut(self) -> Callable[[int], int | None]:
         rule, prompt = self._memory.rule, self.prompt
@@ -116,6 +130,7 @@ class Turn:
         room = self.sampler.max_new_tokens if self.sampler is not None else 0
         with self._stage("restore"):
             self._run = run = engine.start(self.prompt, self.match, min(room, 4096))
+            self._waiting = None
         with self._stage("prefill"):
             for _ in engine.prefill(run, self.cuts, self._fetch, keep):
                 pass
@@ -155,12 +170,9 @@ class Turn:
             if self._run is not None:
                 self._memory.engine.finish(self._run)
                 self._run = None
-            elif getattr(self, "match", None) is not None and not self._released:
-                self._memory.tree.release(self.match.node)
-            self._released = True
-
-    _released = False
-    match: Match | None = None  # type: ignore[assignment]
+            elif self._waiting is not None:
+                self._memory.tree.release(self._waiting)
+            self._waiting = None
 
     # -- telling ---------------------------------------------------------------------------------
 

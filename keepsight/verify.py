@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from keepsight.memory import Memory
-from keepsight.prefix import Match
 from keepsight.prompt import Prompt
 from keepsight.turn import Turn
 
@@ -80,16 +79,9 @@ def _last_logits(vlm: Any, memory: Memory, prompt: Prompt) -> tuple[torch.Tensor
     turn = Turn(memory, vlm._lock, lambda: prompt, {})
     try:
         turn.begin(sample=False)
-        if turn.match is not None and turn.match.logits is not None:
-            whole = turn.match.node
-            boundary = whole.parent
-            if boundary is not None:
-                memory.tree.hold(boundary)
-                memory.tree.release(whole)
-                turn.match = Match(boundary)
-                memory.tree.load(boundary, prompt)
+        turn.from_boundary()
         run = turn.prefill()
-        if run.logits is None or turn.match is None:
+        if run.logits is None:
             raise RuntimeError("prefill ended without logits")
         return run.logits.clone(), turn.match.length
     finally:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from keepsight import keys
-from keepsight.errors import ImageError, KeepsightError, WrongIdentity
+from keepsight.errors import FileError, ImageError, KeepsightError, WrongIdentity
 from keepsight.families import Family, Pixels
 from keepsight.media import Source, open_source
-from keepsight.package import Layout, Package, feature_id, identity
+from keepsight.package import Layout, Package, check_shapes, feature_id, identity
 from keepsight.store import DiskStore, Recent
 
 _MAX_ALIASES = 200_000  # an alias is a few hundred bytes
@@ -135,6 +135,9 @@ class Vision:
         made_with = package.about.get("processor_settings")
         if made_with and self._processor_settings and made_with != self._processor_settings:
             raise WrongIdentity("processor settings", self._processor_settings, made_with)
+        check_shapes(package, "the package")
+        self._family.check_package(package)
+        check_shapes(package, "the package")
         return Medium(
             package.key,
             package.identity,
@@ -166,6 +169,14 @@ class Vision:
             return False
         note = self._store.note("made", medium.identity)
         return note is not None and note["feature_id"] != medium.feature_id
+
+    def fits(self, package: Package) -> bool:
+        """Whether encoding the same image now would give this package again."""
+        ours = identity(package.key, self._weights, self._vision_settings)
+        if self._accept != "any":
+            ours = feature_id(ours, self._provenance)
+        same = ours in (package.identity, package.feature_id)
+        return same and package.about.get("processor_settings") == self._processor_settings
 
     def _look_closer(self, source: Source) -> dict[str, Any]:
         """Decode an image whose bytes are new; its pixels may still be known."""
@@ -207,7 +218,9 @@ class Vision:
             raise
         except Exception as error:  # processors raise whatever their arithmetic runs into
             size = getattr(decoded, "size", None) or getattr(decoded, "shape", None)
-            raise ImageError(f"{label} ({size}): the image processor refused it: {error}") from error
+            raise ImageError(
+                f"{label} ({size}): the image processor refused it: {error}"
+            ) from error
 
     # -- features --------------------------------------------------------------------------------
 
@@ -245,10 +258,16 @@ class Vision:
         found = self._store.get("package", medium.feature_id) if self._store is not None else None
         if found is None:
             return None
-        package = Package.from_record(*found, where="the store")
-        if package.feature_id != medium.feature_id or package.tokens != medium.tokens:
-            return None  # a lying file; computing again is always right
-        return package
+        # Computing again is always right, so a file that lies is only set aside.
+        why = "it is the package of something else"
+        try:
+            package = Package.from_record(*found, where="the store")
+            if package.feature_id == medium.feature_id and package.tokens == medium.tokens:
+                return package
+        except FileError as error:
+            why = str(error)
+        self._store.reject("package", medium.feature_id, why)  # type: ignore[union-attr]
+        return None
 
     def _encode(self, medium: Medium) -> Package:
         pixels = self._pixels.get(medium.key) or medium.recall()  # type: ignore[operator]
@@ -256,8 +275,7 @@ class Vision:
         if pixels.key != medium.key:
             raise ImageError("the image processor gave other pixels than when it was named")
         self.counts["encoded"] += 1
-        with torch.no_grad():
-            tensors, container = self._family.encode(pixels)
+        tensors, container = self._run_tower(pixels)
         return Package(
             tensors=tensors,
             key=medium.key,
@@ -270,6 +288,18 @@ class Vision:
             source=medium.source,
             about=dict(self.about, processor_settings=self._processor_settings),
         )
+
+    def _run_tower(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        try:
+            with torch.no_grad():
+                return self._family.encode(pixels)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            shapes = {name: tuple(tensor.shape) for name, tensor in pixels.tensors.items()}
+            raise ImageError(f"the vision tower refused pixels of shape {shapes}: {error}") from (
+                error
+            )
 
     def encode(self, image: Any) -> Package:
         """The package of an image in any form, with the prompt text the processor gives it."""

@@ -127,7 +127,7 @@ class VLM:
         family = family_of(model)
         folder = store if store is not None else os.environ.get("KEEPSIGHT_STORE")
         budget = None if store_budget is None else parse_bytes(store_budget)
-        self._store = DiskStore(folder, budget) if folder else None
+        self._store = DiskStore(Path(folder), budget) if folder else None
         chosen = Settings(
             store=str(folder) if folder else None,
             image_options=tuple((image_options or {}).items()),
@@ -229,7 +229,8 @@ class VLM:
         """Tensors in, tensors out, as `model.generate`: a processor's outputs and its options."""
         self._open()
         _refuse_tenant(options.pop("tenant", None))
-        return generate(self.memory, self._lock, inputs, options)
+        found: torch.Tensor | Generated = generate(self.memory, self._lock, inputs, options)
+        return found
 
     def inputs(self, messages: list[Message], **options: Any) -> dict[str, Any]:
         """For stock `model.generate`: processor outputs, with features from packages.

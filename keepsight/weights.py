@@ -9,7 +9,6 @@ at too.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +64,7 @@ class Weights:
                     "some weights are on the meta device (offloaded, or never loaded): they cannot "
                     "be fingerprinted, so nothing could be remembered safely. Load the model whole."
                 )
+        self._probes = [view for tensor in self._tensors for view in _probe(tensor)]
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._model.named_parameters(remove_duplicate=False)
@@ -74,7 +74,9 @@ class Weights:
         return (
             [[id(child) for child in home.values()] for home in self._children],
             [[id(tensor) for tensor in home.values()] for home in self._homes],
-            [_glance(tensor) for tensor in self._tensors],
+            [t.data_ptr() for t in self._tensors],
+            [0 if t.is_inference() else t._version for t in self._tensors],
+            [bytes(view) for view in self._probes],
             self._adapter_states(),
         )
 
@@ -101,10 +103,12 @@ def _persistent(
             yield name, tensor
 
 
-def _glance(tensor: torch.Tensor) -> tuple[Any, ...]:
-    address, size = tensor.data_ptr(), tensor.nbytes
-    version = 0 if tensor.is_inference() else tensor._version
-    if tensor.device.type != "cpu" or not address or size < _PROBE:
-        return address, version
-    places = (0, (size - _PROBE) // 2, size - _PROBE)
-    return address, version, [ctypes.string_at(address + place, _PROBE) for place in places]
+def _probe(tensor: torch.Tensor) -> list[memoryview]:
+    """Live views of a few bytes of a weight; reading them is cheap enough for every call."""
+    size = tensor.nbytes
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or size < _PROBE:
+        return []
+    raw: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    data = memoryview(raw)
+    places = {0, (size - _PROBE) // 2, size - _PROBE}
+    return [data[place : place + _PROBE] for place in sorted(places)]

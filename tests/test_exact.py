@@ -1,7 +1,7 @@
 """Law 2 and law 1: warm equals cold bit for bit, and both answer as stock Transformers does.
 
-Every comparison is with something computed afresh: a second memory around the same model for "cold",
-a plain `model.generate` from pixels for "stock". Controls show that the pictures matter.
+Every comparison is with something computed afresh: a second memory around the same model for
+"cold", a plain `model.generate` from pixels for "stock". Controls show that the pictures matter.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ BAD_IMAGES = [
     (Image.new("RGB", (0, 0)), ImageError),
     (Image.new("RGB", (20000, 1)), ImageError),
     (np.zeros((4, 4, 3), dtype=np.float32), ImageError),
-    (np.zeros((4, 4, 7), dtype=np.uint8), ImageError),
+    (np.zeros((5, 5, 7), dtype=np.uint8), ImageError),
     (np.zeros((0, 4, 3), dtype=np.uint8), ImageError),
     (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), ImageError),
     (42, ImageError),

@@ -83,9 +83,7 @@ def test_save_and_resume(demo_parts: Any, tmp_path: Path, name: str) -> None:
         reply = resumed.ask("Compare the pictures.", max_new_tokens=8)
         assert reply.tokens == expected.tokens
         assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 0
-        assert torch.equal(
-            logits(vlm, resumed.messages[:-1]), logits(vlm, session.messages[:-1])
-        )
+        assert torch.equal(logits(vlm, resumed.messages[:-1]), logits(vlm, session.messages[:-1]))
         vlm.memory.tree.check()
     with ks.wrap(model, processor, grain=24) as vlm:  # other circumstances
         resumed = vlm.resume(path)

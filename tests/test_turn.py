@@ -364,8 +364,6 @@ def test_tensor_paths_of_one_image_agree(demo: Any) -> None:
         demo.processor, picture(1), demo.memory.image_options
     ).tensors
     inputs.pop("mm_encoder_outputs")
-    out = demo.generate(
-        **{**inputs, **pixels}, max_new_tokens=1, return_dict_in_generate=True
-    )
+    out = demo.generate(**{**inputs, **pixels}, max_new_tokens=1, return_dict_in_generate=True)
     assert out.usage.cached_tokens == out.usage.prompt_tokens
     assert np.array_equal(out.sequences[0, :-1], inputs["input_ids"][0])

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight import keys
-from keepsight.errors import PlaceholderMismatch, UnsupportedModel
+from keepsight.errors import DamagedFile, PlaceholderMismatch, UnsupportedModel, WrongIdentity
 from keepsight.package import Layout, Package
 
 # How families end a turn. A boundary stands behind each, so a turn can be continued.
@@ -182,6 +182,32 @@ class Family:
         for level, feature in enumerate(getattr(output, "deepstack_features", None) or []):
             tensors[f"deepstack.{level}"] = feature[0]
         return {name: _own(tensor) for name, tensor in tensors.items()}, container
+
+    def check_package(self, package: Package) -> None:
+        """Refuse a package that claims this model but cannot be its own, by name."""
+        width, levels = self.model.get_input_embeddings().embedding_dim, self._levels()
+        features = package.tensors["features"]
+        if features.shape[-1] != width:
+            raise WrongIdentity("width of the features", width, features.shape[-1])
+        found = sum(name.startswith("deepstack.") for name in package.tensors)
+        if found != levels:
+            raise WrongIdentity("number of deepstack levels", levels, found)
+        if self.mrope and self._grid_tokens(package.grid) != package.tokens:
+            raise DamagedFile(
+                f"the package's grid {package.grid} does not describe its {package.tokens} tokens"
+            )
+
+    def _levels(self) -> int:
+        vision: Any = getattr(self.model.config, "vision_config", None)
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    def _grid_tokens(self, grid: dict[str, list[Any]]) -> int | None:
+        """How many tokens one image of this grid has, or None where it is no grid of one image."""
+        merge = int(self.core.visual.spatial_merge_size)
+        match grid.get("image_grid_thw"):
+            case [[int(t), int(h), int(w)]] if min(t, h, w) > 0 and not (h % merge or w % merge):
+                return t * (h // merge) * (w // merge)
+        return None
 
     def encoder_outputs(self, parts: Sequence[tuple[Package, int, int]]) -> dict[str, Any]:
         """`mm_encoder_outputs` from rows a to b of some packages.
