@@ -18,7 +18,7 @@ demo: $(VENV)/ready
 	$(BIN)/keepsight demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow

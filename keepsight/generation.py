@@ -157,12 +157,17 @@ def _new_tokens(
     if not isinstance(value, int) or isinstance(value, bool) or count < 1:
         raise InputError(f"{name}={value!r} leaves nothing to generate after {length} tokens")
     limit = context_length(model)
+    return count if limit is None else min(count, limit - length)
+
+
+def check_length(model: PreTrainedModel, length: int) -> None:
+    """Refuse a prompt that leaves no room in the model's context."""
+    limit = context_length(model)
     if limit is not None and length >= limit:
         raise PromptTooLong(
             f"the prompt has {length} tokens, the model's context is {limit}; shorten the "
             "conversation or send smaller images"
         )
-    return count if limit is None else min(count, limit - length)
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -18,7 +18,7 @@ import torch
 
 from keepsight.engine import Run
 from keepsight.errors import KeepsightError
-from keepsight.generation import Sampler, decode, sampler
+from keepsight.generation import Sampler, check_length, decode, sampler
 from keepsight.memory import Memory
 from keepsight.package import Package
 from keepsight.node import Node
@@ -75,6 +75,7 @@ class Turn:
             self.namespace = memory.refresh(self._exact)
         with self._stage("render"):
             self.prompt = self._render()
+        check_length(memory.model, len(self.prompt))
         if sample:
             ids = torch.from_numpy(self.prompt.ids)[None].to(memory.model.device)
             tokenizer = getattr(memory.processor, "tokenizer", None)

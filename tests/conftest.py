@@ -8,6 +8,7 @@ processors do, and tests compare with those.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,9 @@ def _declare_torchvision_operators() -> None:
 
 
 _declare_torchvision_operators()
+# Tiny models gain nothing from a second thread, and two test processes then share two cores.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,117 @@
+"""Tower memory is bounded, and features are a pure function of the image."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import picture, turn
+
+import keepsight as ks
+
+MEASURE = """
+import resource, sys
+import keepsight as ks
+vlm = ks.load("demo", dtype="float32", cache_budget="1MiB", vision_budget="4MiB",
+              image_options={"size": {"shortest_edge": 65536, "longest_edge": 65536}})
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def ask(paths):
+    parts = [{"type": "image", "image": p} for p in paths]
+    vlm.prepare([{"role": "user", "content": [*parts, {"type": "text", "text": "Hm."}]}])
+paths = sys.argv[1:]
+ask(paths[:1]); ask(paths[1:3])
+one = peak()
+ask(paths[3:])
+print(one, peak(), vlm.stats()["features"]["encoded"])
+"""
+
+
+def test_peak_memory_with_one_and_with_many_images(tmp_path: Path) -> None:
+    """The pixel values of these pictures would take 300 MB at once, the budget is 4."""
+    paths = []
+    for seed in range(203):
+        path = tmp_path / f"{seed}.png"
+        picture(seed, 256, 256).save(path)
+        paths.append(str(path))
+    run = [sys.executable, "-c", MEASURE, *paths]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    one, many, encoded = (float(part) for part in done.stdout.split()[-3:])
+    assert encoded == 203
+    # What may grow: the lane's keys and values for 13,000 more tokens, and attention over them.
+    lane = 203 * 64 * 5 * 2 * 2 * 48 * 4 / 2**20
+    assert many - one < 3 * lane + 80 < 250, (one, many)
+
+
+def test_packages_from_another_maker(demo_parts: Any, tmp_path: Path) -> None:
+    """From a store only our own making is taken, unless the caller says otherwise."""
+    model, processor = demo_parts["demo"]
+    messages = [turn("Please look at this picture and then describe it to me.", picture(1))]
+    with ks.wrap(model, processor, grain=16) as vlm:
+        package = vlm.encode(picture(1))
+    foreign = dataclasses.replace(package, provenance=dict(package.provenance, maker="onnx"))
+    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
+        store = vlm.memory.store
+        store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
+        store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
+        vlm.flush()
+    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
+        reply = vlm.chat(messages, max_new_tokens=1)
+        assert reply.usage.images_encoded == 1
+        image = next(s for s in reply.report.segments if s.kind == "image")
+        assert image.features == "tower"
+    other = tmp_path / "other"
+    with ks.wrap(model, processor, grain=16, store=other, accept_features="any") as vlm:
+        store = vlm.memory.store
+        store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
+        store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
+        reply = vlm.chat(messages, max_new_tokens=1)
+        assert reply.usage.images_encoded == 0
+        image = next(s for s in reply.report.segments if s.kind == "image")
+        assert image.features == "disk"
+
+
+def test_several_threads_take_turns(demo_parts: Any) -> None:
+    model, processor = demo_parts["demo-hybrid"]
+    prompts = [[turn("Describe the picture.", picture(i))] for i in range(4)]
+    with ks.wrap(model, processor, grain=16) as vlm:
+        alone = [vlm.chat(p, max_new_tokens=8).tokens for p in prompts]
+        vlm.clear()
+        found: dict[int, list[int]] = {}
+        errors: list[BaseException] = []
+
+        def work(i: int) -> None:
+            try:
+                for _ in range(2):
+                    found[i] = vlm.chat(prompts[i], max_new_tokens=8).tokens
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors and [found[i] for i in range(4)] == alone
+        vlm.memory.tree.check()
+        assert vlm.memory.tree.held_bytes() == 0
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
+def test_packages_survive_files_bit_for_bit(demo_parts: Any, tmp_path: Path, name: str) -> None:
+    model, processor = demo_parts[name]
+    with ks.wrap(model, processor, grain=16) as vlm:
+        package = vlm.encode(picture(1))
+        loaded = ks.Package.load(package.save(tmp_path / "one.sight"))
+        assert loaded.feature_id == package.feature_id and loaded.tensors.keys() == (
+            package.tensors.keys()
+        )
+        for key, tensor in package.tensors.items():
+            assert torch.equal(tensor, loaded.tensors[key])
+        assert ("deepstack.0" in loaded.tensors) == (name == "demo")
