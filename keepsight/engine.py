@@ -8,7 +8,9 @@ positions are passed explicitly each time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt
 from keepsight.state import Lane, Shape
 
+_FORCE_GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
 MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
 
 
@@ -75,6 +78,24 @@ def _shared(lane: Lane, chain: list[Node]) -> int:
 
 def _marked(lane: Lane) -> int:
     return lane.marks[-1][0] if lane.marks else 0
+
+
+@contextmanager
+def _grouped_queries(device: torch.device) -> Iterator[None]:
+    """Let attention read grouped keys and values where they lie, on a CPU.
+
+    With a mask, upstream first copies all keys and values once for each query of a group, in every
+    layer and every pass: most of what a short chunk on a long prefix costs. Only this variable
+    turns that off. On an accelerator the copy is right: its fast kernels take no groups with masks.
+    """
+    if device.type != "cpu" or _FORCE_GROUPED in os.environ:
+        yield
+        return
+    os.environ[_FORCE_GROUPED] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_FORCE_GROUPED, None)
 
 
 @dataclass
@@ -167,12 +188,13 @@ class Engine:
             inputs["mm_encoder_outputs"] = self._family.encoder_outputs(parts)
         self.prefill_tokens += end - start
         run.computed += end - start
-        if end < len(run.prompt):
-            self._core(**inputs)  # no output head where nobody reads it
-            run.lane.length = end
-            return None
-        output = self._model(**inputs, logits_to_keep=1)
+        last = end == len(run.prompt)
+        with _grouped_queries(device):
+            # Without the output head where nobody reads it.
+            output = self._model(**inputs, logits_to_keep=1) if last else self._core(**inputs)
         run.lane.length = end
+        if not last:
+            return None
         logits: torch.Tensor = output.logits[:, -1].clone()
         return logits
 
@@ -196,13 +218,14 @@ class Engine:
         if self._family.mrope:
             rope = torch.full((3, 1, 1), run.next_position, dtype=torch.long, device=device)
             position = torch.cat([text[None], rope])
-        output = self._model(
-            input_ids=torch.tensor([[token]], device=device),
-            position_ids=position,
-            past_key_values=run.lane.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with _grouped_queries(device):
+            output = self._model(
+                input_ids=torch.tensor([[token]], device=device),
+                position_ids=position,
+                past_key_values=run.lane.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         run.lane.length += 1
         run.next_position += 1
         self.decode_steps += 1

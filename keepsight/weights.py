@@ -28,6 +28,7 @@ class Weights:
     def __init__(self, model: PreTrainedModel, family: Family) -> None:
         self._model, self._family = model, family
         self._seen: tuple[Any, ...] = ()
+        self._adapters: list[Any] = []
         self.all = self.vision = self.config = ""
 
     def refresh(self, remembered: dict[str, str] | None = None) -> bool:
@@ -57,7 +58,7 @@ class Weights:
         self._children = [module._modules for module in modules]
         self._homes = [home for m in modules for home in (m._parameters, m._buffers) if home]
         self._tensors = [tensor for _, tensor in self._named()]
-        self._adapters = [module for module in modules if hasattr(module, "active_adapters")]
+        self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
         for tensor in self._tensors:
             if tensor.is_meta:
                 raise UnreadableWeights(
@@ -81,11 +82,9 @@ class Weights:
         )
 
     def _adapter_states(self) -> list[str]:
-        return [
-            repr((m.active_adapters, getattr(m, "disable_adapters", None), getattr(m, "merged", 0)))
-            for m in getattr(self, "_adapters", [])
-            if m is not self._model
-        ]
+        """Which adapters each layer of PEFT's kind applies right now."""
+        names = ("_active_adapter", "_disable_adapters", "merged_adapters")
+        return [repr([getattr(m, name, None) for name in names]) for m in self._adapters]
 
 
 def _persistent(
