@@ -152,3 +152,26 @@ def test_loading_from_a_folder_agrees_with_wrapping(tmp_path: Path) -> None:
             assert torch.equal(logits(three, MESSAGES), logits(one, MESSAGES))
     with pytest.raises(ModelError, match="cannot be loaded"):
         ks.load(tmp_path / "nothing")
+
+
+def test_adapters_are_weights_and_switches_are_noticed(vlm: Any) -> None:
+    """Adapters added after wrapping, switched off and on again, each with its own memory."""
+    peft = pytest.importorskip("peft")
+    plain = logits(vlm, MESSAGES)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    vlm.model.add_adapter(config, adapter_name="one")
+    vlm.model.eval()
+    adapted = logits(vlm, MESSAGES)
+    assert not torch.equal(adapted, plain)
+    assert torch.equal(adapted, cold(vlm, MESSAGES))
+    vlm.model.disable_adapters()
+    assert torch.equal(logits(vlm, MESSAGES), cold(vlm, MESSAGES))
+    vlm.model.enable_adapters()
+    report = vlm.explain(MESSAGES)
+    assert report.cached_tokens == report.prompt_tokens
+    assert torch.equal(logits(vlm, MESSAGES), adapted)
+    vlm.model.add_adapter(config, adapter_name="two")
+    vlm.model.set_adapter("two")
+    vlm.model.eval()
+    other = logits(vlm, MESSAGES)
+    assert not torch.equal(other, adapted) and torch.equal(other, cold(vlm, MESSAGES))
