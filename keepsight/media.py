@@ -212,9 +212,18 @@ def _in_memory(image: Decoded, name: str, label: str) -> Source:
 def _pixel_parts(image: Decoded) -> tuple[Any, ...]:
     if isinstance(image, np.ndarray):
         return "array", image
-    palette = image.getpalette("RGBA") if image.mode in ("P", "PA") else None
     transparency = repr(image.info.get("transparency"))
-    return "pil", image.mode, list(image.size), image.tobytes(), repr(palette), transparency
+    return "pil", image.mode, list(image.size), image.tobytes(), repr(_palette(image)), transparency
+
+
+def _palette(image: Image.Image) -> tuple[str, list[int] | None] | None:
+    """The colours, with alpha only where the palette has it of its own: PIL writes the alpha of
+    `transparency` into the colours when the image is first converted, which changes nothing."""
+    if image.mode not in ("P", "PA"):
+        return None
+    own_alpha = image.palette is not None and image.palette.mode == "RGBA"
+    mode = "RGBA" if own_alpha else "RGB"
+    return mode, image.getpalette(mode)
 
 
 def _check_size(size: tuple[int, int], label: str) -> None:

@@ -93,7 +93,9 @@ class Prompt:
 
     def clip(self, start: int, end: int) -> tuple[Span, ...]:
         """The parts of media between two positions."""
-        return tuple(s.clip(start, end) for s in self.spans if s.start < end and s.end > start)
+        return tuple(
+            s.clip(start, end) for s in self.spans if max(s.start, start) < min(s.end, end)
+        )
 
     def segment_digest(self, parent: str, start: int, end: int, kind: str = "segment") -> str:
         """The name of the path up to `end`, given the name of the path up to `start`."""

@@ -1,4 +1,8 @@
-"""The public face: `load`, `wrap`, and what one can do with a model that remembers."""
+"""The public face: `load`, `wrap`, and what one can do with a model that remembers.
+
+Nothing is computed here: each call sorts its options, refuses by name what it does not know, and
+hands the rest to the rooms that do the work, under one lock.
+"""
 
 from __future__ import annotations
 

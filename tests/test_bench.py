@@ -1,0 +1,151 @@
+"""The benchmark runs, guards its answers, and its page says only what results say.
+
+Times are not looked at here; a machine that runs tests is no place to measure.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight import bench
+from keepsight.bench import ambitions, machine, page, rivals, tables
+from keepsight.bench.contestants import Answer, agreement
+from keepsight.bench.measure import Round, guard
+from keepsight.bench.workloads import SCALES, Pictures, workloads
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A smoke run of everything on a tiny checkpoint."""
+    folder = tmp_path_factory.mktemp("bench")
+    out = folder / "result.json"
+    argv = ["--model-shape", "qwen3_vl", "--size", "tiny", "--scale", "smoke", "--grain", "16"]
+    assert bench.main([*argv, "--folder", str(folder), "--out", str(out)]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_a_run_measures_every_workload_and_finds_no_wrong_answer(result: dict[str, Any]) -> None:
+    run = result["runs"][0]
+    assert [w["name"] for w in run["workloads"]] == ["W1", "W4", "W5", "W7", "peers"]
+    assert all(w["warm_equals_cold"] for w in run["workloads"])
+    guards = [step["guard"] for w in run["workloads"] for step in w["steps"]]
+    assert not [words for words in guards if words.startswith("DIFFERENT")]
+    assert {case["name"] for case in run["cold"]["cases"]} == {
+        "one small image",
+        "one image",
+        "two images",
+    }
+    assert run["restart"]["cached_tokens"] > 0
+    assert run["restart"]["megabytes"] > 0
+
+
+def test_new_reused_and_repeated_tokens_make_the_prompt(result: dict[str, Any]) -> None:
+    for workload in result["runs"][0]["workloads"]:
+        for step in workload["steps"]:
+            parts = step["cached_tokens"] + step["rerun_tokens"] + step["new_tokens"]
+            assert parts == step["prompt_tokens"], (workload["name"], step)
+
+
+def test_each_new_picture_is_encoded_once(result: dict[str, Any]) -> None:
+    for workload in result["runs"][0]["workloads"]:
+        for step in workload["steps"]:
+            assert step["encoded"] == step["new_images"], (workload["name"], step)
+
+
+def test_a_result_names_no_place_of_this_machine(result: dict[str, Any]) -> None:
+    text = json.dumps(result)
+    assert str(ROOT) not in text
+    assert str(Path.home()) not in text
+    assert "/tmp" not in text
+
+
+def test_figures_recorded_for_other_checkpoints_are_not_compared(result: dict[str, Any]) -> None:
+    assert not any(step["recorded"] for step in result["runs"][0]["peers"])
+
+
+def test_the_page_holds_every_table_of_every_result(result: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(result))
+    argv = ["--results", str(tmp_path), "--page", str(tmp_path / "page.md")]
+    assert page.main([*argv, "--check"]) == 1
+    assert page.main(argv) == 0
+    assert page.main([*argv, "--check"]) == 0
+    text = (tmp_path / "page.md").read_text()
+    assert result["command"] in text
+    for heading, _, _ in tables.tables(result["runs"][0]):
+        assert heading[1:] in text
+
+
+def test_the_committed_page_is_the_one_that_the_committed_results_give() -> None:
+    argv = ["--results", str(ROOT / "bench/results"), "--page", str(ROOT / "docs/benchmarks.md")]
+    assert page.main([*argv, "--check"]) == 0
+
+
+def test_tokens_that_differ_are_a_tie_only_between_equal_logits() -> None:
+    logits = torch.tensor([[1.0, 0.99995, 0.5]])
+    stock = Answer(1.0, 1.0, [0], logits=[logits])
+    assert agreement([0], stock) == "equal"
+    assert agreement([1], stock) == "tie at token 0"
+    assert agreement([2], stock).startswith("DIFFERENT at token 0")
+    assert agreement([], stock).startswith("DIFFERENT")
+
+
+def test_the_guard_reports_the_worst_of_all_repetitions() -> None:
+    stock = Answer(1.0, 1.0, [0], logits=[torch.tensor([[1.0, 0.5]])])
+    right = Round({"keepsight": Answer(1.0, 1.0, [0]), "stock": stock}, 1, 0, 0)
+    wrong = Round({"keepsight": Answer(1.0, 1.0, [1]), "stock": stock}, 1, 0, 0)
+    assert guard([right, right]) == "equal"
+    assert guard([wrong, wrong]).startswith("DIFFERENT at token 0")
+    assert guard([right, wrong]) == "DIFFERENT from one repetition to the next"
+
+
+def test_wrong_answers_are_told_loudly_and_fail_the_run(result: dict[str, Any]) -> None:
+    run = json.loads(json.dumps(result["runs"][0]))
+    assert tables.warnings(run) == []
+    run["workloads"][0]["steps"][0]["guard"] = "DIFFERENT at token 3"
+    run["workloads"][1]["warm_equals_cold"] = False
+    assert len(tables.warnings(run)) == 2
+    assert len(tables.warnings(dict(run, dtype="bfloat16"))) == 1  # promised in float32 only
+
+
+def test_an_ambition_is_judged_by_the_worst_turn(result: dict[str, Any]) -> None:
+    run = json.loads(json.dumps(result["runs"][0]))
+    first, second = run["workloads"][0]["steps"]
+    fast, slow = (dict(second, keepsight_over_limit=ratio) for ratio in (1.1, 1.4))
+    for turns, held in (([fast, fast], True), ([fast, slow], False)):
+        run["workloads"][0]["steps"] = [first, *turns]
+        rows = {row["what"]: row for row in ambitions.judge(run)}
+        assert rows["W1, later turns: over the limit"]["held"] is held
+
+
+def test_recorded_figures_are_judged_against_the_best_of_them() -> None:
+    step = {"name": "T2", "keepsight_ms": 84.0, "stock_ms": 1700.0, "stock_over_keepsight": 20.2}
+    (row,) = rivals.compare("qwen3_vl", "float32", [step])
+    assert (row["best"], row["best_ms"], row["best_over_keepsight"]) == ("llama-server", 168, 2.0)
+
+
+def test_workloads_are_the_same_prompts_each_time(tmp_path: Path) -> None:
+    names = list(bench.WORKLOADS)
+    first = list(workloads(names, Pictures(tmp_path), SCALES["smoke"]))
+    second = list(workloads(names, Pictures(tmp_path), SCALES["smoke"]))
+    assert first == second
+    assert first[0].steps[1].messages[0] == first[0].steps[0].messages[0]  # a history grows
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--workload", "W2"], ["--model-shape", "gpt"], ["--turns", "0"], ["--typo"]):
+        with pytest.raises(SystemExit):
+            bench.main(argv)
+    assert "choose from W1" in capsys.readouterr().err
+
+
+def test_the_machine_is_described_without_naming_it() -> None:
+    described = machine.describe()
+    assert described["cores"] and described["torch"] and described["transformers"]

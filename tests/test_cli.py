@@ -1,0 +1,421 @@
+"""The command line as people use it: output, exit codes, and errors that are one named line.
+
+Commands run in this process; two things are tested in real ones: that `--help` imports nothing
+heavy, and that a store outlives the process that filled it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build
+from typer.testing import CliRunner
+
+import keepsight as ks
+from keepsight import loading, options
+from keepsight.cli import app
+from keepsight.demo.scene import Scene
+from keepsight.errors import UnsupportedInput
+from keepsight.families import SUPPORTED
+from keepsight.verify import Verification
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models on a busy machine wait for their second thread more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two pictures and something that is none, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Scene.of(color="red", shape="circle", seed=1, size=(96, 96)).draw().save("a.png")
+    Scene.of(color="blue", shape="star", seed=2, size=(128, 96)).draw().save("b.png")
+    Path("bad.png").write_bytes(b"not an image")
+    return tmp_path
+
+
+def run(*words: str, given: str | None = None, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, list(words), input=given)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def refused(*words: str) -> str:
+    """The one line on stderr of a command that is refused."""
+    result = run(*words, code=2)
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def last_json(text: str) -> Any:
+    return json.loads(text.strip().splitlines()[-1])
+
+
+# -- the door ----------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from keepsight.cli import app; from typer.testing import CliRunner;"
+        "print(CliRunner().invoke(app, ['--help']).output);"
+        "print('heavy:', sorted({'torch', 'transformers', 'PIL', 'numpy'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "heavy: []" in said.stdout
+    listed = {line.split()[1] for line in said.stdout.splitlines() if line.startswith("│ ")}
+    commands = "demo ask chat encode show verify families cache bench"
+    assert set(commands.split()) <= listed
+
+
+def test_version_is_the_package_s() -> None:
+    assert run("--version").output.strip() == f"keepsight {ks.__version__}"
+
+
+def test_an_unknown_option_is_refused(folder: Path) -> None:
+    assert "--temprature" in run("ask", "a.png", "Hi", "--temprature", "1", code=2).stderr
+
+
+# -- ask ---------------------------------------------------------------------------------------
+
+
+def test_ask_says_what_the_library_says(folder: Path) -> None:
+    with ks.load("demo") as vlm:
+        expected = vlm.ask(["a.png", "b.png"], "Compare the pictures.").text
+    assert run("ask", "a.png", "b.png", "Compare the pictures.").stdout == f"{expected}\n"
+    named = run("ask", "--image", "a.png", "-i", "b.png", "--prompt", "Compare the pictures.")
+    assert named.stdout == f"{expected}\n"
+
+
+def test_ask_reports(folder: Path) -> None:
+    said = run("ask", "a.png", "Describe the picture.", "--report").stdout
+    assert "0 reused" in said and "tower" in said and "prefill" in said
+    told = last_json(run("ask", "a.png", "Describe the picture.", "--report", "--json").stdout)
+    assert told["text"] == said.splitlines()[0]
+    assert told["usage"]["images_encoded"] == 1 and told["finish_reason"] == "stop"
+    assert told["report"]["segments"][1]["features"] == "tower"
+    assert "report" not in last_json(run("ask", "a.png", "Hello!", "--json").stdout)
+
+
+def test_ask_takes_packages_as_images(folder: Path) -> None:
+    run("encode", "a.png", "--to", "packs")
+    package = str(next(Path("packs").glob("*.sight")))
+    words = ("Describe the picture.", "--json", "--report")
+    told = last_json(run("ask", package, *words).stdout)
+    assert told["report"]["segments"][1]["features"] == "caller"
+    assert told["text"] == last_json(run("ask", "a.png", *words).stdout)["text"]
+    assert "does not fit" in refused("ask", package, "Hello!", "--model", "demo-hybrid")
+
+
+def test_ask_decodes_as_told(folder: Path) -> None:
+    def text(*words: str) -> Any:
+        return last_json(run("ask", "a.png", "Describe the picture.", "--json", *words).stdout)
+
+    greedy = text("--temperature", "0")
+    short = text("--max-tokens", "2")
+    assert short["usage"]["completion_tokens"] == 2 and short["finish_reason"] == "length"
+    wild = ("--temperature", "30", "--max-tokens", "8", "--seed")
+    assert text(*wild, "5")["text"] == text(*wild, "5")["text"]
+    assert len({greedy["text"], text(*wild, "5")["text"], text(*wild, "6")["text"]}) == 3
+    likeliest = text(*wild, "5", "--top-p", "0.0001")["text"]  # what greedy decoding takes
+    assert likeliest == text("--max-tokens", "8")["text"]
+
+
+def test_ask_loads_as_told(folder: Path) -> None:
+    def prompt(*words: str) -> Any:
+        return last_json(run("ask", "b.png", "Hello!", "--json", "--report", *words).stdout)
+
+    tokens = prompt()["usage"]["prompt_tokens"]
+    assert prompt("--max-pixels", "9216")["usage"]["prompt_tokens"] == tokens - 6  # of 12
+    grown = prompt("--min-pixels", "65536", "--max-pixels", "99999")["usage"]["prompt_tokens"]
+    assert grown > tokens + 40
+    assert prompt("--grain", "40")["report"]["grain"] == 40
+    run("encode", "a.png", "--to", "f32", "--dtype", "float32")
+    shown = last_json(run("show", str(next(Path("f32").iterdir())), "--json").stdout)
+    assert shown["provenance"]["dtype"] == "torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "there is no question"),
+        (("a.png",), "is an image"),
+        (("missing.png", "Hi"), "missing.png"),
+        (("bad.png", "Hi"), "bad.png is not an image"),
+        (("a.png", "Hi", "--dtype", "float7"), "'float7' is not a dtype"),
+        (("a.png", "Hi", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
+        (("a.png", "Hi", "--device-map", "cardboard"), "cardboard"),
+        (("a.png", "Hi", "--temperature", "0", "--top-p", "0.5"), "--top-p has no effect"),
+        (("a.png", "Hi", "--min-pixels", "9999", "--max-pixels", "99"), "--min-pixels 9999"),
+        (("x.sight", "Hi"), "x.sight"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_named_line(
+    folder: Path, words: tuple[str, ...], told: str
+) -> None:
+    Path("x.sight").write_bytes(b"no package")
+    assert told in refused("ask", *words)
+
+
+def test_pixel_limits_are_refused_where_they_mean_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, processor = build("llava")
+    monkeypatch.setattr(loading, "load_processor", lambda path, revision: processor)
+    with pytest.raises(UnsupportedInput, match="--max-pixels"):
+        options.load("some-llava", pixels=(None, 1000))
+
+
+# -- chat --------------------------------------------------------------------------------------
+
+
+def test_chat_goes_on_after_bad_pictures_and_commands(folder: Path) -> None:
+    lines = ["/image bad.png", "/image nope.png", "/imge a.png", "/image", "/report", "/report x"]
+    lines += ["/load nope.keep", "/image a.png", "Describe the picture.", "/exit", "never said"]
+    said = run("chat", given="\n".join(lines)).stdout
+    for told in (
+        "error: bad.png is not an image",
+        "error: nope.png: no image can be read there",
+        "error: no command /imge; did you mean /image?",
+        "error: /image wants a path",
+        "error: there is no answer to report on yet",
+        "error: /report takes no argument",
+        "nope.keep",
+        "a.png: 9 tokens",
+    ):
+        assert told in said
+    with ks.load("demo") as vlm:
+        assert vlm.ask("a.png", "Describe the picture.").text in said
+    assert "never said" not in said
+
+
+def measured(said: str) -> list[tuple[int, int]]:
+    """(reused, computed) of each answer, from the dim lines."""
+    lines = [line for line in said.splitlines() if line.startswith("[")]
+    assert all("first token after " in line for line in lines)
+    return [(int(line[1:].split()[0]), int(line.split()[3])) for line in lines]
+
+
+def test_chat_remembers_forks_clears_saves_and_loads(folder: Path) -> None:
+    lines = ["Describe the picture.", "/fork", "/image b.png", "Compare the pictures."]
+    lines += ["/save talk.keep", "/fork 1", "How many pictures are there?", "/fork 3"]
+    lines += ["/clear", "Hello!", "/load talk.keep", "How many pictures are there?", "/report"]
+    said = run("chat", "--image", "a.png", given="\n".join(lines)).stdout
+    with ks.load("demo") as vlm:
+        one = vlm.session()
+        one.ask("Describe the picture.", images=["a.png"])
+        two = one.fork()
+        compared = two.ask("Compare the pictures.", images=["b.png"])
+        answers = [one.ask("How many pictures are there?"), two.ask("How many pictures are there?")]
+    tokens = measured(said)
+    assert [reused > 0 for reused, _ in tokens] == [False, True, True, False, True]
+    last = answers[1].usage
+    assert sum(tokens[-1]) == last.prompt_tokens and sum(tokens[2]) < sum(tokens[1])
+    assert compared.text in said and said.count(answers[1].text) >= 1
+    assert answers[0].text in said.split("/fork 1")[1].split("/fork 3")[0]
+    assert "branch 2 of 2" in said and "error: /fork 3: the branches are 1 to 2" in said
+    assert "talk.keep: 4 messages" in said and "1 of 2 images encoded" in said
+    assert f"{last.prompt_tokens} prompt tokens" in said.split("/report")[1]
+
+
+def test_chat_help_names_every_command(folder: Path) -> None:
+    said = run("chat", given="/help\n").stdout
+    for name in ("image", "clear", "fork", "save", "load", "report", "help", "exit"):
+        assert f"\n/{name}" in said
+
+
+def test_chat_shows_no_control_characters_of_a_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hostile(self: Any, token: int) -> str:
+        return "\x1b[2Jgone"
+
+    monkeypatch.setattr("keepsight.generation.Detokenizer.push", hostile)
+    said = run("chat", "--max-tokens", "2", given="Hello!\n").stdout
+    assert "[2Jgone" in said and "\x1b" not in said
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def test_encode_tells_what_became_of_each_image(folder: Path) -> None:
+    result = run("encode", ".", "--to", "packs", code=1)
+    assert "2 encoded, 1 broken" in result.stdout and "images/s" in result.stdout
+    assert "broken: bad.png: bad.png is not an image" in result.stderr
+    Path("bad.png").unlink()
+    told = last_json(run("encode", "*.png", "--to", "packs", "--json").stdout)
+    assert (told["encoded"], told["kept"], told["broken"]) == (0, 2, 0)
+    assert "there is no such file" in refused("encode", "nope", "--to", "packs")
+    assert "cannot be made" in refused("encode", "a.png", "--to", "a.png")
+
+
+def test_show_tells_what_a_package_is_bound_to(folder: Path) -> None:
+    with ks.load("demo") as vlm:
+        package = vlm.encode("a.png")
+        package.save("a.sight")
+    said = run("show", "a.sight").stdout
+    for told in (package.key, package.weights, "9 ", "sound: ", "bfloat16", "9x160", "qwen3_vl"):
+        assert told in said
+    told = last_json(run("show", "a.sight", "--json").stdout)
+    assert told["bytes"] == Path("a.sight").stat().st_size
+    assert told["feature_id"] == package.feature_id and told["tokens"] == package.tokens
+    shapes = {t["name"]: t["shape"] for t in told["tensors"]}
+    assert shapes == {name: list(t.shape) for name, t in package.tensors.items()}
+
+
+def test_show_tells_what_a_session_holds(folder: Path) -> None:
+    with ks.load("demo") as vlm:
+        session = vlm.session(system="Be brief.")
+        text = session.ask("Describe the picture.", images=["a.png"]).text
+        session.save("talk.keep")
+    told = last_json(run("show", "talk.keep", "--json").stdout)
+    assert [m["role"] for m in told["messages"]] == ["system", "user", "assistant"]
+    assert told["images"] == 1 and told["image_tokens"] == 9 and told["prefilled_tokens"] > 9
+    said = run("show", "talk.keep").stdout
+    assert f"assistant: {text}" in said and "a session" in said
+
+
+@pytest.mark.parametrize("spot", [0, 60, 3000, -1])
+def test_show_names_what_is_damaged(folder: Path, spot: int) -> None:
+    with ks.load("demo") as vlm:
+        vlm.encode("a.png").save("a.sight")
+    content = bytearray(Path("a.sight").read_bytes())
+    content[spot] ^= 1
+    Path("a.sight").write_bytes(content)
+    assert "a.sight" in refused("show", "a.sight")
+    Path("a.sight").write_bytes(content[:500])
+    assert "a.sight" in refused("show", "a.sight")
+    assert "missing.sight: cannot be read" in refused("show", "missing.sight")
+    assert "not a Keepsight file" in refused("show", "a.png")
+
+
+def test_show_prints_no_control_characters_of_a_file(folder: Path) -> None:
+    with ks.load("demo") as vlm:
+        package = vlm.encode("a.png")
+    package.about["name"] = "evil \x1b[2J [bold]name[/bold]"
+    package.save("a.sight")
+    said = run("show", "a.sight").stdout
+    assert "\x1b" not in said and "[2J [bold]name[/bold]" in said
+
+
+# -- verify, families, bench -------------------------------------------------------------------
+
+
+def test_verify_certifies_and_ends_with_json(folder: Path) -> None:
+    told = last_json(run("verify", "--image", "a.png", "--prompt", "Describe it.").stdout)
+    assert told["ok"] and told["equal"] and told["cached_tokens"] > 0
+    said = run("verify", "demo-hybrid", "--dtype", "float32").stdout
+    assert "stock Transformers" in said and last_json(said)["stock_max_difference"] < 1e-3
+
+
+def test_verify_fails_when_warm_is_not_cold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Verification(False, 0.5, 10, 5, 0.1, 10.0, True)
+    monkeypatch.setattr(ks.VLM, "verify", lambda self, messages, stock: found)
+    said = run("verify", code=1).stdout
+    assert "NO" in said and last_json(said)["ok"] is False
+
+
+def test_families_are_those_of_the_library() -> None:
+    told = last_json(run("families", "--json").stdout)
+    assert {row["model_type"] for row in told} == set(SUPPORTED)
+    said = run("families").stdout
+    assert all(name in said for name in SUPPORTED)
+
+
+def test_bench_gets_every_argument_and_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        seen.append(argv)
+        return 7
+
+    monkeypatch.setitem(
+        sys.modules,
+        "keepsight.bench",
+        types.SimpleNamespace(main=main),  # type: ignore[arg-type]
+    )
+    run("bench", "W1", "--size", "big", "--help", code=7)
+    assert seen == [["W1", "--size", "big", "--help"]]
+
+
+# -- the store ---------------------------------------------------------------------------------
+
+
+def test_a_new_process_answers_from_the_store(folder: Path) -> None:
+    words = ["ask", "a.png", "--store", "memory", "--json", "--report"]
+    run(*words, "--prompt", "Describe the picture.")
+    code = "import sys, torch; torch.set_num_threads(1); from keepsight.cli import app; app()"
+    command = [sys.executable, "-c", code, *words, "--prompt", "Where is the shape in the picture?"]
+    child = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = json.loads(child.stdout)
+    assert told["usage"]["images_encoded"] == 0 and told["usage"]["cached_tokens"] > 9
+    assert told["report"]["segments"][1]["reason"] == "disk"
+
+
+def test_nothing_is_written_without_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(folder.rglob("*"))
+    run("ask", "a.png", "Hello!")
+    run("chat", given="Hello!\n")
+    assert sorted(folder.rglob("*")) == before
+    monkeypatch.setenv("KEEPSIGHT_STORE", str(folder / "memory"))
+    run("ask", "a.png", "Hello!")
+    assert (folder / "memory" / "package").is_dir()
+
+
+def test_cache_commands_look_after_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("ask", "a.png", "b.png", "Hello!", "--store", "memory")
+    Path("memory/mine.txt").write_text("not the store's")
+    told = last_json(run("cache", "stats", "--store", "memory", "--json").stdout)
+    assert told["kinds"]["package"]["entries"] == 2
+    assert "package" in run("cache", "stats", "--store", "memory").stdout
+    rows = run("cache", "list", "--store", "memory", "--kind", "package", "--json").stdout
+    listed = [json.loads(line) for line in rows.splitlines()]
+    assert sorted(row["tokens"] for row in listed) == [9, 12]
+    assert {row["model"] for row in listed} == {"qwen3_vl"}
+    assert sum(row["bytes"] for row in listed) == told["kinds"]["package"]["bytes"]
+    assert "0 damaged" in run("cache", "check", "--store", "memory").stdout
+    assert "12 tokens" in run("cache", "list", "--store", "memory").stdout
+    monkeypatch.setenv("KEEPSIGHT_STORE", "memory")
+    run("cache", "gc", "--budget", str(told["bytes"] // 2))
+    rest = last_json(run("cache", "stats", "--json").stdout)["bytes"]
+    assert 0 < rest <= told["bytes"] // 2
+    run("cache", "clear", given="n\n", code=1)
+    assert last_json(run("cache", "stats", "--json").stdout)["bytes"] == rest
+    run("cache", "clear", given="y\n")
+    assert last_json(run("cache", "stats", "--json").stdout)["bytes"] == 0
+    assert Path("memory/mine.txt").exists()
+
+
+def test_cache_check_names_damage(folder: Path) -> None:
+    run("ask", "a.png", "Hello!", "--store", "memory")
+    path = next(Path("memory/package").rglob("*.sight"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    said = run("cache", "check", "--store", "memory", code=1).stdout
+    assert "1 damaged" in said and path.name[:30] in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("stats",), "which store?"),
+        (("stats", "--store", "nowhere"), "no such folder"),
+        (("gc", "--store", ".", "--budget", "many"), "'many' is not a size"),
+        (("list", "--store", ".", "--kind", "cats"), "--kind cats"),
+    ],
+)
+def test_cache_refuses_by_name(folder: Path, words: tuple[str, ...], told: str) -> None:
+    assert told in refused("cache", *words)

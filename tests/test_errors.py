@@ -1,0 +1,79 @@
+"""The tree of errors is the one that is drawn: no class forgotten, each under its right parent."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import re
+
+import pytest
+
+import keepsight as ks
+from keepsight import errors
+
+LINE = re.compile(
+    r"^(?P<bars>(?:[│ ]   )*)(?:[├└]── )?(?P<name>\w+)(?: \((?P<builtin>\w+)\))?(?:  |$)"
+)
+
+
+def drawn() -> dict[str, tuple[str | None, str | None]]:
+    """Name to (parent, builtin in parentheses), read off the drawing in the docstring."""
+    tree: dict[str, tuple[str | None, str | None]] = {}
+    path: list[str] = []
+    for line in inspect.cleandoc(errors.__doc__ or "").split("\n"):
+        if not line.startswith("    "):
+            continue
+        found = LINE.match(line[4:])
+        assert found is not None, line
+        branch = line[4:].lstrip("│ ").startswith(("├", "└"))
+        depth = len(found["bars"]) // 4 + branch
+        del path[depth:]
+        tree[found["name"]] = (path[-1] if path else None, found["builtin"])
+        path.append(found["name"])
+    return tree
+
+
+def defined() -> dict[str, type[BaseException]]:
+    return {
+        name: thing
+        for name, thing in vars(errors).items()
+        if isinstance(thing, type) and issubclass(thing, BaseException)
+    }
+
+
+def test_every_error_is_drawn_and_every_drawing_is_an_error() -> None:
+    assert len(drawn()) > 15
+    assert list(drawn()) == list(defined()), "the drawing has the order of the definitions"
+
+
+@pytest.mark.parametrize("name", list(drawn()))
+def test_each_stands_under_its_parent_and_inherits_its_builtin(name: str) -> None:
+    parent, builtin = drawn()[name]
+    error = defined()[name]
+    ours = [base.__name__ for base in error.__bases__ if base.__module__ == errors.__name__]
+    assert ours == ([parent] if parent else [])
+    foreign = [base.__name__ for base in error.__bases__ if base.__module__ == "builtins"]
+    assert foreign == ([builtin] if builtin else [] if parent else ["Exception"])
+    if builtin:
+        assert issubclass(error, getattr(builtins, builtin))
+    assert error.__doc__
+    assert getattr(ks.errors, name) is error and issubclass(error, ks.errors.KeepsightError)
+
+
+def test_an_unknown_option_names_the_nearest_known_one() -> None:
+    known = ["max_new_tokens", "seed", "stop"]
+    error = errors.UnknownOption.among(["max_new_token", "seed"], known, "chat")
+    assert str(error) == "chat has no option 'max_new_token'; did you mean 'max_new_tokens'?"
+    error = errors.UnknownOption.among({"zzz": 1}, known, "chat")
+    assert str(error) == "chat has no option 'zzz'; known options: max_new_tokens, seed, stop"
+
+
+def test_a_wrong_identity_names_the_field_and_both_values() -> None:
+    error = errors.WrongIdentity("vision weights", "aaa", "bbb")
+    assert (error.field, error.expected, error.found) == ("vision weights", "aaa", "bbb")
+    assert all(word in str(error) for word in ("vision weights", "'aaa'", "'bbb'", "package"))
+
+
+def test_a_missing_library_says_what_to_install() -> None:
+    assert str(errors.MissingExtra.named("ray")).endswith("pip install ray")
+    assert str(errors.MissingExtra.named("fastapi", "server")).endswith("keepsight[server]")

@@ -1,0 +1,662 @@
+"""The tree against plain dictionaries: what must be found is found, and nothing else ever.
+
+The tensors are fakes whose values say which path they stand for, so reuse under a wrong path shows
+as a wrong value. `check()` runs after every operation (law 7), with a count of bytes of our own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hostile import bounded
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from keepsight import keys, prefix, prompt, tensorfile
+from keepsight.node import Node
+from keepsight.prefix import Known, Match, Tree, longest_known
+from keepsight.prompt import Prompt, Rule
+from keepsight.store import FORMAT, DiskStore
+from keepsight.vision import Medium
+
+END, PAD, SHORT_RUN = 9, 5, 6
+RULE = Rule(2, frozenset({END}), True)
+# Two pictures of one size, one of them also encoded by somebody else, and one with two ranges.
+MEDIA = {"A": ("a", "ours", [2]), "B": ("b", "ours", [2]), "a": ("a", "theirs", [2])}
+MEDIA |= {"C": ("c", "ours", [1, 2])}
+Token = tuple[int, str | None, int]
+
+
+@pytest.fixture(autouse=True)
+def _short_runs() -> Iterator[None]:
+    before, prompt.RUN = prompt.RUN, SHORT_RUN
+    yield
+    prompt.RUN = before
+
+
+def build(pieces: str | list[str]) -> Prompt:
+    """A prompt from letters: digits and `.` (a turn's end) are text, the others media."""
+    ids: list[int] = []
+    media, ranges = [], []
+    for piece in pieces:
+        if piece not in MEDIA:
+            ids.append(END if piece == "." else int(piece))
+            continue
+        what, maker, lengths = MEDIA[piece]
+        spans = []
+        for i, length in enumerate(lengths):
+            ids += [4] if i else []
+            spans.append((len(ids), len(ids) + length))
+            ids += [PAD] * length
+        identity, feature_id = keys.digest("identity", what), keys.digest("feature", what, maker)
+        layout = (sum(lengths),)
+        media.append(Medium(what, identity, feature_id, {}, layout, None, lambda: None))  # type: ignore[arg-type]
+        ranges.append(tuple(spans))
+    return Prompt(np.array(ids, dtype=np.int64), tuple(media), tuple(ranges))
+
+
+def path(whole: Prompt) -> tuple[Token, ...]:
+    """The path token by token: id, feature id, row of the feature."""
+    tokens: list[Token] = [(int(i), None, 0) for i in whole.ids]
+    for medium, ranges in zip(whole.media, whole.ranges, strict=True):
+        rows = itertools.count()
+        for a, b in ranges:
+            for here in range(a, b):
+                tokens[here] = (tokens[here][0], medium.feature_id, next(rows))
+    return tuple(tokens)
+
+
+def value(kind: str, tokens: tuple[Token, ...]) -> float:
+    """A number for a path: nobody else's."""
+    return float(zlib.crc32(repr((kind, tokens)).encode()) % 9_999_991)
+
+
+def fake_kv(tokens: tuple[Token, ...], start: int, end: int) -> dict[str, torch.Tensor]:
+    rows = [value("kv", tokens[: i + 1]) for i in range(start, end)]
+    return {"kv": torch.tensor(rows, dtype=torch.float64).reshape(1, 1, -1, 1).repeat(2, 2, 1, 1)}
+
+
+def fake_fixed(tokens: tuple[Token, ...], end: int) -> dict[str, torch.Tensor]:
+    return {"0.conv.0": torch.full((5,), value("fixed", tokens[:end]), dtype=torch.float64)}
+
+
+def fake_logits(tokens: tuple[Token, ...]) -> torch.Tensor:
+    return torch.full((3,), value("logits", tokens), dtype=torch.float64)
+
+
+def next_cut(whole: Prompt) -> Callable[[int], int | None]:
+    cuts = whole.boundaries(RULE)
+    return lambda position: next((cut for cut in cuts if cut > position), None)
+
+
+def found(tree: Tree, whole: Prompt, space: str = "n") -> Match:
+    return tree.match(space, whole, next_cut(whole))
+
+
+def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = None) -> Match:
+    """As the engine does it: match, hold, load, then chunk by chunk; `steps` is when the client
+    hangs up. What is reused is compared with what it should be."""
+    while True:
+        match = found(tree, whole, space)
+        tree.hold(match.node)
+        if tree.load(match.node, whole):
+            break
+        tree.release(match.node)
+    expect_values(match.node, whole, fixed=tree._has_fixed)
+    tokens, node = path(whole), match.node
+    ends = [*whole.boundaries(RULE, match.length), len(whole)]
+    for end in ends[:steps] if match.length < len(whole) else []:
+        logits = fake_logits(tokens) if end == len(whole) else None
+        kv, fixed = fake_kv(tokens, node.end, end), fake_fixed(tokens, end)
+        after = tree.insert(node, whole, end, kv, fixed, logits)
+        tree.release(node)
+        node = after
+    tree.release(node)
+    return match
+
+
+def expect_values(node: Node, whole: Prompt, fixed: bool) -> None:
+    """Everything that a reuse would take must be that of this very path."""
+    tokens = path(whole)
+    for n in node.chain():
+        assert n.kv is not None
+        assert torch.equal(n.kv["kv"], fake_kv(tokens, n.start, n.end)["kv"])
+    if fixed and node.parent is not None:
+        assert node.fixed is not None
+        assert torch.equal(node.fixed["0.conv.0"], fake_fixed(tokens, node.end)["0.conv.0"])
+    if node.terminal:
+        assert node.logits is not None and node.end == len(whole)
+        assert torch.equal(node.logits, fake_logits(tokens))
+
+
+def counted(tree: Tree) -> int:
+    """Unique storage bytes reachable from the roots, counted by walking."""
+    storages: dict[int, int] = {}
+    stack = list(tree.roots.values())
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        tensors = [*(node.kv or {}).values(), *(node.fixed or {}).values()]
+        for tensor in [*tensors, *([] if node.logits is None else [node.logits])]:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+# -- the machine -------------------------------------------------------------------------------
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """The tree beside `seen`: every path ever inserted and not forgotten since."""
+
+    letters = st.lists(st.sampled_from("12.12.ABCa"), min_size=1, max_size=14)
+    spaces = st.sampled_from(["n", "m"])
+
+    @initialize(budget=st.sampled_from([1 << 40, 3000, 900, 0]), has_fixed=st.booleans())
+    def begin(self, budget: int, has_fixed: bool) -> None:
+        self.run, prompt.RUN = prompt.RUN, SHORT_RUN
+        self.tree = Tree(budget, has_fixed)
+        self.seen: dict[str, dict[tuple[tuple[Token, ...], bool], None]] = {"n": {}, "m": {}}
+        self.held: list[tuple[Node, Prompt]] = []
+        self.prompts: list[Prompt] = []
+        self.lost = False  # whether anything may have been let go since all was forgotten
+
+    def teardown(self) -> None:
+        if hasattr(self, "run"):
+            prompt.RUN = self.run
+
+    @rule(letters=letters, space=spaces, steps=st.none() | st.integers(0, 3))
+    def serve(self, letters: list[str], space: str, steps: int | None) -> None:
+        self.prompts.append(build(letters))
+        self.serve_again(len(self.prompts) - 1, space, steps, 0, [])
+
+    @precondition(lambda self: self.prompts)
+    @rule(
+        which=st.integers(0, 99),
+        space=spaces,
+        steps=st.none() | st.integers(0, 3),
+        keep=st.integers(0, 14),
+        more=letters,
+    )
+    def serve_again(
+        self, which: int, space: str, steps: int | None, keep: int, more: list[str]
+    ) -> None:
+        """A prompt from before, or (with `keep`) its beginning with another end."""
+        whole = self.prompts[which % len(self.prompts)]
+        if keep:
+            whole = spliced(whole, keep, build(more))
+        expected = self.deepest(whole, space)
+        match = prefill(self.tree, whole, space, steps)
+        if not self.lost:
+            assert (match.length, match.node.terminal) == expected
+        assert match.length <= expected[0]
+        self.remember(whole, space, match, steps)
+
+    def remember(self, whole: Prompt, space: str, match: Match, steps: int | None) -> None:
+        if match.length == len(whole):
+            return
+        tokens = path(whole)
+        for end in [*whole.boundaries(RULE, match.length), len(whole)][:steps]:
+            self.seen[space][tokens[:end], end == len(whole)] = None
+        self.lost |= self.tree.evictions > 0
+
+    def deepest(self, whole: Prompt, space: str) -> tuple[int, bool]:
+        """What the dictionary says must be found: how far, and whether it is the whole prompt."""
+        tokens, seen = path(whole), self.seen[space]
+        if (tokens, True) in seen:
+            return len(tokens), True
+        cuts = [0, *(cut for cut in whole.boundaries(RULE) if (tokens[:cut], False) in seen)]
+        return cuts[-1], False
+
+    @precondition(lambda self: self.prompts)
+    @rule(which=st.integers(0, 99), space=spaces)
+    def hold(self, which: int, space: str) -> None:
+        whole = self.prompts[which % len(self.prompts)]
+        match = found(self.tree, whole, space)
+        self.tree.hold(match.node)
+        self.held.append((match.node, whole))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99))
+    def release(self, which: int) -> None:
+        node, _ = self.held.pop(which % len(self.held))
+        self.tree.release(node)
+        self.lost |= self.tree.evictions > 0
+
+    @rule(nbytes=st.integers(0, 4000))
+    def evict(self, nbytes: int) -> None:
+        before, evictable = self.tree.nbytes, self.tree.evictable_bytes()
+        freed = self.tree.evict(nbytes)
+        assert before - self.tree.nbytes == freed >= min(nbytes, evictable)
+        self.lost |= freed > 0
+
+    @rule()
+    def clear(self) -> None:
+        self.tree.clear()
+        assert self.tree.evictable_bytes() == 0
+        for space, seen in self.seen.items():
+            if space not in self.tree.roots:
+                seen.clear()
+        self.lost = any(self.seen.values())
+
+    @precondition(lambda self: self.prompts)
+    @rule(letters=letters, which=st.integers(0, 99), keep=st.integers(0, 14), space=spaces)
+    def ask_how_far(self, letters: list[str], which: int, keep: int, space: str) -> None:
+        """`known` is the true first difference from everything seen."""
+        whole = spliced(self.prompts[which % len(self.prompts)], keep, build(letters))
+        going = beginnings(tokens for tokens, _ in self.seen[space])
+        expect_known(self.tree.known(space, whole), whole, going)
+
+    @precondition(lambda self: self.prompts)
+    @rule(which=st.integers(0, 99), space=spaces)
+    def look(self, which: int, space: str) -> None:
+        """The deepest of all that is usable, found by looking at every node."""
+        whole = self.prompts[which % len(self.prompts)]
+        usable = [0, *(n.end for n in self.tree.nodes() if self.may_use(n, whole, space))]
+        assert found(self.tree, whole, space).length == max(usable)
+
+    def may_use(self, node: Node, whole: Prompt, space: str) -> bool:
+        chain = node.chain()
+        if chain[0].parent is not self.tree.roots.get(space):
+            return False
+        if not all(n.kv is not None and n.same_as(whole) for n in chain):
+            return False
+        here = node.end == len(whole) if node.terminal else node.end in whole.boundaries(RULE)
+        return here and (node.fixed is not None or not self.tree._has_fixed)
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        self.tree.check()
+        assert self.tree.nbytes == counted(self.tree)
+        for node, whole in self.held:
+            expect_values(node, whole, self.tree._has_fixed)
+        for node in self.tree.nodes():
+            assert [n.code() for n in node.order] == sorted(n.code() for n in node.order)
+            assert set(node.order) == set(node.children.values())
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = bounded(100, stateful_step_count=25)
+
+
+def spliced(whole: Prompt, keep: int, more: Prompt) -> Prompt:
+    """The first `keep` tokens (no medium torn), then others."""
+    while any(r[0][0] < keep < r[-1][1] for r in whole.ranges):
+        keep += 1
+    keep = min(keep, len(whole))
+    kept = sum(ranges[-1][1] <= keep for ranges in whole.ranges)
+    moved = tuple(tuple((a + keep, b + keep) for a, b in ranges) for ranges in more.ranges)
+    return Prompt(
+        np.concatenate([whole.ids[:keep], more.ids]),
+        whole.media[:kept] + more.media,
+        whole.ranges[:kept] + moved,
+    )
+
+
+def beginnings(paths: Iterable[tuple[Token, ...]]) -> dict[tuple[Token, ...], bool]:
+    """Every beginning of every path, and whether some path goes on from there."""
+    going: dict[tuple[Token, ...], bool] = {(): False}
+    for tokens in paths:
+        for end in range(len(tokens) + 1):
+            going[tokens[:end]] = going.get(tokens[:end], False) or end < len(tokens)
+    return going
+
+
+def expect_known(known: Known, whole: Prompt, going: dict[tuple[Token, ...], bool]) -> None:
+    """The first difference from everything seen, found by trying each length."""
+    tokens = path(whole)
+    until = max(end for end in range(len(tokens) + 1) if tokens[:end] in going)
+    assert known.until == until
+    assert known.diverged == (going[tokens[:until]] and until < len(tokens))
+
+
+# -- matching ----------------------------------------------------------------------------------
+
+
+def test_the_next_turn_finds_the_last_boundary_and_the_same_prompt_its_end() -> None:
+    tree = Tree(1 << 30, has_fixed=True)
+    assert prefill(tree, build("11A12.2")).length == 0
+    assert prefill(tree, build("11A12.2")).length == 8
+    match = prefill(tree, build("11A12.221"))
+    assert (match.length, match.logits) == (7, None)
+    assert prefill(tree, build("11A1")).length == 4
+    tree.check()
+
+
+def test_one_changed_id_or_picture_ends_the_match_before_it() -> None:
+    tree = Tree(1 << 30, has_fixed=True)
+    prefill(tree, build("11.A.B."))
+    assert found(tree, build("11.A.B.1")).length == 8
+    for changed, length in (("11.A.A.1", 5), ("11.B.B.1", 3), ("11.a.B.1", 3), ("21.A.B.1", 0)):
+        assert found(tree, build(changed)).length == length
+    assert found(tree, build("11.A.B.1"), "another namespace").length == 0
+
+
+def test_a_terminal_entry_serves_the_identical_prompt_only() -> None:
+    tree = Tree(1 << 30, has_fixed=False)
+    prefill(tree, build("1212"))
+    assert found(tree, build("1212")).logits is not None
+    for other in ("121", "12121", "1211", "121."):
+        assert found(tree, build(other)).length == 0
+    # Where a boundary would stand, a terminal entry is still no boundary, and the reverse.
+    prefill(tree, build("12."))
+    assert found(tree, build("12.1")).length == 0
+    prefill(tree, build("12.1"))
+    assert found(tree, build("12.1")).logits is not None
+    assert found(tree, build("12.2")).length == 3
+
+
+def test_a_hit_is_compared_and_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were two paths to collide in their digest, the ids and feature ids would tell."""
+    tree = Tree(1 << 30, has_fixed=False)
+    monkeypatch.setattr(Prompt, "segment_digest", lambda self, parent, a, b, kind="segment": kind)
+    prefill(tree, build("12A1"))
+    assert found(tree, build("12A1")).length == 5
+    for other in ("12B1", "12a1", "22A1", "1255"):
+        assert found(tree, build(other)).length == 0
+
+
+def test_decoded_state_is_found_by_loose_calls_only() -> None:
+    tree = Tree(1 << 30, has_fixed=True)
+    whole = build("12.1")
+    prefill(tree, whole)
+    node = found(tree, build("12.2")).node
+    longer = build("12.1212")
+    tokens = path(longer)
+    tree.hold(node)
+    decoded = tree.insert(
+        node, longer, 6, fake_kv(tokens, 3, 6), fake_fixed(tokens, 6), keep_on_disk=False
+    )
+    tree.release(decoded)
+    tree.release(node)
+    assert found(tree, longer).length == 3
+    assert tree.match("n", longer, next_cut(longer), loose=True).length == 6
+    assert tree.match("n", build("12.2212"), next_cut(longer), loose=True).length == 3
+    tree.check()
+
+
+# -- holding and letting go --------------------------------------------------------------------
+
+
+def test_what_is_held_stays_whatever_the_budget() -> None:
+    tree = Tree(1 << 30, has_fixed=True)
+    held = build("11.22.")
+    prefill(tree, held)
+    match = found(tree, held)
+    tree.hold(match.node)
+    prefill(tree, build("2A.B."))
+    tree.budget = 0
+    tree.fit()
+    tree.check()
+    assert tree.nbytes == tree.held_bytes() > 0 and tree.evictable_bytes() == 0
+    expect_values(match.node, held, fixed=True)
+    tree.clear()
+    expect_values(match.node, held, fixed=True)
+    tree.release(match.node)
+    assert tree.nbytes == 0
+    tree.check()
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    tree = Tree(1 << 30, has_fixed=False)
+    for letters in ("11.1", "22.1", "21.1"):
+        prefill(tree, build(letters))
+    prefill(tree, build("11.1"))
+    for gone in ("22.1", "21.1", "11.1"):  # the least recent path, from its end on
+        for length in (4, 3):
+            assert found(tree, build(gone)).length == length
+            tree.evict(1)
+        assert found(tree, build(gone)).length == 0
+    assert tree.nbytes == 0
+    tree.check()
+
+
+def test_states_and_rows_are_let_go_of_separately() -> None:
+    """A parent's fixed state may go while its rows stay for the child that stands on them."""
+    tree = Tree(1 << 30, has_fixed=True)
+    prefill(tree, build("11.22.11"))
+    first = found(tree, build("11.1")).node
+    tree.hold(found(tree, build("11.22.1")).node)
+    tree.release(found(tree, build("11.22.1")).node)
+    first.used = 0
+    tree.evict(1)
+    assert first.fixed is None and first.kv is not None
+    assert found(tree, build("11.1")).length == 0
+    assert found(tree, build("11.22.1")).length == 6
+    tree.check()
+
+
+def test_a_view_is_counted_as_all_that_it_pins() -> None:
+    tree = Tree(1 << 30, has_fixed=False)
+    whole = build("12")
+    rows = torch.zeros(100, 1, 2, 1, dtype=torch.float64)
+    node = tree.insert(tree.root("n"), whole, 2, {"a": rows[:2], "b": rows[2:4]}, {})
+    tree.release(node)
+    assert tree.nbytes == node.nbytes == rows.nbytes == counted(tree)
+    tree.check()
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda tree, node: setattr(tree, "nbytes", tree.nbytes + 1),
+        lambda tree, node: setattr(node, "kv", None),
+        lambda tree, node: setattr(node, "holds", -1),
+        lambda tree, node: setattr(node, "ids", node.ids[1:]),
+        lambda tree, node: setattr(tree, "budget", 1),
+        lambda tree, node: node.parent.children.clear(),
+    ],
+)
+def test_check_notices(break_it: Callable[[Tree, Node], Any]) -> None:
+    tree = Tree(1 << 30, has_fixed=True)
+    prefill(tree, build("11.22.1"))
+    tree.check()
+    break_it(tree, found(tree, build("11.2")).node)
+    with pytest.raises(AssertionError):
+        tree.check()
+
+
+def test_ghosts_are_remembered_and_at_last_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Tree(1 << 30, has_fixed=False)
+    whole = build("11.22.1")
+    prefill(tree, whole)
+    tree.evict(1 << 30)
+    assert tree.known("n", whole) == Known(7, False, evicted_from=0)
+    assert found(tree, whole).length == 0
+    monkeypatch.setattr(prefix, "_MAX_GHOSTS", 0)
+    for _ in range(3):
+        tree.evict(1)
+    assert tree.known("n", whole).until == 0 and list(tree.nodes()) == []
+
+
+# -- how far something is known ----------------------------------------------------------------
+
+
+def test_known_among_a_thousand_siblings() -> None:
+    tree = Tree(1 << 40, has_fixed=False)
+    random = np.random.default_rng(0)
+    wholes = [build(random.choice(list("12ABC"), 9).tolist()) for _ in range(1000)]
+    for whole in wholes[:700]:
+        prefill(tree, whole)
+    going = beginnings(map(path, wholes[:700]))
+    assert len(tree.root("n").children) > 25
+    for whole in [*wholes[600:], *(spliced(w, 5, wholes[0]) for w in wholes[:100])]:
+        expect_known(tree.known("n", whole), whole, going)
+    expect_known(tree.known("m", wholes[0]), wholes[0], {(): False})
+
+
+def test_a_prompt_that_ends_where_another_has_a_boundary_hides_nothing() -> None:
+    """The whole prompt `12.` and the stretch `12.` are spelled alike; only one goes on."""
+    for order in itertools.permutations(["12.", "12.2112", "12."]):
+        tree = Tree(1 << 30, has_fixed=False)
+        for letters in order:
+            prefill(tree, build(letters))
+        assert tree.known("n", build("12.2111")) == Known(6, True)
+
+
+def test_made_elsewhere_is_told_from_another_picture() -> None:
+    tree = Tree(1 << 30, has_fixed=False)
+    prefill(tree, build("11A2.1"))
+    assert tree.known("n", build("11a2.1")) == Known(2, True, elsewhere=True)
+    assert tree.known("n", build("11B2.1")) == Known(2, True, elsewhere=False)
+    assert tree.known("n", build("1121.1")) == Known(2, True, elsewhere=False)
+
+
+def test_what_other_namespaces_know() -> None:
+    tree = Tree(1 << 30, has_fixed=False)
+    for space, letters in (("n", "11.1"), ("m", "11.22.1")):
+        prefill(tree, build(letters), space)
+    assert longest_known(tree, ["n", "m"], build("11.22.2")) == 6
+    assert longest_known(tree, ["n"], build("11.22.2")) == 3
+    assert longest_known(tree, [], build("11.22.2")) == 0
+
+
+# -- on disk -----------------------------------------------------------------------------------
+
+LONG = "11.A2.22.1"
+
+
+@pytest.fixture(params=[False, True], ids=["full", "fixed"])
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[DiskStore, bool]]:
+    """A store in which a tree has left the snapshots of one prompt."""
+    store = DiskStore(tmp_path)
+    tree = Tree(1 << 30, request.param, store)
+    prefill(tree, build(LONG))
+    store.flush()
+    yield store, request.param
+    store.close()
+
+
+def test_snapshots_are_found_by_another_process(written: tuple[DiskStore, bool]) -> None:
+    store, has_fixed = written
+    tree = Tree(1 << 30, has_fixed, DiskStore(store.root))
+    match = prefill(tree, build(LONG + "2."))
+    assert (match.length, match.tier) == (10, "disk")
+    assert found(tree, build(LONG + "2.")).tier == "memory"
+    assert prefill(tree, build(LONG)).logits is not None
+    assert found(tree, build("11.B2.22.1")).length == 3
+    assert found(tree, build("11.a2.22.1")).length == 3
+    tree.check()
+
+
+def test_what_was_let_go_of_comes_back_from_disk(written: tuple[DiskStore, bool]) -> None:
+    store, has_fixed = written
+    tree = Tree(1 << 30, has_fixed, store)
+    prefill(tree, build(LONG))
+    tree.clear()
+    assert tree.nbytes == 0
+    assert prefill(tree, build(LONG)).length == 11
+    tree.check()
+    assert tree.nbytes == counted(tree) > 0
+
+
+def test_loading_keeps_the_budget(written: tuple[DiskStore, bool]) -> None:
+    store, has_fixed = written
+    tree = Tree(600, has_fixed, store)
+    for letters in ("22.12.1", LONG, "22.12.1"):
+        whole = build(letters)
+        match = found(tree, whole)
+        tree.hold(match.node)
+        assert tree.load(match.node, whole)
+        tree.check()
+        tree.release(match.node)
+        prefill(tree, whole)
+        tree.check()
+    assert tree.nbytes <= 600
+
+
+def test_entries_that_are_gone_or_damaged_are_computed_again(
+    written: tuple[DiskStore, bool],
+) -> None:
+    store, has_fixed = written
+    files = sorted(store.root.rglob("*.keep"))
+    assert len(files) == (10 if has_fixed else 5)
+    for path_of_one in files:
+        for damage in (lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1])):
+            data = path_of_one.read_bytes()
+            damage(path_of_one)
+            tree = Tree(1 << 30, has_fixed, DiskStore(store.root))
+            prefill(tree, build(LONG))
+            tree.check()
+            assert tree.nbytes == counted(tree)
+            assert found(tree, build(LONG)).length == 11
+            tree.store.flush()  # type: ignore[union-attr]
+            # What was not needed was not read either: only that may still be damaged.
+            assert all(str(path_of_one) in line for line in DiskStore(store.root).check())
+            path_of_one.write_bytes(data)
+
+
+def other_ids(tensors: dict[str, Any], record: dict[str, Any]) -> None:
+    tensors["ids"] = tensors["ids"] + 1
+
+
+LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "other ids": other_ids,
+    "no ids": lambda tensors, record: tensors.pop("ids"),
+    "other media": lambda tensors, record: record.update(spans=[[0, 2, "0" * 64, 0]]),
+    "media where there are none": lambda tensors, record: record["spans"].append([0, 1, "x", 0]),
+    "no media": lambda tensors, record: record.pop("spans"),
+    "another parent": lambda tensors, record: record.update(parent="0" * 64),
+    "no parent": lambda tensors, record: record.pop("parent"),
+    "another start": lambda tensors, record: record.update(start=record["start"] + 1),
+    "another end": lambda tensors, record: record.update(end="7"),
+    "a row too few": lambda tensors, record: tensors.update(
+        {"kv/kv": tensors["kv/kv"][:, :, 1:].clone()}
+    ),
+    "a scalar": lambda tensors, record: tensors.update({"kv/kv": torch.zeros(())}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_sealed_snapshot_of_something_else_is_rejected(
+    written: tuple[DiskStore, bool], lie: str
+) -> None:
+    """All digests hold and the name is right: only what the file says of its path is false."""
+    store, has_fixed = written
+    for file in sorted(store.root.glob("snapshot/*/*.keep")):
+        data = file.read_bytes()
+        tensors, record = tensorfile.read(file, "snapshot", FORMAT)
+        LIES[lie](tensors, record)
+        tensorfile.write(file, "snapshot", FORMAT, tensors, record)
+        tree = Tree(1 << 30, has_fixed, DiskStore(store.root))
+        match = prefill(tree, build(LONG))
+        assert match.length < record["start"] + 3 if isinstance(record.get("start"), int) else True
+        assert match.length < 11
+        tree.check()
+        file.write_bytes(data)
+
+
+def test_a_snapshot_under_another_name_is_rejected(written: tuple[DiskStore, bool]) -> None:
+    """The same stretch behind another past: same ids, same place, other values."""
+    store, has_fixed = written
+    twin = "12.A2.22.1"
+    other = DiskStore(store.root / "other")
+    prefill(Tree(1 << 30, has_fixed, other), build(twin))
+    other.flush()
+    digests = {}
+    for letters in (LONG, twin):
+        tree = Tree(1 << 30, has_fixed)
+        prefill(tree, build(letters))
+        digests[letters] = [n.digest for n in found(tree, build(letters)).node.chain()]
+    for mine, theirs in zip(digests[LONG], digests[twin], strict=True):
+        for kind in ("snapshot", "state") if has_fixed else ("snapshot",):
+            source = other._path(kind, theirs)
+            store._path(kind, mine).write_bytes(source.read_bytes())
+    tree = Tree(1 << 30, has_fixed, DiskStore(store.root))
+    assert prefill(tree, build(LONG)).length == 0  # its values were compared with LONG's own
+    tree.check()

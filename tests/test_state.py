@@ -1,0 +1,123 @@
+"""Capture and restore equal recompute, for every kind of layer that is supported.
+
+The suite itself ships in `keepsight.testing`; here it meets tiny models with random weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hostile import one_thread
+from transformers import DynamicCache, PreTrainedModel
+
+from keepsight.errors import UnsupportedModel
+from keepsight.state import Shape
+from keepsight.testing import StateTests
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@functools.cache
+def build(name: str, dtype: torch.dtype, *kinds: str, **options: Any) -> PreTrainedModel:
+    """A tiny model with weights so large that each token it saw shows in its logits."""
+    torch.manual_seed(0)
+    if kinds:
+        options["layer_types"] = [f"{kind}_attention" if kind != "conv" else kind for kind in kinds]
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **options})
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, 1.5 / weight.shape[1] ** 0.5)
+    return model.to(dtype).eval()
+
+
+class TestFull(StateTests):
+    def make_model(self) -> PreTrainedModel:
+        return build("Llama", torch.float32)
+
+
+class TestFullInBfloat16(StateTests):
+    def make_model(self) -> PreTrainedModel:
+        return build("Llama", torch.bfloat16)
+
+
+class TestSliding(StateTests):
+    """The window is shorter than the prompt, and longer than its first chunk."""
+
+    def make_model(self) -> PreTrainedModel:
+        return build("Mistral", torch.float32, sliding_window=10)
+
+
+class TestSlidingAndFull(StateTests):
+    def make_model(self) -> PreTrainedModel:
+        return build("Gemma3Text", torch.float32, "sliding", "full", sliding_window=6)
+
+
+class TestLinearAndFull(StateTests):
+    def make_model(self) -> PreTrainedModel:
+        return build("Qwen3_5Text", torch.float32, "linear", "full", **LINEAR)
+
+
+class TestLinearAndFullInBfloat16(StateTests):
+    def make_model(self) -> PreTrainedModel:
+        return build("Qwen3_5Text", torch.bfloat16, "linear", "full", **LINEAR)
+
+
+class TestConvolutionAndFull(StateTests):
+    def make_model(self) -> PreTrainedModel:
+        return build("Lfm2", torch.float32, "conv", "full")
+
+
+def test_kinds_are_read_off_the_cache_that_upstream_builds() -> None:
+    assert Shape.of(TestFull().make_model()).kinds == ("full", "full")
+    assert Shape.of(TestSlidingAndFull().make_model()).kinds == ("sliding", "full")
+    assert Shape.of(TestLinearAndFull().make_model()).kinds == ("linear", "full")
+    assert not Shape.of(TestFull().make_model()).has_fixed
+    assert Shape.of(TestSliding().make_model()).has_fixed
+
+
+def test_kinds_that_nobody_has_shown_exact_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Novel(transformers.cache_utils.DynamicLayer):
+        pass
+
+    def cache(config: Any) -> Any:
+        return type("Cache", (), {"layers": [*layers, Novel()]})
+
+    layers = DynamicCache(config=TestFull().make_model().config).layers
+    monkeypatch.setattr("keepsight.state.DynamicCache", cache)
+    with pytest.raises(UnsupportedModel, match="Novel"):
+        Shape.of(TestFull().make_model())
+    layers.clear()
+    monkeypatch.setattr(
+        "keepsight.state.DynamicCache", lambda config: type("C", (), {"layers": []})
+    )
+    with pytest.raises(UnsupportedModel, match="none"):
+        Shape.of(TestFull().make_model())
