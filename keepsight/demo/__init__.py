@@ -1,0 +1,1 @@
+"""The tiny trained models, the pictures they know, and the tour that shows what they remember."""

@@ -1,0 +1,10 @@
+"""`python -m keepsight` is the `keepsight` command.
+
+For environments where the command is not on the path, and for the demo, which starts a second
+process with the interpreter it runs under.
+"""
+
+from keepsight.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""The command line: one table of commands, each a thin door to a plain function.
+
+torch and Transformers are imported inside the commands, so `keepsight --help` answers at once.
+Every option is honoured or refused by name; an error is one line on stderr and exit code 2, and
+exit code 1 means that a command worked and did not like what it found.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keepsight import __version__, housekeeping, progress
+from keepsight.errors import InputError
+from keepsight.options import (
+    DeviceMap,
+    Dtype,
+    Grain,
+    Images,
+    Json,
+    MaxPixels,
+    MaxTokens,
+    MinPixels,
+    Model,
+    Prompt,
+    Seed,
+    ShowReport,
+    Store,
+    Temperature,
+    TopP,
+    decoding,
+    load,
+)
+from keepsight.terminal import (
+    ErrorsByName,
+    console,
+    json_line,
+    plain,
+    report_table,
+    table,
+)
+
+app = typer.Typer(
+    cls=ErrorsByName,
+    help="Memory for vision-language models. Look once, remember.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(housekeeping.app, name="cache")
+
+
+def main() -> None:
+    """The `keepsight` command."""
+    app(prog_name="keepsight")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"keepsight {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# -- asking ------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where generated files go.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option(min=0, help="Other pictures.")] = 1,
+) -> None:
+    """See a vision-language model remember pictures; no network, under two minutes."""
+    from keepsight.demo import tour
+
+    tour.run(console(), out, seed)
+
+
+@app.command()
+def ask(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar='[IMAGE]... "QUESTION"', show_default=False)
+    ] = None,
+    model: Model = "demo",
+    image: Images = None,
+    prompt: Prompt = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    store: Store = None,
+    grain: Grain = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    as_json: Json = False,
+    report: ShowReport = False,
+) -> None:
+    """One question about any number of images; the answer comes as it is made."""
+    images, question = _question(words or [], image or [], prompt)
+    options = decoding(max_tokens, temperature, top_p, seed)
+    from keepsight.render import user_message
+    from keepsight.shell import open_image
+
+    messages = [user_message(question, [open_image(name) for name in images])]
+    out = console()
+    with load(model, dtype, device_map, store, grain, (min_pixels, max_pixels)) as vlm:
+        if as_json:
+            reply = vlm.chat(messages, **options)
+            usage, told = vars(reply.usage), reply.report.to_dict()
+            json_line(
+                {"text": reply.text, "finish_reason": reply.finish_reason, "usage": usage}
+                | ({"report": told} if report else {})
+            )
+            return
+        for piece in vlm.stream(messages, **options):
+            out.out(plain(piece.text), end="", highlight=False)
+            if piece.report is not None:
+                out.print()
+                if report:
+                    out.print(report_table(piece.report))
+
+
+def _question(words: list[str], images: list[str], prompt: str | None) -> tuple[list[str], str]:
+    """Images and question; the last word is the question unless `--prompt` gives it."""
+    images = [*images, *(words if prompt is not None else words[:-1])]
+    if prompt is None and not words:
+        raise InputError('there is no question; write: keepsight ask IMAGE "What is it?"')
+    question = words[-1] if prompt is None else prompt
+    if prompt is None and (
+        os.path.isfile(question) or question.startswith(("http://", "https://"))
+    ):
+        raise InputError(f'{question} is an image; write: keepsight ask {question} "What is it?"')
+    return images, question
+
+
+@app.command()
+def chat(
+    model: Model = "demo",
+    image: Images = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    store: Store = None,
+    grain: Grain = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    report: ShowReport = False,
+) -> None:
+    """A conversation; /help lists what else can be done in it."""
+    options = decoding(max_tokens, temperature, top_p, seed)
+    from keepsight.shell import Shell
+
+    history = Path(store).expanduser() / "chat-history" if store else None
+    with load(model, dtype, device_map, store, grain, (min_pixels, max_pixels)) as vlm:
+        shell = Shell(vlm, console(), options, history=history, reports=report)
+        for name in image or []:
+            shell.image(name)
+        shell.run()
+
+
+# -- packages ----------------------------------------------------------------------------------
+
+
+@app.command()
+def encode(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, globs.")
+    ],
+    to: Annotated[Path, typer.Option("--to", help="Folder for the .sight files.")],
+    model: Model = "demo",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    store: Store = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    as_json: Json = False,
+) -> None:
+    """Images to .sight files, one for each different image; run it again to resume."""
+    from keepsight import encode as room
+
+    found = room.find_images(sources)
+    if found.left_out:
+        console(stderr=True).print(f"{found.left_out} files without an image suffix left out")
+    with load(model, dtype, device_map, store, pixels=(min_pixels, max_pixels)) as vlm:
+        results = room.encode_paths(found.images, vlm, to)
+        tally = progress.Tally(len(found.images))
+        for result in progress.shown(results, tally, console(stderr=True)):
+            if as_json:
+                json_line(result.to_dict())
+    if as_json:
+        json_line(tally.to_dict())
+    else:
+        console().print(f"{tally}\nin {to}")
+    for path, error in tally.broken:
+        console(stderr=True).print(plain(f"broken: {path}: {error}"), style="red")
+    raise typer.Exit(1 if tally.broken else 0)
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="A .sight or .keep file.")], as_json: Json = False
+) -> None:
+    """What a package or saved session is, what it is bound to, and whether it is sound."""
+    from keepsight import show as room
+
+    described = room.describe(file)
+    if as_json:
+        json_line(described)
+    else:
+        console().print(room.render(described))
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="As --model of other commands.")] = "demo",
+    image: Images = None,
+    prompt: Prompt = None,
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    store: Store = None,
+    grain: Grain = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+) -> None:
+    """Cold against warm, and against stock Transformers, on your own model and images."""
+    import random
+
+    from keepsight.demo.scene import Scene
+    from keepsight.render import user_message
+    from keepsight.shell import open_image
+
+    images: list[Any] = [open_image(name) for name in image or []]
+    images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
+    question = prompt or ("Compare the pictures." if len(images) == 2 else "Describe the picture.")
+    with load(model, dtype, device_map, store, grain, (min_pixels, max_pixels)) as vlm:
+        found = vlm.verify([user_message(question, images)], stock=True)
+    shown = table("compared", "same", "largest difference", right=("largest difference",))
+    shown.add_row(
+        f"warm with cold, bit for bit ({found.cached_tokens} of {found.prompt_tokens} reused)",
+        "yes" if found.equal else "NO",
+        f"{found.max_difference:.3g}",
+    )
+    shown.add_row(
+        "warm with stock Transformers, next token",
+        "yes" if found.stock_same_tokens else "NO",
+        f"{found.stock_max_difference:.3g} on logits up to {found.stock_scale:.3g}",
+    )
+    console().print(shown)
+    json_line(found.to_dict() | {"ok": bool(found)})
+    raise typer.Exit(0 if found else 1)
+
+
+@app.command()
+def families(as_json: Json = False) -> None:
+    """The model types that Keepsight serves exactly."""
+    from keepsight.families import SUPPORTED
+
+    rows = {
+        name: (f"{family.__module__}.{family.__name__}", (family.__doc__ or "").split("\n")[0])
+        for name, family in sorted(SUPPORTED.items())
+    }
+    if as_json:
+        json_line(
+            [{"model_type": n, "family": f, "about": about} for n, (f, about) in rows.items()]
+        )
+        return
+    shown = table("model type", "served by", "about")
+    for name, (family, about) in rows.items():
+        shown.add_row(name, family.removeprefix("keepsight."), about)
+    console().print(shown)
+
+
+@app.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "help_option_names": [],
+    }
+)
+def bench(context: typer.Context) -> None:
+    """Measure against stock Transformers and against the limit; `bench --help` has its options."""
+    import importlib
+
+    room = importlib.import_module("keepsight.bench")
+    raise typer.Exit(room.main(list(context.args)))

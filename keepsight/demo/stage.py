@@ -1,0 +1,181 @@
+"""What the demo shows things with: the pictures of one run, and how a turn is printed.
+
+The acts are in `tour.py`; here is only what several of them need.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from PIL import Image
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from keepsight.demo.scene import Scene, difference
+from keepsight.errors import StoreError
+from keepsight.report import Reply
+from keepsight.terminal import plain, share_bar, table, thumbnail
+
+PICTURES = 4
+_INDENT = " " * 7
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One turn of the script: what is asked, with which new pictures, and what would be right."""
+
+    text: str
+    new: tuple[int, ...]
+    truth: str
+
+
+@dataclass
+class Turn:
+    """What one turn came to: times are milliseconds from the question to the first token."""
+
+    reply: Reply
+    ms: float
+    stock_ms: float
+    stock_text: str
+
+    @property
+    def same(self) -> bool:
+        """Whether stock, computing everything, says the same."""
+        return self.reply.text.strip() == self.stock_text
+
+
+def scenes_of(seed: int) -> list[Scene]:
+    """Pictures that all show different things, so that every question has one answer."""
+    rng = random.Random(seed)
+    scenes: list[Scene] = []
+    while len(scenes) < PICTURES:
+        scene = Scene(rng)
+        if scene.name not in [other.name for other in scenes]:
+            scenes.append(scene)
+    return scenes
+
+
+def script(scenes: Sequence[Scene]) -> list[Ask]:
+    """A conversation about the pictures, with the truth as the scenes tell it."""
+    a, b = scenes[0], scenes[1]
+    both = f"Picture 1 shows a {a.name}, picture 2 shows a {b.name}. {difference(a, b)}"
+    listed = " ".join(f"{i}: {scene.name}." for i, scene in enumerate(scenes, 1))
+    place = b.place[0].upper() + b.place[1:]
+    return [
+        Ask("Compare the pictures.", (0, 1), both),
+        Ask("What color is the shape in picture 1?", (), f"{a.color.capitalize()}."),
+        Ask("List the pictures.", (2, 3), listed),
+        Ask(f"Which picture shows a {scenes[2].name}?", (), "Picture 3."),
+        Ask("Where is the shape in picture 2?", (), f"{place}."),
+    ]
+
+
+@dataclass
+class Stage:
+    """Where to print, where files go, and the pictures of this run."""
+
+    console: Console
+    out: Path
+    scenes: list[Scene]
+    pictures: list[Path] = field(default_factory=list)
+    made: list[Path] = field(default_factory=list)
+
+    def draw(self) -> None:
+        """Put the pictures in files."""
+        folder = self.out / "pictures"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for number, scene in enumerate(self.scenes, 1):
+                path = folder / f"picture-{number}.png"
+                scene.draw().save(path)
+                self.pictures.append(path)
+                self.made.append(path)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """One line."""
+        self.console.print(Text(plain(text), style), soft_wrap=True)
+
+    def act(self, title: str, about: str) -> None:
+        """The heading of an act."""
+        self.console.print()
+        self.console.print(Rule(Text(title, "bold"), align="left"))
+        self.console.print(Text(about, "dim"))
+        self.console.print()
+
+    def exchange(self, asked: str, reply: Reply, truth: str | None = None) -> None:
+        """A question and its answer, with what was reused for it."""
+        self.console.print(Text.assemble(("you    ", "bold cyan"), asked))
+        right = reply.text.strip() == truth
+        mark = "" if truth is None else "✓ " if right else "✗ "
+        self.console.print(
+            Text.assemble(
+                ("model  ", "bold magenta"),
+                (mark, "green" if right else "red"),
+                plain(reply.text),
+                "" if truth is None or right else (f"  (it is: {truth})", "red"),
+            )
+        )
+        report, usage = reply.report, reply.usage
+        told = f" {report.cached_tokens} of {report.prompt_tokens} tokens reused"
+        if usage.images:
+            told += f", {usage.images_encoded} of {usage.images} pictures looked at"
+        bar = share_bar(report.cached_tokens, report.prompt_tokens)
+        self.console.print(Text.assemble(_INDENT, bar, told))
+
+    def turn(self, ask: Ask, turn: Turn) -> None:
+        """One turn of the conversation, beside stock."""
+        if ask.new:
+            self.show_pictures(ask.new)
+        self.exchange(ask.text, turn.reply, ask.truth)
+        words = "the same words" if turn.same else f"OTHER words: {turn.stock_text}"
+        stock = f"stock {turn.stock_ms:.0f} ms, {words}"
+        self.say(f"{_INDENT}first token after {turn.ms:.0f} ms; {stock}\n", "dim")
+
+    def show_pictures(self, numbers: Sequence[int]) -> None:
+        """Small pictures where the terminal has colours; their names everywhere."""
+        paths = [self.pictures[i] for i in numbers]
+        if self.console.color_system is not None:
+            row = Table.grid(padding=(0, 3))
+            row.add_row(" " * 4, *(thumbnail(Image.open(path)) for path in paths))
+            self.console.print(row)
+        for i, path in zip(numbers, paths, strict=True):
+            scene = self.scenes[i]
+            self.say(f"{_INDENT}{path.name}, {scene.width}x{scene.height}", "dim")
+
+    def verdict(self, who: str, text: str, verdict: str, right: bool) -> None:
+        """Who answered, how that compares with the truth, and what was said."""
+        style = "green" if right else "red"
+        mark = "✓ " if right else "✗ "
+        self.console.print(Text.assemble((mark, style), (who, "bold"), ": ", (verdict, style)))
+        self.console.print(Text(f"     {plain(text)}"))
+
+
+def times(runs: Sequence[Sequence[Turn]]) -> Table:
+    """Tokens and times of each turn, as medians over the runs."""
+    right = ("prompt", "reused", "computed", "looked at", "first token", "stock", "ratio")
+    title = f"medians of {len(runs)} runs; time is from the question to the first token"
+    shown = table("turn", *right, right=right, title=title)
+    for number, turns in enumerate(zip(*runs, strict=True), 1):
+        ms = statistics.median(turn.ms for turn in turns)
+        stock = statistics.median(turn.stock_ms for turn in turns)
+        prompt = turns[0].reply.report.prompt_tokens
+        reused = round(statistics.median(turn.reply.report.cached_tokens for turn in turns))
+        encoded = round(statistics.median(turn.reply.usage.images_encoded for turn in turns))
+        tokens = (prompt, reused, prompt - reused)
+        looked = f"{encoded} of {turns[0].reply.usage.images}"
+        shown.add_row(
+            *map(str, (number, *tokens)),
+            looked,
+            f"{ms:.0f} ms",
+            f"{stock:.0f} ms",
+            f"{stock / ms:.1f}x",
+        )
+    return shown

@@ -1,0 +1,162 @@
+"""Plain Transformers on the same model: what the demo is measured against, and what people try.
+
+Nothing of Keepsight is used here: files are opened, the processor is called and `generate` runs, as
+in any tutorial. `attempts` are the ways in which one would add a picture to a conversation whose
+`past_key_values` were kept; each is run for real and its outcome is whatever comes.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+Message = dict[str, Any]
+_TOKENS = 96  # more than any answer of the demo models has
+_MEDIA = ("pixel_values", "image_grid_thw")
+CLOSE = 1e-3  # logits this close come from the same computation in another order
+
+
+@dataclass
+class Heard:
+    """One answer of stock `generate`."""
+
+    text: str
+    logits: torch.Tensor  # of the first token
+    cache: Any  # past_key_values
+    ids: torch.Tensor  # prompt and answer; the cache holds all of them but the last
+
+
+@dataclass
+class Outcome:
+    """What came of one attempt, next to the answer computed afresh."""
+
+    attempt: str
+    text: str  # the answer, or the exception
+    verdict: str
+    right: bool
+
+
+class Stock:
+    """`model.generate` and a processor; the cache is handed over by whoever asks."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self._model, self._processor = model, processor
+
+    def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
+        """The processor's output for a whole conversation; pictures are paths in it."""
+        pictures = [
+            Image.open(part["image"]).convert("RGB")
+            for message in messages
+            for part in message["content"]
+            if part["type"] == "image"
+        ]
+        text = self._processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return dict(self._processor(text=[text], images=pictures or None, return_tensors="pt"))
+
+    def first_token_ms(self, messages: Sequence[Message]) -> float:
+        """From the messages to the first token, everything computed."""
+        start = time.perf_counter()
+        self._model.generate(**self.inputs(messages), max_new_tokens=1, do_sample=False)
+        return 1e3 * (time.perf_counter() - start)
+
+    def answer(self, inputs: dict[str, torch.Tensor], **options: Any) -> Heard:
+        """The whole answer to one prompt."""
+        output = self._model.generate(
+            **inputs,
+            **{"max_new_tokens": _TOKENS, "do_sample": False} | options,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        ids = output.sequences[0, inputs["input_ids"].shape[1] :]
+        return Heard(
+            self.text(ids), output.logits[0], output.past_key_values, output.sequences[0, :-1]
+        )
+
+    def text(self, ids: torch.Tensor) -> str:
+        """What some tokens say."""
+        said: str = self._processor.tokenizer.decode(ids, skip_special_tokens=True)
+        return said.strip()
+
+    # -- the obvious attempts --------------------------------------------------------------------
+
+    def attempts(self, first: list[Message], second: list[Message]) -> Iterator[Outcome]:
+        """Answer `second` from the cache that `first` left, in every obvious way."""
+        begun = self.inputs(first)
+        kept = self.answer(begun)
+        whole = self.inputs(second)
+        fresh = self.answer(whole)
+        new = self.inputs(second[-1:])  # the processor's output for the new turn alone
+        only_new = whole | {name: new[name] for name in _MEDIA}
+        length = len(kept.ids)
+        suffix = {name: t[:, length:] for name, t in whole.items() if name not in _MEDIA}
+        suffix |= {name: new[name] for name in _MEDIA}
+        full_mask = suffix | {"attention_mask": whole["attention_mask"]}
+        for attempt, inputs in (
+            ("the whole conversation, both pictures", whole),
+            ("the whole conversation, pixels of the new picture only", only_new),
+            ("only the new tokens, with their own mask", suffix),
+            ("only the new tokens, with the mask of all", full_mask),
+        ):
+            self.answer(begun, max_new_tokens=1)  # the model keeps the positions of its last call
+            yield self._try(attempt, inputs, kept, whole, fresh)
+
+    def interrupted(
+        self, first: list[Message], second: list[Message], between: list[Message]
+    ) -> Outcome:
+        """A question about a picture that is in the cache, after another conversation ran."""
+        kept = self.answer(self.inputs(first))
+        whole = self.inputs(second)
+        fresh = self.answer(whole)
+        self.answer(self.inputs(between), max_new_tokens=1)
+        text_only = {name: t for name, t in whole.items() if name not in _MEDIA}
+        return self._try("the whole conversation, no pixels", text_only, kept, whole, fresh)
+
+    def _try(
+        self,
+        attempt: str,
+        inputs: dict[str, Any],
+        kept: Heard,
+        whole: dict[str, torch.Tensor],
+        fresh: Heard,
+    ) -> Outcome:
+        if not torch.equal(whole["input_ids"][0, : len(kept.ids)], kept.ids):
+            # An answer read back may be tokenized differently; that would be no fair attempt.
+            return Outcome(
+                attempt, "", "not tried: the prompt does not begin with the cache", False
+            )
+        try:
+            heard = self.answer(inputs, past_key_values=copy.deepcopy(kept.cache))
+        except Exception as error:  # whatever upstream raises is what is shown
+            said = f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(": ")
+            return Outcome(attempt, said, "crashes", False)
+        return Outcome(attempt, heard.text, *judge(heard.text, heard.logits, fresh))
+
+
+def judge(text: str, logits: torch.Tensor, fresh: Heard) -> tuple[str, bool]:
+    """Compare an answer with the one computed afresh, in its words and in its logits."""
+    gap = float((logits.float() - fresh.logits.float()).abs().max())
+    if text != fresh.text:
+        return f"wrong: other words (logits off by {gap:.2g})", False
+    if gap > CLOSE:
+        return f"wrong: same words, but logits off by {gap:.2g}", False
+    return f"right (logits within {gap:.0e})", True
+
+
+def question(text: str, pictures: Sequence[Path] = ()) -> Message:
+    """One user turn, as stock Transformers and Keepsight both take it."""
+    parts: list[Message] = [{"type": "image", "image": str(path)} for path in pictures]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def answer(text: str) -> Message:
+    """One turn of the model."""
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}

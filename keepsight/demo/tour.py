@@ -1,0 +1,267 @@
+"""`keepsight demo`: four short acts in which a model remembers pictures. Nothing printed is canned.
+
+Every answer, time and exception comes from running the model, beside stock Transformers on the very
+same model object. One thread is used throughout: the models are tiny, and a machine that has
+something else to do then disturbs both sides least.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.text import Text
+from transformers.utils import logging
+
+import keepsight as ks
+from keepsight import show
+from keepsight.demo.scene import Scene
+from keepsight.demo.stage import Ask, Stage, Turn, scenes_of, script, times
+from keepsight.demo.stock import Heard, Outcome, Stock, answer, judge, question
+from keepsight.errors import KeepsightError
+from keepsight.report import Reply
+from keepsight.store import DiskStore
+from keepsight.terminal import bytes_text, table
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+_RUNS = 5  # the table of act 1 shows medians of so many
+_TOKENS = 96  # more than any answer has
+
+
+def run(console: Console, out: Path, seed: int = 1) -> None:
+    """The whole show."""
+    began = time.perf_counter()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with _one_thread():
+        stage = Stage(console, out.expanduser(), scenes_of(seed))
+        stage.draw()
+        _opening(stage)
+        with ks.load("demo", dtype="float32", store="") as vlm:
+            stock = Stock(vlm.model, vlm.processor)
+            _conversation(stage, vlm, stock)
+            _one_more_picture(stage, vlm, stock)
+            _package(stage, vlm)
+        _restart(stage)
+    _closing(stage, time.perf_counter() - began)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _opening(stage: Stage) -> None:
+    stage.say("Keepsight: look once, remember.", "bold")
+    versions = f"torch {torch.__version__}, Transformers {transformers.__version__}"
+    stage.say(f"{platform.machine()}, one thread, float32, {versions}", "dim")
+    about = (
+        "Two tiny models come with the package. They were trained on pictures of one coloured "
+        "shape, and what they say is what they see: ✓ is right, ✗ is wrong, with Keepsight and "
+        "without it alike. To so small a model 200 tokens cost hardly more than 20, so look at the "
+        "tokens here; `keepsight bench` measures times at sizes that matter."
+    )
+    stage.console.print(Text(about, "dim"))
+
+
+# -- act 1 -------------------------------------------------------------------------------------
+
+
+def _conversation(stage: Stage, vlm: VLM, stock: Stock) -> None:
+    stage.act(
+        "1  A conversation over several pictures",
+        "Each turn is answered by Keepsight, and by stock Transformers, which looks at all the "
+        "pictures and reads the whole conversation again.",
+    )
+    asks = script(stage.scenes)
+    _warm_up(stage, vlm, stock)
+    runs: list[list[Turn]] = []
+    for number in range(_RUNS):
+        vlm.clear()
+        session, turns = vlm.session(), []
+        for ask, turn in _play(stage, session, stock, asks):
+            turns.append(turn)
+            if number == 0:
+                stage.turn(ask, turn)
+        if number == 0:
+            stage.made.append(session.save(stage.out / "conversation.keep"))
+        runs.append(turns)
+    stage.console.print(times(runs))
+    same = sum(turn.same for turns in runs for turn in turns)
+    total = _RUNS * len(asks)
+    stage.say(f"{same} of {total} answers are, word for word, those of stock Transformers.")
+
+
+def _warm_up(stage: Stage, vlm: VLM, stock: Stock) -> None:
+    """First calls in a process pay for things that have nothing to do with either side."""
+    path = stage.out / "pictures" / "warm-up.png"
+    Scene(random.Random(0), (112, 112)).draw().save(path)
+    vlm.ask(path, "Hello!")
+    stock.answer(stock.inputs([question("Hello!", [path])]))
+    path.unlink()
+
+
+def _play(
+    stage: Stage, session: Any, stock: Stock, asks: Sequence[Ask]
+) -> Iterator[tuple[Ask, Turn]]:
+    """The conversation, turn by turn, by both sides."""
+    messages: list[dict[str, Any]] = []
+    for ask in asks:
+        pictures = [stage.pictures[i] for i in ask.new]
+        reply, ms = _timed(session, ask.text, pictures)
+        messages.append(question(ask.text, pictures))
+        stock_ms = stock.first_token_ms(messages)
+        heard = stock.answer(stock.inputs(messages))
+        messages.append(answer(reply.text))
+        yield ask, Turn(reply, ms, stock_ms, heard.text)
+
+
+def _timed(session: Any, text: str, pictures: Sequence[Path]) -> tuple[Reply, float]:
+    """An answer, and the milliseconds from the question to its first token."""
+    start, first = time.perf_counter(), 0.0
+    pieces = []
+    for piece in session.stream(text, list(pictures) or None):
+        first = first or 1e3 * (time.perf_counter() - start)
+        pieces.append(piece)
+    last = pieces[-1]
+    said = "".join(piece.text for piece in pieces)
+    tokens = [piece.token for piece in pieces if piece.token is not None]
+    return Reply(said, last.usage, last.report, tokens, last.finish_reason), first
+
+
+# -- act 2 -------------------------------------------------------------------------------------
+
+
+def _one_more_picture(stage: Stage, vlm: VLM, stock: Stock) -> None:
+    stage.act(
+        "2  Picture 1 is remembered, picture 2 is new",
+        "The same question to Keepsight with its memory, and to stock `generate` with the "
+        "past_key_values of the first prompt, in every obvious way. Right means: the words and the "
+        "logits of computing everything afresh.",
+    )
+    vlm.clear()
+    first = [question("Describe the picture.", stage.pictures[:1])]
+    said = answer(vlm.chat(first).text)
+    second = [*first, said, question("Compare the pictures.", stage.pictures[1:2])]
+    fresh = stock.answer(stock.inputs(second))
+    stage.verdict("stock, no cache", fresh.text, "everything computed afresh", True)
+    _keepsight(stage, vlm, stock, second, fresh)
+    for outcome in stock.attempts(first, second):
+        _attempt(stage, outcome)
+    stage.say("\nTwo conversations in turn: another one about three pictures, then back to this.")
+    between = [question("List the pictures.", stage.pictures[1:])]
+    third = [*first, said, question("Where is the shape in the picture?")]
+    fresh = stock.answer(stock.inputs(third))
+    vlm.chat(between)
+    _keepsight(stage, vlm, stock, third, fresh)
+    _attempt(stage, stock.interrupted(first, third, between))
+
+
+def _keepsight(
+    stage: Stage, vlm: VLM, stock: Stock, messages: list[dict[str, Any]], fresh: Heard
+) -> None:
+    """Keepsight's answer to the very tensors that stock was given."""
+    output: Any = vlm.generate(
+        **stock.inputs(messages),
+        max_new_tokens=_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    length = output.usage.prompt_tokens
+    text = stock.text(output.sequences[0, length:])
+    verdict, right = judge(text, output.logits[0], fresh)
+    reused = f"{output.usage.cached_tokens} of {length} tokens reused"
+    stage.verdict("Keepsight", text, f"{verdict}, {reused}", right)
+
+
+def _attempt(stage: Stage, outcome: Outcome) -> None:
+    who = f"stock with past_key_values and {outcome.attempt}"
+    stage.verdict(who, outcome.text, outcome.verdict, outcome.right)
+
+
+# -- acts 3 and 4 ------------------------------------------------------------------------------
+
+
+def _package(stage: Stage, vlm: VLM) -> None:
+    package: Any = vlm.encode(stage.pictures[0])
+    path = package.save(stage.out / "picture-1.sight")
+    stage.made.append(path)
+    stage.act(
+        "3  A package", f"What the model saw in one picture, as a file: keepsight show {path}"
+    )
+    stage.console.print(show.render(show.describe(path)))
+
+
+def _restart(stage: Stage) -> None:
+    stage.act(
+        "4  A restart",
+        "The other model (demo-hybrid: Qwen3.5, linear attention) answers here, remembers in a "
+        "store, and is closed. Then a new process asks something else about the same pictures.",
+    )
+    folder = stage.out / "store"
+    DiskStore(folder).clear()  # what an earlier demo left would make the first answer warm
+    pictures = stage.pictures[:2]
+    later = f"Which picture shows a {stage.scenes[1].name}?"
+    with ks.load("demo-hybrid", dtype="float32", store=folder) as vlm:
+        asked = script(stage.scenes)[0]
+        stage.show_pictures(asked.new)
+        stage.exchange(asked.text, vlm.ask(pictures, asked.text), asked.truth)
+        vlm.flush()
+        stock = Stock(vlm.model, vlm.processor)
+        fresh = stock.answer(stock.inputs([question(later, pictures)]))
+    kept = bytes_text(DiskStore(folder).stats()["bytes"])
+    stage.say(f"{kept} in {folder}\n", "dim")
+    words = ["ask", *map(str, pictures), later, "--model", "demo-hybrid"]
+    words += ["--dtype", "float32", "--store", str(folder), "--report"]
+    said = _new_process(stage, words)
+    same = said.partition("\n")[0].strip() == fresh.text
+    verdict = "the same words as" if same else f"OTHER words than ({fresh.text})"
+    stage.say(f"{verdict} stock Transformers, computing everything afresh", "dim")
+
+
+def _new_process(stage: Stage, words: list[str]) -> str:
+    """What a second interpreter prints; it shares nothing with this one but the folder."""
+    quoted = " ".join(f'"{word}"' if " " in word else word for word in words)
+    stage.say(f"$ OMP_NUM_THREADS=1 keepsight {quoted}", "bold")
+    start = time.perf_counter()
+    environment = dict(os.environ, OMP_NUM_THREADS="1", COLUMNS=str(stage.console.width))
+    if stage.console.is_terminal:
+        environment["FORCE_COLOR"] = "1"
+    command = [sys.executable, "-m", "keepsight", *words]
+    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    seconds = time.perf_counter() - start
+    if child.returncode:
+        raise KeepsightError(f"the new process failed: {child.stderr.strip()[-600:]}")
+    said = Text.from_ansi(child.stdout.rstrip())
+    stage.console.print(said)
+    stage.say(f"(a process of its own, {seconds:.1f} s, importing torch included)", "dim")
+    return said.plain
+
+
+def _closing(stage: Stage, seconds: float) -> None:
+    stage.act(f"That was it, in {seconds:.0f} seconds", "What was made on the way:")
+    shown = table("file", "size", right=("size",))
+    for path in stage.made:
+        shown.add_row(str(path), bytes_text(path.stat().st_size))
+    store = DiskStore(stage.out / "store").stats()
+    shown.add_row(f"{store['root']} (a store)", bytes_text(store["bytes"]))
+    stage.console.print(shown)
+    stage.say(f"\nGo on: keepsight chat --image {stage.pictures[0]}")

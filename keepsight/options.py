@@ -1,0 +1,98 @@
+"""What the commands share: their options, and what the library is asked for because of them.
+
+Options are named as Transformers and the OpenAI API name them. torch and Transformers are imported
+only where a model is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keepsight.errors import InputError, UnsupportedInput
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="demo, demo-hybrid, a folder, or a hub id.")
+]
+Images = Annotated[
+    list[str] | None, typer.Option("--image", "-i", help="File, URL or .sight; repeatable.")
+]
+Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="The question.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, help="Sample; 0 is greedy. Default: as the checkpoint.")
+]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The seed of sampling.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+DeviceMap = Annotated[str | None, typer.Option(help="Where the model goes: cpu, cuda, auto.")]
+Store = Annotated[
+    str | None,
+    typer.Option(envvar="KEEPSIGHT_STORE", help="Folder to remember in. Default: memory only."),
+]
+Grain = Annotated[int | None, typer.Option(min=1, help="Least tokens between snapshots.")]
+MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge smaller images to this.")]
+MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink larger images to this.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
+ShowReport = Annotated[bool, typer.Option("--report", help="Say what was reused, and why.")]
+
+
+def load(
+    model: str,
+    dtype: str = "auto",
+    device_map: str | None = None,
+    store: str | None = None,
+    grain: int | None = None,
+    pixels: tuple[int | None, int | None] = (None, None),
+    **options: Any,
+) -> VLM:
+    """The model that the options speak of."""
+    from transformers.utils import logging
+
+    import keepsight as ks
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if any(pixels):
+        options["image_options"] = {"size": _pixel_limits(model, *pixels)}
+    if grain is not None:
+        options["grain"] = grain
+    return ks.load(model, dtype=dtype, device_map=device_map, store=store or "", **options)
+
+
+def _pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, int]:
+    """Limits in pixels as Qwen's image processors want them; others mean something else by it."""
+    from keepsight import loading
+
+    processor = loading.load_processor(loading.model_path(model), None).image_processor
+    size: Any = processor.size
+    understood = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
+    if not {"min_pixels", "max_pixels"} <= set(understood):
+        raise UnsupportedInput(
+            f"--min-pixels and --max-pixels: {type(processor).__name__} does not size images by "
+            "their number of pixels; use image_options= in Python"
+        )
+    least = size["shortest_edge"] if least is None else least
+    most = size["longest_edge"] if most is None else most
+    if least > most:
+        raise InputError(f"--min-pixels {least} is more than --max-pixels {most}")
+    return {"shortest_edge": least, "longest_edge": most}
+
+
+def decoding(
+    max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None
+) -> dict[str, Any]:
+    """Options of decoding as the library takes them."""
+    if temperature == 0 and top_p is not None:
+        raise InputError("--top-p has no effect at --temperature 0, which is greedy")
+    options: dict[str, Any] = {}
+    if temperature is not None or top_p is not None:
+        options["do_sample"] = temperature != 0
+    if temperature:
+        options["temperature"] = temperature
+    given = {"max_new_tokens": max_tokens, "top_p": top_p, "seed": seed}
+    return options | {name: value for name, value in given.items() if value is not None}

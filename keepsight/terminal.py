@@ -1,0 +1,122 @@
+"""What the command line and the demo print with: a console, errors by name, tables, thumbnails.
+
+Nothing heavy is imported here, so `keepsight --help` stays quick. Text from files and models goes
+through `plain` first: a file must not be able to move the cursor of whoever looks at it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console, Group
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from keepsight.errors import KeepsightError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from keepsight.report import Report
+
+_WIDTH_WITHOUT_TERMINAL = 100
+_BOX: Any = 4  # PIL.Image.Resampling.BOX, without importing PIL for every `--help`
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class ErrorsByName(TyperGroup):
+    """A group of commands whose Keepsight errors are one line on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what Keepsight raises on purpose needs no traceback."""
+        try:
+            return super().invoke(ctx)
+        except KeepsightError as error:
+            typer.echo(f"error: {plain(str(error))}", err=True)
+            raise typer.Exit(2) from None
+
+
+def console(stderr: bool = False) -> Console:
+    """A console for one command. It looks at the streams of now, which tests exchange."""
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    fixed = None if terminal or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
+    return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)
+
+
+def plain(text: str) -> str:
+    """The text without control characters; line ends and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def json_line(data: Any) -> None:
+    """One line for machines, on standard output."""
+    typer.echo(json.dumps(data, default=str))
+
+
+def bytes_text(size: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    step = 0
+    while size >= 1024 and step < len(_UNITS) - 1:
+        size, step = size / 1024, step + 1
+    return f"{size:.{1 if step else 0}f} {_UNITS[step]}"
+
+
+def age_text(seconds: float) -> str:
+    """`7300` as `2 h`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:
+    """A table in the one style of this program; columns named in `right` hold numbers."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def report_table(report: Report) -> Group:
+    """A report as `print(report)` gives it, in columns and colours."""
+    share = 100 * report.cached_tokens // max(1, report.prompt_tokens)
+    title = f"{report.prompt_tokens} prompt tokens, {report.cached_tokens} reused ({share} %)"
+    made = table("tokens", "what", "status", "why", "features", title=title)
+    for s in report.segments:
+        name = s.kind if s.medium is None else f"{s.kind} {s.medium + 1}"
+        status = Text(s.status, style="green" if s.status == "reused" else "yellow")
+        made.add_row(f"{s.start}-{s.end}", name, status, s.reason, s.features or "")
+    stages = ", ".join(f"{name} {ms:.1f}" for name, ms in report.milliseconds.items())
+    lines = [f"ms: {stages}"] if stages else []
+    lines += [f"note: {note}" for note in report.notes]
+    return Group(made, *(Text(plain(line), "dim") for line in lines))
+
+
+def share_bar(part: int, whole: int, width: int = 24) -> Text:
+    """How much of `whole` is `part`: green for reused, yellow for computed."""
+    filled = round(width * part / whole) if whole else 0
+    return Text.assemble(("█" * filled, "green"), ("░" * (width - filled), "yellow"))
+
+
+def thumbnail(picture: Image, width: int = 16) -> Text:
+    """A picture in half blocks: each character is two pixels, one above the other."""
+    height = max(2, 2 * round(width * picture.height / picture.width / 2))
+    small = picture.convert("RGB").resize((width, height), _BOX)
+    text = Text()
+    for y in range(0, height, 2):
+        for x in range(width):
+            upper, lower = _rgb(small, x, y), _rgb(small, x, y + 1)
+            text.append("▀", Style.parse(f"{upper} on {lower}"))
+        text.append("\n" if y + 2 < height else "")
+    return text
+
+
+def _rgb(picture: Image, x: int, y: int) -> str:
+    pixel: Any = picture.getpixel((x, y))
+    return f"rgb({pixel[0]},{pixel[1]},{pixel[2]})"
