@@ -180,7 +180,7 @@ class Session:
         memory = self._vlm.memory
         prompt: Prompt = self._vlm.render(self.messages, generate=False)
         cuts = prompt.boundaries(memory.rule)
-        after = {a: b for a, b in zip([0, *cuts], cuts, strict=False)}
+        after = dict(zip([0, *cuts], cuts, strict=False))
         match = memory.tree.match(namespace, prompt, after.get)
         node = match.node
         if node.terminal and node.parent is not None:

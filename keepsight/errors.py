@@ -10,7 +10,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   ├── MessagesError                  the shape of a conversation
     │   ├── PlaceholderMismatch            more images than placeholders, or the reverse
     │   ├── PromptTooLong                  longer than the model's context
-    │   └── UnsupportedInput               understood, but impossible here (video without its libraries)
+    │   └── UnsupportedInput               understood, but impossible here, such as video
     ├── UnknownOption (TypeError)          a keyword nobody listens to; suggests the nearest one
     ├── FileError (ValueError)             a `.sight` or `.keep` file
     │   ├── NotKeepsightFile               not one of ours, or truncated before its header
@@ -19,7 +19,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   └── WrongIdentity                  sound, but made for other weights, settings or model
     ├── StoreError (OSError)               a store folder that cannot be used
     ├── ModelError (RuntimeError)          the model itself
-    │   ├── UnsupportedModel               a family or cache layer that is not (yet) shown to be exact
+    │   ├── UnsupportedModel               a family or cache layer not (yet) shown to be exact
     │   └── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
     ├── Closed (RuntimeError)              used after `close()`
     └── MissingExtra (ImportError)         an optional library is not installed

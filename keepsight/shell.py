@@ -10,7 +10,7 @@ import difflib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,10 +99,9 @@ class Shell:
         if self.history is None:
             return
         path = str(self.history)
-        try:
-            readline.read_history_file(path)
-        except OSError:
+        with suppress(OSError):  # a store that cannot be written is told by the store itself
             self.history.parent.mkdir(parents=True, exist_ok=True)
+            readline.read_history_file(path)
         atexit.register(_write_history, readline, path)
 
     def _say(self, text: str) -> None:
@@ -239,7 +238,5 @@ def _no_argument(name: str, rest: str) -> None:
 
 
 def _write_history(readline: Any, path: str) -> None:
-    try:
+    with suppress(OSError):  # the history of a chat is not worth a traceback at its end
         readline.write_history_file(path)
-    except OSError:
-        return  # the history of a chat is not worth a traceback at its end

@@ -7,6 +7,7 @@ package. Each snapshot is in the tree as soon as it stands, so a client who hang
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from keepsight.engine import Run
 from keepsight.errors import KeepsightError
 from keepsight.generation import Sampler, check_length, decode, sampler
 from keepsight.memory import Memory
-from keepsight.package import Package
 from keepsight.node import Node
+from keepsight.package import Package
 from keepsight.prefix import Known, Match
 from keepsight.prompt import Prompt
 from keepsight.report import Report, Segment, Usage
@@ -205,7 +206,7 @@ class Turn:
         reasons = self._reasons()
         edges = sorted({0, self.match.length, *(start for start, _ in reasons), len(self.prompt)})
         tier = "whole prompt" if self.match.logits is not None else self.match.tier
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             reused = end <= self.match.length
             why = tier if reused else next(r for s, r in reversed(reasons) if s <= start)
             for a, b, medium in self.prompt.pieces(start, end):
