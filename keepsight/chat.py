@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from keepsight import tensorfile
-from keepsight.errors import DamagedFile, InputError
+from keepsight.errors import DamagedFile, InputError, KeepsightError
 from keepsight.node import Node
 from keepsight.package import Package
 from keepsight.prefix import Tree
@@ -143,7 +144,7 @@ class Session:
                 "vision_weights": vlm.memory.weights.vision,
                 "about": vlm.memory.vision.about,
             }
-            tensorfile.write(path, KIND, FORMAT, tensors, record)
+            tensorfile.save(path, KIND, FORMAT, tensors, record)
         return path
 
     def _flatten(self, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
@@ -209,7 +210,9 @@ class Session:
                 else:
                     why = "settings" if record["weights"] == vlm.memory.weights.all else "weights"
                     session.notes.append(f"prefixes are computed again: made under other {why}")
-            except (KeyError, TypeError, IndexError, AttributeError) as error:
+            except KeepsightError:
+                raise
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise DamagedFile(f"{path}: the record lacks something: {error!r}") from error
         return session
 
@@ -258,26 +261,38 @@ def _put_back(
     prompt: Prompt = vlm.render(session.messages, generate=False)
     node = tree.root(namespace)
     tree.hold(node)
-    for number, described in enumerate(snapshots):
-        own = _under(tensors, f"snapshot/{number}/")
-        start, end = int(described["start"]), int(described["end"])
-        ids = own["ids"].numpy()
-        claimed = [span[:4] for span in described["spans"]]
-        true = [
-            [s.start - start, s.end - start, s.feature_id, s.offset]
-            for s in prompt.clip(start, end)
-        ]
-        if start != node.end or claimed != true or (ids != prompt.ids[start:end]).any():
-            session.notes.append("a snapshot does not belong to this history; computed again")
-            break
-        kv = {k: t.clone() for k, t in _under(own, "kv/").items()}
-        fixed = {k: t.clone() for k, t in _under(own, "fixed/").items()}
-        child = tree.insert(node, prompt, end, kv, fixed)
-        if not described["fixed"]:
-            child.fixed = None
+    try:
+        for number, described in enumerate(snapshots):
+            own = _under(tensors, f"snapshot/{number}/")
+            kv = {k: t.clone() for k, t in _under(own, "kv/").items()}
+            fixed = {k: t.clone() for k, t in _under(own, "fixed/").items()}
+            start, end = described["start"], described["end"]
+            if start != node.end or not _belongs(prompt, start, end, described, own["ids"], kv):
+                session.notes.append("a snapshot does not belong to this history; computed again")
+                break
+            child = tree.insert(node, prompt, end, kv, fixed if described["fixed"] else None)
+            tree.release(node)
+            node = child
+    finally:
         tree.release(node)
-        node = child
-    tree.release(node)
+
+
+def _belongs(
+    prompt: Prompt,
+    start: int,
+    end: int,
+    described: dict[str, Any],
+    ids: torch.Tensor,
+    kv: dict[str, torch.Tensor],
+) -> bool:
+    """Whether a snapshot is that of this stretch: its path compared, a row for every token."""
+    true = [
+        [s.start - start, s.end - start, s.feature_id, s.offset] for s in prompt.clip(start, end)
+    ]
+    if not start < end <= len(prompt) or [span[:4] for span in described["spans"]] != true:
+        return False
+    rows = all(t.dim() > 1 and t.shape[-2] == end - start for t in kv.values())
+    return rows and np.array_equal(ids.numpy(), prompt.ids[start:end])
 
 
 def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

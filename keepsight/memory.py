@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from keepsight import keys
 from keepsight.engine import Engine
-from keepsight.errors import InputError, ModelError, UnsupportedModel
+from keepsight.errors import InputError, ModelError, UnknownOption, UnsupportedModel
 from keepsight.families import Family
 from keepsight.prefix import Tree
 from keepsight.prompt import Rule
@@ -94,7 +94,8 @@ class Memory:
         config: Any = model.config
         self.vision.about = {
             "model_type": config.model_type,
-            "name": getattr(config, "_name_or_path", None) or None,
+            # The last part only: a package may travel, and a local path is nobody's business.
+            "name": str(getattr(config, "_name_or_path", "")).rstrip("/").split("/")[-1] or None,
             "commit": getattr(config, "_commit_hash", None),
             "image_processor": type(getattr(self.processor, "image_processor", None)).__name__,
         }
@@ -195,9 +196,14 @@ def _refuse_stretching_rope(model: PreTrainedModel) -> None:
 
 
 def _image_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The image processor's options as the composite processor would pass them, and the caller's."""
+    """The image processor's options as the composite processor passes them, and the caller's."""
     if processor is None:
         return given
+    image_processor = processor.image_processor
+    known = set(getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", given))
+    known |= set(vars(image_processor))
+    if set(given) - known:
+        raise UnknownOption.among(given, known, "image_options")
     merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **given)
     options = dict(merged["images_kwargs"])
     options.pop("return_tensors", None)

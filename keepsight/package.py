@@ -64,7 +64,7 @@ class Package:
     def save(self, path: str | Path) -> Path:
         """Write one `.sight` file, atomically."""
         path = Path(path)
-        tensorfile.write(path, KIND, FORMAT, self.tensors, self.record())
+        tensorfile.save(path, KIND, FORMAT, self.tensors, self.record())
         return path
 
     def record(self) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class Tree:
         prompt: Prompt,
         end: int,
         kv: Tensors,
-        fixed: Tensors,
+        fixed: Tensors | None,
         logits: torch.Tensor | None = None,
         keep_on_disk: bool = True,
     ) -> Node:

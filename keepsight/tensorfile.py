@@ -24,7 +24,13 @@ from typing import Any
 import torch
 
 from keepsight import keys
-from keepsight.errors import DamagedFile, InputError, NotKeepsightFile, WrongFormatVersion
+from keepsight.errors import (
+    DamagedFile,
+    InputError,
+    NotKeepsightFile,
+    StoreError,
+    WrongFormatVersion,
+)
 
 MAX_HEADER = 64 << 20
 _MAX_DIMENSIONS = 64
@@ -98,6 +104,16 @@ def _spell(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, order
+
+
+def save(
+    path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
+) -> None:
+    """`write` for a file that a person named: where it cannot be written, the error says so."""
+    try:
+        write(path, kind, version, tensors, record)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def sync_folder(folder: Path) -> None:

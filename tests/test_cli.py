@@ -48,7 +48,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str, given: str | None = None, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, list(words), input=given)
+    # A terminal of its own width: the runner of several test processes sets 80 columns.
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(words), input=given)
     assert result.exit_code == code, (result.output, result.exception)
     return result
 

@@ -11,7 +11,7 @@ from models import build, picture
 from test_exact import logits
 
 import keepsight as ks
-from keepsight.errors import DamagedFile, FileError, InputError, WrongIdentity
+from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongIdentity
 
 LONG = "Please look at this picture very carefully and then tell me all that you see in it."
 
@@ -150,6 +150,15 @@ def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) 
     tensorfile.write(lying, "session", 1, tensors, record)
     with pytest.raises(DamagedFile):
         demo.resume(lying)
+
+
+def test_saving_where_nothing_can_be_written(demo: Any, tmp_path: Path) -> None:
+    session = demo.session()
+    session.ask("Hello!", max_new_tokens=2)
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreError, match="talk.keep cannot be written"):
+        session.save(tmp_path / "file" / "talk.keep")
+    assert session.ask("Well?", max_new_tokens=2).tokens
 
 
 def test_sessions_of_random_models(tmp_path: Path) -> None:

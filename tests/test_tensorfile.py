@@ -164,46 +164,51 @@ def test_every_flipped_bit_is_found_or_changes_nothing(small: Path) -> None:
     assert harmless <= set(range(idle, idle + len(b'"format":"pt"')))
 
 
-F, NONE = torch.zeros(0), b""
-HUGE = 2**62
-LIES: dict[str, tuple[dict[str, Any], bytes]] = {
-    "longer than the file": ({"a": entry("F32", [2**40], 0, 2**42)}, b"1234"),
-    "shape and size disagree": ({"a": entry("F32", [2], 0, 4)}, b"1234"),
-    "negative shape": ({"a": entry("F32", [-1, -1], 0, 4)}, b"1234"),
-    "negative offsets": ({"a": entry("F32", [1], -4, 0)}, b"1234"),
-    "offsets backwards": ({"a": entry("F32", [1], 4, 0)}, b"1234"),
-    "overlap": ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 2, 6)}, b"123456"),
-    "twice the same bytes": ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)}, b"1234"),
-    "gap": ({"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, b"123"),
-    "gap at the start": ({"a": entry("U8", [1], 1, 2)}, b"12"),
-    "rest at the end": ({"a": entry("U8", [1], 0, 1)}, b"12"),
-    "not aligned": ({"a": entry("U8", [1], 0, 1), "b": entry("F32", [1], 1, 5)}, b"12345"),
-    "unknown dtype": ({"a": entry("F31", [1], 0, 4)}, b"1234"),
-    "dtype is a list": ({"a": entry(["F32"], [1], 0, 4)}, b"1234"),
-    "no dtype": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"1234"),
-    "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"1234"),
-    "three offsets": ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 4]}}, b"1234"),
-    "shape is text": ({"a": entry("F32", "1", 0, 4)}, b"1234"),
-    "shape is a number": ({"a": entry("F32", 1, 0, 4)}, b"1234"),
-    "shape of floats": ({"a": entry("F32", [1.0], 0, 4)}, b"1234"),
-    "shape of truth": ({"a": entry("F32", [True], 0, 4)}, b"1234"),
-    "infinite shape": ({"a": entry("F32", [float("inf")], 0, 4)}, b"1234"),
-    "no number": ({"a": entry("F32", [float("nan")], 0, 4)}, b"1234"),
-    "empty but beyond 64 bits": ({"a": entry("F32", [0, 10**30], 0, 0)}, NONE),
-    "empty with strides beyond 64 bits": ({"a": entry("F32", [0, HUGE, HUGE], 0, 0)}, NONE),
-    "more dimensions than sense": ({"a": entry("F32", [1] * 100_000, 0, 4)}, b"1234"),
-    "a product that takes hours": ({"a": entry("F32", [10**4000] * 1000, 0, 4)}, b"1234"),
-    "not an object": ({"a": [1, 2]}, NONE),
-    "nothing": ({"a": None}, NONE),
+NONE, HUGE = b"", 2**62
+SIZE, GAP, WORDS = "lies about its shape", "leave a gap or overlap", "not described properly"
+REST, PLACE = "the file holds", "cannot be laid out"
+LIES: dict[str, tuple[dict[str, Any], bytes, str]] = {
+    "longer than the file": ({"a": entry("F32", [2**40], 0, 2**42)}, b"1234", REST),
+    "shape and size disagree": ({"a": entry("F32", [2], 0, 4)}, b"1234", SIZE),
+    "negative shape": ({"a": entry("F32", [-1, -1], 0, 4)}, b"1234", WORDS),
+    "negative offsets": ({"a": entry("F32", [1], -4, 0)}, b"1234", WORDS),
+    "offsets backwards": ({"a": entry("F32", [1], 4, 0)}, b"1234", SIZE),
+    "overlap": ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 2, 6)}, b"123456", GAP),
+    "the same bytes": ({"a": entry("F32", [1], 0, 4), "b": entry("F32", [1], 0, 4)}, b"1234", GAP),
+    "gap": ({"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, b"123", GAP),
+    "gap at the start": ({"a": entry("U8", [1], 1, 2)}, b"12", GAP),
+    "rest at the end": ({"a": entry("U8", [1], 0, 1)}, b"12", REST),
+    "not aligned": ({"a": entry("U8", [1], 0, 1), "b": entry("F32", [1], 1, 5)}, b"12345", PLACE),
+    "unknown dtype": ({"a": entry("F31", [1], 0, 4)}, b"1234", WORDS),
+    "dtype is a list": ({"a": entry(["F32"], [1], 0, 4)}, b"1234", WORDS),
+    "no dtype": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, b"1234", WORDS),
+    "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"1234", WORDS),
+    "three offsets": (
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 4]}},
+        b"1234",
+        WORDS,
+    ),
+    "shape is text": ({"a": entry("F32", "1", 0, 4)}, b"1234", WORDS),
+    "shape is a number": ({"a": entry("F32", 1, 0, 4)}, b"1234", WORDS),
+    "shape of floats": ({"a": entry("F32", [1.0], 0, 4)}, b"1234", WORDS),
+    "shape of truth": ({"a": entry("F32", [True], 0, 4)}, b"1234", WORDS),
+    "infinite shape": ({"a": entry("F32", [float("inf")], 0, 4)}, b"1234", WORDS),
+    "no number": ({"a": entry("F32", [float("nan")], 0, 4)}, b"1234", WORDS),
+    "empty but beyond 64 bits": ({"a": entry("F32", [0, 10**30], 0, 0)}, NONE, WORDS),
+    "strides beyond 64 bits": ({"a": entry("F32", [0, HUGE, HUGE], 0, 0)}, NONE, PLACE),
+    "more dimensions than sense": ({"a": entry("F32", [1] * 100_000, 0, 4)}, b"1234", WORDS),
+    "a product that takes hours": ({"a": entry("F32", [10**4000] * 1000, 0, 4)}, b"1234", WORDS),
+    "not an object": ({"a": [1, 2]}, NONE, WORDS),
+    "nothing": ({"a": None}, NONE, WORDS),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_headers_that_lie_under_seals_that_hold(tmp_path: Path, lie: str) -> None:
-    entries, data = LIES[lie]
+    entries, data, reason = LIES[lie]
     path = sealed(tmp_path / "x.sight", entries, data)
     began = time.perf_counter()
-    with pytest.raises(DamagedFile):
+    with pytest.raises(DamagedFile, match=reason):
         tensorfile.read(path, "test", 1)
     assert time.perf_counter() - began < 5
 

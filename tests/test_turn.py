@@ -326,6 +326,8 @@ def test_unknown_and_impossible_options(demo: Any) -> None:
         demo.chat(messages, max_new_token=3)
     with pytest.raises(UnknownOption, match="vision_budget"):
         ks.wrap(demo.model, demo.processor, vision_buget="1GiB")
+    with pytest.raises(UnknownOption, match="image_options has no option 'foo'"):
+        ks.wrap(demo.model, demo.processor, image_options={"foo": 3})
     with pytest.raises(InputError, match="num_beams"):
         demo.chat(messages, num_beams=4)
     with pytest.raises(UnsupportedInput, match="tenant"):

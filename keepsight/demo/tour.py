@@ -76,8 +76,8 @@ def _opening(stage: Stage) -> None:
     about = (
         "Two tiny models come with the package. They were trained on pictures of one coloured "
         "shape, and what they say is what they see: ✓ is right, ✗ is wrong, with Keepsight and "
-        "without it alike. To so small a model 200 tokens cost hardly more than 20, so look at the "
-        "tokens here; `keepsight bench` measures times at sizes that matter."
+        "without it alike. Look at the tokens here; `keepsight bench` measures times at sizes that "
+        "matter."
     )
     stage.console.print(Text(about, "dim"))
 
@@ -108,6 +108,11 @@ def _conversation(stage: Stage, vlm: VLM, stock: Stock) -> None:
     same = sum(turn.same for turns in runs for turn in turns)
     total = _RUNS * len(asks)
     stage.say(f"{same} of {total} answers are, word for word, those of stock Transformers.")
+    why = (
+        "New pictures are prefilled in pieces, so that each piece can be continued from; a model "
+        "this small pays more for the number of pieces than for the tokens in them."
+    )
+    stage.console.print(Text(why, "dim"))
 
 
 def _warm_up(stage: Stage, vlm: VLM, stock: Stock) -> None:
