@@ -1,8 +1,8 @@
 """Random-weight checkpoints with everything real around them, built on the spot.
 
-A benchmark must not depend on a download, and speed does not depend on what weights have learnt. The
-tokenizer is trained here on the standard library; image processor, chat template and folder layout
-are those of the hub. Weights are scaled so that the model really looks: with the usual small
+A benchmark must not depend on a download, and speed does not depend on what weights have learnt.
+The tokenizer is trained here on the standard library; image processor, chat template and folder
+layout are those of the hub. Weights are scaled so that the model really looks: with the usual small
 initialisation an answer hardly depends on the pictures, and equal tokens would prove little.
 """
 
@@ -266,7 +266,9 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.pre_tokenizer = pre_tokenizers.Sequence([words, level])
     raw.decoder = decoders.ByteLevel()
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:150]
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[
+        : min(150, vocabulary // 50)
+    ]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False

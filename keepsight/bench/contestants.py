@@ -1,0 +1,246 @@
+"""Who is measured: Keepsight, stock `generate`, and the limit that nobody can beat.
+
+All three answer the same prompt with the same model object. Stock is what a user of Transformers
+runs: open the files, run the processor on the whole conversation, `generate`. The limit is the bare
+forward of the new tokens on a cache that is ready, with features that are ready; for a picture
+never seen before the tower is added. Time runs from the messages to the first token.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+import keepsight
+from keepsight.bench.workloads import Message
+from keepsight.prompt import Prompt, common
+from keepsight.report import Report, Usage
+from keepsight.vlm import VLM
+
+TIE = 1e-4  # logits closer than this share of their scale may change places (law 2)
+
+
+@dataclass
+class Answer:
+    """What one contestant did with one prompt. Times in milliseconds from the messages on."""
+
+    first: float
+    total: float
+    tokens: list[int]
+    stages: dict[str, float] = field(default_factory=dict)
+    usage: Usage | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+def now() -> float:
+    """Milliseconds on a clock that only goes forward."""
+    return 1e3 * time.perf_counter()
+
+
+class Keepsight:
+    """The engine through its public face."""
+
+    name = "keepsight"
+
+    def __init__(self, vlm: VLM) -> None:
+        self.vlm = vlm
+
+    def answer(self, messages: list[Message], count: int) -> Answer:
+        """Stream `count` greedy tokens."""
+        start = now()
+        first, tokens = 0.0, []
+        report, usage = Report(), Usage()
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        for piece in self.vlm.stream(messages, **options):
+            if piece.token is not None:
+                first = first or now() - start
+                tokens.append(piece.token)
+            report, usage = piece.report or report, piece.usage or usage
+        return Answer(first, now() - start, tokens, dict(report.milliseconds), usage)
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first token comes; upstream hands over the prompt before it."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self.at = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._calls += 1
+        if self._calls == 2:
+            self.at = now()
+
+    def end(self) -> None:
+        """Nothing is kept open."""
+
+
+class Stock:
+    """Transformers alone, on the whole conversation, from the files on."""
+
+    name = "stock"
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self._model, self._processor = model, processor
+
+    def answer(self, messages: list[Message], count: int) -> Answer:
+        """`model.generate` with `count` greedy tokens."""
+        start = now()
+        text = self._processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        images = [Image.open(path).convert("RGB") for path in picture_paths(messages)]
+        inputs = self._processor(text=[text], images=images or None, return_tensors="pt")
+        inputs = inputs.to(self._model.device)
+        ready = now()
+        streamer = _FirstToken()
+        output = self._model.generate(
+            **inputs,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            streamer=streamer,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        answer = Answer(streamer.at - start, now() - start, tokens, logits=list(output.logits))
+        answer.stages["processor"] = ready - start
+        return answer
+
+
+def picture_paths(messages: list[Message]) -> list[str]:
+    """The files of a conversation, in order."""
+    return [
+        part["image"]
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
+
+
+def agreement(mine: list[int], stock: Answer, count: int | None = None) -> str:
+    """`equal`, `tie at token i`, or `DIFFERENT at token i` with how far apart the logits were.
+
+    `count`: compare no more than the first so many tokens.
+    """
+    theirs = stock.tokens[:count]
+    if mine == theirs:
+        return "equal"
+    spot = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+    if spot is None:
+        return f"DIFFERENT: {len(mine)} tokens, stock has {len(theirs)}"
+    logits = stock.logits[spot][0].float()
+    gap = float(logits[stock.tokens[spot]] - logits[mine[spot]])
+    share = gap / float(logits.abs().max())
+    if abs(share) <= TIE:
+        return f"tie at token {spot}"
+    return f"DIFFERENT at token {spot} (logits {share:.1e} of their scale apart)"
+
+
+def recall(medium: Any) -> Any:
+    """The pixel values of a named picture, preprocessed again."""
+    return medium.recall()
+
+
+class Limit:
+    """The bare forward of just the new tokens, through Transformers alone.
+
+    New are all rendered tokens that no earlier prompt of this round has in common with this one.
+    The cache is an ordinary `DynamicCache`, made ready before the clock starts.
+    """
+
+    name = "limit"
+
+    def __init__(self, vlm: VLM) -> None:
+        # A memory of its own: naming a picture here must not spare Keepsight the work.
+        self._vlm = keepsight.wrap(vlm.model, vlm.processor, grain=vlm.memory.rule.grain)
+        self._model: Any = vlm.model
+        self._family = self._vlm.memory.family
+        ends = vlm.model.generation_config.eos_token_id
+        self._ends = [ends] if isinstance(ends, int) else list(ends or [])
+        self._prompts: dict[str, Prompt] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """A new round: nothing was asked before."""
+        self._asked: list[Prompt] = []
+        self._seen: dict[str, Any] = {}  # features by medium
+        self._cache: Any = None
+        self._cached = 0
+
+    def prepare(self, name: str, messages: list[Message]) -> None:
+        """Make ready all that a perfect memory would have; not measured."""
+        if name not in self._prompts:
+            self._prompts[name] = self._vlm.render(messages)
+        prompt = self.prompt = self._prompts[name]
+        shared = [common(p.ids, p.spans, prompt.ids, prompt.spans) for p in self._asked]
+        self.shared = max(shared, default=0)
+        goes_on = bool(shared) and shared[-1] == self.shared == self._cached
+        if not goes_on:
+            self._cache, self._cached = DynamicCache(config=self._model.config), 0
+        grid = self._family.rope_grid([medium.grid for medium in prompt.media])
+        positions = self._family.positions(prompt.ids, prompt.types, grid)
+        self._positions = positions.to(self._model.device)
+        self._new = {m.feature_id: m for m in prompt.media if m.feature_id not in self._seen}
+        self._pixels = {name: recall(m) for name, m in self._new.items()}
+        if self.shared and not goes_on and self.new_tokens:
+            self._forward(0, self.shared)
+        self._asked.append(prompt)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that nobody can spare us."""
+        return len(self.prompt) - self.shared
+
+    @property
+    def new_images(self) -> int:
+        """Pictures that the tower has to look at."""
+        return len(self._new)
+
+    def answer(self, messages: list[Message], count: int) -> Answer:
+        """One token; without any new token there is nothing to run and the time is zero."""
+        start = now()
+        for name, pixels in self._pixels.items():
+            self._seen[name] = self._encode(pixels)
+        tower = now() - start
+        tokens = [self._forward(self.shared, len(self.prompt))] if self.new_tokens else []
+        total = now() - start
+        return Answer(total, total, tokens, {"encode": tower, "prefill": total - tower})
+
+    @torch.inference_mode()
+    def _encode(self, pixels: Any) -> Any:
+        tensors, container = self._family.encode(pixels)
+        return SimpleNamespace(tensors=tensors, container=container)
+
+    @torch.inference_mode()
+    def _forward(self, start: int, end: int) -> int:
+        """Tokens `start` to `end` through the model; the best next token."""
+        prompt = self.prompt
+        inputs: dict[str, Any] = {}
+        spans = prompt.clip(start, end)
+        if spans:
+            parts = [
+                (self._seen[s.feature_id], s.offset, s.offset + s.end - s.start) for s in spans
+            ]
+            inputs["mm_encoder_outputs"] = self._family.encoder_outputs(parts)
+        output = self._model(
+            input_ids=torch.from_numpy(prompt.ids[start:end])[None].to(self._model.device),
+            position_ids=self._positions[..., start:end],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **inputs,
+        )
+        self._cached = end
+        logits = output.logits[0, -1]
+        logits[self._ends] = -torch.inf  # as `min_new_tokens` does for the others
+        return int(logits.argmax())

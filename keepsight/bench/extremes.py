@@ -1,0 +1,170 @@
+"""The two ends of a memory's life: nothing is known yet, and everything is on the disk.
+
+Cold: a first request against stock, and what becoming known costs a picture, stage by stage.
+Restart: a new engine answers a turn from the files of an earlier one, against the time it takes to
+read the same bytes from the same files and do nothing with them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import keepsight
+from keepsight import keys
+from keepsight.bench.contestants import now, picture_paths
+from keepsight.bench.measure import TOKENS, Bench, Round, Say, guard, ratio
+from keepsight.bench.workloads import Pictures, Scale, assistant, user, words
+from keepsight.media import decode_bytes
+from keepsight.vlm import VLM
+
+_COLD_REPETITIONS = 9  # three per cent is little; it takes more pairs to see
+
+
+def cold(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> dict[str, Any]:
+    """First requests on an empty memory, for some numbers and sizes of pictures."""
+    small = scale.small
+    cases = {"one small image": [small], "one image": [scale.picture], "two images": [small, small]}
+    repetitions = min(_COLD_REPETITIONS, 2 * scale.repetitions - 1)
+    results = []
+    for number, (name, sizes) in enumerate(cases.items()):
+        say(f"cold: {name}")
+        paths = [pictures.path(900 + 10 * number + i, *size) for i, size in enumerate(sizes)]
+        results.append(_cold_case(bench, name, paths, scale, repetitions))
+    path = pictures.path(950, *scale.picture)
+    return {
+        "repetitions": repetitions,
+        "cases": results,
+        "anatomy": anatomy(bench.vlm, path, scale.repetitions),
+    }
+
+
+def _cold_case(
+    bench: Bench, name: str, paths: list[str], scale: Scale, repetitions: int
+) -> dict[str, Any]:
+    messages = [user(words(9, scale.question), *paths)]
+    met = []
+    for repetition in range(repetitions):
+        order: list[Any] = [bench.keepsight, bench.stock][:: -1 if repetition % 2 else 1]
+        answers = {}
+        for contestant in order:
+            bench.vlm.clear()
+            gc.collect()
+            answers[contestant.name] = contestant.answer(messages, TOKENS)
+        met.append(Round(answers, 0, len(paths), 0))
+    usage = met[0].answers["keepsight"].usage
+    result: dict[str, Any] = {
+        "name": name,
+        "prompt_tokens": usage.prompt_tokens if usage else 0,
+        "guard": guard(met),
+        "keepsight_over_stock": ratio(met, "keepsight", "stock"),
+    }
+    for who in ("keepsight", "stock"):
+        samples = [r.answers[who].first for r in met]
+        result[f"{who}_ms"] = round(median(samples), 2)
+        result[f"{who}_samples"] = [round(sample, 2) for sample in samples]
+    return result
+
+
+def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
+    """What a new picture costs, stage by stage, and `encode` as a whole over the tower alone."""
+    data = Path(path).read_bytes()
+    memory = vlm.memory
+    image = decode_bytes(data, path)
+    pixels = memory.family.preprocess(vlm.processor, image, memory.image_options)
+    stages: dict[str, Callable[[], Any]] = {
+        "decode_image": lambda: decode_bytes(data, path),
+        "preprocess": lambda: memory.family.preprocess(vlm.processor, image, memory.image_options),
+        "hash_file": lambda: keys.digest("file", data),
+        "hash_pixels": lambda: pixels.key,
+        "tower": lambda: memory.family.encode(pixels),
+        "encode": lambda: vlm.encode(path),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in stages}
+    with torch.inference_mode():
+        for _ in range(repetitions):
+            vlm.clear()
+            for name, stage in stages.items():
+                start = now()
+                stage()
+                samples[name].append(now() - start)
+    found = {f"{name}_ms": round(median(times), 2) for name, times in samples.items()}
+    pairs = zip(samples["encode"], samples["tower"], strict=True)
+    return {**found, "encode_over_tower": round(median(a / b for a, b in pairs), 3)}
+
+
+def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> dict[str, Any]:
+    """The third turn of a chat on one image, from the disk, with other questions each time."""
+    picture = pictures.path(960, *scale.picture)
+    history = []
+    for turn in range(2):
+        images = [] if turn else [picture]
+        history += [user(words(turn, scale.question), *images)]
+        history += [assistant(words(50 + turn, scale.answer))]
+    rows = []
+    with TemporaryDirectory() as folder:
+        with _again(vlm, folder) as first:
+            for end in (1, 3):
+                first.chat(history[:end], max_new_tokens=1)
+            first.flush()
+        for repetition in range(scale.repetitions):
+            say(f"restart: repetition {repetition + 1} of {scale.repetitions}")
+            messages = [*history, user(words(80 + repetition, scale.question))]
+            rows.append(_one_restart(vlm, Path(folder), messages))
+    found = {name: round(median(row[name] for row in rows), 3) for name in rows[0]}
+    return {"repetitions": scale.repetitions, "images": len(picture_paths(history)), **found}
+
+
+def _again(vlm: VLM, folder: str | Path) -> VLM:
+    """Another engine on the same model, with nothing in memory."""
+    rule = vlm.memory.rule
+    return keepsight.wrap(vlm.model, vlm.processor, grain=rule.grain, store=folder)
+
+
+def _one_restart(vlm: VLM, folder: Path, messages: list[Any]) -> dict[str, float]:
+    with _again(vlm, folder) as second:
+        start = now()
+        pieces = second.stream(messages, max_new_tokens=2, min_new_tokens=2)
+        next(pieces)
+        first = now() - start
+        report = list(pieces)[-1].report
+        if report is None:
+            raise RuntimeError("an answer came without its report")
+        files = _files(second, folder, report.cached_tokens)
+        second.flush()
+    read, size = _read(files)
+    load = report.milliseconds["load"]
+    return {
+        "first_token_ms": first,
+        "load_ms": load,
+        "restore_ms": report.milliseconds["restore"],
+        "read_ms": read,
+        "load_over_read": load / read,
+        "megabytes": size / 1e6,
+        "cached_tokens": report.cached_tokens,
+        "prompt_tokens": report.prompt_tokens,
+    }
+
+
+def _files(vlm: VLM, folder: Path, cached_tokens: int) -> list[Path]:
+    """What was read: the snapshots up to the match, and the fixed states where it ends."""
+    files = []
+    for node in vlm.memory.tree.nodes():
+        if node.kv is not None and node.end <= cached_tokens:
+            kinds = ["snapshot", "state"] if node.fixed else ["snapshot"]
+            files += [f for kind in kinds for f in folder.glob(f"{kind}/*/{node.digest}.keep")]
+    return files
+
+
+def _read(files: list[Path]) -> tuple[float, int]:
+    """Milliseconds to read these files into memory, and their bytes."""
+    start, size = now(), 0
+    for file in files:
+        size += len(file.read_bytes())
+    return now() - start, size

@@ -1,0 +1,164 @@
+"""In turn: every contestant meets every prompt of a workload, again and again, in changing order.
+
+Ratios are taken within one repetition, where all contestants met the same machine, and their median
+is reported; so they hold on a machine that other people use as well. Each repetition begins with an
+empty memory. What the guard finds is part of the result: tokens that differ make a time worthless.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from keepsight.bench.contestants import Answer, Keepsight, Limit, Stock, agreement
+from keepsight.bench.workloads import Step, Workload
+from keepsight.vlm import VLM
+
+TOKENS = 8  # greedy tokens compared and timed behind each prompt
+Say = Callable[[str], None]
+
+
+@dataclass
+class Round:
+    """One prompt in one repetition, met by all."""
+
+    answers: dict[str, Answer]
+    new_tokens: int
+    new_images: int
+    shared: int
+
+
+@dataclass
+class Bench:
+    """One model and those who answer with it."""
+
+    vlm: VLM
+    keepsight: Keepsight = field(init=False)
+    stock: Stock = field(init=False)
+    limit: Limit = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keepsight = Keepsight(self.vlm)
+        self.stock = Stock(self.vlm.model, self.vlm.processor)
+        self.limit = Limit(self.vlm)
+
+
+def run_workload(bench: Bench, workload: Workload, say: Say) -> dict[str, Any]:
+    """All repetitions of one workload, summed up."""
+    repetitions = workload.repetitions
+    rounds: list[list[Round]] = [[] for _ in workload.steps]
+    for repetition in range(repetitions):
+        say(f"{workload.name}: repetition {repetition + 1} of {repetitions}")
+        bench.vlm.clear()
+        bench.limit.reset()
+        for i, step in enumerate(workload.steps):
+            key = f"{workload.name}/{step.name}"
+            rounds[i].append(_meet(bench, step, key, repetition + i))
+    stats = bench.vlm.stats()
+    steps = [_sum_up(s.name, met) for s, met in zip(workload.steps, rounds, strict=True)]
+    say(f"{workload.name}: warm against cold, bit for bit")
+    verified = bench.vlm.verify(workload.steps[-1].messages)
+    return {
+        "name": workload.name,
+        "about": workload.about,
+        "repetitions": repetitions,
+        "steps": steps,
+        "warm_equals_cold": verified.equal,
+        "bytes": {
+            "prefix": stats["prefix"]["bytes"],
+            "features": stats["features"]["bytes"],
+            "lanes": stats["prefix"]["lane_bytes"],
+        },
+    }
+
+
+@contextmanager
+def quiet_heap() -> Iterator[None]:
+    """Keep all that exists now out of collections, so that collecting before each answer is cheap
+    and none comes in the middle of one because of what was loaded before."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _meet(bench: Bench, step: Step, key: str, shift: int) -> Round:
+    bench.limit.prepare(key, step.messages)
+    order: list[Any] = [bench.keepsight, bench.stock, bench.limit]
+    order = order[shift % 3 :] + order[: shift % 3]
+    answers = {}
+    for contestant in order:
+        gc.collect()
+        answers[contestant.name] = contestant.answer(step.messages, TOKENS)
+    return Round(answers, bench.limit.new_tokens, bench.limit.new_images, bench.limit.shared)
+
+
+def _sum_up(name: str, met: list[Round]) -> dict[str, Any]:
+    """One step over all repetitions."""
+    mine = [r.answers["keepsight"] for r in met]
+    usage = mine[0].usage
+    if usage is None:
+        raise RuntimeError("an answer came without its usage")
+    result: dict[str, Any] = {
+        "name": name,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "new_tokens": met[0].new_tokens,
+        "rerun_tokens": max(0, met[0].shared - usage.cached_tokens),
+        "images": usage.images,
+        "new_images": met[0].new_images,
+        "encoded": usage.images_encoded,
+        "guard": guard(met),
+    }
+    for who in ("keepsight", "stock", "limit"):
+        samples = [r.answers[who].first for r in met]
+        result[f"{who}_ms"] = round(median(samples), 2)
+        result[f"{who}_samples"] = [round(sample, 2) for sample in samples]
+    result["stock_over_keepsight"] = ratio(met, "stock", "keepsight")
+    result["keepsight_over_limit"] = ratio(met, "keepsight", "limit")
+    result["decode_ms"] = _per_token(mine)
+    result["stock_decode_ms"] = _per_token([r.answers["stock"] for r in met])
+    result["stages"] = _stages(mine)
+    result["stock_processor_ms"] = round(
+        median(r.answers["stock"].stages["processor"] for r in met), 2
+    )
+    return result
+
+
+def guard(met: list[Round]) -> str:
+    """The worst agreement with stock over all repetitions; Keepsight must also repeat itself, and
+    the limit must agree as far as it goes."""
+    mine = [r.answers["keepsight"].tokens for r in met]
+    if any(tokens != mine[0] for tokens in mine):
+        return "DIFFERENT from one repetition to the next"
+    found = {agreement(r.answers["keepsight"].tokens, r.answers["stock"]) for r in met}
+    for r in met:
+        if limit := r.answers.get("limit"):
+            # A limit that computed something else would be no limit.
+            words = agreement(limit.tokens, r.answers["stock"], len(limit.tokens))
+            found.add(f"DIFFERENT limit: {words}" if words.startswith("DIFFERENT") else words)
+    return max(found, key=lambda words: (words.startswith("DIFFERENT"), words != "equal"))
+
+
+def ratio(met: list[Round], above: str, below: str) -> float | None:
+    """The median of the ratios within each repetition; None where there is nothing to divide by."""
+    pairs = [(r.answers[above].first, r.answers[below].first) for r in met]
+    if any(b < 0.05 for _, b in pairs):
+        return None
+    return round(median(a / b for a, b in pairs), 3)
+
+
+def _per_token(answers: list[Answer]) -> float:
+    return round(median((a.total - a.first) / max(1, len(a.tokens) - 1) for a in answers), 2)
+
+
+def _stages(answers: list[Answer]) -> dict[str, float]:
+    """The median of each stage; `decode` is per answer, `first_token` the whole way to it."""
+    names = dict.fromkeys(name for answer in answers for name in answer.stages)
+    return {name: round(median(a.stages.get(name, 0.0) for a in answers), 2) for name in names}

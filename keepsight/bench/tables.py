@@ -1,0 +1,183 @@
+"""A result for people: tables on the terminal, all from the same record that machines get.
+
+Every time stands beside what it has to be compared with; a time alone says nothing about a memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+Row = list[str]
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """All tables of one result."""
+    console.print(machine(result))
+    for run in result["runs"]:
+        console.rule(title(run))
+        for heading, columns, rows in tables(run):
+            console.print(_table(heading, columns, rows))
+        for warning in warnings(run):
+            console.print(f"[bold red]{warning}[/]")
+
+
+def machine(result: dict[str, Any]) -> str:
+    """On what a result was made, in one line."""
+    m = result["machine"]
+    amx = ", AMX" if m["amx"] else ""
+    on = m["accelerator"] or f"{m['processor']} ({m['instructions']}{amx})"
+    return (
+        f"{m['date']}; {on}, {m['cores']} cores, {m['threads']} threads, load {m['load']} at the "
+        f"start; Python {m['python']}, torch {m['torch']}, transformers {m['transformers']}, "
+        f"keepsight {m['keepsight']}"
+    )
+
+
+def title(run: dict[str, Any]) -> str:
+    """Which model a run was made with."""
+    return (
+        f"{run['shape']}, {run['parameters'] / 1e6:.0f} M parameters, {run['dtype']}, "
+        f"grain {run['grain']}"
+    )
+
+
+def tables(run: dict[str, Any]) -> list[tuple[str, Row, list[Row]]]:
+    """(heading, columns, rows) of everything that a run measured."""
+    found = [_workload(workload) for workload in run["workloads"]]
+    found.append(_stages(run["workloads"]))
+    if run.get("peers"):
+        found.append(_peers(run["peers"]))
+    if "cold" in run:
+        found += [_cold(run["cold"]), _anatomy(run["cold"])]
+    if "restart" in run:
+        found.append(_restart(run["restart"]))
+    found.append(_ambitions(run["ambitions"]))
+    return found
+
+
+def warnings(run: dict[str, Any]) -> list[str]:
+    """What the guard found: times behind wrong answers are worth nothing."""
+    told = []
+    for workload in run["workloads"]:
+        if not workload["warm_equals_cold"]:
+            told.append(f"{workload['name']}: WARM DIFFERS FROM COLD")
+        told += _guards(workload["name"], workload["steps"], run["dtype"])
+    return told + _guards("cold", run.get("cold", {}).get("cases", []), run["dtype"])
+
+
+def _guards(name: str, steps: list[dict[str, Any]], dtype: str) -> list[str]:
+    """Greedy tokens equal to stock are promised in float32 only; repeating oneself always is."""
+    return [
+        f"{name}, {step['name']}: TOKENS {step['guard']}"
+        for step in steps
+        if step["guard"].startswith("DIFFERENT")
+        and (dtype == "float32" or "repetition" in step["guard"])
+    ]
+
+
+def _workload(workload: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+    columns = ["", "prompt", "reused", "new", "again", "images", "ms", "limit ms", "stock ms"]
+    columns += ["x limit", "x faster", "ms/tok", "tokens"]
+    rows = []
+    for s in workload["steps"]:
+        counts = (s["prompt_tokens"], s["cached_tokens"], s["new_tokens"], s["rerun_tokens"])
+        row = [s["name"], *map(str, counts), str(s["new_images"]), f"{s['keepsight_ms']:.1f}"]
+        row += [f"{s['limit_ms']:.1f}", f"{s['stock_ms']:.1f}", times(s["keepsight_over_limit"])]
+        row += [times(s["stock_over_keepsight"]), f"{s['decode_ms']:.1f}", s["guard"]]
+        rows.append(row)
+    size = workload["bytes"]
+    held = ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in size.items())
+    exact = "yes" if workload["warm_equals_cold"] else "NO"
+    heading = f"{workload['name']}: {workload['about']} (held: {held}; warm = cold bit for bit: "
+    return f"{heading}{exact})", columns, rows
+
+
+_STAGES = ("check", "render", "match", "load", "restore", "encode", "prefill", "first_token")
+
+
+def _stages(workloads: list[dict[str, Any]]) -> tuple[str, Row, list[Row]]:
+    """Where the time of the last step of each workload went."""
+    rows = []
+    for workload in workloads:
+        step = workload["steps"][-1]
+        row = [f"{workload['name']}, {step['name']}"]
+        rows.append([*row, *(f"{step['stages'].get(name, 0.0):.1f}" for name in _STAGES)])
+    names = [name.replace("_", " ") for name in _STAGES]
+    return "stages of the last step, ms (match holds load; render holds naming)", ["", *names], rows
+
+
+def times(value: float | None) -> str:
+    """A ratio, or a dash where there was nothing to divide by."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _peers(steps: list[dict[str, Any]]) -> tuple[str, Row, list[Row]]:
+    engines = list(steps[0]["recorded"])
+    names = [engine.replace("transformers", "HF") for engine in engines]
+    columns = ["", "keepsight ms", "stock ms", *names, "x best rival", "goal"]
+    rows = []
+    for step in steps:
+        row = [step["name"], f"{step['keepsight_ms']:.0f}", f"{step['stock_ms']:.0f}"]
+        row += [str(step["recorded"][engine]) for engine in engines]
+        row += [times(step.get("best_over_keepsight")), times(step["goal"])]
+        rows.append(row)
+    recorded = "rivals: recorded elsewhere, not measured here" if engines else "no rivals recorded"
+    return f"the peers' conversation, first token ({recorded})", columns, rows
+
+
+def _cold(cold: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+    columns = ["", "prompt", "keepsight ms", "stock ms", "x stock", "tokens"]
+    rows = [
+        [
+            case["name"],
+            str(case["prompt_tokens"]),
+            f"{case['keepsight_ms']:.1f}",
+            f"{case['stock_ms']:.1f}",
+            times(case["keepsight_over_stock"]),
+            case["guard"],
+        ]
+        for case in cold["cases"]
+    ]
+    return "cold: the first request on an empty memory", columns, rows
+
+
+def _anatomy(cold: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+    found = {k.removesuffix("_ms"): v for k, v in cold["anatomy"].items()}
+    over = found.pop("encode_over_tower")
+    columns = [f"{name} ms" for name in found] + ["encode x tower"]
+    row = [f"{value:.2f}" for value in found.values()] + [times(over)]
+    return "one new picture, stage by stage", columns, [row]
+
+
+def _restart(found: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+    columns = ["prompt", "reused", "MB read", "load ms", "bare read ms", "x read", "restore ms"]
+    columns += ["first token ms"]
+    row = [f"{found['prompt_tokens']:.0f}", f"{found['cached_tokens']:.0f}"]
+    row += [f"{found['megabytes']:.1f}", f"{found['load_ms']:.1f}", f"{found['read_ms']:.1f}"]
+    row += [times(found["load_over_read"]), f"{found['restore_ms']:.1f}"]
+    row += [f"{found['first_token_ms']:.1f}"]
+    return "restart: the next turn from the disk (files in the page cache)", columns, [row]
+
+
+def _ambitions(rows: list[dict[str, Any]]) -> tuple[str, Row, list[Row]]:
+    told = []
+    for row in rows:
+        measured = "-" if row["measured"] is None else f"{row['measured']:.2f}x"
+        verdict = "yes" if row["held"] else "NO"
+        told.append([row["what"], row["goal"], measured, verdict, row["note"]])
+    return "ambitions (the worst turn counts)", ["", "goal", "measured", "held", "why"], told
+
+
+def _table(heading: str, columns: Row, rows: list[Row]) -> Table:
+    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        words = i == 0 or column in ("why", "tokens")
+        table.add_column(column, justify="left" if words else "right", no_wrap=i == 0)
+    for row in rows:
+        style = "red" if "NO" in row or any(c.startswith("DIFFERENT") for c in row) else None
+        table.add_row(*row, style=style)
+    return table

@@ -1,0 +1,206 @@
+"""What is asked: the conversations people have with pictures, with nothing left to chance.
+
+Pictures are noise in blocks, written as PNG files as a user would have them. Replies in a history
+are written here and not generated, so that every contestant, dtype and repetition sees the same
+prompt. The patterns are: W1 chat on one image, W4 retrieved pages in changing order, W5 an agent
+that adds one screenshot a step, W7 fixed references and one new image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+_TEXT = (
+    "the page shows a table with names and values in the upper left part next to a small red "
+    "button that opens another list of files where each row has a date an owner and a size"
+)
+Message = dict[str, Any]
+
+
+class Pictures:
+    """A folder of pictures, each made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, seed: int, width: int, height: int) -> str:
+        """The file of one picture; a seed is a picture."""
+        path = self._folder / f"{seed}-{width}x{height}.png"
+        if not path.exists():
+            rng = np.random.default_rng(seed)
+            blocks = rng.integers(0, 256, (height // 32, width // 32, 3), dtype=np.uint8)
+            image = Image.fromarray(blocks).resize((width, height), Image.Resampling.BICUBIC)
+            image.save(path)
+        return str(path)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of a workload is run."""
+
+    picture: tuple[int, int]  # of W1, W5 and W7
+    large: tuple[int, int] | None  # of a second W1
+    small: tuple[int, int]  # of cold runs
+    page: tuple[int, int]  # of W4
+    peers: int  # width and height in the peers' conversation; recorded figures are for 672
+    turns: int  # of W1
+    requests: int  # of W4, W5 and W7
+    pages: int  # in one request of W4
+    references: int  # of W7
+    system: int  # words of W5's system prompt
+    question: int  # words
+    answer: int  # words
+    repetitions: int
+
+    @property
+    def fewer(self) -> int:
+        """Repetitions where stock encodes many pictures each time."""
+        return (self.repetitions + 1) // 2
+
+
+SCALES = {
+    "full": Scale(
+        (1280, 800), (1920, 1080), (512, 512), (704, 736), 672, 6, 4, 4, 2, 500, 22, 45, 5
+    ),
+    "quick": Scale((448, 448), None, (512, 512), (448, 448), 672, 3, 3, 2, 1, 100, 16, 30, 3),
+    "smoke": Scale((64, 64), None, (64, 64), (64, 64), 64, 2, 2, 2, 1, 20, 10, 20, 1),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One prompt of a workload."""
+
+    name: str
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A row of prompts, run in order on one memory."""
+
+    name: str
+    about: str
+    steps: list[Step]
+    repetitions: int
+
+
+def words(seed: int, count: int) -> str:
+    """A text of so many words; another seed, another text from its first word on."""
+    rng = np.random.default_rng(seed)
+    return f"{seed} " + " ".join(rng.choice(_TEXT.split(), count - 1))
+
+
+def user(text: str, *images: str) -> Message:
+    """A user's message, pictures first."""
+    parts: list[Any] = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def assistant(text: str) -> Message:
+    """A reply in a history."""
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+
+
+def workloads(names: list[str], pictures: Pictures, scale: Scale) -> Iterator[Workload]:
+    """The workloads of these names, in order; a large W1 follows the usual one."""
+    for name in names:
+        if name == "W1":
+            yield _chat("W1", pictures, scale, scale.picture)
+            if scale.large is not None:
+                fewer = replace(scale, turns=min(scale.turns, 3), repetitions=scale.fewer)
+                yield _chat("W1 large", pictures, fewer, scale.large)
+        elif name == "peers":
+            yield peers_conversation(pictures, scale.peers, scale)
+        elif name in _MAKERS:
+            yield _MAKERS[name](pictures, scale)
+
+
+def _chat(name: str, pictures: Pictures, scale: Scale, size: tuple[int, int]) -> Workload:
+    history: list[Message] = []
+    steps = []
+    for turn in range(scale.turns):
+        images = [] if turn else [pictures.path(100, *size)]
+        history = [*history, user(words(turn, scale.question), *images)]
+        steps.append(Step(f"turn {turn + 1}", history))
+        history = [*history, assistant(words(50 + turn, scale.answer))]
+    return Workload(name, f"chat on one image of {size[0]}x{size[1]}", steps, scale.repetitions)
+
+
+def _pages(pictures: Pictures, scale: Scale) -> Workload:
+    """Each request has other pages in another order; most were seen before."""
+    rng = np.random.default_rng(4)
+    shelf = 2 * scale.pages
+    steps = []
+    for turn in range(scale.requests):
+        chosen = rng.permutation(shelf)[: scale.pages]
+        images = [pictures.path(400 + int(page), *scale.page) for page in chosen]
+        steps.append(Step(f"request {turn + 1}", [user(words(turn, scale.question), *images)]))
+    about = f"{scale.pages} of {shelf} pages of {scale.page[0]}x{scale.page[1]}, order changes"
+    return Workload("W4", about, steps, scale.fewer)
+
+
+def _agent(pictures: Pictures, scale: Scale) -> Workload:
+    history: list[Message] = [{"role": "system", "content": words(7, scale.system)}]
+    steps = []
+    for turn in range(scale.requests):
+        shot = pictures.path(500 + turn, *scale.picture)
+        history = [*history, user(words(turn, 2 * scale.question), shot)]
+        steps.append(Step(f"step {turn + 1}", history))
+        history = [*history, assistant(words(50 + turn, scale.answer))]
+    about = f"agent, one more screenshot of {scale.picture[0]}x{scale.picture[1]} a step"
+    return Workload("W5", about, steps, scale.fewer)
+
+
+def _references(pictures: Pictures, scale: Scale) -> Workload:
+    fixed = [pictures.path(700 + i, *scale.picture) for i in range(scale.references)]
+    steps = []
+    for turn in range(scale.requests):
+        new = pictures.path(750 + turn, *scale.picture)
+        steps.append(Step(f"request {turn + 1}", [user(words(turn, scale.question), *fixed, new)]))
+    about = (
+        f"{scale.references} fixed images and a new one of {scale.picture[0]}x{scale.picture[1]}"
+    )
+    return Workload("W7", about, steps, scale.fewer)
+
+
+_MAKERS = {"W4": _pages, "W5": _agent, "W7": _references}
+
+
+def peers_conversation(pictures: Pictures, size: int, scale: Scale) -> Workload:
+    """The conversation that other engines were measured with (`rivals.py`)."""
+    one, two, three, four, five = (pictures.path(i, size, size) for i in range(5))
+    first = [user("Describe both images in detail, then compare the colours of the two.", one, two)]
+    second = [
+        *first,
+        assistant(
+            "The first image is a pattern of coloured squares and the second one "
+            "is another pattern."
+        ),
+        user("Which of the two images is brighter, and why?"),
+    ]
+    third = [
+        *second,
+        assistant("The second image is brighter in the upper half."),
+        user("And how does this third image compare with them?", three),
+    ]
+    other = _opened("You are looking at a new page of an album.", one, two)
+    never = _opened("Please consider the next two pictures here.", four, five)
+    prompts = {"T1": first, "T1r": first, "T2": second, "T3": third, "X": other, "C": never}
+    about = (
+        "two new images, the same again, a text turn, a third image, another opening, new images"
+    )
+    steps = [Step(name, prompt) for name, prompt in prompts.items()]
+    return Workload("peers", about, steps, scale.repetitions)
+
+
+def _opened(opening: str, *images: str) -> list[Message]:
+    message = user("Tell me what they show.", *images)
+    message["content"].insert(0, {"type": "text", "text": opening})
+    return [message]
