@@ -10,7 +10,6 @@ $(VENV)/ready: pyproject.toml constraints.txt requirements-dev.txt
 	$(BIN)/pip install --quiet --upgrade pip==26.3
 	$(BIN)/pip install --quiet torch==2.13.0 -c constraints.txt
 	$(BIN)/pip install --quiet -r requirements-dev.txt -c constraints.txt
-	$(BIN)/pip install --quiet --no-deps torchvision==0.28.0
 	$(BIN)/pip install --quiet -e . -c constraints.txt
 	touch $@
 

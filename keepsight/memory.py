@@ -7,6 +7,7 @@ other would compute.
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 from dataclasses import dataclass
 from typing import Any
@@ -140,7 +141,7 @@ class Memory:
             self._circumstances(),
             maker="torch",
             codec="exact",
-            image_backend=f"{backend} (pillow {PIL.__version__})",
+            image_backend=f"{backend} ({_backend_version(backend)})",
         )
 
     def why_elsewhere(self, namespace: str) -> str:
@@ -208,6 +209,13 @@ def _image_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
     options = dict(merged["images_kwargs"])
     options.pop("return_tensors", None)
     return options
+
+
+def _backend_version(backend: str) -> str:
+    """The library that turns pixels into what the tower takes."""
+    if backend == "torchvision":
+        return f"torchvision {importlib.metadata.version('torchvision')}"
+    return f"pillow {PIL.__version__}"
 
 
 def _device_class(device: torch.device) -> str:

@@ -161,14 +161,15 @@ class Vision:
         if made in self.packages or self._store is None or self._store.has("package", made):
             return made
         note = self._store.note("made", what)
-        return note["feature_id"] if note else made
+        found = note.get("feature_id") if note else None
+        return found if isinstance(found, str) else made
 
     def made_elsewhere(self, medium: Medium) -> bool:
         """Whether the store holds this image only in another making than ours."""
         if self._store is None or self._store.has("package", medium.feature_id):
             return False
         note = self._store.note("made", medium.identity)
-        return note is not None and note["feature_id"] != medium.feature_id
+        return note is not None and note.get("feature_id") != medium.feature_id
 
     def fits(self, package: Package) -> bool:
         """Whether encoding the same image now would give this package again."""
@@ -196,6 +197,9 @@ class Vision:
         entry = self._aliases.get(digest)
         if entry is None and self._store is not None:
             entry = self._store.note("alias", digest)
+            if entry is not None and not _is_alias(entry):
+                self._store.reject("alias", digest, "it does not describe an image")
+                entry = None
             if entry is not None:
                 self._aliases[digest] = entry
         return entry
@@ -315,3 +319,14 @@ class Vision:
         self.packages.clear()
         self._aliases.clear()
         self._fetched.clear()
+
+
+def _is_alias(entry: dict[str, Any]) -> bool:
+    """Whether a note has what naming an image needs."""
+    grid, layout = entry.get("grid"), entry.get("layout")
+    if not isinstance(entry.get("key"), str) or not isinstance(grid, dict):
+        return False
+    if not isinstance(layout, list) or not all(isinstance(rows, list) for rows in grid.values()):
+        return False
+    runs = [part for part in layout if not isinstance(part, str)]
+    return bool(runs) and all(type(run) is int and run > 0 for run in runs)

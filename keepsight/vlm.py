@@ -147,6 +147,8 @@ class VLM:
     def _fingerprint(self, files: str | None) -> None:
         """Hash the weights now, or take the fingerprints that the store has for these files."""
         known = self._store.note("weights", files) if self._store and files else None
+        if known is not None and not {"all", "vision"} <= known.keys():
+            known = None
         self.memory.refresh(remembered=known)
         if self._store and files and known is None:
             weights = self.memory.weights

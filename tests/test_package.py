@@ -39,6 +39,7 @@ from keepsight.errors import (
     WrongIdentity,
 )
 from keepsight.package import FORMAT, KIND, Package
+from keepsight.store import DiskStore
 
 TINY = GOLDEN / "tiny.sight"
 
@@ -314,6 +315,41 @@ def test_a_package_that_lies_in_a_store_is_encoded_again(
             assert second.memory.vision.counts["encoded"] == 1
         assert "set aside" in caplog.text
         assert equal(again, true) and equal(Package.load(path), true)
+
+
+NOTES: list[dict[str, Any]] = [
+    {},
+    {"key": 7},
+    {"key": "0", "grid": [], "layout": [4]},
+    {"key": "0", "grid": {"image_grid_thw": 7}, "layout": [4]},
+    {"key": "0", "grid": {}, "layout": 4},
+    {"key": "0", "grid": {}, "layout": ["<", ">"]},
+    {"key": "0", "grid": {}, "layout": [-4]},
+    {"key": "0", "grid": {}, "layout": [True]},
+    {"key": "0", "grid": {}, "layout": [1.5]},
+]
+
+
+@pytest.mark.parametrize("note", NOTES, ids=str)
+def test_notes_that_lie_are_set_aside(
+    demo_parts: dict[str, Any], tmp_path: Path, note: dict[str, Any]
+) -> None:
+    """Notes whose seals hold, and that say nothing of use: the image is looked at again."""
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16, store=tmp_path) as first:
+        true = first.encode(picture(1))
+        first.flush()
+    aliases = [(kind, key) for kind, key, _, _ in DiskStore(tmp_path).entries() if kind == "alias"]
+    assert len(aliases) == 2
+    liar = DiskStore(tmp_path)
+    for kind, key in [*aliases, ("made", true.identity)]:
+        liar._path(kind, key).unlink()
+        liar.put_note(kind, key, note)
+    liar.close()
+    with ks.wrap(model, processor, grain=16, store=tmp_path, accept_features="any") as second:
+        assert equal(second.encode(picture(1)), true)
+        second.flush()
+    assert all(DiskStore(tmp_path).note("alias", key) != note for _, key in aliases)
 
 
 # -- crashes -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ as a wrong value. `check()` runs after every operation (law 7), with a count of 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -61,11 +62,16 @@ def build(pieces: str | list[str]) -> Prompt:
             ids += [4] if i else []
             spans.append((len(ids), len(ids) + length))
             ids += [PAD] * length
-        identity, feature_id = keys.digest("identity", what), keys.digest("feature", what, maker)
-        layout = (sum(lengths),)
-        media.append(Medium(what, identity, feature_id, {}, layout, None, lambda: None))  # type: ignore[arg-type]
+        names = keys.digest("identity", what), keys.digest("feature", what, maker)
+        media.append(fake_medium(*names, sum(lengths)))
         ranges.append(tuple(spans))
     return Prompt(np.array(ids, dtype=np.int64), tuple(media), tuple(ranges))
+
+
+def fake_medium(identity: str, feature_id: str, tokens: int) -> Medium:
+    """A medium that nobody will ask for features."""
+    nothing: Any = None
+    return Medium(identity, identity, feature_id, {}, (tokens,), None, nothing)
 
 
 def path(whole: Prompt) -> tuple[Token, ...]:
@@ -247,10 +253,14 @@ class TreeMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.tree.clear()
         assert self.tree.evictable_bytes() == 0
+        assert all(self.held_in(root) for root in self.tree.roots.values())
         for space, seen in self.seen.items():
             if space not in self.tree.roots:
                 seen.clear()
         self.lost = any(self.seen.values())
+
+    def held_in(self, root: Node) -> bool:
+        return any(node.chain() and node.chain()[0].parent is root for node, _ in self.held)
 
     @precondition(lambda self: self.prompts)
     @rule(letters=letters, which=st.integers(0, 99), keep=st.integers(0, 14), space=spaces)
@@ -498,6 +508,23 @@ def test_known_among_a_thousand_siblings() -> None:
     for whole in [*wholes[600:], *(spliced(w, 5, wholes[0]) for w in wholes[:100])]:
         expect_known(tree.known("n", whole), whole, going)
     expect_known(tree.known("m", wholes[0]), wholes[0], {(): False})
+
+
+def test_known_among_pictures_of_one_size() -> None:
+    """Their ids are all the same; the closest is found by what the pictures are."""
+    tree = Tree(1 << 40, has_fixed=False)
+    wholes = []
+    for number in range(40):
+        one = build("11A2.1" if number % 2 else "11A1.1")
+        name = keys.digest("feature", number)
+        wholes.append(dataclasses.replace(one, media=(fake_medium(name, name, 2),)))
+        prefill(tree, wholes[-1])
+    going = beginnings(map(path, wholes))
+    for whole in wholes:
+        assert found(tree, whole).logits is not None
+        other = dataclasses.replace(whole, ids=np.append(whole.ids[:-1], 3))
+        expect_known(tree.known("n", other), other, going)
+        assert tree.known("n", other).until == 6
 
 
 def test_a_prompt_that_ends_where_another_has_a_boundary_hides_nothing() -> None:

@@ -270,6 +270,14 @@ def test_what_a_span_is_compared_by() -> None:
     assert span.plain() == [0, 4, "f", 0, "identity", 0]
 
 
+def test_the_row_of_the_feature_is_part_of_the_path() -> None:
+    """The same id of the same picture, but not the same row of it."""
+    ids, one = np.full(6, PAD), medium("A")
+    early, late = (Prompt(ids, (one,), (((start, start + 4),),)) for start in (0, 1))
+    assert early.segment_digest("", 2, 3) != late.segment_digest("", 2, 3)
+    assert common(early.ids, early.spans, late.ids, late.spans) == 0
+
+
 def test_same_size_pictures_never_share_a_path() -> None:
     """The ids are equal; only the feature ids tell the two apart."""
     one, two = (build([("text", [1, 2]), (name, [4]), ("text", [1])]) for name in "AB")
