@@ -83,7 +83,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Other pictures.")] = 1,
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
-    from keepsight.demo import tour
+    import keepsight.demo.tour as tour
 
     tour.run(console(), out, seed)
 

@@ -50,8 +50,8 @@ def build(pieces: list[Piece]) -> Prompt:
         for i, length in enumerate(what):
             ids += [4] if i else []
             spans.append((len(ids), len(ids) + length))
-            # A turn-end id inside a medium means nothing.
-            ids += [END if k == 1 else PAD for k in range(length)]
+            # A turn-end id inside a medium means nothing; only one of them holds any.
+            ids += [END if (name, k) == ("C", 1) else PAD for k in range(length)]
         media.append(medium(name))
         ranges.append(tuple(spans))
     return Prompt(np.array(ids, dtype=np.int64), tuple(media), tuple(ranges))
@@ -69,7 +69,9 @@ def cut(whole: Prompt, end: int) -> Prompt | None:
     )
 
 
-text = st.tuples(st.just("text"), st.lists(st.sampled_from([1, 2, 4, END]), min_size=1, max_size=9))
+text = st.tuples(
+    st.just("text"), st.lists(st.sampled_from([1, 2, PAD, END]), min_size=1, max_size=9)
+)
 image = st.tuples(st.sampled_from("ABC"), st.lists(st.integers(1, 20), min_size=1, max_size=3))
 prompts = st.lists(text | image, min_size=1, max_size=8).map(build)
 rules = st.builds(Rule, st.integers(1, 30), st.just(frozenset({END})), st.booleans())
@@ -207,9 +209,16 @@ def test_common_is_the_first_difference(one: Prompt, two: Prompt, data: st.DataO
     if data.draw(st.booleans(), "share a beginning"):
         a = cut(one, data.draw(st.integers(0, len(one)), "where"))
         two = two if a is None else joined(a, two)
-    found = common(one.ids, one.spans, two.ids, two.spans)
-    assert found == first_difference(path(one), path(two))
-    assert found == common(two.ids, two.spans, one.ids, one.spans)
+    # From anywhere on, as the tree does it: a stretch may begin in the middle of a medium.
+    starts = [data.draw(st.sampled_from([0, 0, *range(len(p))]), "from") for p in (one, two)]
+    (ids, spans), (other_ids, other_spans) = map(stretch, (one, two), starts)
+    found = common(ids, spans, other_ids, other_spans)
+    assert found == first_difference(path(one)[starts[0] :], path(two)[starts[1] :])
+    assert found == common(other_ids, other_spans, ids, spans)
+
+
+def stretch(whole: Prompt, start: int) -> tuple[np.ndarray, tuple[Span, ...]]:
+    return whole.ids[start:], shift(whole.clip(start, len(whole)), -start)
 
 
 def joined(one: Prompt, two: Prompt) -> Prompt:
