@@ -85,6 +85,7 @@ def test_the_page_holds_every_table_of_every_result(result: dict[str, Any], tmp_
 
 def test_the_committed_page_is_the_one_that_the_committed_results_give() -> None:
     argv = ["--results", str(ROOT / "bench/results"), "--page", str(ROOT / "docs/benchmarks.md")]
+    argv += ["--readme", str(ROOT / "README.md")]
     assert page.main([*argv, "--check"]) == 0
 
 
