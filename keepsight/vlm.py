@@ -98,12 +98,20 @@ class _Call:
         known = [*known_options(), *_CHAT_OPTIONS]
         if set(options) - set(known):
             raise UnknownOption.among(options, known, "chat")
+        options = dict(options)
         _refuse_tenant(options.pop("tenant", None))
         exact = options.pop("exact", True)
         template = dict(options.pop("template_kwargs", None) or {})
         if (tools := options.pop("tools", None)) is not None:
             template["tools"] = tools
         return cls(bool(exact), template, options)
+
+    @classmethod
+    def before_decoding(cls, options: dict[str, Any], where: str) -> _Call:
+        """For calls that decode nothing: what only decoding listens to is refused, not ignored."""
+        if set(options) - set(_CHAT_OPTIONS):
+            raise UnknownOption.among(options, _CHAT_OPTIONS, where)
+        return cls.of(options)
 
 
 class VLM:
@@ -173,7 +181,7 @@ class VLM:
 
     def stream(self, messages: list[Message], **options: Any) -> Iterator[Piece]:
         """Pieces of the answer as they come; the last one carries usage and report."""
-        call = _Call.of(dict(options))
+        call = _Call.of(options)
         turn = self._turn(messages, call)
         return self._pieces(turn)
 
@@ -194,7 +202,7 @@ class VLM:
 
     def prepare(self, messages: list[Message], **options: Any) -> Report:
         """Encode and prefill now, answer later: the same call to `chat` then only decodes."""
-        turn = self._turn(messages, _Call.of(dict(options)))
+        turn = self._turn(messages, _Call.before_decoding(options, "prepare"))
         with self._lock:
             try:
                 turn.begin(sample=False)
@@ -205,7 +213,7 @@ class VLM:
 
     def explain(self, messages: list[Message], **options: Any) -> Report:
         """The report that `chat` would give, computing nothing with the model."""
-        turn = self._turn(messages, _Call.of(dict(options)))
+        turn = self._turn(messages, _Call.before_decoding(options, "explain"))
         with self._lock:
             try:
                 turn.begin(sample=False)
@@ -247,8 +255,8 @@ class VLM:
         self._open()
         with self._lock:
             self.memory.refresh()
-            prompt = self.render(messages, **options)
-            return self._stock_inputs(prompt)
+            call = _Call.before_decoding(options, "inputs")
+            return self._stock_inputs(self.render(messages, **call.template))
 
     def _stock_inputs(self, prompt: Prompt) -> dict[str, Any]:
         family, vision = self.memory.family, self.memory.vision

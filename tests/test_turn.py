@@ -328,6 +328,9 @@ def test_unknown_and_impossible_options(demo: Any) -> None:
         ks.wrap(demo.model, demo.processor, vision_buget="1GiB")
     with pytest.raises(UnknownOption, match="image_options has no option 'foo'"):
         ks.wrap(demo.model, demo.processor, image_options={"foo": 3})
+    for call in (demo.prepare, demo.explain, demo.inputs):
+        with pytest.raises(UnknownOption, match="temperature"):
+            call(messages, temperature=0.5)
     with pytest.raises(InputError, match="num_beams"):
         demo.chat(messages, num_beams=4)
     with pytest.raises(UnsupportedInput, match="tenant"):
