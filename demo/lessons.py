@@ -1,5 +1,6 @@
 """Conversations as the rows of numbers that a language model learns from."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from keepsight.demo.scene import (
 # the words of an answer that tell whether it was understood weigh more than the rest.
 HARD_KINDS = (*KINDS, "where", "list", "which", "which", "compare")
 HARD_WEIGHT = 2.0
+SEARCHES = 0.3
 
 # The role of an answer that nobody asked for and no picture tells: see ``exercise``.
 EXERCISE = "exercise"
@@ -64,6 +66,30 @@ def lesson(rng: random.Random) -> list[Message]:
             messages += turn(rng, fresh, asked)
             messages += exercise(rng) if rng.random() < 0.6 else []
             fresh = []
+    return messages
+
+
+def search(rng: random.Random) -> list[Message]:
+    """A few pictures, and over and over the question which of them shows this or that.
+
+    To name a picture by what it shows was learned last of all. In a conversation the answer is
+    mostly the same few, and a model that only knows whether there is such a picture does well.
+    Half of the time the pictures share two colours and two shapes, so that each is nearly right.
+    """
+    count = rng.randint(2, 4)
+    colors, shapes = rng.sample(list(COLORS), count), rng.choices(SHAPES, k=count)
+    names = list(zip(colors, shapes, strict=True))
+    wanted = names
+    if rng.random() < 0.5:
+        wanted = list(itertools.product(colors[:2], rng.sample(SHAPES, 2)))
+        names = rng.choices(wanted, k=count)
+    scenes = [Scene(rng) for _ in names]
+    for scene, (color, shape) in zip(scenes, names, strict=True):
+        scene.color, scene.shape = color, shape
+    messages: list[Message] = []
+    for number in range(4):
+        asked = which(*rng.choice(wanted), scenes)
+        messages += turn(rng, [] if number else scenes, asked)
     return messages
 
 
@@ -178,7 +204,8 @@ def batches(tokenizer: Tokenizer, bank: Bank, size: int, seed: int) -> Iterator[
     rng = random.Random(seed)
     writer = Writer(tokenizer, bank, rng)
     while True:
-        pool = sorted((writer.write(lesson(rng)) for _ in range(size * 8)), key=_length)
+        chats = (search(rng) if rng.random() < SEARCHES else lesson(rng) for _ in range(size * 8))
+        pool = sorted(map(writer.write, chats), key=_length)
         parts = [pool[at : at + size] for at in range(0, len(pool), size)]
         rng.shuffle(parts)
         yield from map(Batch.of, parts)

@@ -43,8 +43,8 @@ def test_a_run_measures_every_workload_and_finds_no_wrong_answer(result: dict[st
         "one image",
         "two images",
     }
-    assert run["restart"]["cached_tokens"] > 0
-    assert run["restart"]["megabytes"] > 0
+    assert run["restart"]["page cache"]["cached_tokens"] > 0
+    assert run["restart"]["page cache"]["megabytes"] > 0
 
 
 def test_new_reused_and_repeated_tokens_make_the_prompt(result: dict[str, Any]) -> None:

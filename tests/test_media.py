@@ -200,7 +200,7 @@ def test_shape_and_mode_are_part_of_the_name() -> None:
     array = np.zeros((4, 6, 3), dtype=np.uint8)
     forms = [array, array.reshape(6, 4, 3), array.reshape(4, 6, 3)[..., :1].repeat(4, 2)]
     forms += [Image.fromarray(array), Image.fromarray(array.reshape(6, 4, 3))]
-    forms += [Image.new("RGB", (4, 3)), Image.new("L", (12, 3)), Image.new("L", (36, 1))]
+    forms += [Image.new("RGB", (4, 3)), Image.new("HSV", (4, 3)), Image.new("L", (12, 3))]
     assert len({name(form) for form in forms}) == len(forms)
 
 

@@ -54,7 +54,7 @@ def headline(results: dict[str, dict[str, Any]]) -> str:
     for name in sorted(results):
         result = results[name]
         for run in result["runs"]:
-            steps = {w["name"].split()[0]: w["steps"][1:] for w in run["workloads"]}
+            steps = {w["name"]: w["steps"][1:] for w in run["workloads"]}
             if run["dtype"] == "float32" and steps.get("W1") and steps.get("W5"):
                 return _sentences(result, run, steps["W1"], steps["W5"])
     return ""

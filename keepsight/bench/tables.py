@@ -48,7 +48,8 @@ def title(run: dict[str, Any]) -> str:
 def tables(run: dict[str, Any]) -> list[tuple[str, Row, list[Row]]]:
     """(heading, columns, rows) of everything that a run measured."""
     found = [_workload(workload) for workload in run["workloads"]]
-    found.append(_stages(run["workloads"]))
+    if found:
+        found.append(_stages(run["workloads"]))
     if run.get("peers"):
         found.append(_peers(run["peers"]))
     if "cold" in run:
@@ -153,14 +154,18 @@ def _anatomy(cold: dict[str, Any]) -> tuple[str, Row, list[Row]]:
     return "one new picture, stage by stage", columns, [row]
 
 
-def _restart(found: dict[str, Any]) -> tuple[str, Row, list[Row]]:
-    columns = ["prompt", "reused", "MB read", "load ms", "bare read ms", "x read", "restore ms"]
-    columns += ["first token ms"]
-    row = [f"{found['prompt_tokens']:.0f}", f"{found['cached_tokens']:.0f}"]
-    row += [f"{found['megabytes']:.1f}", f"{found['load_ms']:.1f}", f"{found['read_ms']:.1f}"]
-    row += [times(found["load_over_read"]), f"{found['restore_ms']:.1f}"]
-    row += [f"{found['first_token_ms']:.1f}"]
-    return "restart: the next turn from the disk (files in the page cache)", columns, [row]
+def _restart(restart: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+    columns = ["files in the", "prompt", "reused", "MB read", "load ms", "bare read ms", "x read"]
+    columns += ["restore ms", "first token ms"]
+    rows = []
+    for place, found in restart.items():
+        if place == "repetitions":
+            continue
+        row = [place, f"{found['prompt_tokens']:.0f}", f"{found['cached_tokens']:.0f}"]
+        row += [f"{found['megabytes']:.1f}", f"{found['load_ms']:.1f}", f"{found['read_ms']:.1f}"]
+        row += [times(found["load_over_read"]), f"{found['restore_ms']:.1f}"]
+        rows.append([*row, f"{found['first_token_ms']:.1f}"])
+    return "restart: a new engine answers the next turn from files", columns, rows
 
 
 def _ambitions(rows: list[dict[str, Any]]) -> tuple[str, Row, list[Row]]:
