@@ -267,6 +267,7 @@ def test_a_conversation_notices_too(vlm: Any) -> None:
 # -- what is refused ---------------------------------------------------------------------------
 
 JPEG, PNG = encoded(picture(1), "JPEG"), encoded(picture(1))
+B64 = base64.b64encode(PNG).decode()
 BAD: dict[str, tuple[Any, str]] = {
     "empty": (b"", "is empty"),
     "text": (b"this is no image" * 50, "not an image"),
@@ -305,6 +306,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a path that is very long": ("x" * 100_000, "too long"),
     "a data URI without a comma": ("data:image/png;base64", "data URI"),
     "a data URI of nonsense": ("data:image/png;base64,!!!!", "data URI"),
+    "a data URI with a blot": (f"data:;base64,{B64[:40]}!{B64[40:]}", "cannot be decoded"),
     "a data URI with half a byte": ("data:image/png;base64,A", "data URI"),
     "a data URI beyond ASCII": ("data:image/png;base64,é", "data URI"),
     "an empty data URI": ("data:,", "is empty"),

@@ -96,6 +96,20 @@ class TestConvolutionAndFull(StateTests):
         return build("Lfm2", torch.float32, "conv", "full")
 
 
+class TestKeysWiderThanValues(StateTests):
+    """Rows of two shapes cannot be kept in one stack."""
+
+    def make_model(self) -> PreTrainedModel:
+        sizes = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+        ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
+        return build("DeepseekV3", torch.float32, first_k_dense_replace=2, **sizes, **ranks)
+
+    def test_the_rows_really_differ(self) -> None:
+        model = self.make_model()
+        _, snapshots = self.cold(model, self.ids(model), self.lane(model))
+        assert set(snapshots[0][2]) == {"0.k", "0.v", "1.k", "1.v"}
+
+
 def test_kinds_are_read_off_the_cache_that_upstream_builds() -> None:
     assert Shape.of(TestFull().make_model()).kinds == ("full", "full")
     assert Shape.of(TestSlidingAndFull().make_model()).kinds == ("sliding", "full")
