@@ -237,7 +237,7 @@ def _media_of(
     for number, described in enumerate(record["media"]):
         own = _under(tensors, f"media/{number}/")
         package = Package.from_record(own, described, f"{path}, medium {number}")
-        media.append(vlm.memory.vision.name(package))
+        media.append(vlm.memory.vision.admit(package))
     return media
 
 

@@ -63,6 +63,7 @@ class Vision:
         self.packages: Recent[Package] = Recent(budget - budget // 2, lambda p: p.nbytes)
         self._aliases: dict[str, dict[str, Any]] = {}
         self._fetched: dict[str, bytes] = {}
+        self._made: dict[str, str] = {}  # feature id -> content, of packages that we gave out
         self.counts = {"named": 0, "preprocessed": 0, "encoded": 0, "memory": 0, "disk": 0}
         self._weights = self._vision_settings = self._processor_settings = ""
         self._provenance: dict[str, Any] = {}
@@ -121,11 +122,25 @@ class Vision:
     def _medium_again(self, medium: Medium) -> Medium:
         """A medium named before, under the weights and provenance of now."""
         if isinstance(medium.recall, Package):
-            return self._medium_of_package(medium.recall)
+            return self._medium_of_package(medium.recall, medium.feature_id)
         entry = {"key": medium.key, "grid": medium.grid, "layout": list(medium.layout)}
         return self._medium(dict(entry, source=medium.source), medium.recall)
 
-    def _medium_of_package(self, package: Package) -> Medium:
+    def admit(self, package: Package) -> Medium:
+        """The medium of a package that came with its snapshots, in one file with their digests."""
+        return self._medium_of_package(package, package.feature_id)
+
+    def _own_or_handed(self, package: Package) -> str:
+        """The feature id of a package handed in: its claim, if these are the bits that we made.
+
+        Whoever changed the tensors and left the provenance would else stand in the path of ours.
+        """
+        content = _content(package)
+        if self._made.get(package.feature_id) == content:
+            return package.feature_id
+        return keys.digest("handed in", package.feature_id, content)
+
+    def _medium_of_package(self, package: Package, named: str | None = None) -> Medium:
         for field, mine, its in (
             ("vision weights", self._weights, package.weights),
             ("vision settings", self._vision_settings, package.settings),
@@ -137,11 +152,10 @@ class Vision:
             raise WrongIdentity("processor settings", self._processor_settings, made_with)
         check_shapes(package, "the package")
         self._family.check_package(package)
-        check_shapes(package, "the package")
         return Medium(
             package.key,
             package.identity,
-            package.feature_id,
+            named or self._own_or_handed(package),
             package.grid,
             package.layout,
             package.source,
@@ -309,9 +323,12 @@ class Vision:
         """The package of an image in any form, with the prompt text the processor gives it."""
         medium = self.name(image)
         package, _ = self.package(medium)
-        if package.layout != medium.layout:
-            package = dataclasses.replace(package, layout=medium.layout, grid=medium.grid)
-        return package
+        # A copy: what the caller does to it must not reach the answers of others.
+        tensors = {name: tensor.clone() for name, tensor in package.tensors.items()}
+        if isinstance(medium.recall, Package):
+            return dataclasses.replace(package, tensors=tensors)
+        self._made[package.feature_id] = _content(package)
+        return dataclasses.replace(package, tensors=tensors, layout=medium.layout, grid=medium.grid)
 
     def clear(self) -> None:
         """Forget everything held in memory."""
@@ -319,6 +336,10 @@ class Vision:
         self.packages.clear()
         self._aliases.clear()
         self._fetched.clear()
+
+
+def _content(package: Package) -> str:
+    return keys.digest("content", [[n, package.tensors[n]] for n in sorted(package.tensors)])
 
 
 def _is_alias(entry: dict[str, Any]) -> bool:

@@ -235,6 +235,24 @@ def test_a_foreign_package_never_changes_an_exact_answer(demo: Any, tmp_path: Pa
     assert torch.equal(logits(demo, messages), expected)
 
 
+def test_a_changed_package_never_changes_an_exact_answer(demo: Any) -> None:
+    """Neither one whose provenance was left as it was, nor one changed in place."""
+    import dataclasses
+
+    messages = [turn(LONG, picture(1))]
+    expected = logits(demo, messages)
+    package = demo.encode(picture(1))
+    spoiled = {name: t + 0.5 for name, t in package.tensors.items()}
+    changed = dataclasses.replace(package, tensors=spoiled)
+    demo.clear()
+    assert not torch.equal(logits(demo, [turn(LONG, changed)]), expected)
+    assert torch.equal(logits(demo, messages), expected)
+    for tensor in package.tensors.values():
+        tensor.zero_()
+    demo.memory.tree.evict(demo.memory.tree.nbytes)
+    assert torch.equal(logits(demo, messages), expected)
+
+
 def test_features_alone_among_others_and_under_two_budgets(demo_parts: Any) -> None:
     model, processor = demo_parts["demo"]
     model = model.bfloat16()
