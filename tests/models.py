@@ -1,7 +1,6 @@
 """Tiny random-weight models of each supported family, with real processors.
 
-Weights are scaled up so that a wrong picture or a shifted position changes logits visibly: with
-default initialisation a tiny model hardly looks at its images and any comparison would pass.
+`build(kind)` gives one. The larger part of the builders is in `family_models/`, by behaviour.
 """
 
 from __future__ import annotations
@@ -10,97 +9,25 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from PIL import Image
-from transformers import AutoTokenizer
+from family_models import BUILDERS as _MORE
+from model_parts import MROPE, TEMPLATE, TEXT, TOKENS, picture, processor_of, tokenizer_with, wake
 
-from keepsight import loading
-
-TEMPLATE = (
-    "{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\n' -}}"
-    "{%- if message.content is string -%}{{- message.content -}}{%- else -%}"
-    "{%- for part in message.content -%}{%- if part.type == 'image' -%}{{- 'IMAGE' -}}"
-    "{%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}"
-    "{{- '<|im_end|>\n' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
-)
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": None,
-    "tie_word_embeddings": False,
-}
-TOKENS = {
-    "image_token_id": 6,
-    "video_token_id": 7,
-    "vision_start_token_id": 3,
-    "vision_end_token_id": 4,
-}
-MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
-
-
-def picture(seed: int, width: int = 96, height: int = 96) -> Image.Image:
-    """Noise in blocks: every seed another picture."""
-    rng = np.random.default_rng(seed)
-    small = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
+__all__ = ["ALL", "KINDS", "TEMPLATE", "build", "folder_of", "picture", "stock_inputs", "turn"]
 
 
 @functools.cache
 def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Model and processor of one family; the same weights each time."""
     torch.manual_seed(0)
-    model_class, config, processor = _BUILDERS[kind]()
+    model_class, config, processor = ALL[kind]()
     config.text_config.vocab_size = 576
     model = model_class(config)
-    _wake(model)
+    wake(model)
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
     return model.to(dtype).eval(), processor
-
-
-def _wake(model: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() >= 2 and "A_log" not in name:
-                fan = weight[0].numel()
-                weight.normal_(0.0, 1.2 / fan**0.5, generator=generator)
-            if "embed_tokens" in name:
-                weight.normal_(0.0, 1.0, generator=generator)
-
-
-def _tokenizer(extra: dict[str, str] | None = None) -> Any:
-    folder = loading.model_path("demo")
-    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=extra or {})
-    if extra:
-        tokenizer.add_special_tokens({"additional_special_tokens": list(extra.values())})
-    return tokenizer
-
-
-class _NoVideo(loading._NoVideo):
-    """Stands in for a video processor where torchvision is missing."""
-
-
-def _processor(name: str, image_processor: Any, tokenizer: Any, image: str, **own: Any) -> Any:
-    base: Any = getattr(transformers, name)
-
-    def check(self: Any, attribute: str, argument: Any) -> Any:
-        return type(argument)
-
-    cls: Any = type(name, (base,), {"check_argument_for_proper_class": check})
-    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
-    if "video_processor" in base.get_attributes():
-        parts["video_processor"] = _NoVideo()
-    return cls(**parts, chat_template=TEMPLATE.replace("IMAGE", image), **own)
 
 
 def _qwen_processor(name: str, patch: int) -> Any:
@@ -110,8 +37,8 @@ def _qwen_processor(name: str, patch: int) -> Any:
     image_processor = Qwen2VLImageProcessorPil(
         patch_size=patch, size={"shortest_edge": 4 * unit, "longest_edge": 64 * unit}
     )
-    return _processor(
-        name, image_processor, _tokenizer(), "<|vision_start|><|image_pad|><|vision_end|>"
+    return processor_of(
+        name, image_processor, tokenizer_with(), "<|vision_start|><|image_pad|><|vision_end|>"
     )
 
 
@@ -229,7 +156,7 @@ def _qwen3_vl_moe() -> tuple[Any, Any, Any]:
 def _llava() -> tuple[Any, Any, Any]:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    tokenizer = _tokenizer({"image_token": "<image>"})
+    tokenizer = tokenizer_with({"image_token": "<image>"})
     token = tokenizer.convert_tokens_to_ids("<image>")
     vision = transformers.CLIPVisionConfig(
         hidden_size=32,
@@ -246,7 +173,7 @@ def _llava() -> tuple[Any, Any, Any]:
     image_processor = CLIPImageProcessorPil(
         size={"shortest_edge": 48}, crop_size={"height": 48, "width": 48}
     )
-    processor = _processor(
+    processor = processor_of(
         "LlavaProcessor",
         image_processor,
         tokenizer,
@@ -263,7 +190,7 @@ def _internvl() -> tuple[Any, Any, Any]:
         GotOcr2ImageProcessorPil,
     )
 
-    tokenizer = _tokenizer(
+    tokenizer = tokenizer_with(
         {
             "start_image_token": "<img>",
             "end_image_token": "</img>",
@@ -287,7 +214,7 @@ def _internvl() -> tuple[Any, Any, Any]:
     image_processor = GotOcr2ImageProcessorPil(
         size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=3
     )
-    processor = _processor(
+    processor = processor_of(
         "InternVLProcessor", image_processor, tokenizer, "<IMG_CONTEXT>", image_seq_length=16
     )
     return transformers.InternVLForConditionalGeneration, config, processor
@@ -304,7 +231,8 @@ _BUILDERS = {
     "llava": _llava,
     "internvl": _internvl,
 }
-KINDS = tuple(_BUILDERS)
+KINDS = tuple(_BUILDERS)  # one for each kind of code in the engine; `ALL` for the rest
+ALL = {**_BUILDERS, **_MORE}
 
 
 def stock_inputs(processor: Any, messages: list[Any]) -> dict[str, torch.Tensor]:
