@@ -199,12 +199,14 @@ class Batch:
         return cls(ids, weights, positions, pictures)
 
 
-def batches(tokenizer: Tokenizer, bank: Bank, size: int, seed: int) -> Iterator[Batch]:
+def batches(
+    tokenizer: Tokenizer, bank: Bank, size: int, seed: int, searches: float = SEARCHES
+) -> Iterator[Batch]:
     """Endless batches of lessons, sorted by length in pools so that little is padding."""
     rng = random.Random(seed)
     writer = Writer(tokenizer, bank, rng)
     while True:
-        chats = (search(rng) if rng.random() < SEARCHES else lesson(rng) for _ in range(size * 8))
+        chats = (search(rng) if rng.random() < searches else lesson(rng) for _ in range(size * 8))
         pool = sorted(map(writer.write, chats), key=_length)
         parts = [pool[at : at + size] for at in range(0, len(pool), size)]
         rng.shuffle(parts)

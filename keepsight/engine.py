@@ -128,8 +128,7 @@ class Engine:
     @torch.inference_mode()
     def start(self, prompt: Prompt, match: Match, room: int) -> Run:
         """Put a lane where the (held) match ends. `room`: tokens that will follow the prompt."""
-        grid = self._family.rope_grid([medium.grid for medium in prompt.media])
-        positions = self._family.positions(prompt.ids, prompt.types, grid)
+        positions = self._family.positions(prompt.ids, prompt.types, prompt.grids)
         lane = self.lanes.take(match.node)
         lane.busy = True
         lane.reserve(len(prompt) + room)
@@ -184,8 +183,10 @@ class Engine:
             "past_key_values": run.lane.cache,
             "use_cache": True,
         }
+        extra = self._family.chunk_inputs(run.prompt.types, start, end)
+        inputs |= {name: tensor.to(device) for name, tensor in extra.items()}
         if parts:
-            inputs["mm_encoder_outputs"] = self._family.encoder_outputs(parts)
+            inputs |= self._family.feature_inputs(parts, inputs["input_ids"])
         self.prefill_tokens += end - start
         run.computed += end - start
         last = end == len(run.prompt)
@@ -218,8 +219,10 @@ class Engine:
         if self._family.mrope:
             rope = torch.full((3, 1, 1), run.next_position, dtype=torch.long, device=device)
             position = torch.cat([text[None], rope])
+        extra = self._family.step_inputs(1, run.lane.length + 1)
         with _grouped_queries(device):
             output = self._model(
+                **{name: tensor.to(device) for name, tensor in extra.items()},
                 input_ids=torch.tensor([[token]], device=device),
                 position_ids=position,
                 past_key_values=run.lane.cache,

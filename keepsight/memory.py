@@ -86,7 +86,10 @@ class Memory:
         default = CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
         tokenizer = getattr(processor, "tokenizer", None)
         self.rule = Rule(
-            settings.grain or default, family.turn_ends(tokenizer), family.sees_whole_media
+            settings.grain or default,
+            family.turn_ends(tokenizer),
+            family.sees_whole_media,
+            family.reuse,
         )
         self.made_under: dict[str, str] = {}  # namespace -> weights, to say why a path is not here
         self._about(model)

@@ -27,7 +27,8 @@ Layout = tuple[str | int, ...]  # the prompt text of a medium; an int stands for
 @dataclass(frozen=True, eq=False)
 class Package:
     """The features of one medium. `tensors` holds `features` and, where the family has them,
-    `deepstack.0..n`; each has one row per visual token, or (tiles, rows per tile)."""
+    `deepstack.0..n`; each has one row per visual token, or (tiles, rows per tile). `indicator`
+    holds the embeddings of the tokens that frame the medium, where the tower makes those."""
 
     tensors: dict[str, torch.Tensor]
     key: str  # digest of what the tower took in
@@ -166,7 +167,7 @@ def _check_record(record: dict[str, Any], where: str) -> None:
 
 
 def check_shapes(package: Package, where: str) -> None:
-    """Every tensor must be floating point and have one row for every token."""
+    """Features and deepstack levels have one row for every token, all tensors one width."""
     levels = sum(name.startswith("deepstack.") for name in package.tensors)
     wanted = {"features", *(f"deepstack.{level}" for level in range(levels))}
     if not wanted <= package.tensors.keys():
@@ -175,7 +176,8 @@ def check_shapes(package: Package, where: str) -> None:
     width = package.tensors["features"].shape[-1] if package.tensors["features"].dim() else 0
     for name, tensor in package.tensors.items():
         rows = tensor.numel() // tensor.shape[-1] if tensor.dim() >= 2 and tensor.shape[-1] else 0
-        if rows != package.tokens or tensor.shape[-1] != width:
+        counted = rows == package.tokens or (name == "indicator" and rows > 0)
+        if not counted or tensor.shape[-1] != width:
             raise DamagedFile(
                 f"{where}: {name!r} has shape {tuple(tensor.shape)}, expected one row of {width} "
                 f"for each of {package.tokens} tokens"

@@ -22,6 +22,7 @@ from keepsight.vision import Medium
 
 RUN = 2048  # the longest stretch without a boundary, in tokens
 Range = tuple[int, int]
+TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ class Rule:
     grain: int
     turn_ends: frozenset[int]
     whole_media: bool  # never cut inside a range whose tokens see each other
+    reuse: str = "prefix"  # see families/base.py
 
     def record(self) -> list[Any]:
         """What of the rule enters the namespace."""
-        return [RUN, self.grain, sorted(self.turn_ends), self.whole_media]
+        return [RUN, self.grain, sorted(self.turn_ends), self.whole_media, self.reuse]
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,16 @@ class Prompt:
 
     @cached_property
     def types(self) -> np.ndarray:
-        """1 where a token belongs to an image, else 0."""
+        """0 where a token is text, 1 where it belongs to an image, 2 video, 3 audio."""
         types = np.zeros(len(self.ids), dtype=np.int8)
         for span in self.spans:
-            types[span.start : span.end] = 1
+            types[span.start : span.end] = TYPES[self.media[span.medium].modality]
         return types
+
+    @property
+    def grids(self) -> list[dict[str, list[Any]]]:
+        """What the processor said of each medium beside its pixels."""
+        return [medium.grid for medium in self.media]
 
     def clip(self, start: int, end: int) -> tuple[Span, ...]:
         """The parts of media between two positions."""
@@ -116,8 +123,10 @@ class Prompt:
     def boundaries(self, rule: Rule, start: int = 0) -> list[int]:
         """All boundaries behind `start` and strictly before the prompt's end."""
         found: list[int] = []
-        last = start
+        last, first = start, self._first_cut(rule)
         for event in [*self.events(rule).tolist(), len(self.ids)]:
+            if event < first:
+                continue
             while event - last > RUN:
                 cut = self._move(last + RUN, rule)
                 if cut >= event:
@@ -129,8 +138,17 @@ class Prompt:
                 last = event
         return found
 
+    def _first_cut(self, rule: Rule) -> int:
+        """Where the first boundary may stand: behind what a later token can still change."""
+        if rule.reuse == "whole prompt":
+            return len(self.ids)
+        if rule.reuse == "same media":
+            return max((ranges[-1][1] for ranges in self.ranges), default=0)
+        return 0
+
     def _move(self, cut: int, rule: Rule) -> int:
         """Behind the range that the cut would fall into, where ranges are whole."""
+        cut = max(cut, self._first_cut(rule))
         if rule.whole_media:
             for span in self.spans:
                 if span.start < cut < span.end:

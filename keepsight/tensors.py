@@ -14,17 +14,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight.errors import InputError, PlaceholderMismatch, UnknownOption, UnsupportedInput
+from keepsight.errors import (
+    InputError,
+    KeepsightError,
+    PlaceholderMismatch,
+    UnknownOption,
+    UnsupportedInput,
+)
+from keepsight.families import Family, Pixels
 from keepsight.generation import DEFAULT_GENERATE_TOKENS, known_options
 from keepsight.memory import Memory
-from keepsight.prompt import Prompt
+from keepsight.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 from keepsight.turn import Turn
+from keepsight.vision import Medium
 
-_MEDIA = ("pixel_values", "image_grid_thw")
-_CHECKED = ("attention_mask", "mm_token_type_ids", "position_ids")
-_LATER = ("pixel_values_videos", "video_grid_thw", "input_features", "mm_encoder_outputs")
-_TENSORS = ("input_ids", *_MEDIA, *_CHECKED)
+_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+_CHECKED = ("attention_mask", "position_ids", *_TYPES)
+_REFUSED = {
+    "mm_encoder_outputs": "hand images in as packages, with chat() or ask()",
+    "inputs_embeds": "ids are needed to know what a prompt says",
+    "past_key_values": "Keepsight keeps its own",
+}
+_OF_OTHER_MEDIA = (
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "input_features",
+    "feature_attention_mask",
+)
 _OWN = ("exact", "streamer", "return_dict_in_generate")
 
 
@@ -50,7 +68,7 @@ class _Row:
 
 def generate(memory: Memory, lock: RLock, inputs: Any, options: dict[str, Any]) -> Any:
     """`model.generate` for a batch of prompts; rows are prefilled and decoded one by one."""
-    tensors, options = _sort(inputs, options)
+    tensors, options = _sort(memory, inputs, options)
     exact = options.pop("exact", True)
     streamer = options.pop("streamer", None)
     as_dict = options.pop("return_dict_in_generate", None)
@@ -73,14 +91,23 @@ def generate(memory: Memory, lock: RLock, inputs: Any, options: dict[str, Any]) 
     return _as_dict(sequences, rows) if as_dict else sequences
 
 
-def _sort(inputs: Any, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    tensors = {name: options.pop(name) for name in _TENSORS if name in options}
+def _sort(
+    memory: Memory, inputs: Any, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    names = ("input_ids", *_CHECKED, *sorted(memory.family.tensor_inputs))
+    tensors = {name: options.pop(name) for name in names if name in options}
     if inputs is not None:
         tensors.setdefault("input_ids", inputs)
-    for name in _LATER:
+    for name, why in _REFUSED.items():
         if options.pop(name, None) is not None:
-            raise UnsupportedInput(f"{name} is not supported yet; images come as pixel_values")
-    known = [*known_options(), *_OWN, *_TENSORS, "tenant"]
+            raise UnsupportedInput(f"{name} is not taken: {why}")
+    for name in _OF_OTHER_MEDIA:
+        if options.pop(name, None) is not None:
+            raise UnsupportedInput(
+                f"{name} is not supported for {memory.model.config.model_type}; images come as "
+                "pixel_values"
+            )
+    known = [*known_options(), *_OWN, *names, "tenant"]
     if set(options) - set(known):
         raise UnknownOption.among(options, known, "generate")
     return {name: value for name, value in tensors.items() if value is not None}, options
@@ -95,10 +122,9 @@ def _check_ids(memory: Memory, tensors: dict[str, Any]) -> torch.Tensor:
     size = memory.model.get_input_embeddings().num_embeddings
     if int(ids.min()) < 0 or int(ids.max()) >= size:
         raise InputError(f"input_ids has values outside of 0 to {size - 1}")
-    for name in _MEDIA:
-        value = tensors.get(name)
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise InputError(f"{name} must be a tensor, not a {type(value).__name__}")
+    for name in memory.family.tensor_inputs & tensors.keys():
+        if not isinstance(tensors[name], torch.Tensor):
+            raise InputError(f"{name} must be a tensor, not a {type(tensors[name]).__name__}")
     pixels, grid = tensors.get("pixel_values"), tensors.get("image_grid_thw")
     if pixels is not None and not pixels.is_floating_point():
         raise InputError(f"pixel_values is {pixels.dtype}, expected a floating dtype")
@@ -127,38 +153,64 @@ def _prompts(
 ) -> list[Prompt]:
     family = memory.family
     all_ids = ids.cpu().numpy().astype(np.int64)
-    flat = np.concatenate([row[keep] for row, keep in zip(all_ids, mask, strict=True)])
-    _check_placeholders(memory, tensors, flat)
-    media = [memory.vision.name_pixels(p) for p in family.split_tensors(tensors, flat)]
+    rows = [row[keep] for row, keep in zip(all_ids, mask, strict=True)]
+    _check_placeholders(memory, tensors, np.concatenate(rows))
+    media = [memory.vision.name_pixels(p) for p in _split(memory, tensors, rows)]
     prompts, used = [], 0
-    for row, keep in zip(all_ids, mask, strict=True):
-        row_ids = row[keep]
-        ranges = []
-        spots = np.flatnonzero(row_ids == family.image_token_id)
-        while len(spots):
-            if used == len(media):
-                raise PlaceholderMismatch("there are more image placeholders than images")
-            count = media[used].tokens
-            run = spots[:count]
-            if len(run) < count or run[-1] - run[0] != count - 1:
-                raise PlaceholderMismatch(
-                    f"image {used} has {count} tokens, its placeholders are not one run of {count}"
-                )
-            ranges.append(((int(run[0]), int(run[-1]) + 1),))
-            spots, used = spots[count:], used + 1
-        mine = media[used - len(ranges) : used]
-        prompts.append(Prompt(row_ids, tuple(mine), tuple(ranges)))
+    for i, row in enumerate(rows):
+        ranges = _place(family, row, media[used:], used)
+        mine = tuple(media[used : used + len(ranges)])
+        prompts.append(Prompt(row, mine, ranges))
+        used += len(ranges)
+        _check_claims(memory, tensors, prompts[i], mask[i], i)
     if used != len(media):
         raise PlaceholderMismatch(f"{len(media)} images for placeholders of {used}")
-    for i, prompt in enumerate(prompts):
-        _check_claims(memory, tensors, prompt, mask[i], i)
     return prompts
+
+
+def _split(memory: Memory, tensors: dict[str, Any], rows: list[np.ndarray]) -> list[Pixels]:
+    try:
+        return memory.family.split_tensors(tensors, rows)
+    except KeepsightError:
+        raise
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+        shapes = {n: tuple(tensors[n].shape) for n in memory.family.tensor_inputs & tensors.keys()}
+        raise InputError(
+            f"these tensors are not what this model's processor makes ({error}): {shapes}"
+        ) from error
+
+
+def _place(
+    family: Family, row: np.ndarray, media: list[Medium], number: int
+) -> tuple[tuple[Range, ...], ...]:
+    """The ranges of each medium whose placeholders stand in this row, in order."""
+    spots = np.flatnonzero(row == family.image_token_id)
+    placed: list[tuple[Range, ...]] = []
+    while len(spots):
+        if len(placed) == len(media):
+            raise PlaceholderMismatch("there are more image placeholders than images")
+        count = media[len(placed)].tokens
+        found = _runs(spots[:count])
+        if len(spots) < count or (family.mrope and len(found) > 1):
+            raise PlaceholderMismatch(
+                f"image {number + len(placed)} has {count} tokens, its placeholders are not one "
+                f"run of {count}"
+            )
+        placed.append(found)
+        spots = spots[count:]
+    return tuple(placed)
+
+
+def _runs(spots: np.ndarray) -> tuple[Range, ...]:
+    """Stretches without a gap, as half-open ranges."""
+    parts = np.split(spots, np.flatnonzero(np.diff(spots) != 1) + 1)
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
 
 
 def _check_placeholders(memory: Memory, tensors: dict[str, Any], flat: np.ndarray) -> None:
     family = memory.family
     count = int((flat == family.image_token_id).sum())
-    if count and "pixel_values" not in tensors:
+    if count and not family.tensor_inputs & tensors.keys():
         raise PlaceholderMismatch(
             f"input_ids has {count} image placeholders, but there is no pixel_values"
         )
@@ -172,17 +224,21 @@ def _check_claims(
     memory: Memory, tensors: dict[str, Any], prompt: Prompt, keep: np.ndarray, row: int
 ) -> None:
     """Type ids and positions must be those that follow from the prompt."""
-    types = tensors.get("mm_token_type_ids")
-    if types is not None:
-        given = types[row].cpu().numpy()[keep]
-        if not np.array_equal(given, prompt.types):
-            raise UnsupportedInput("mm_token_type_ids differ from where the images stand")
+    family = memory.family
+    own = {"mm_token_type_ids": torch.from_numpy(prompt.types.astype(np.int64))[None]}
+    own |= family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
+    for name in _TYPES:
+        given = tensors.get(name)
+        if given is None:
+            continue
+        if name not in own:
+            raise UnsupportedInput(f"{name} is not an input of {memory.model.config.model_type}")
+        if not torch.equal(given[row].cpu()[torch.from_numpy(keep)].long(), own[name][0].long()):
+            raise UnsupportedInput(f"{name} differ from where the images stand")
     positions = tensors.get("position_ids")
     if positions is not None:
-        grid = memory.family.rope_grid([medium.grid for medium in prompt.media])
-        own = memory.family.positions(prompt.ids, prompt.types, grid)
+        wanted = family.positions(prompt.ids, prompt.types, prompt.grids)[..., 0, :]
         mine = positions[..., row, :].cpu()[..., torch.from_numpy(keep)]
-        wanted = own[..., 0, :]
         if mine.dim() == 2 and wanted.dim() == 2 and mine.shape[0] == 3:
             wanted = wanted[1:]
         if mine.shape != wanted.shape or not torch.equal(mine.to(wanted.dtype), wanted):

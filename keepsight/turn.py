@@ -86,13 +86,18 @@ class Turn:
         with self._stage("match"):
             self._find()
 
+    @property
+    def _loose(self) -> bool:
+        """Whether snapshots of decoded state may be used, wherever they stand."""
+        return not self._exact and self._memory.rule.reuse == "prefix"
+
     def _find(self) -> None:
         tree = self._memory.tree
         self.known = tree.known(self.namespace, self.prompt)
         self._other = self._known_elsewhere()
         while True:
             self.match = tree.match(
-                self.namespace, self.prompt, self._next_cut(), loose=not self._exact
+                self.namespace, self.prompt, self._next_cut(), loose=self._loose
             )
             tree.hold(self.match.node)
             self._waiting = self.match.node
@@ -158,7 +163,7 @@ class Turn:
             self.milliseconds["first_token"] = 1e3 * (self._first - self._started)
 
     def _keep_decoded(self) -> None:
-        if self._exact or self._run is None:
+        if not self._loose or self._run is None:
             return
         with self._lock:
             length = self._run.lane.length - len(self.prompt)
@@ -239,9 +244,17 @@ class Turn:
     def _why_not_usable(self, at: int, known: Known) -> str:
         if known.evicted_from is not None:
             return "evicted"
+        reuse = self._memory.rule.reuse
+        if reuse == "whole prompt":
+            return "not possible: every token of this model's prompts sees all others"
+        if reuse == "same media" and self._new_media_behind(at):
+            return "not possible: a new medium changes what stands before it"
         if known.until - at < self._memory.rule.grain:
             return "no boundary yet (below the grain)"
         return f"no snapshot between {at} and {known.until}"
+
+    def _new_media_behind(self, at: int) -> bool:
+        return any(span.start >= at for span in self.prompt.spans)
 
     def _why_unknown(self, behind: int, known: Known) -> str:
         if not known.diverged or behind != known.until:

@@ -96,10 +96,8 @@ def _against_stock(vlm: Any, prompt: Prompt, warm: torch.Tensor, found: Verifica
     inputs.pop("mm_encoder_outputs", None)
     pixels = [medium.recall() for medium in prompt.media if callable(medium.recall)]
     if len(pixels) == len(prompt.media):
-        names = {name for p in pixels for name in p.tensors}
-        for name in names:
-            stacked = torch.cat([p.tensors[name] for p in pixels])
-            inputs[name] = stacked.to(model.device)
+        joined = vlm.memory.family.join_pixels(pixels)
+        inputs |= {name: tensor.to(model.device) for name, tensor in joined.items()}
     else:  # a package has no pixels to go back to
         inputs = vlm._stock_inputs(prompt)
     output = model(**inputs, use_cache=False, logits_to_keep=1)

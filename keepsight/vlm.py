@@ -263,14 +263,11 @@ class VLM:
         device = self.model.device
         ids = torch.from_numpy(prompt.ids)[None].to(device)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if family.mrope:
-            types = torch.from_numpy(prompt.types.astype("int64"))[None]
-            inputs["mm_token_type_ids"] = types.to(device)
+        more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
+        inputs |= {name: tensor.to(device) for name, tensor in more.items()}
         if prompt.media:
-            grid = family.rope_grid([medium.grid for medium in prompt.media])
-            inputs |= {name: torch.tensor(value).to(device) for name, value in grid.items()}
             parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
-            inputs["mm_encoder_outputs"] = family.encoder_outputs(parts)
+            inputs |= family.feature_inputs(parts, ids)
         return inputs
 
     def encode(self, image: Any) -> Package | list[Package]:

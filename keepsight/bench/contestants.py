@@ -187,8 +187,7 @@ class Limit:
         goes_on = bool(shared) and shared[-1] == self.shared == self._cached
         if not goes_on:
             self._cache, self._cached = DynamicCache(config=self._model.config), 0
-        grid = self._family.rope_grid([medium.grid for medium in prompt.media])
-        positions = self._family.positions(prompt.ids, prompt.types, grid)
+        positions = self._family.positions(prompt.ids, prompt.types, prompt.grids)
         self._positions = positions.to(self._model.device)
         self._new = {m.feature_id: m for m in prompt.media if m.feature_id not in self._seen}
         self._pixels = {name: recall(m) for name, m in self._new.items()}

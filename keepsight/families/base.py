@@ -35,6 +35,19 @@ TURN_ENDS = (
 )
 
 
+Part = tuple[Package, int, int]  # rows a to b of a package
+# Parameters of upstream's encoders that say how to run, not what to look at.
+_SWITCHES = {
+    "args",
+    "kwargs",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+}
+
+
 @dataclass(frozen=True)
 class Pixels:
     """One medium, ready for the tower: its tensors, and what the prompt needs to know of it."""
@@ -42,11 +55,13 @@ class Pixels:
     tensors: dict[str, torch.Tensor]
     grid: dict[str, list[Any]]
     layout: Layout
+    modality: str = "image"
 
     @property
     def key(self) -> str:
         """The digest of everything the tower takes in."""
-        return keys.digest("image", *(p for name in sorted(self.tensors) for p in self._part(name)))
+        parts = (p for name in sorted(self.tensors) for p in self._part(name))
+        return keys.digest(self.modality, *parts)
 
     def _part(self, name: str) -> tuple[str, torch.Tensor]:
         return name, self.tensors[name]
@@ -60,7 +75,14 @@ class Pixels:
 class Family:
     """One model, seen through what its family does. Subclasses change only what differs."""
 
+    # What of a prompt can serve another prompt (law 4):
+    #   "prefix"        everything up to any boundary;
+    #   "same media"    boundaries stand behind the last medium only: a later medium would change
+    #                   what stands before it;
+    #   "whole prompt"  nothing but the identical prompt: all of its tokens see each other.
+    reuse = "prefix"
     sees_whole_media = False  # whether the tokens of one medium attend to each other both ways
+    also_takes: tuple[str, ...] = ()  # tensors of a processor beside what the encoder itself takes
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -71,12 +93,24 @@ class Family:
                 f"{type(model).__name__} takes no precomputed features (`mm_encoder_outputs`); "
                 "Keepsight needs transformers >= 5.23 and an image-text-to-text model"
             )
-        config: Any = model.config
-        token = getattr(config, "image_token_id", None)
-        self.image_token_id: int = token if token is not None else config.image_token_index
-        self.video_token_id: int | None = getattr(config, "video_token_id", None)
+        self.image_token_id: int = self._image_token()
+        self.video_token_id: int | None = getattr(model.config, "video_token_id", None)
         self.mrope = hasattr(self.core, "get_rope_index")
-        self._encoder_inputs = set(_parameters(self.encoder))
+        self._encoder_inputs = set(_parameters(self.encoder)) - _SWITCHES
+        self._forward_inputs = set(_parameters(model.forward))
+
+    def _image_token(self) -> int:
+        config: Any = self.model.config
+        for name in ("image_token_id", "image_token_index"):
+            token = getattr(config, name, None)
+            if isinstance(token, int):
+                return token
+        raise UnsupportedModel(f"{type(config).__name__} names no image token")
+
+    @property
+    def tensor_inputs(self) -> set[str]:
+        """The tensors of a processor's output that describe media."""
+        return {*self._encoder_inputs, *self.also_takes}
 
     # -- identity --------------------------------------------------------------------------------
 
@@ -131,14 +165,19 @@ class Family:
         }
         return Pixels(tensors, grid, layout)
 
-    def split_tensors(self, tensors: dict[str, torch.Tensor], ids: np.ndarray) -> list[Pixels]:
-        """The media of a processor's packed output, one by one, in prompt order."""
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        """The media of a processor's packed output, one by one, in prompt order.
+
+        `rows` are the ids of each prompt of the batch, without padding.
+        """
         pixels = tensors.get("pixel_values")
         if pixels is None:
             return []
         grids = tensors.get("image_grid_thw")
         if grids is None:
-            return self._split_rows(pixels, ids)
+            return self._split_rows(pixels, np.concatenate(rows))
         merge = int(self.core.visual.spatial_merge_size) ** 2
         patches = grids.prod(-1).tolist()
         if sum(patches) != pixels.shape[0]:
@@ -165,6 +204,11 @@ class Family:
                 f"the prompt has {total} image placeholders, which {rows} images cannot share"
             )
         return total // rows
+
+    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+        """The pixels of several media as a processor would have packed them, for stock forward."""
+        names = media[0].tensors if media else {}
+        return {name: torch.cat([m.tensors[name] for m in media]) for name in names}
 
     # -- the tower -------------------------------------------------------------------------------
 
@@ -209,7 +253,11 @@ class Family:
                 return t * (h // merge) * (w // merge)
         return None
 
-    def encoder_outputs(self, parts: Sequence[tuple[Package, int, int]]) -> dict[str, Any]:
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+        """What forward takes in place of pixels. `ids` are those of the chunk, shape (1, n)."""
+        return {"mm_encoder_outputs": self.encoder_outputs(parts)}
+
+    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
         """`mm_encoder_outputs` from rows a to b of some packages.
 
         A new wrapper each time: upstream's `generate` replaces attributes of the one it is given.
@@ -227,9 +275,34 @@ class Family:
         output.deepstack_features = [rows(f"deepstack.{i}") for i in range(levels)]
         return {"image": output}
 
+    # -- what a prompt needs beside ids and features ---------------------------------------------
+
+    def chunk_inputs(self, types: np.ndarray, start: int, end: int) -> dict[str, torch.Tensor]:
+        """Further inputs of the forward pass over tokens `start` to `end` of a prompt.
+
+        `types` are those of the whole prompt: 0 text, 1 image, 2 video, 3 audio. Where upstream
+        wants type ids of everything from the first token on, give `types[:end]`.
+        """
+        return {}
+
+    def step_inputs(self, rows: int, length: int) -> dict[str, torch.Tensor]:
+        """Further inputs of a decode step: one new text token a row, `length` tokens with it."""
+        return {}
+
+    def prompt_inputs(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> dict[str, torch.Tensor]:
+        """What a processor adds to ids and pixels, for the stock path: shapes (1, n), grids."""
+        inputs = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
+        if self.mrope:
+            inputs["mm_token_type_ids"] = torch.from_numpy(types.astype(np.int64))[None]
+        return inputs
+
     # -- positions -------------------------------------------------------------------------------
 
-    def positions(self, ids: np.ndarray, types: np.ndarray, grid: dict[str, Any]) -> torch.Tensor:
+    def positions(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> torch.Tensor:
         """Explicit positions of the whole prompt: (1, n), or (4, 1, n) with multimodal rope.
 
         Computed from ids and grids each time; upstream's `rope_deltas` belongs to whoever called
@@ -243,7 +316,7 @@ class Family:
         rope, _ = self.core.get_rope_index(
             torch.from_numpy(ids.astype(np.int64))[None],
             mm_token_type_ids=torch.from_numpy(types.astype(np.int64))[None],
-            **{name: torch.tensor(value) for name, value in grid.items()},
+            **{name: torch.tensor(value) for name, value in self.rope_grid(grids).items()},
         )
         return torch.cat([plain[None], rope])
 
