@@ -183,7 +183,7 @@ class Engine:
             "past_key_values": run.lane.cache,
             "use_cache": True,
         }
-        extra = self._family.chunk_inputs(run.prompt.types, start, end)
+        extra = self._family.chunk_inputs(run.prompt.ids, run.prompt.types, start, end)
         inputs |= {name: tensor.to(device) for name, tensor in extra.items()}
         if parts:
             inputs |= self._family.feature_inputs(parts, inputs["input_ids"])

@@ -26,7 +26,8 @@ import keepsight as ks
 from keepsight import keys, tensorfile
 from keepsight.errors import InputError, StoreError
 from keepsight.store import DiskStore, Recent, parse_bytes
-from keepsight.testing import KEYS, StoreTests
+from keepsight.testing import StoreTests
+from keepsight.testing.stores import KEYS
 
 
 class TestDiskStore(StoreTests):

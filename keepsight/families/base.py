@@ -178,7 +178,7 @@ class Family:
         grids = tensors.get("image_grid_thw")
         if grids is None:
             return self._split_rows(pixels, np.concatenate(rows))
-        merge = int(self.core.visual.spatial_merge_size) ** 2
+        merge = self.merge_size() ** 2
         patches = grids.prod(-1).tolist()
         if sum(patches) != pixels.shape[0]:
             raise PlaceholderMismatch(
@@ -241,13 +241,17 @@ class Family:
                 f"the package's grid {package.grid} does not describe its {package.tokens} tokens"
             )
 
+    def merge_size(self) -> int:
+        """How many patches a side become one token."""
+        return int(self.core.visual.spatial_merge_size)
+
     def _levels(self) -> int:
         vision: Any = getattr(self.model.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     def _grid_tokens(self, grid: dict[str, list[Any]]) -> int | None:
         """How many tokens one image of this grid has, or None where it is no grid of one image."""
-        merge = int(self.core.visual.spatial_merge_size)
+        merge = self.merge_size()
         match grid.get("image_grid_thw"):
             case [[int(t), int(h), int(w)]] if min(t, h, w) > 0 and not (h % merge or w % merge):
                 return t * (h // merge) * (w // merge)
@@ -277,10 +281,12 @@ class Family:
 
     # -- what a prompt needs beside ids and features ---------------------------------------------
 
-    def chunk_inputs(self, types: np.ndarray, start: int, end: int) -> dict[str, torch.Tensor]:
+    def chunk_inputs(
+        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
+    ) -> dict[str, torch.Tensor]:
         """Further inputs of the forward pass over tokens `start` to `end` of a prompt.
 
-        `types` are those of the whole prompt: 0 text, 1 image, 2 video, 3 audio. Where upstream
+        `ids` and `types` are those of the whole prompt: 0 text, 1 image, 2 video, 3 audio. Where upstream
         wants type ids of everything from the first token on, give `types[:end]`.
         """
         return {}

@@ -1,0 +1,40 @@
+"""What the suites have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from keepsight.state import Tensors
+
+
+def expect(condition: object, promise: str) -> None:
+    """Fail with the promise that was broken. (`assert` would vanish under `python -O`.)"""
+    if not condition:
+        raise AssertionError(promise)
+
+
+def same_tensors(one: Tensors, two: Tensors) -> bool:
+    """Equal names, dtypes and values."""
+    return one.keys() == two.keys() and all(
+        tensor.dtype == two[name].dtype and torch.equal(tensor, two[name])
+        for name, tensor in one.items()
+    )
+
+
+@contextlib.contextmanager
+def swapped_in(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value under a name of an object or module, for a while."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

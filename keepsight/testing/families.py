@@ -1,0 +1,390 @@
+"""The suite for a model family: as stock Transformers run afresh, whatever is remembered.
+
+Give `make_model`. Every comparison is with something computed anew: stock `generate` from pixels,
+or a second memory that has seen nothing. Controls that must differ keep it from passing blindly: a
+model that hardly looks at its pictures fails here, as does a family that reuses less than it says.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import keepsight as ks
+from keepsight import prompt as prompts
+from keepsight.testing.common import expect, swapped_in
+
+Messages = list[dict[str, Any]]
+
+
+class FamilyTests:
+    """What a family promises. Give `make_model`, and `inputs` if the processor is unusual.
+
+    The model must be small, in eval mode and float32, with weights large enough that its logits
+    depend on its pictures; the processor's chat template must know user and assistant.
+    """
+
+    reuse = "prefix"  # what of a prompt serves another, as in `Family.reuse`
+    grain = 16
+    size, other_size = (96, 96), (160, 96)
+    tolerance = 1e-4  # of the logits' scale, against stock in float32
+    tokens = 5
+    long_words = 2300  # of a prompt that is cut where no medium and no turn ends
+    positions_matter = True  # False where text positions do not enter the logits
+
+    # -- what a subclass gives -------------------------------------------------------------------
+
+    def make_model(self) -> tuple[Any, Any]:
+        """Model and processor, with the same weights each time."""
+        raise NotImplementedError
+
+    def inputs(self, processor: Any, messages: Messages) -> dict[str, torch.Tensor]:
+        """What a user of stock Transformers would make of a conversation."""
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        images = pictures_of(messages)
+        return dict(processor(text=[text], images=images or None, return_tensors="pt"))
+
+    def batch(self, processor: Any, chats: list[Messages]) -> dict[str, torch.Tensor]:
+        """Several conversations, padded on the left."""
+        render = processor.apply_chat_template
+        texts = [render(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+        images = [pictures_of(chat) for chat in chats]
+        flat = [image for row in images for image in row]
+        processor.tokenizer.padding_side = "left"
+        nested = self.nests_images
+        given = images if nested else flat
+        return dict(processor(text=texts, images=given, padding=True, return_tensors="pt"))
+
+    nests_images = False  # whether the processor wants one list of images for each text
+
+    # -- what the tests are made of --------------------------------------------------------------
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """Model and processor, made once for a class."""
+        return _made(type(self))
+
+    def picture(self, seed: int, wide: bool = False) -> Image.Image:
+        """Noise in blocks: every seed another picture."""
+        return noise(seed, self.other_size if wide else self.size)
+
+    def wrap(self, **options: Any) -> Any:
+        """An empty memory around the model."""
+        return ks.wrap(*self.parts, **{"grain": self.grain, **options})
+
+    def conversation(self) -> list[Messages]:
+        """Prompts that go on, branch, swap and edit; each shares something with one before."""
+        a, b, wide = self.picture(1), self.picture(2), self.picture(3, wide=True)
+        first = [turn("What do you see in this picture here?", a)]
+        second = [*first, said("A pattern."), turn("And what about the colour of it?")]
+        new_image = [*second, said("Red."), turn("Compare it with these two.", b, wide)]
+        equal_size = [*first, said("A pattern."), turn("And in this one?", b)]
+        swapped = [turn("What do you see in this picture here?", b)]
+        text_first = [turn("You are looking at an album of pictures."), turn("This one?", a)]
+        edited = [*first, said("Another pattern."), turn("And what about the colour of it?")]
+        return [first, second, new_image, equal_size, swapped, text_first, edited, second]
+
+    def ask(self, vlm: Any, messages: Messages, tokens: int = 1, **options: Any) -> Any:
+        """The public call on tensors; everything it returns."""
+        return vlm.generate(
+            **self.inputs(self.parts[1], messages),
+            max_new_tokens=tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
+
+    def logits(self, vlm: Any, messages: Messages) -> torch.Tensor:
+        """The logits behind a prompt."""
+        return self.ask(vlm, messages).logits[0]
+
+    def cold(self, messages: Messages, **options: Any) -> torch.Tensor:
+        """The same in a memory that has seen nothing."""
+        with self.wrap(**options) as vlm:
+            return self.logits(vlm, messages)
+
+    def stock(self, messages: Messages, tokens: int = 1) -> Any:
+        """Stock `generate` from pixels, with no cache from before."""
+        model, processor = self.parts
+        return model.generate(
+            **self.inputs(processor, messages),
+            max_new_tokens=tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+
+    def expect_as_stock(self, vlm: Any, messages: Messages, what: str) -> Any:
+        """Same tokens unless two logits tie, logits within the tolerance of their scale."""
+        stock, ours = self.stock(messages, self.tokens), self.ask(vlm, messages, self.tokens)
+        for step, wanted in enumerate(stock.logits):
+            scale = float(wanted.abs().max())
+            off = float((wanted - ours.logits[step]).abs().max()) / scale
+            expect(off < self.tolerance, f"{what}, step {step}: logits off by {off:.2g} of scale")
+            if int(wanted.argmax()) != int(ours.logits[step].argmax()):
+                break
+        return ours
+
+    def expect_differ(self, one: torch.Tensor, other: torch.Tensor, what: str) -> None:
+        """A control: what must matter does."""
+        off = float((one - other).abs().max()) / float(one.abs().max())
+        expect(off > 100 * self.tolerance, f"the control: {what} must show, it changed {off:.2g}")
+
+    # -- the promises ----------------------------------------------------------------------------
+
+    def test_answers_are_those_of_stock_and_warm_equals_cold(self) -> None:
+        """Through a conversation that goes on, branches and swaps, every prompt warm and cold."""
+        with self.wrap() as vlm:
+            for number, messages in enumerate(self.conversation()):
+                ours = self.expect_as_stock(vlm, messages, f"prompt {number}")
+                same = torch.equal(ours.logits[0], self.cold(messages))
+                expect(same, f"prompt {number}: warm equals cold bit for bit")
+                vlm.memory.tree.check()
+
+    def test_it_reuses_what_it_says(self) -> None:
+        """Tokens through the model are those not cached, and what cannot be reused is said."""
+        first, second, new_image, equal_size, *_ = self.conversation()
+        with self.wrap() as vlm:
+            cached = []
+            for messages in (first, second, new_image, equal_size):
+                before = vlm.stats()["engine"]["prefill_tokens"]
+                usage = self.ask(vlm, messages).usage
+                ran = vlm.stats()["engine"]["prefill_tokens"] - before
+                expect(ran == usage.prompt_tokens - usage.cached_tokens, "all new tokens, once")
+                cached.append(usage.cached_tokens)
+            report = str(self.ask(vlm, [*new_image, said("Yes."), turn("And?")]).report)
+            whole = self.ask(vlm, first).usage
+        expect(whole.cached_tokens == whole.prompt_tokens, "an identical prompt is reused whole")
+        expect((cached[1] > 0) == (self.reuse != "whole prompt"), "a text turn goes on")
+        goes_on = self.reuse == "prefix"
+        expect((cached[2] > 0) == (cached[3] > 0) == goes_on, "a new picture goes on where it can")
+        if self.reuse == "whole prompt":
+            expect("not possible" in report, "the report says what cannot be reused")
+
+    def test_interleaved_conversations_do_not_meet(self) -> None:
+        """Two conversations in turn, and a model that was left in any state by somebody else."""
+        model = self.parts[0]
+        chats = [self.conversation()[:3], [self.conversation()[i] for i in (4, 5, 6)]]
+        with self.wrap() as vlm:
+            for steps in zip(*chats, strict=True):
+                for messages in steps:
+                    wanted = self.cold(messages)
+                    for module in (model, model.base_model):
+                        if hasattr(module, "rope_deltas"):
+                            module.rope_deltas = torch.tensor([[999]])
+                    expect(torch.equal(self.logits(vlm, messages), wanted), "as if alone")
+
+    def test_after_a_restart(self, tmp_path: Path) -> None:
+        """Another memory over the same store: nothing is encoded, and the answer is the same."""
+        second, new_image = self.conversation()[1:3]
+        with self.wrap(store=tmp_path) as vlm:
+            wanted = [self.logits(vlm, messages) for messages in (second, new_image)]
+            vlm.flush()
+        with self.wrap(store=tmp_path) as vlm:
+            goes_on = [*second, said("Red."), turn("Why is that so?")]
+            usage = self.ask(vlm, goes_on).usage
+            expect(usage.images_encoded == 0, "no picture is encoded again")
+            expect((usage.cached_tokens > 0) == (self.reuse != "whole prompt"), "prefix from disk")
+            for messages, logits in zip((second, new_image), wanted, strict=True):
+                expect(torch.equal(self.logits(vlm, messages), logits), "the same after a restart")
+            expect(torch.equal(self.logits(vlm, goes_on), self.cold(goes_on)), "and goes on so")
+
+    def test_pictures_matter(self) -> None:
+        """The control: another picture, two pictures exchanged, a remembered one replaced."""
+        a, b, wide = self.picture(1), self.picture(2), self.picture(3, wide=True)
+        question = "What do you see in this picture here?"
+        with self.wrap() as vlm:
+            one = self.logits(vlm, [turn(question, a)])
+            self.expect_differ(one, self.logits(vlm, [turn(question, b)]), "another picture")
+            both = self.logits(vlm, [turn(question, a, wide, b)])
+            turned = self.logits(vlm, [turn(question, b, wide, a)])
+            self.expect_differ(both, turned, "the order of the pictures")
+            changed = a.copy()
+            changed.putpixel((5, 5), (255, 0, 255))
+            self.ask(vlm, [turn(question, a)])
+            encoded = self.ask(vlm, [turn(question, changed)]).usage.images_encoded
+            expect(encoded == 1, "a picture with one changed pixel is another picture")
+
+    def test_positions_matter(self) -> None:
+        """The control: shifted positions behind the first picture give other logits."""
+        if not self.positions_matter:
+            return
+        messages = self.conversation()[1]
+        with self.wrap() as vlm:
+            true, family = self.logits(vlm, messages), vlm.memory.family
+            right = family.positions
+
+            def shifted(ids: Any, types: Any, grids: Any) -> torch.Tensor:
+                positions = right(ids, types, grids).clone()
+                positions[..., len(ids) // 2 :] += 3
+                return positions
+
+            with swapped_in(family, "positions", shifted):
+                wrong = self.cold_with(family, messages)
+            self.expect_differ(true, wrong, "a shifted position")
+
+    def cold_with(self, family: Any, messages: Messages) -> torch.Tensor:
+        """Cold logits, with a family that was tampered with."""
+        with self.wrap() as vlm:
+            vlm.memory.family = vlm.memory.engine._family = family
+            return self.logits(vlm, messages)
+
+    def test_neighbours_change_nothing(self) -> None:
+        """A picture is the same picture alone, beside a larger one and in another order."""
+        small, wide = self.picture(1), self.picture(3, wide=True)
+        with self.wrap() as vlm:
+            for images in ((small,), (wide,), (small, wide), (wide, small), (small, small)):
+                usage = self.ask(vlm, [turn(f"Look at these {len(images)}:", *images)]).usage
+                expect(usage.images == len(images), "every picture is counted")
+            expect(vlm.stats()["features"]["encoded"] == 2, "two pictures were encoded, ever")
+
+    def test_the_tower_runs_once(self) -> None:
+        """With the tower gone, known pictures still answer, in any new prompt."""
+        a, b = self.picture(1), self.picture(2)
+        messages = [turn("Something new in front of them.", b, a), turn("And now?")]
+        with self.wrap() as vlm:
+            self.ask(vlm, [turn("Look.", a, b)])
+            with swapped_in(vlm.memory.family, "encode", _gone):
+                self.expect_as_stock(vlm, messages, "features of known pictures")
+
+    def test_cuts_anywhere_that_is_allowed(self) -> None:
+        """Boundaries every few tokens, inside pictures too where their tokens do not see ahead."""
+        for run, grain in ((7, 1), (23, 1)):
+            with swapped_in(prompts, "RUN", run), self.wrap(grain=grain) as vlm:
+                for number in (0, 2, 5, 2):
+                    messages = self.conversation()[number]
+                    self.expect_as_stock(vlm, messages, f"cut every {run}, prompt {number}")
+
+    def test_a_long_prompt(self) -> None:
+        """Longer than the longest stretch without a boundary, and longer than any window."""
+        words = " ".join(str(number % 10) for number in range(self.long_words // 2))
+        long = [turn(f"Numbers: {words}", self.picture(1))]
+        goes_on = [*long, said("Many."), turn("And this?", self.picture(2))]
+        with self.wrap() as vlm:
+            for messages in (long, goes_on):
+                ours = self.expect_as_stock(vlm, messages, "a long prompt")
+                expect(torch.equal(ours.logits[0], self.cold(messages)), "warm equals cold")
+
+    def test_rows_of_a_batch(self) -> None:
+        """Left-padded rows equal each prompt alone, and all rows take each step together."""
+        _, second, new_image, *_ = self.conversation()
+        chats = [second, [turn("Just this?", self.picture(2))], new_image]
+        inputs = self.batch(self.parts[1], chats)
+        with self.wrap() as vlm:
+            alone = [self.ask(vlm, chat, self.tokens) for chat in chats]
+            before = vlm.stats()["engine"]["decode_steps"]
+            rows = vlm.generate(
+                **inputs,
+                max_new_tokens=self.tokens,
+                min_new_tokens=self.tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            steps = vlm.stats()["engine"]["decode_steps"] - before
+        expect(steps == self.tokens - 1, f"one pass for all rows each step, not {steps}")
+        for number, one in enumerate(alone):
+            for wanted, found in zip(one.logits, rows.logits, strict=False):
+                off = float((wanted - found[number]).abs().max() / wanted.abs().max())
+                expect(off < self.tolerance, f"row {number} of a batch is off by {off:.2g}")
+                if int(wanted.argmax()) != int(found[number].argmax()):
+                    break
+
+    def test_messages_are_rendered_as_the_processor_does(self) -> None:
+        """The same ids, and through packages the same features."""
+        processor = self.parts[1]
+        with self.wrap() as vlm:
+            for number, messages in enumerate(self.conversation()):
+                ids = self.inputs(processor, messages)["input_ids"][0].tolist()
+                expect(vlm.render(messages).ids.tolist() == ids, f"prompt {number}: same ids")
+                by_messages = vlm.chat(messages, max_new_tokens=2, do_sample=False)
+                cached = self.ask(vlm, messages).usage
+                expect(cached.cached_tokens == len(ids), "messages and tensors meet in one path")
+                expect(by_messages.usage.prompt_tokens == len(ids), "every token is counted")
+
+    def test_stock_generate_from_packages(self) -> None:
+        """`vlm.inputs` feeds stock `generate`, with the tower gone, and gives the same bits."""
+        model = self.parts[0]
+        a, wide = self.picture(1), self.picture(3, wide=True)
+        messages = [turn("What is in these?", a, wide)]
+        with self.wrap() as vlm:
+            packages = vlm.encode([a, wide])
+            inputs = vlm.inputs(messages)
+            stock = self.stock(messages)
+            with swapped_in(vlm.memory.family, "encode", _gone):
+                again = [turn("What is in these?", *packages)]
+                ours = self.ask_chat(vlm, again)
+            out = self.from_features(model, inputs)
+        off = float((out - stock.logits[0]).abs().max() / out.abs().max())
+        expect(off < self.tolerance, f"stock generate from packages is off by {off:.2g}")
+        expect(ours == int(stock.logits[0].argmax()), "packages answer as pixels do")
+
+    def ask_chat(self, vlm: Any, messages: Messages) -> int:
+        """The first token of an answer to messages."""
+        first: int = vlm.chat(messages, max_new_tokens=1, do_sample=False).tokens[0]
+        return first
+
+    def from_features(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Stock `generate` on features."""
+        out = model.generate(
+            **inputs,
+            max_new_tokens=1,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    def test_other_attention_and_dtype(self) -> None:
+        """Eager attention in float32 as stock; bfloat16, both ways, warm equals cold."""
+        model, processor = copy.deepcopy(self.parts[0]), self.parts[1]
+        chosen = [self.conversation()[number] for number in (0, 2, 1)]
+        for dtype, attention in (("float32", "eager"), ("bfloat16", "sdpa"), ("bfloat16", "eager")):
+            model.to(getattr(torch, dtype)).set_attn_implementation(attention)
+            with ks.wrap(model, processor, grain=self.grain) as vlm:
+                for messages in chosen:
+                    warm = self.logits(vlm, messages)
+                    with ks.wrap(model, processor, grain=self.grain) as fresh:
+                        same = torch.equal(warm, self.logits(fresh, messages))
+                    expect(same, f"{dtype} {attention}: warm equals cold")
+
+
+@functools.cache
+def _made(suite: type[FamilyTests]) -> tuple[Any, Any]:
+    return suite().make_model()
+
+
+def _gone(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the tower was asked to encode a picture that is known")
+
+
+def noise(seed: int, size: tuple[int, int]) -> Image.Image:
+    """Noise in blocks: every seed another picture."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize(size, Image.Resampling.NEAREST)
+
+
+def turn(text: str, *images: Any) -> dict[str, Any]:
+    """What a user says, pictures first."""
+    parts: list[Any] = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def said(text: str) -> dict[str, Any]:
+    """What the model said."""
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+
+
+def pictures_of(messages: Messages) -> list[Any]:
+    """The pictures of a conversation, in order."""
+    parts = [part for message in messages for part in message["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]
