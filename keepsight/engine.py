@@ -81,7 +81,7 @@ def _marked(lane: Lane) -> int:
 
 
 @contextmanager
-def _grouped_queries(device: torch.device) -> Iterator[None]:
+def grouped_queries(device: torch.device) -> Iterator[None]:
     """Let attention read grouped keys and values where they lie, on a CPU.
 
     With a mask, upstream first copies all keys and values once for each query of a group, in every
@@ -190,7 +190,7 @@ class Engine:
         self.prefill_tokens += end - start
         run.computed += end - start
         last = end == len(run.prompt)
-        with _grouped_queries(device):
+        with grouped_queries(device):
             # Without the output head where nobody reads it.
             output = self._model(**inputs, logits_to_keep=1) if last else self._core(**inputs)
         run.lane.length = end
@@ -220,7 +220,7 @@ class Engine:
             rope = torch.full((3, 1, 1), run.next_position, dtype=torch.long, device=device)
             position = torch.cat([text[None], rope])
         extra = self._family.step_inputs(1, run.lane.length + 1)
-        with _grouped_queries(device):
+        with grouped_queries(device):
             output = self._model(
                 **{name: tensor.to(device) for name, tensor in extra.items()},
                 input_ids=torch.tensor([[token]], device=device),

@@ -241,6 +241,27 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
 
 
+class Taker:
+    """Takes the tokens of one sequence from the logits it is given."""
+
+    def __init__(
+        self, sampler: Sampler, ids: torch.Tensor, note: Callable[[int], None] | None = None
+    ) -> None:
+        self._sampler, self._ids, self._note = sampler, ids, note
+        self._count = 0
+        self.over = False
+
+    def take(self, logits: torch.Tensor) -> int:
+        """The next token; `over` when it is the last."""
+        token, self._ids = self._sampler.pick(self._ids, logits)
+        self._count += 1
+        self.over = self._sampler.done(self._ids, self._count)
+        self.over = self.over or self._count >= self._sampler.max_new_tokens
+        if self._note is not None:
+            self._note(token)
+        return token
+
+
 def decode(
     sampler: Sampler,
     ids: torch.Tensor,
@@ -248,10 +269,10 @@ def decode(
     step: Callable[[int], torch.Tensor],
 ) -> Iterator[int]:
     """Tokens one by one; each is handed out before the step behind it is computed."""
-    for count in range(1, sampler.max_new_tokens + 1):
-        token, ids = sampler.pick(ids, logits)
-        last = sampler.done(ids, count)
+    taker = Taker(sampler, ids)
+    while True:
+        token = taker.take(logits)
         yield token
-        if last:
+        if taker.over:
             return
         logits = step(token)

@@ -97,6 +97,13 @@ class LaneLayer(DynamicLayer):
         self.room_v[:, :, start:end] = values  # type: ignore[index]
         self._view(end)
 
+    def hold(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """Take these buffers as the room, their first `length` rows filled already."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+        self.room_k, self.room_v = keys, values
+        self._view(length)
+
     def get_seq_length(self) -> int:
         """Tokens held."""
         return self.length
@@ -216,7 +223,7 @@ class Lane:
             index, what, number = name.split(".")
             layer: Any = self.cache.layers[int(index)]
             if what in ("conv", "recurrent"):
-                _restore_linear(layer, what, int(number), tensor)
+                restore_linear(layer, what, int(number), tensor)
             else:
                 _restore_sliding(layer, what, tensor, end)
         self.length = end
@@ -253,7 +260,8 @@ class Lane:
         return states
 
 
-def _restore_linear(layer: Any, what: str, number: int, tensor: torch.Tensor) -> None:
+def restore_linear(layer: Any, what: str, number: int, tensor: torch.Tensor) -> None:
+    """Put a convolution or recurrent state into a layer."""
     # Upstream updates these states in place, at a static address: copy, never assign.
     if not getattr(layer, f"is_{what}_states_initialized")[number]:
         argument = {f"{what}_states": tensor}

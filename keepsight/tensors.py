@@ -8,12 +8,14 @@ differs, because a path does not carry it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock
 from typing import Any
 
 import numpy as np
 import torch
 
+from keepsight.batch import Batch, decode_together
 from keepsight.errors import (
     InputError,
     KeepsightError,
@@ -67,7 +69,7 @@ class _Row:
 
 
 def generate(memory: Memory, lock: RLock, inputs: Any, options: dict[str, Any]) -> Any:
-    """`model.generate` for a batch of prompts; rows are prefilled and decoded one by one."""
+    """`model.generate` for a batch of prompts: prefilled one by one, decoded together."""
     tensors, options = _sort(memory, inputs, options)
     exact = options.pop("exact", True)
     streamer = options.pop("streamer", None)
@@ -84,7 +86,7 @@ def generate(memory: Memory, lock: RLock, inputs: Any, options: dict[str, Any]) 
         prompts = _prompts(memory, tensors, ids, mask)
     if streamer is not None:
         streamer.put(ids.cpu())
-    rows = [_run(memory, lock, prompt, options, bool(exact), streamer) for prompt in prompts]
+    rows = _run(memory, lock, prompts, options, bool(exact), streamer)
     if streamer is not None:
         streamer.end()
     sequences = _join(ids, rows, memory)
@@ -250,18 +252,42 @@ def _check_claims(
 def _run(
     memory: Memory,
     lock: RLock,
-    prompt: Prompt,
+    prompts: list[Prompt],
     options: dict[str, Any],
     exact: bool,
     streamer: Any,
-) -> _Row:
-    turn = Turn(memory, lock, lambda: prompt, dict(options), exact, DEFAULT_GENERATE_TOKENS)
+) -> list[_Row]:
+    turns = [
+        Turn(memory, lock, partial(_same, prompt), dict(options), exact, DEFAULT_GENERATE_TOKENS)
+        for prompt in prompts
+    ]
+    if len(turns) > 1:
+        return _run_together(memory, lock, turns)
     tokens = []
-    for token in turn.tokens():
+    for token in turns[0].tokens():
         tokens.append(token)
         if streamer is not None:
             streamer.put(torch.tensor([token]))
-    return _Row(tokens, turn)
+    return [_Row(tokens, turns[0])]
+
+
+def _same(prompt: Prompt) -> Prompt:
+    return prompt
+
+
+def _run_together(memory: Memory, lock: RLock, turns: list[Turn]) -> list[_Row]:
+    try:
+        runs = [turn.ready() for turn in turns]
+        logits = torch.cat([run.logits for run in runs if run.logits is not None])
+        room = max(turn.sampler.max_new_tokens for turn in turns if turn.sampler is not None)
+        with lock:
+            batch = Batch(memory.model, memory.family, runs, min(room, 4096))
+            steps = decode_together(batch, [turn.taker() for turn in turns], logits)
+            memory.engine.decode_steps += steps
+        return [_Row(turn.generated, turn) for turn in turns]
+    finally:
+        for turn in turns:
+            turn.finish()
 
 
 def _join(ids: torch.Tensor, rows: list[_Row], memory: Memory) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from keepsight.engine import Run
 from keepsight.errors import KeepsightError
-from keepsight.generation import Sampler, check_length, decode, sampler
+from keepsight.generation import Sampler, Taker, check_length, decode, sampler
 from keepsight.memory import Memory
 from keepsight.node import Node
 from keepsight.package import Package
@@ -53,9 +53,7 @@ class Turn:
     def tokens(self) -> Iterator[int]:
         """The seven hops. Each token is handed out before the next one is computed."""
         try:
-            with self._lock:
-                self.begin()  # 1 render, 2 match and hold
-                run = self.prefill()  # 3 prefill by boundaries, 4 insert each snapshot
+            run = self.ready()  # 1 render, 2 match and hold, 3 prefill, 4 insert each snapshot
             ids = torch.from_numpy(self.prompt.ids)[None].to(self._memory.model.device)
             if self.sampler is None or run.logits is None:
                 return
@@ -67,6 +65,19 @@ class Turn:
             self.finish()
 
     # -- the hops --------------------------------------------------------------------------------
+
+    def ready(self) -> Run:
+        """Hops 1 to 4: the prompt is prefilled, its snapshots are in the tree."""
+        with self._lock:
+            self.begin()
+            return self.prefill()
+
+    def taker(self) -> Taker:
+        """Hop 5 for somebody else to drive."""
+        if self.sampler is None:
+            raise KeepsightError("this turn was begun without sampling")
+        ids = torch.from_numpy(self.prompt.ids)[None].to(self._memory.model.device)
+        return Taker(self.sampler, ids, self._note_token)
 
     def begin(self, sample: bool = True) -> None:
         """Hops 1 and 2."""

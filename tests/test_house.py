@@ -34,7 +34,7 @@ prompt
 node
 prefix render
 engine weights generation
-memory
+memory batch
 turn
 verify tensors chat
 vlm

@@ -286,8 +286,8 @@ class Family:
     ) -> dict[str, torch.Tensor]:
         """Further inputs of the forward pass over tokens `start` to `end` of a prompt.
 
-        `ids` and `types` are those of the whole prompt: 0 text, 1 image, 2 video, 3 audio. Where upstream
-        wants type ids of everything from the first token on, give `types[:end]`.
+        `ids` and `types` (0 text, 1 image, 2 video, 3 audio) are those of the whole prompt. Where
+        upstream wants type ids of everything from the first token on, give `types[:end]`.
         """
         return {}
 

@@ -1,4 +1,7 @@
-"""What the suites have in common."""
+"""What the suites have in common.
+
+A broken promise is an `AssertionError` that says which; pytest shows its text.
+"""
 
 from __future__ import annotations
 

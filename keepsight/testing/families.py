@@ -8,7 +8,6 @@ model that hardly looks at its pictures fails here, as does a family that reuses
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from keepsight import prompt as prompts
 from keepsight.testing.common import expect, swapped_in
 
 Messages = list[dict[str, Any]]
+_MADE: dict[type, tuple[Any, Any]] = {}
 
 
 class FamilyTests:
@@ -68,7 +68,10 @@ class FamilyTests:
     @property
     def parts(self) -> tuple[Any, Any]:
         """Model and processor, made once for a class."""
-        return _made(type(self))
+        suite = type(self)
+        if suite not in _MADE:
+            _MADE[suite] = self.make_model()
+        return _MADE[suite]
 
     def picture(self, seed: int, wide: bool = False) -> Image.Image:
         """Noise in blocks: every seed another picture."""
@@ -103,7 +106,8 @@ class FamilyTests:
 
     def logits(self, vlm: Any, messages: Messages) -> torch.Tensor:
         """The logits behind a prompt."""
-        return self.ask(vlm, messages).logits[0]
+        logits: torch.Tensor = self.ask(vlm, messages).logits[0]
+        return logits
 
     def cold(self, messages: Messages, **options: Any) -> torch.Tensor:
         """The same in a memory that has seen nothing."""
@@ -222,7 +226,7 @@ class FamilyTests:
             right = family.positions
 
             def shifted(ids: Any, types: Any, grids: Any) -> torch.Tensor:
-                positions = right(ids, types, grids).clone()
+                positions: torch.Tensor = right(ids, types, grids).clone()
                 positions[..., len(ids) // 2 :] += 3
                 return positions
 
@@ -355,11 +359,6 @@ class FamilyTests:
                     with ks.wrap(model, processor, grain=self.grain) as fresh:
                         same = torch.equal(warm, self.logits(fresh, messages))
                     expect(same, f"{dtype} {attention}: warm equals cold")
-
-
-@functools.cache
-def _made(suite: type[FamilyTests]) -> tuple[Any, Any]:
-    return suite().make_model()
 
 
 def _gone(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The suite for a kind of layer: what it remembers can be captured and put back."""
+"""The suite for a kind of layer: what it remembers can be captured and put back.
+
+Every comparison is bit for bit, with the same chunks run on a lane that was not restored.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The suite for whatever keeps tensors and notes under keys."""
+"""The suite for whatever keeps tensors and notes under keys.
+
+A store may lose what it has (and then says "absent"); it may never give back something else.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,130 @@
+"""Several sequences that decode together: one forward pass for all of them each step.
+
+Each was prefilled alone, on its own lane (law 2). Here their states are laid side by side, aligned
+at the right, as one left-padded prefill would have left them. Sums over padded rows are ordered in
+another way, so a batch promises the greedy tokens of float32 and not the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from keepsight.engine import Run, grouped_queries
+from keepsight.families import Family
+from keepsight.state import LaneLayer, restore_linear
+
+
+class Taker(Protocol):
+    """Takes the tokens of one sequence."""
+
+    over: bool
+
+    def take(self, logits: torch.Tensor) -> int:
+        """The next token; `over` is true after the last."""
+
+
+class Batch:
+    """The memory of some sequences and their next positions."""
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, runs: Sequence[Run], room: int
+    ) -> None:
+        self._model, self._family = model, family
+        self._lengths = torch.tensor([run.lane.length for run in runs])
+        self._rope = torch.tensor([run.next_position for run in runs])
+        self.length = int(self._lengths.max())
+        padded = self.length - self._lengths[:, None]
+        self._mask = (torch.arange(self.length + room) >= padded).long().to(model.device)
+        self.cache = DynamicCache(config=model.config)
+        for index, layer in enumerate(runs[0].lane.cache.layers):
+            lanes = [run.lane.cache.layers[index] for run in runs]
+            if isinstance(layer, LaneLayer):
+                self.cache.layers[index] = _full(lanes, self.length + room)
+            else:
+                _fixed(self.cache.layers[index], lanes, self.length)
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """One token of each sequence through the model; the logits behind them, a row for each."""
+        device = self._model.device
+        self.length += 1
+        if self.length > self._mask.shape[1]:
+            longer = self._mask.new_ones(len(self._mask), self._mask.shape[1])
+            self._mask = torch.cat([self._mask, longer], dim=1)
+        positions = self._lengths[:, None]
+        if self._family.mrope:
+            positions = torch.stack([positions, *[self._rope[:, None]] * 3])
+        extra = self._family.step_inputs(len(tokens), self.length)
+        with grouped_queries(device):
+            output = self._model(
+                **{name: tensor.to(device) for name, tensor in extra.items()},
+                input_ids=torch.tensor([[token] for token in tokens], device=device),
+                position_ids=positions.to(device),
+                attention_mask=self._mask[:, : self.length],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        self._lengths = self._lengths + 1
+        self._rope = self._rope + 1
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+def _aligned(rows: Sequence[torch.Tensor], length: int, room: int) -> torch.Tensor:
+    """Keys or values of several sequences below each other, aligned at `length`, zeros around."""
+    first = rows[0]
+    joined = first.new_zeros(len(rows), first.shape[1], room, first.shape[3])
+    for number, row in enumerate(rows):
+        joined[number, :, length - row.shape[-2] : length] = row[0]
+    return joined
+
+
+def _full(lanes: Sequence[Any], room: int) -> LaneLayer:
+    length = max(lane.length for lane in lanes)
+    layer = LaneLayer()
+    layer.hold(
+        _aligned([lane.keys for lane in lanes], length, room),
+        _aligned([lane.values for lane in lanes], length, room),
+        length,
+    )
+    return layer
+
+
+def _fixed(layer: Any, lanes: Sequence[Any], length: int) -> None:
+    """Sliding, convolution and recurrent states side by side."""
+    if isinstance(layer, DynamicSlidingWindowLayer) and lanes[0].is_initialized:
+        width = max(lane.keys.shape[-2] for lane in lanes)
+        keys = _aligned([lane.keys for lane in lanes], width, width)
+        values = _aligned([lane.values for lane in lanes], width, width)
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values, layer.cumulative_length = keys, values, length
+    for what in ("conv", "recurrent"):
+        for number, state in getattr(lanes[0], f"{what}_states", {}).items():
+            if state is not None:
+                states = [getattr(lane, f"{what}_states")[number] for lane in lanes]
+                restore_linear(layer, what, number, torch.cat(states))
+
+
+def decode_together(batch: Batch, takers: Sequence[Taker], logits: torch.Tensor) -> int:
+    """Let each row take tokens until all have ended; the number of steps that took.
+
+    The row of a sequence that has ended goes on with a token that nobody reads.
+    """
+    steps = 0
+    running = dict(enumerate(takers))
+    tokens = [0] * len(takers)
+    while True:
+        for row in list(running):
+            tokens[row] = running[row].take(logits[row : row + 1])
+            if running[row].over:
+                del running[row]
+        if not running:
+            return steps
+        logits = batch.step(tokens)
+        steps += 1
