@@ -35,10 +35,10 @@ class Batch:
         self, model: PreTrainedModel, family: Family, runs: Sequence[Run], room: int
     ) -> None:
         self._model, self._family = model, family
-        self._lengths = torch.tensor([run.lane.length for run in runs])
-        self._rope = torch.tensor([run.next_position for run in runs])
-        self.length = int(self._lengths.max())
-        padded = self.length - self._lengths[:, None]
+        lengths = torch.tensor([run.lane.length for run in runs])
+        self._positions = torch.cat([run.next_positions for run in runs], dim=-2)
+        self.length = int(lengths.max())
+        padded = self.length - lengths[:, None]
         self._mask = (torch.arange(self.length + room) >= padded).long().to(model.device)
         self.cache = DynamicCache(config=model.config)
         for index, layer in enumerate(runs[0].lane.cache.layers):
@@ -56,22 +56,18 @@ class Batch:
         if self.length > self._mask.shape[1]:
             longer = self._mask.new_ones(len(self._mask), self._mask.shape[1])
             self._mask = torch.cat([self._mask, longer], dim=1)
-        positions = self._lengths[:, None]
-        if self._family.mrope:
-            positions = torch.stack([positions, *[self._rope[:, None]] * 3])
         extra = self._family.step_inputs(len(tokens), self.length)
         with grouped_queries(device):
             output = self._model(
                 **{name: tensor.to(device) for name, tensor in extra.items()},
                 input_ids=torch.tensor([[token] for token in tokens], device=device),
-                position_ids=positions.to(device),
+                position_ids=self._positions.to(device),
                 attention_mask=self._mask[:, : self.length],
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
-        self._lengths = self._lengths + 1
-        self._rope = self._rope + 1
+        self._positions = self._positions + 1
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 

@@ -106,7 +106,7 @@ class Run:
     positions: torch.Tensor
     lane: Lane
     node: Node
-    next_position: int
+    next_positions: torch.Tensor  # of the token behind the prompt, as forward takes it
     logits: torch.Tensor | None = None
     computed: int = 0
     open: bool = True
@@ -142,8 +142,9 @@ class Engine:
                     lane.marks.append((node.end, node))
         if match.length:
             lane.restore_fixed(match.length, match.node.fixed or {})
-        rope = positions[1:] if self._family.mrope else positions
-        run = Run(prompt, positions, lane, match.node, int(rope.max()) + 1)
+        # As upstream's `generate` goes on: behind the last token, not behind the largest position,
+        # which may belong to the last frame of a slow video.
+        run = Run(prompt, positions, lane, match.node, positions[..., -1:] + 1)
         run.logits = match.logits
         return run
 
@@ -214,23 +215,18 @@ class Engine:
     def step(self, run: Run, token: int) -> torch.Tensor:
         """One decoded token through the model; the logits behind it."""
         device = self._model.device
-        text = torch.full((1, 1), run.lane.length, dtype=torch.long, device=device)
-        position = text
-        if self._family.mrope:
-            rope = torch.full((3, 1, 1), run.next_position, dtype=torch.long, device=device)
-            position = torch.cat([text[None], rope])
         extra = self._family.step_inputs(1, run.lane.length + 1)
         with grouped_queries(device):
             output = self._model(
                 **{name: tensor.to(device) for name, tensor in extra.items()},
                 input_ids=torch.tensor([[token]], device=device),
-                position_ids=position,
+                position_ids=run.next_positions.to(device),
                 past_key_values=run.lane.cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
         run.lane.length += 1
-        run.next_position += 1
+        run.next_positions = run.next_positions + 1
         self.decode_steps += 1
         logits: torch.Tensor = output.logits[:, -1]
         return logits

@@ -103,7 +103,7 @@ def _sort(
     for name, why in _REFUSED.items():
         if options.pop(name, None) is not None:
             raise UnsupportedInput(f"{name} is not taken: {why}")
-    for name in _OF_OTHER_MEDIA:
+    for name in set(_OF_OTHER_MEDIA) - set(names):
         if options.pop(name, None) is not None:
             raise UnsupportedInput(
                 f"{name} is not supported for {memory.model.config.model_type}; images come as "
@@ -157,16 +157,23 @@ def _prompts(
     all_ids = ids.cpu().numpy().astype(np.int64)
     rows = [row[keep] for row, keep in zip(all_ids, mask, strict=True)]
     _check_placeholders(memory, tensors, np.concatenate(rows))
-    media = [memory.vision.name_pixels(p) for p in _split(memory, tensors, rows)]
-    prompts, used = [], 0
+    waiting: dict[str, list[Medium]] = {kind: [] for kind in family.placeholders}
+    for pixels in _split(memory, tensors, rows):
+        waiting[pixels.modality].append(memory.vision.name_pixels(pixels))
+    prompts, used = [], dict.fromkeys(waiting, 0)
     for i, row in enumerate(rows):
-        ranges = _place(family, row, media[used:], used)
-        mine = tuple(media[used : used + len(ranges)])
-        prompts.append(Prompt(row, mine, ranges))
-        used += len(ranges)
+        placed: list[tuple[tuple[Range, ...], Medium]] = []
+        for kind, media in waiting.items():
+            ranges = _place(family, row, kind, media[used[kind] :], used[kind])
+            placed += zip(ranges, media[used[kind] :], strict=False)
+            used[kind] += len(ranges)
+        placed.sort(key=lambda pair: pair[0])
+        media_here = tuple(medium for _, medium in placed)
+        prompts.append(Prompt(row, media_here, tuple(ranges for ranges, _ in placed)))
         _check_claims(memory, tensors, prompts[i], mask[i], i)
-    if used != len(media):
-        raise PlaceholderMismatch(f"{len(media)} images for placeholders of {used}")
+    for kind, media in waiting.items():
+        if used[kind] != len(media):
+            raise PlaceholderMismatch(f"{len(media)} {kind}s for placeholders of {used[kind]}")
     return prompts
 
 
@@ -183,19 +190,20 @@ def _split(memory: Memory, tensors: dict[str, Any], rows: list[np.ndarray]) -> l
 
 
 def _place(
-    family: Family, row: np.ndarray, media: list[Medium], number: int
+    family: Family, row: np.ndarray, kind: str, media: list[Medium], number: int
 ) -> tuple[tuple[Range, ...], ...]:
-    """The ranges of each medium whose placeholders stand in this row, in order."""
-    spots = np.flatnonzero(row == family.image_token_id)
+    """The ranges of each medium of a kind whose placeholders stand in this row, in order."""
+    spots = np.flatnonzero(row == family.placeholders[kind])
     placed: list[tuple[Range, ...]] = []
     while len(spots):
         if len(placed) == len(media):
-            raise PlaceholderMismatch("there are more image placeholders than images")
+            raise PlaceholderMismatch(f"there are more {kind} placeholders than {kind}s")
         count = media[len(placed)].tokens
         found = _runs(spots[:count])
-        if len(spots) < count or (family.mrope and len(found) > 1):
+        one_run = family.mrope and kind == "image"
+        if len(spots) < count or (one_run and len(found) > 1):
             raise PlaceholderMismatch(
-                f"image {number + len(placed)} has {count} tokens, its placeholders are not one "
+                f"{kind} {number + len(placed)} has {count} tokens, its placeholders are not one "
                 f"run of {count}"
             )
         placed.append(found)
@@ -211,13 +219,18 @@ def _runs(spots: np.ndarray) -> tuple[Range, ...]:
 
 def _check_placeholders(memory: Memory, tensors: dict[str, Any], flat: np.ndarray) -> None:
     family = memory.family
-    count = int((flat == family.image_token_id).sum())
-    if count and not family.tensor_inputs & tensors.keys():
-        raise PlaceholderMismatch(
-            f"input_ids has {count} image placeholders, but there is no pixel_values"
+    for kind, token in family.placeholders.items():
+        count = int((flat == token).sum())
+        if count and not family.tensor_inputs & tensors.keys():
+            raise PlaceholderMismatch(
+                f"input_ids has {count} {kind} placeholders, but there is no pixel_values"
+            )
+    video = family.video_token_id
+    if video not in (None, *family.placeholders.values()) and (flat == video).any():
+        raise UnsupportedInput(
+            f"input_ids has video placeholders; video is not supported for "
+            f"{memory.model.config.model_type}"
         )
-    if family.video_token_id is not None and (flat == family.video_token_id).any():
-        raise UnsupportedInput("input_ids has video placeholders; video is not supported yet")
     if family.mrope and "pixel_values" in tensors and "image_grid_thw" not in tensors:
         raise InputError("pixel_values came without image_grid_thw")
 

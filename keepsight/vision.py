@@ -116,15 +116,13 @@ class Vision:
 
     def name_pixels(self, pixels: Pixels) -> Medium:
         """The medium behind a processor's output for one image."""
-        entry = {"key": pixels.key, "grid": pixels.grid, "layout": list(pixels.layout)}
-        return self._medium(entry, lambda: pixels)
+        return self._medium(_entry(pixels), lambda: pixels)
 
     def _medium_again(self, medium: Medium) -> Medium:
         """A medium named before, under the weights and provenance of now."""
         if isinstance(medium.recall, Package):
             return self._medium_of_package(medium.recall, medium.feature_id)
-        entry = {"key": medium.key, "grid": medium.grid, "layout": list(medium.layout)}
-        return self._medium(dict(entry, source=medium.source), medium.recall)
+        return self._medium(_entry(medium, source=medium.source), medium.recall)
 
     def admit(self, package: Package) -> Medium:
         """The medium of a package that came with its snapshots, in one file with their digests."""
@@ -160,6 +158,7 @@ class Vision:
             package.layout,
             package.source,
             package,
+            package.modality,
         )
 
     def _medium(self, entry: dict[str, Any], recall: Callable[[], Pixels]) -> Medium:
@@ -168,7 +167,8 @@ class Vision:
         if self._accept == "any" and self._store is not None:
             made = self._any_made(what, made)
         layout = tuple(entry["layout"])
-        return Medium(entry["key"], what, made, entry["grid"], layout, entry.get("source"), recall)
+        source, modality = entry.get("source"), entry.get("modality", "image")
+        return Medium(entry["key"], what, made, entry["grid"], layout, source, recall, modality)
 
     def _any_made(self, what: str, made: str) -> str:
         """Our own making where it exists, else any making in the store."""
@@ -201,8 +201,7 @@ class Vision:
         if alias is None:
             pixels = self._run_processor(decoded, source.label)
             self._pixels.put(pixels.key, pixels)
-            alias = {"key": pixels.key, "grid": pixels.grid, "layout": list(pixels.layout)}
-            alias["source"] = digest
+            alias = _entry(pixels, source=digest)
             self._remember_alias(digest, alias)
         self._remember_alias(keys.digest("alias", source.name, self._processor_settings), alias)
         return alias
@@ -303,6 +302,7 @@ class Vision:
             grid=medium.grid,
             layout=medium.layout,
             container=container,
+            modality=medium.modality,
             source=medium.source,
             about=dict(self.about, processor_settings=self._processor_settings),
         )
@@ -336,6 +336,12 @@ class Vision:
         self.packages.clear()
         self._aliases.clear()
         self._fetched.clear()
+
+
+def _entry(what: Pixels | Medium, **more: Any) -> dict[str, Any]:
+    """What is remembered of a medium once it was looked at."""
+    known = {"key": what.key, "grid": what.grid, "layout": list(what.layout)}
+    return {**known, "modality": what.modality, **more}
 
 
 def _content(package: Package) -> str:

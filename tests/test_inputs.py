@@ -187,7 +187,7 @@ def test_bad_tensors() -> None:
         refused(InputError, attention_mask=hole[:, :-1])
         positions = torch.arange(inputs["input_ids"].shape[1])[None]
         refused(UnsupportedInput, position_ids=positions)
-        refused(UnsupportedInput, pixel_values_videos=inputs["pixel_values"])
+        refused(InputError, pixel_values_videos=inputs["pixel_values"])
         assert torch.equal(vlm.generate(**inputs, max_new_tokens=3, do_sample=False), good)
         vlm.memory.tree.check()
 

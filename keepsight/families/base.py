@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight import keys
-from keepsight.errors import DamagedFile, PlaceholderMismatch, UnsupportedModel, WrongIdentity
+from keepsight.errors import (
+    DamagedFile,
+    PlaceholderMismatch,
+    UnsupportedInput,
+    UnsupportedModel,
+    WrongIdentity,
+)
+from keepsight.families.tower_tensors import TowerTensors
 from keepsight.package import Layout, Package
 
 # How families end a turn. A boundary stands behind each, so a turn can be continued.
@@ -56,12 +63,13 @@ class Pixels:
     grid: dict[str, list[Any]]
     layout: Layout
     modality: str = "image"
+    times: dict[str, Any] = field(default_factory=dict)  # what lays out positions, beside the grid
 
     @property
     def key(self) -> str:
-        """The digest of everything the tower takes in."""
-        parts = (p for name in sorted(self.tensors) for p in self._part(name))
-        return keys.digest(self.modality, *parts)
+        """The digest of everything the tower takes in, and of what else tells two media apart."""
+        parts = [p for name in sorted(self.tensors) for p in self._part(name)]
+        return keys.digest(self.modality, *parts, *([self.times] if self.times else []))
 
     def _part(self, name: str) -> tuple[str, torch.Tensor]:
         return name, self.tensors[name]
@@ -98,6 +106,7 @@ class Family:
         self.mrope = hasattr(self.core, "get_rope_index")
         self._encoder_inputs = set(_parameters(self.encoder)) - _SWITCHES
         self._forward_inputs = set(_parameters(model.forward))
+        self.tower_tensors = TowerTensors(self.core)
 
     def _image_token(self) -> int:
         config: Any = self.model.config
@@ -106,6 +115,11 @@ class Family:
             if isinstance(token, int):
                 return token
         raise UnsupportedModel(f"{type(config).__name__} names no image token")
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """The id that stands for a token of a medium, for each modality that the family sees."""
+        return {"image": self.image_token_id}
 
     @property
     def tensor_inputs(self) -> set[str]:
@@ -144,6 +158,12 @@ class Family:
         return frozenset(ids)
 
     # -- images in -------------------------------------------------------------------------------
+
+    def preprocess_other(
+        self, processor: Any, medium: Any, options: dict[str, Any], modality: str
+    ) -> Pixels:
+        """One video or audio clip through its processor, where the family takes such."""
+        raise UnsupportedInput(f"{self.model.config.model_type} takes no {modality} here")
 
     def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
         """One image through the checkpoint's own image processor."""
@@ -219,13 +239,17 @@ class Family:
         """
         device = self.model.device
         inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
-        output = self.encoder(**inputs, return_dict=True)  # type: ignore[misc]
+        output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
         pooled = output.pooler_output
         container = "tensor" if isinstance(pooled, torch.Tensor) else "list"
         tensors = {"features": pooled if container == "tensor" else pooled[0]}
         for level, feature in enumerate(getattr(output, "deepstack_features", None) or []):
             tensors[f"deepstack.{level}"] = feature[0]
         return {name: _own(tensor) for name, tensor in tensors.items()}, container
+
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
+        """What upstream's encoder makes of the tensors of one medium."""
+        return self.encoder(**inputs, return_dict=True)  # type: ignore[misc]
 
     def check_package(self, package: Package) -> None:
         """Refuse a package that claims this model but cannot be its own, by name."""

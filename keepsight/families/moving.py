@@ -1,0 +1,116 @@
+"""Families that see videos as they see images: patches on a grid that also runs through time.
+
+What tells the frames' times apart enters the name of a video: where a family lays its positions out
+by seconds, the same frames at another speed are another prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.errors import InputError, PlaceholderMismatch
+from keepsight.families.base import Family, Part, Pixels, parse_layout
+from keepsight.package import Layout, Package
+
+VIDEO = ("pixel_values_videos", "video_grid_thw")
+_TIMES = "second_per_grid_ts"
+
+
+class Moving(Family):
+    """Images and videos, both packed patch by patch."""
+
+    also_takes = (*VIDEO, _TIMES)
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        if self.video_token_id is None:
+            return super().placeholders
+        return {**super().placeholders, "video": self.video_token_id}
+
+    def preprocess_other(
+        self, processor: Any, medium: Any, options: dict[str, Any], modality: str
+    ) -> Pixels:
+        if modality != "video" or self.video_token_id is None:
+            return super().preprocess_other(processor, medium, options, modality)
+        frames, about = medium
+        given = {**options, "return_tensors": "pt", "return_metadata": True}
+        processed = processor.video_processor([frames], video_metadata=[about], **given)
+        text = processor.replace_video_token(processed, 0)
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.video_token_id)
+        layout = parse_layout(text, placeholder)
+        pixels, grid = (processed[name] for name in VIDEO)
+        return self._video(pixels, grid, layout, self._seconds(processor, options))
+
+    def _seconds(self, processor: Any, options: dict[str, Any]) -> list[float]:
+        """Seconds of one step in time, where positions are laid out by them (Qwen2.5-VL)."""
+        if _TIMES not in getattr(processor, "model_input_names", ()):
+            return []
+        fps = options.get("fps", getattr(processor.video_processor, "fps", 2)) or 2
+        return [processor.video_processor.temporal_patch_size / float(fps)]
+
+    def _video(
+        self, pixels: torch.Tensor, grid: torch.Tensor, layout: Layout, seconds: list[float]
+    ) -> Pixels:
+        tensors = {VIDEO[0]: pixels, VIDEO[1]: torch.as_tensor(grid)}
+        described: dict[str, list[Any]] = {VIDEO[1]: tensors[VIDEO[1]].tolist()}
+        if seconds:
+            described[_TIMES] = seconds
+        return Pixels(tensors, described, layout, "video", {_TIMES: seconds} if seconds else {})
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        images = super().split_tensors(tensors, rows)
+        pixels, grids = (tensors.get(name) for name in VIDEO)
+        if pixels is None:
+            return images
+        if grids is None:
+            raise InputError(f"{VIDEO[0]} came without {VIDEO[1]}")
+        patches = grids.prod(-1).tolist()
+        if sum(patches) != pixels.shape[0]:
+            raise PlaceholderMismatch(
+                f"{VIDEO[1]} describes {sum(patches)} patches, {VIDEO[0]} has {pixels.shape[0]}"
+            )
+        seconds = self._given_seconds(tensors.get(_TIMES), len(patches))
+        merge = self.merge_size() ** 2
+        parts = zip(torch.split(pixels, patches), grids.split(1), patches, seconds, strict=True)
+        return [*images, *(self._video(p, g, (n // merge,), s) for p, g, n, s in parts)]
+
+    def _given_seconds(self, given: Any, count: int) -> list[list[float]]:
+        if given is None:
+            return [[] for _ in range(count)]
+        values = torch.as_tensor(given).flatten().tolist()
+        if len(values) != count:
+            raise InputError(f"{_TIMES} has {len(values)} values for {count} videos")
+        return [[float(value)] for value in values]
+
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
+        if VIDEO[0] in inputs:
+            return self.core.get_video_features(**inputs, return_dict=True)
+        return super().features_of(inputs)
+
+    def _grid_tokens(self, grid: dict[str, list[Any]]) -> int | None:
+        if VIDEO[1] in grid:
+            grid = {"image_grid_thw": grid[VIDEO[1]]}
+        return super()._grid_tokens(grid)
+
+    def rope_grid(self, grids: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+        found = super().rope_grid(grids)
+        for name in (VIDEO[1], _TIMES):
+            rows = [row for grid in grids for row in grid.get(name, [])]
+            if rows:
+                found[name] = rows
+        return found
+
+    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Images and videos apart, as upstream scatters them apart."""
+        by_kind: dict[str, list[tuple[Package, int, int]]] = {}
+        for part in parts:
+            by_kind.setdefault(part[0].modality, []).append(part)
+        return {
+            kind: super(Moving, self).encoder_outputs(own)["image"] for kind, own in by_kind.items()
+        }
