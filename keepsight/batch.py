@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
 
 from keepsight.engine import Run, grouped_queries
 from keepsight.families import Family
-from keepsight.state import LaneLayer, restore_linear
+from keepsight.state import CrossLayer, LaneLayer, restore_linear
 
 
 class Taker(Protocol):
@@ -40,13 +40,23 @@ class Batch:
         self.length = int(lengths.max())
         padded = self.length - lengths[:, None]
         self._mask = (torch.arange(self.length + room) >= padded).long().to(model.device)
+        self._media = _padded([self._seen(run) for run in runs])
         self.cache = DynamicCache(config=model.config)
         for index, layer in enumerate(runs[0].lane.cache.layers):
             lanes = [run.lane.cache.layers[index] for run in runs]
-            if isinstance(layer, LaneLayer):
+            if isinstance(layer, DummyLayer):
+                continue
+            if isinstance(layer, CrossLayer):
+                self.cache.layers[index] = _cross(lanes)
+            elif isinstance(layer, LaneLayer):
                 self.cache.layers[index] = _full(lanes, self.length + room)
             else:
                 _fixed(self.cache.layers[index], lanes, self.length)
+
+    def _seen(self, run: Run) -> dict[str, torch.Tensor]:
+        """What the tokens behind a prompt see of its media."""
+        end = run.lane.length
+        return self._family.media_inputs(run.prompt.ids, run.prompt.grids, end, end + 1)
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -59,7 +69,7 @@ class Batch:
         extra = self._family.step_inputs(len(tokens), self.length)
         with grouped_queries(device):
             output = self._model(
-                **{name: tensor.to(device) for name, tensor in extra.items()},
+                **{n: tensor.to(device) for n, tensor in {**extra, **self._media}.items()},
                 input_ids=torch.tensor([[token] for token in tokens], device=device),
                 position_ids=self._positions.to(device),
                 attention_mask=self._mask[:, : self.length],
@@ -90,6 +100,41 @@ def _full(lanes: Sequence[Any], room: int) -> LaneLayer:
         length,
     )
     return layer
+
+
+def _cross(lanes: Sequence[Any]) -> CrossLayer:
+    """The media of several sequences, aligned at the left; nobody sees the zeros behind them."""
+    layer = CrossLayer()
+    longest = max(lane.length for lane in lanes)
+    filled = next((lane for lane in lanes if lane.length), None)
+    if filled is None:
+        return layer
+    keys, values = (
+        x.new_zeros(len(lanes), x.shape[1], longest, x.shape[3])
+        for x in (filled.keys, filled.values)
+    )
+    for row, lane in enumerate(lanes):
+        if lane.length:
+            keys[row, :, : lane.length] = lane.keys[0]
+            values[row, :, : lane.length] = lane.values[0]
+    layer.hold(keys, values, longest)
+    return layer
+
+
+def _padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One tensor of each name for all rows, zeros where a row has less or nothing."""
+    joined: dict[str, torch.Tensor] = {}
+    for name in {name for row in rows for name in row}:
+        have = [row[name] for row in rows if name in row]
+        shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in have), strict=True)]
+        joined[name] = have[0].new_zeros(len(rows), *shape)
+        for number, row in enumerate(rows):
+            if name in row:
+                spot = joined[name][number]
+                for axis, size in enumerate(row[name].shape[1:]):
+                    spot = spot.narrow(axis, 0, size)
+                spot.copy_(row[name][0])
+    return joined
 
 
 def _fixed(layer: Any, lanes: Sequence[Any], length: int) -> None:

@@ -291,7 +291,8 @@ def _belongs(
     ]
     if not start < end <= len(prompt) or [span[:4] for span in described["spans"]] != true:
         return False
-    rows = all(t.dim() > 1 and t.shape[-2] == end - start for t in kv.values())
+    grown = [tensor for name, tensor in kv.items() if not name.startswith("cross.")]
+    rows = all(t.dim() > 1 and t.shape[-2] == end - start for t in grown)
     return rows and np.array_equal(ids.numpy(), prompt.ids[start:end])
 
 

@@ -186,19 +186,25 @@ class Engine:
         }
         extra = self._family.chunk_inputs(run.prompt.ids, run.prompt.types, start, end)
         inputs |= {name: tensor.to(device) for name, tensor in extra.items()}
-        if parts:
-            inputs |= self._family.feature_inputs(parts, inputs["input_ids"])
+        inputs |= self._media_inputs(run, start, end)
+        inputs |= self._family.feature_inputs(parts, inputs["input_ids"])
         self.prefill_tokens += end - start
         run.computed += end - start
         last = end == len(run.prompt)
         with grouped_queries(device):
-            # Without the output head where nobody reads it.
-            output = self._model(**inputs, logits_to_keep=1) if last else self._core(**inputs)
+            if last or self._core is self._model:
+                output = self._model(**inputs, logits_to_keep=1)
+            else:  # without the output head, whose logits nobody would read
+                output = self._core(**inputs)
         run.lane.length = end
         if not last:
             return None
         logits: torch.Tensor = output.logits[:, -1].clone()
         return logits
+
+    def _media_inputs(self, run: Run, start: int, end: int) -> dict[str, torch.Tensor]:
+        inputs = self._family.media_inputs(run.prompt.ids, run.prompt.grids, start, end)
+        return {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
 
     @torch.inference_mode()
     def _remember(self, run: Run, start: int, end: int, logits: torch.Tensor | None) -> Node:
@@ -219,6 +225,7 @@ class Engine:
         with grouped_queries(device):
             output = self._model(
                 **{name: tensor.to(device) for name, tensor in extra.items()},
+                **self._media_inputs(run, run.lane.length, run.lane.length + 1),
                 input_ids=torch.tensor([[token]], device=device),
                 position_ids=run.next_positions.to(device),
                 past_key_values=run.lane.cache,

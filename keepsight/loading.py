@@ -79,6 +79,8 @@ class _NoVideo:
     """Stands where a video processor would; images never touch it."""
 
     model_input_names: tuple[str, ...] = ()
+    num_frames = fps = None  # what some processors read of it when they are built
+    slice_mode, downsample_mode = False, "16x"
 
 
 def _without_video(path: str, options: dict[str, Any]) -> Any:

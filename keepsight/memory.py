@@ -90,6 +90,7 @@ class Memory:
             family.turn_ends(tokenizer),
             family.sees_whole_media,
             family.reuse,
+            family.media_ends,
         )
         self.made_under: dict[str, str] = {}  # namespace -> weights, to say why a path is not here
         self._about(model)
@@ -208,6 +209,8 @@ def _image_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
     known |= set(vars(image_processor))
     if set(given) - known:
         raise UnknownOption.among(given, known, "image_options")
+    if not hasattr(processor, "_merge_kwargs"):  # an image processor alone
+        return given
     merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **given)
     options = dict(merged["images_kwargs"])
     options.pop("return_tensors", None)

@@ -365,7 +365,9 @@ def _belongs(node: Node, tensors: Tensors, record: dict[str, Any]) -> bool:
         return False
     if any(record.get(name) != value for name, value in path.items()):
         return False
-    rows = [t.shape[-2] if t.dim() > 1 else -1 for n, t in tensors.items() if n.startswith("kv/")]
+    # What stands beside the sequence ("cross") has as many rows as the media have.
+    kv = [t for n, t in tensors.items() if n.startswith("kv/") and not n.startswith("kv/cross.")]
+    rows = [tensor.shape[-2] if tensor.dim() > 1 else -1 for tensor in kv]
     ends = "logits" in tensors or not node.terminal
     return ends and all(count == len(node.ids) for count in rows)
 

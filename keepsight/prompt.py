@@ -55,10 +55,12 @@ class Rule:
     turn_ends: frozenset[int]
     whole_media: bool  # never cut inside a range whose tokens see each other
     reuse: str = "prefix"  # see families/base.py
+    media_ends: frozenset[int] = frozenset()
 
     def record(self) -> list[Any]:
         """What of the rule enters the namespace."""
-        return [RUN, self.grain, sorted(self.turn_ends), self.whole_media, self.reuse]
+        ids = [sorted(self.turn_ends), sorted(self.media_ends)]
+        return [RUN, self.grain, *ids, self.whole_media, self.reuse]
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Prompt:
         A turn-end id inside a medium means nothing.
         """
         ends = np.isin(self.ids, list(rule.turn_ends)) & (self.types == 0)
-        media = [ranges[-1][1] for ranges in self.ranges]
+        media = [self._behind(ranges[-1][1], rule) for ranges in self.ranges]
         return np.unique(np.concatenate([np.flatnonzero(ends) + 1, np.array(media, dtype=int)]))
 
     def boundaries(self, rule: Rule, start: int = 0) -> list[int]:
@@ -143,8 +145,14 @@ class Prompt:
         if rule.reuse == "whole prompt":
             return len(self.ids)
         if rule.reuse == "same media":
-            return max((ranges[-1][1] for ranges in self.ranges), default=0)
+            ends = (self._behind(ranges[-1][1], rule) for ranges in self.ranges)
+            return max(ends, default=0)
         return 0
+
+    def _behind(self, end: int, rule: Rule) -> int:
+        """Behind the id that closes the medium whose last range ends here, where there is one."""
+        closing = np.flatnonzero(np.isin(self.ids[end:], list(rule.media_ends)))
+        return end + int(closing[0]) + 1 if len(closing) else end
 
     def _move(self, cut: int, rule: Rule) -> int:
         """Behind the range that the cut would fall into, where ranges are whole."""

@@ -68,6 +68,7 @@ class Renderer:
             clean = upstream.mark_control_tokens(clean, self._control)
         text = self._apply(clean, generate, template)
         media = tuple(name(image) for image in images)
+        text = self._family.prompt_text(self._processor, text, self._written)
         spots = list(self._written.finditer(text))
         if len(spots) != len(media):
             raise PlaceholderMismatch(
@@ -98,7 +99,7 @@ class Renderer:
         for j, (spot, medium) in enumerate(zip(spots, media, strict=True)):
             parts.append(text[cursor : spot.start()])
             cursor = spot.end()
-            for part in medium.layout:
+            for part in self._family.placed(medium.layout, j):
                 if isinstance(part, int):
                     runs.append((j, part))
                     part = self._placeholder

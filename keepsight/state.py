@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -84,6 +85,9 @@ class LaneLayer(DynamicLayer):
             raise ValueError(f"cannot rewind from {self.length} to {length}")
         if self.room_k is not None:
             self._view(length)
+        if length == 0:
+            # As new: PaliGemma and Mllama ask it whether this is the first chunk.
+            self.is_initialized = False
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put remembered keys and values back at their place."""
@@ -122,13 +126,21 @@ class LaneLayer(DynamicLayer):
         return storage_bytes(t for t in (self.room_k, self.room_v) if t is not None)
 
 
+class CrossLayer(LaneLayer):
+    """Keys and values of the media beside the sequence: as many rows as the media have."""
+
+
 _KINDS: dict[type, str] = {
+    DummyLayer: "none",  # it reads the keys and values of a layer before it
     DynamicLayer: "full",
     DynamicSlidingWindowLayer: "sliding",
     LinearAttentionLayer: "linear",
     LinearAttentionAndFullAttentionLayer: "linear+full",
     LinearAttentionAndSlidingWindowAttentionLayer: "linear+sliding",
 }
+
+
+_GROWING = ("full", "cross", "none")  # kinds without a state of fixed size
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,10 @@ class Shape:
                 f"cache layers of kind {', '.join(unknown) or '(none)'} are not supported; "
                 f"supported: {', '.join(sorted(t.__name__ for t in _KINDS))}"
             )
-        kinds = tuple(_KINDS[type(layer)] for layer in layers)
+        cross = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
+        kinds = tuple(
+            "cross" if i in cross else _KINDS[type(layer)] for i, layer in enumerate(layers)
+        )
         if not any(kind == "full" for kind in kinds) and not any("sliding" in k for k in kinds):
             raise UnsupportedModel("a model without any attention layer keeps no token count")
         if "linear+full" in kinds:
@@ -159,7 +174,7 @@ class Shape:
     @property
     def has_fixed(self) -> bool:
         """Whether some layer's state is valid only where it was captured."""
-        return any(kind != "full" for kind in self.kinds)
+        return any(kind not in _GROWING for kind in self.kinds)
 
 
 class Lane:
@@ -172,6 +187,8 @@ class Lane:
         for i, kind in enumerate(shape.kinds):
             if kind == "full":
                 self.cache.layers[i] = LaneLayer()
+            elif kind == "cross":
+                self.cache.layers[i] = CrossLayer()
         self.length = 0
         self.marks: list[tuple[int, Any]] = []  # (end, node): what of the tree stands here in full
         self.busy = False
@@ -179,12 +196,19 @@ class Lane:
     @property
     def full(self) -> list[LaneLayer]:
         """The full-attention layers."""
-        return [layer for layer in self.cache.layers if isinstance(layer, LaneLayer)]
+        layers = self.cache.layers
+        return [x for x in layers if isinstance(x, LaneLayer) and not isinstance(x, CrossLayer)]
+
+    @property
+    def cross(self) -> list[CrossLayer]:
+        """The layers that hold the media beside the sequence."""
+        return [layer for layer in self.cache.layers if isinstance(layer, CrossLayer)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the preallocated rooms and of the fixed-size states."""
-        return sum(layer.nbytes for layer in self.full) + storage_bytes(self._fixed().values())
+        rooms = sum(layer.nbytes for layer in [*self.full, *self.cross])
+        return rooms + storage_bytes(self._fixed().values())
 
     def reserve(self, tokens: int) -> None:
         """Say how long the sequence will get, so that the rooms need not grow step by step."""
@@ -204,8 +228,17 @@ class Lane:
         for i, layer in enumerate(self.full):
             rows[f"{i}.k"] = layer.keys[0, :, start:end]
             rows[f"{i}.v"] = layer.values[0, :, start:end]
+        beside = self._capture_cross() if start == 0 else {}
         if len({tensor.shape for tensor in rows.values()}) == 1:
-            return {"kv": torch.stack(list(rows.values()))}
+            return {"kv": torch.stack(list(rows.values())), **beside}
+        return {name: tensor.clone() for name, tensor in rows.items()} | beside
+
+    def _capture_cross(self) -> Tensors:
+        """The media's keys and values: all of them are there after the first chunk."""
+        rows = {}
+        for i, layer in enumerate(self.cross):
+            if layer.length:
+                rows[f"cross.{i}.k"], rows[f"cross.{i}.v"] = layer.keys[0], layer.values[0]
         return {name: tensor.clone() for name, tensor in rows.items()}
 
     def restore_full(self, start: int, tensors: Tensors) -> None:
@@ -216,6 +249,9 @@ class Lane:
                 layer.write(start, stacked[2 * i][None], stacked[2 * i + 1][None])
             else:
                 layer.write(start, tensors[f"{i}.k"][None], tensors[f"{i}.v"][None])
+        for i, layer in enumerate(self.cross):
+            if f"cross.{i}.k" in tensors:
+                layer.write(0, tensors[f"cross.{i}.k"][None], tensors[f"cross.{i}.v"][None])
 
     def restore_fixed(self, end: int, tensors: Tensors) -> None:
         """Put the fixed-size states of the snapshot at `end` back."""
@@ -235,6 +271,8 @@ class Lane:
         self.marks = [mark for mark in self.marks if mark[0] <= length]
         self.length = length
         if length == 0:
+            for beside in self.cross:
+                beside.rewind(0)
             self._reset_fixed()
 
     def _reset_fixed(self) -> None:
@@ -242,7 +280,7 @@ class Lane:
         # "is there a state?": only new layers make a second first chunk equal to a first one.
         fresh = DynamicCache(config=self._config).layers
         for i, kind in enumerate(self.shape.kinds):
-            if kind != "full":
+            if kind not in _GROWING:
                 self.cache.layers[i] = fresh[i]
 
     def _fixed(self) -> Tensors:

@@ -294,13 +294,21 @@ def _run_together(memory: Memory, lock: RLock, turns: list[Turn]) -> list[_Row]:
         logits = torch.cat([run.logits for run in runs if run.logits is not None])
         room = max(turn.sampler.max_new_tokens for turn in turns if turn.sampler is not None)
         with lock:
-            batch = Batch(memory.model, memory.family, runs, min(room, 4096))
-            steps = decode_together(batch, [turn.taker() for turn in turns], logits)
-            memory.engine.decode_steps += steps
+            for some in _side_by_side(memory, len(turns)):
+                batch = Batch(memory.model, memory.family, runs[some], min(room, 4096))
+                takers = [turn.taker() for turn in turns[some]]
+                memory.engine.decode_steps += decode_together(batch, takers, logits[some])
         return [_Row(turn.generated, turn) for turn in turns]
     finally:
         for turn in turns:
             turn.finish()
+
+
+def _side_by_side(memory: Memory, count: int) -> list[slice]:
+    """Which rows decode together: all, or each alone where padding would change a row."""
+    if memory.family.decodes_together:
+        return [slice(0, count)]
+    return [slice(row, row + 1) for row in range(count)]
 
 
 def _join(ids: torch.Tensor, rows: list[_Row], memory: Memory) -> torch.Tensor:

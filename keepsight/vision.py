@@ -75,7 +75,9 @@ class Vision:
         if weights != self._weights:
             self._vision_settings = self._family.vision_settings()
         processor = None if self._processor is None else self._processor.image_processor
-        now = (type(processor), vars(processor), provenance) if processor is not None else None
+        now: Any = None
+        if processor is not None:
+            now = (type(processor), vars(processor), self._own_settings(), provenance)
         if now != self._bound:
             self._provenance = provenance
             self._processor_settings = self._settings()
@@ -91,10 +93,16 @@ class Vision:
             "processor settings",
             type(image_processor).__name__,
             image_processor.to_dict(),
+            self._own_settings(),
             self._options,
             self._provenance["transformers"],
             self._provenance["image_backend"],
         )
+
+    def _own_settings(self) -> dict[str, Any]:
+        """Plain settings of the composite processor: some shape pixels, some an image's text."""
+        own = vars(self._processor).items()
+        return {k: v for k, v in own if k != "chat_template" and _is_plain(v)}
 
     # -- naming ----------------------------------------------------------------------------------
 
@@ -336,6 +344,14 @@ class Vision:
         self.packages.clear()
         self._aliases.clear()
         self._fetched.clear()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(v) for key, v in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)
 
 
 def _entry(what: Pixels | Medium, **more: Any) -> dict[str, Any]:

@@ -133,10 +133,11 @@ class VLM:
         _refuse_tenant(tenant)
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"expected a Transformers model, got a {type(model).__name__}")
-        self.model, self.processor = model, processor
+        family = family_of(model)
+        self.model, self.processor = model, family.processor(processor)
+        processor = self.processor
         self._lock = RLock()
         self._closed = False
-        family = family_of(model)
         folder = store if store is not None else os.environ.get("KEEPSIGHT_STORE")
         budget = None if store_budget is None else parse_bytes(store_budget)
         self._store = DiskStore(Path(folder), budget) if folder else None
@@ -148,7 +149,7 @@ class VLM:
         weights = Weights(model, family)
         self.memory = Memory(model, family, processor, weights, chosen, self._store)
         self._renderer: Renderer | None = None
-        if processor is not None:
+        if processor is not None and family.answers:
             self._renderer = Renderer(family, processor, chat_template)
         self._fingerprint(files)
 
@@ -223,25 +224,25 @@ class VLM:
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
         """Cold against warm on your own model and pictures; against stock Transformers if asked."""
-        self._open()
+        self._answering()
         with self._lock:
             return verify(self, messages, stock)
 
     def session(self, system: str | None = None) -> Session:
         """A conversation that keeps its own history."""
-        self._open()
+        self._answering()
         return Session(self, system)
 
     def resume(self, path: str | Path) -> Session:
         """A conversation saved with `session.save`."""
-        self._open()
+        self._answering()
         return Session.load(self, Path(path))
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def generate(self, inputs: Any = None, **options: Any) -> torch.Tensor | Generated:
         """Tensors in, tensors out, as `model.generate`: a processor's outputs and its options."""
-        self._open()
+        self._answering()
         _refuse_tenant(options.pop("tenant", None))
         found: torch.Tensor | Generated = generate(self.memory, self._lock, inputs, options)
         return found
@@ -252,7 +253,7 @@ class VLM:
         The vision tower stays untouched for images that were seen before. New wrappers are made on
         each call, because `generate` changes the ones it is given.
         """
-        self._open()
+        self._answering()
         with self._lock:
             self.memory.refresh()
             call = _Call.before_decoding(options, "inputs")
@@ -323,7 +324,7 @@ class VLM:
         self.close()
 
     def _turn(self, messages: list[Message], call: _Call) -> Turn:
-        self._open()
+        self._answering()
         self._tokenizer()
         return Turn(
             self.memory,
@@ -342,6 +343,14 @@ class VLM:
     def _open(self) -> None:
         if self._closed:
             raise Closed("this VLM was closed; load or wrap the model again")
+
+    def _answering(self) -> None:
+        self._open()
+        if not self.memory.family.answers:
+            raise UnsupportedInput(
+                f"{self.model.config.model_type} is a vision tower without a language model: it "
+                "makes packages, with encode(), and answers nothing"
+            )
 
 
 def _refuse_tenant(tenant: Any) -> None:

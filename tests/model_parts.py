@@ -57,7 +57,8 @@ def wake(model: Any) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() >= 2 and "A_log" not in name:
-                fan = weight[0].numel()
+                experts = "experts" in name and weight.dim() == 3
+                fan = weight.shape[-1] if experts else weight[0].numel()
                 weight.normal_(0.0, 1.2 / fan**0.5, generator=generator)
             if "embed_tokens" in name:
                 weight.normal_(0.0, 1.0, generator=generator)

@@ -10,21 +10,68 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from keepsight.errors import UnsupportedModel
+from keepsight.families.anyres import AnyRes
 from keepsight.families.base import Family, Pixels
+from keepsight.families.blocks import Blocks, PaddedBlocks
+from keepsight.families.cross import Cross
+from keepsight.families.framed import Framed, LineBroken
+from keepsight.families.indicators import Indicators
+from keepsight.families.local_views import LocalViews
+from keepsight.families.marked import Idefics, Lfm2Vl, MiniCpm
+from keepsight.families.moving import Moving
+from keepsight.families.padded import Padded
+from keepsight.families.pages import Pages
+from keepsight.families.patches import ChosenMerge, Patches
+from keepsight.families.raw_tiles import RawTiles
+from keepsight.families.routed import Routed
+from keepsight.families.shared_block import SharedBlock
 from keepsight.families.tiled import Tiled
+from keepsight.families.tower import Tower
+from keepsight.families.whole_prompt import WholePrompt
 
 __all__ = ["SUPPORTED", "Family", "Pixels", "family_of"]
 
 SUPPORTED: dict[str, type[Family]] = {
-    "qwen2_vl": Family,
-    "qwen2_5_vl": Family,
-    "qwen3_vl": Family,
-    "qwen3_vl_moe": Family,
-    "qwen3_5": Family,
-    "qwen3_5_moe": Family,
+    "qwen2_vl": Moving,
+    "qwen2_5_vl": Moving,
+    "qwen3_vl": Moving,
+    "qwen3_vl_moe": Moving,
+    "qwen3_5": Moving,
+    "qwen3_5_moe": Moving,
     "llava": Family,
     "internvl": Tiled,
+    "aya_vision": Framed,
+    "cohere2_vision": LineBroken,
+    "deepseek_vl": Family,
+    "got_ocr2": Pages,
+    "llama4": RawTiles,
+    "ovis2": Indicators,
+    "step3p7": LocalViews,
+    "glm4v": Family,
+    "glm4v_moe": Family,
+    "glm46v": Family,
+    "glm_ocr": Family,
+    "ernie4_5_vl_moe": Routed,
+    "paddleocr_vl": Patches,
+    "video_llama_3": ChosenMerge,
+    "kimi_k25": Patches,
+    "llava_next": AnyRes,
+    "llava_onevision": AnyRes,
+    "mistral3": Padded,
+    "idefics3": Idefics,
+    "smolvlm": Idefics,
+    "lfm2_vl": Lfm2Vl,
+    "minicpmv4_6": MiniCpm,
+    "mlcd_vision_model": Tower,
+    "gemma3": Blocks,
+    "gemma4": PaddedBlocks,
+    "paligemma": WholePrompt,
+    "molmo2": SharedBlock,
+    "mllama": Cross,
 }
+
+# Where the tower decides how images come: Pixtral 12B is a LLaVA.
+_BY_TOWER: dict[tuple[str, str], type[Family]] = {("llava", "pixtral"): Padded}
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -35,4 +82,5 @@ def family_of(model: PreTrainedModel) -> Family:
             f"model type {model_type!r} has not been shown to be exact with Keepsight; "
             f"supported: {', '.join(sorted(SUPPORTED))}"
         )
-    return SUPPORTED[model_type](model)
+    tower = getattr(getattr(model.config, "vision_config", None), "model_type", "")
+    return _BY_TOWER.get((model_type, tower), SUPPORTED[model_type])(model)

@@ -50,6 +50,8 @@ _SWITCHES = {
     "return_dict",
     "output_attentions",
     "output_hidden_states",
+    "downsample_mode",
+    "vision_aspect_ratio",
     "vision_feature_layer",
     "vision_feature_select_strategy",
 }
@@ -89,7 +91,12 @@ class Family:
     #                   what stands before it;
     #   "whole prompt"  nothing but the identical prompt: all of its tokens see each other.
     reuse = "prefix"
+    answers = True  # False for a vision tower alone: packages, and no prompt they stand in
+    decodes_together = True  # False where a row of a padded batch is not what it is alone
     sees_whole_media = False  # whether the tokens of one medium attend to each other both ways
+    # Ids that close a medium whose framing tokens are seen by those before them: a boundary stands
+    # behind the first of these, not behind the last placeholder.
+    media_ends: frozenset[int] = frozenset()
     also_takes: tuple[str, ...] = ()  # tensors of a processor beside what the encoder itself takes
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -157,7 +164,15 @@ class Family:
             ids.update(vocabulary[name] for name in TURN_ENDS if name in vocabulary)
         return frozenset(ids)
 
+    def processor(self, given: Any) -> Any:
+        """The processor of such a model, where users have something else in hand."""
+        return given
+
     # -- images in -------------------------------------------------------------------------------
+
+    def placed(self, layout: Layout, number: int) -> Layout:
+        """The prompt text of an image that is the `number`th of its conversation, from 0 on."""
+        return layout
 
     def preprocess_other(
         self, processor: Any, medium: Any, options: dict[str, Any], modality: str
@@ -171,6 +186,13 @@ class Family:
         text = processor.replace_image_token(processed, 0, **options)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return self._pixels(dict(processed), parse_layout(text, placeholder))
+
+    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+        """The rendered text as the processor would pass it on to the tokenizer.
+
+        `written` finds the images that the template wrote, and none that a user typed.
+        """
+        return text
 
     def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
         tensors = {
@@ -253,7 +275,7 @@ class Family:
 
     def check_package(self, package: Package) -> None:
         """Refuse a package that claims this model but cannot be its own, by name."""
-        width, levels = self.model.get_input_embeddings().embedding_dim, self._levels()
+        width, levels = self.feature_width(), self._levels()
         features = package.tensors["features"]
         if features.shape[-1] != width:
             raise WrongIdentity("width of the features", width, features.shape[-1])
@@ -264,6 +286,10 @@ class Family:
             raise DamagedFile(
                 f"the package's grid {package.grid} does not describe its {package.tokens} tokens"
             )
+
+    def feature_width(self) -> int:
+        """How wide the features are: as wide as the decoder's embeddings, which they replace."""
+        return int(self.model.get_input_embeddings().embedding_dim)
 
     def merge_size(self) -> int:
         """How many patches a side become one token."""
@@ -282,8 +308,11 @@ class Family:
         return None
 
     def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
-        """What forward takes in place of pixels. `ids` are those of the chunk, shape (1, n)."""
-        return {"mm_encoder_outputs": self.encoder_outputs(parts)}
+        """What forward takes in place of pixels. `ids` are those of the chunk, shape (1, n).
+
+        `parts` is empty for a chunk of text.
+        """
+        return {"mm_encoder_outputs": self.encoder_outputs(parts)} if parts else {}
 
     def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
         """`mm_encoder_outputs` from rows a to b of some packages.
@@ -312,6 +341,15 @@ class Family:
 
         `ids` and `types` (0 text, 1 image, 2 video, 3 audio) are those of the whole prompt. Where
         upstream wants type ids of everything from the first token on, give `types[:end]`.
+        """
+        return {}
+
+    def media_inputs(
+        self, ids: np.ndarray, grids: Sequence[dict[str, list[Any]]], start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        """What tokens `start` to `end` see of the media, where that is an input of its own.
+
+        `end` may lie behind the prompt: decoded tokens see what the last token of the prompt sees.
         """
         return {}
 

@@ -36,6 +36,8 @@ class FamilyTests:
     tolerance = 1e-4  # of the logits' scale, against stock in float32
     tokens = 5
     long_words = 2300  # of a prompt that is cut where no medium and no turn ends
+    decodes_together = True  # as in `Family.decodes_together`
+    attentions = ("sdpa", "eager")  # what the model has
     positions_matter = True  # False where text positions do not enter the logits
 
     # -- what a subclass gives -------------------------------------------------------------------
@@ -293,7 +295,8 @@ class FamilyTests:
                 output_logits=True,
             )
             steps = vlm.stats()["engine"]["decode_steps"] - before
-        expect(steps == self.tokens - 1, f"one pass for all rows each step, not {steps}")
+        passes = (self.tokens - 1) * (1 if self.decodes_together else len(chats))
+        expect(steps == passes, f"{passes} passes for all rows, not {steps}")
         for number, one in enumerate(alone):
             for wanted, found in zip(one.logits, rows.logits, strict=False):
                 off = float((wanted - found[number]).abs().max() / wanted.abs().max())
@@ -351,7 +354,8 @@ class FamilyTests:
         """Eager attention in float32 as stock; bfloat16, both ways, warm equals cold."""
         model, processor = copy.deepcopy(self.parts[0]), self.parts[1]
         chosen = [self.conversation()[number] for number in (0, 2, 1)]
-        for dtype, attention in (("float32", "eager"), ("bfloat16", "sdpa"), ("bfloat16", "eager")):
+        chances = [(d, a) for d in ("float32", "bfloat16") for a in self.attentions]
+        for dtype, attention in chances:
             model.to(getattr(torch, dtype)).set_attn_implementation(attention)
             with ks.wrap(model, processor, grain=self.grain) as vlm:
                 for messages in chosen:

@@ -265,7 +265,6 @@ def _llama4() -> tuple[Any, Any, Any]:
 class Step3p7Tiles(GotOcr2ImageProcessorPil):
     """The whole picture at one size, and where it is long its tiles at another."""
 
-    size = {"height": 64, "width": 64}
     patch_size = 32
     vision_patch_size = 4
     downsampler_stride = 4
@@ -334,7 +333,9 @@ def _step3p7() -> tuple[Any, Any, Any]:
         image_token_id=_token(tokenizer, "<im_patch>"),
         tie_word_embeddings=False,
     )
-    processor = processor_of("Step3p7Processor", Step3p7Tiles(), tokenizer, "<im_patch>")
+    processor = processor_of(
+        "Step3p7Processor", Step3p7Tiles(size={"height": 64, "width": 64}), tokenizer, "<im_patch>"
+    )
     return transformers.Step3p7ForConditionalGeneration, config, processor
 
 

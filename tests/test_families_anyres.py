@@ -1,0 +1,64 @@
+"""Families that look at an image in parts, or padded to a neighbour: each held to the suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models import build
+
+from keepsight.testing.families import FamilyTests
+
+
+class TestLlavaNext(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("llava_next")
+
+
+class TestLlavaOnevision(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("llava_onevision")
+
+
+class TestMistral3(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("mistral3")
+
+
+class TestPixtral(FamilyTests):
+    """A LLaVA with the tower of Mistral 3."""
+
+    def make_model(self) -> tuple[Any, Any]:
+        return build("llava_pixtral")
+
+
+class TestIdefics3(FamilyTests):
+    nests_images = True
+
+    def make_model(self) -> tuple[Any, Any]:
+        return build("idefics3")
+
+
+class TestSmolVLM(FamilyTests):
+    nests_images = True
+
+    def make_model(self) -> tuple[Any, Any]:
+        return build("smolvlm")
+
+
+class TestLfm2VL(FamilyTests):
+    nests_images = True
+
+    def make_model(self) -> tuple[Any, Any]:
+        return build("lfm2_vl")
+
+
+class TestMiniCPM(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("minicpmv4_6")
+
+
+class TestMiniCPMFine(FamilyTests):
+    """Four times the tokens for each patch."""
+
+    def make_model(self) -> tuple[Any, Any]:
+        return build("minicpmv4_6_fine")
