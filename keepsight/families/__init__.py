@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UnsupportedModel
 from keepsight.families.anyres import AnyRes
-from keepsight.families.base import Family, Pixels
+from keepsight.families.base import Family
 from keepsight.families.blocks import Blocks, PaddedBlocks
 from keepsight.families.cross import Cross
 from keepsight.families.framed import Framed, LineBroken
@@ -22,6 +22,7 @@ from keepsight.families.moving import Moving
 from keepsight.families.padded import Padded
 from keepsight.families.pages import Pages
 from keepsight.families.patches import ChosenMerge, Patches
+from keepsight.families.pixels import Pixels
 from keepsight.families.raw_tiles import RawTiles
 from keepsight.families.routed import Routed
 from keepsight.families.shared_block import SharedBlock

@@ -15,7 +15,8 @@ import torch
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
 from keepsight.errors import InputError, PlaceholderMismatch
-from keepsight.families.base import Family, Pixels
+from keepsight.families.base import Family
+from keepsight.families.pixels import Pixels
 from keepsight.package import Layout
 
 

@@ -7,10 +7,8 @@ of an image. It keeps no state of a conversation, and trusts none that the model
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +24,17 @@ from keepsight.errors import (
     UnsupportedModel,
     WrongIdentity,
 )
+from keepsight.families.pixels import (
+    SWITCHES,
+    Part,
+    Pixels,
+    all_tensors,
+    is_numeric,
+    own,
+    parameters,
+    parse_layout,
+    rows_of,
+)
 from keepsight.families.tower_tensors import TowerTensors
 from keepsight.package import Layout, Package
 
@@ -40,46 +49,6 @@ TURN_ENDS = (
     "<|END_OF_TURN_TOKEN|>",
     "</s>",
 )
-
-
-Part = tuple[Package, int, int]  # rows a to b of a package
-# Parameters of upstream's encoders that say how to run, not what to look at.
-_SWITCHES = {
-    "args",
-    "kwargs",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "downsample_mode",
-    "vision_aspect_ratio",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
-}
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """One medium, ready for the tower: its tensors, and what the prompt needs to know of it."""
-
-    tensors: dict[str, torch.Tensor]
-    grid: dict[str, list[Any]]
-    layout: Layout
-    modality: str = "image"
-    times: dict[str, Any] = field(default_factory=dict)  # what lays out positions, beside the grid
-
-    @property
-    def key(self) -> str:
-        """The digest of everything the tower takes in, and of what else tells two media apart."""
-        parts = [p for name in sorted(self.tensors) for p in self._part(name)]
-        return keys.digest(self.modality, *parts, *([self.times] if self.times else []))
-
-    def _part(self, name: str) -> tuple[str, torch.Tensor]:
-        return name, self.tensors[name]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(t.nbytes for t in self.tensors.values())
 
 
 class Family:
@@ -103,7 +72,7 @@ class Family:
         self.model = model
         self.core: Any = model.base_model
         self.encoder = getattr(self.core, "get_image_features", None)
-        if self.encoder is None or "mm_encoder_outputs" not in _parameters(model.forward):
+        if self.encoder is None or "mm_encoder_outputs" not in parameters(model.forward):
             raise UnsupportedModel(
                 f"{type(model).__name__} takes no precomputed features (`mm_encoder_outputs`); "
                 "Keepsight needs transformers >= 5.23 and an image-text-to-text model"
@@ -111,8 +80,8 @@ class Family:
         self.image_token_id: int = self._image_token()
         self.video_token_id: int | None = getattr(model.config, "video_token_id", None)
         self.mrope = hasattr(self.core, "get_rope_index")
-        self._encoder_inputs = set(_parameters(self.encoder)) - _SWITCHES
-        self._forward_inputs = set(_parameters(model.forward))
+        self._encoder_inputs = set(parameters(self.encoder)) - SWITCHES
+        self._forward_inputs = set(parameters(model.forward))
         self.tower_tensors = TowerTensors(self.core)
 
     def _image_token(self) -> int:
@@ -138,14 +107,14 @@ class Family:
     def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything that makes features: all weights that are neither decoder nor output head."""
         skip = {id(t) for t in self._text_tensors()}
-        for name, tensor in _all_tensors(self.model):
+        for name, tensor in all_tensors(self.model):
             if id(tensor) not in skip:
                 yield name, tensor
 
     def _text_tensors(self) -> Iterator[torch.Tensor]:
         for module in (self.model.get_decoder(), self.model.get_output_embeddings()):
             if module is not None:
-                yield from (t for _, t in _all_tensors(module))
+                yield from (t for _, t in all_tensors(module))
 
     def vision_settings(self) -> str:
         """The digest of the configuration that the tower and its projector run under."""
@@ -203,7 +172,7 @@ class Family:
         grid = {
             name: torch.as_tensor(value).tolist()
             for name, value in processed.items()
-            if not name.startswith("pixel_values") and _is_numeric(value)
+            if not name.startswith("pixel_values") and is_numeric(value)
         }
         return Pixels(tensors, grid, layout)
 
@@ -267,7 +236,7 @@ class Family:
         tensors = {"features": pooled if container == "tensor" else pooled[0]}
         for level, feature in enumerate(getattr(output, "deepstack_features", None) or []):
             tensors[f"deepstack.{level}"] = feature[0]
-        return {name: _own(tensor) for name, tensor in tensors.items()}, container
+        return {name: own(tensor) for name, tensor in tensors.items()}, container
 
     def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
         """What upstream's encoder makes of the tensors of one medium."""
@@ -322,7 +291,7 @@ class Family:
         device, dtype = self.model.device, self.model.dtype
 
         def rows(name: str) -> tuple[torch.Tensor, ...]:
-            return tuple(_rows(p.tensors[name], a, b).to(device, dtype) for p, a, b in parts)
+            return tuple(rows_of(p.tensors[name], a, b).to(device, dtype) for p, a, b in parts)
 
         features: Any = rows("features")
         if parts[0][0].container == "tensor":
@@ -392,39 +361,3 @@ class Family:
         """The grids of all media in the form `get_rope_index` takes."""
         rows = [row for grid in grids for row in grid.get("image_grid_thw", [])]
         return {"image_grid_thw": rows} if rows else {}
-
-
-def parse_layout(text: str, placeholder: str) -> Layout:
-    """`<img>` + 256 placeholders + `</img>` becomes `("<img>", 256, "</img>")`."""
-    runs = re.split(f"((?:{re.escape(placeholder)})+)", text)
-    return tuple(
-        len(run) // len(placeholder) if i % 2 else run for i, run in enumerate(runs) if run
-    )
-
-
-def _parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def _is_numeric(value: Any) -> bool:
-    try:
-        return torch.as_tensor(value).dtype != torch.bool
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def _all_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with a storage of its own size, so that keeping it keeps nothing else."""
-    tensor = tensor.detach()
-    if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
-
-
-def _rows(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])[start:end]

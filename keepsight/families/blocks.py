@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.errors import PlaceholderMismatch, UnsupportedModel
-from keepsight.families.base import Family, Pixels
+from keepsight.families.base import Family
+from keepsight.families.pixels import Pixels
 
 
 class Blocks(Family):

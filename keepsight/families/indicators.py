@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.errors import UnsupportedInput, UnsupportedModel
-from keepsight.families.base import Part, Pixels
 from keepsight.families.framed import Framed
+from keepsight.families.pixels import Part, Pixels
 
 
 class Indicators(Framed):

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch
-from keepsight.families.base import Family, Pixels, _own, parse_layout
+from keepsight.families.base import Family
+from keepsight.families.pixels import Pixels, own, parse_layout
 from keepsight.package import Layout
 
 Tensors = dict[str, torch.Tensor]
@@ -106,7 +107,7 @@ class Marked(Family):
         if len(features) != tokens:
             # Idefics takes a tile of zeros for padding and leaves it out.
             raise ImageError(f"the vision tower gave {len(features)} rows for {tokens} tokens")
-        return {"features": _own(features)}, "list"
+        return {"features": own(features)}, "list"
 
 
 class Idefics(Marked):

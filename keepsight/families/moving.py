@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from keepsight.errors import InputError, PlaceholderMismatch
-from keepsight.families.base import Family, Part, Pixels, parse_layout
+from keepsight.families.base import Family
+from keepsight.families.pixels import Part, Pixels, parse_layout
 from keepsight.package import Layout, Package
 
 VIDEO = ("pixel_values_videos", "video_grid_thw")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from keepsight.families.base import Pixels, parse_layout
+from keepsight.families.pixels import Pixels, parse_layout
 from keepsight.families.tiled import Tiled
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from keepsight.errors import InputError
-from keepsight.families.base import Family, Pixels
+from keepsight.families.base import Family
+from keepsight.families.pixels import Pixels
 
 
 class Patches(Family):

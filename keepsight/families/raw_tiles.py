@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.families.base import Part, Pixels, _own, _rows
 from keepsight.families.framed import Framed
+from keepsight.families.pixels import Part, Pixels, own, rows_of
 
 
 class RawTiles(Framed):
@@ -40,10 +40,10 @@ class RawTiles(Framed):
         dtype = self.core.vision_model.dtype
         tiles = pixels.tensors["pixel_values"].to(self.model.device, dtype)
         output = self.encoder(tiles, return_dict=True)  # type: ignore[misc]
-        return {"features": _own(output.last_hidden_state)}, "tensor"
+        return {"features": own(output.last_hidden_state)}, "tensor"
 
     def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Rows of features, where this model looks for them."""
         device, dtype = self.model.device, self.model.dtype
-        rows = [_rows(p.tensors["features"], a, b).to(device, dtype) for p, a, b in parts]
+        rows = [rows_of(p.tensors["features"], a, b).to(device, dtype) for p, a, b in parts]
         return {"image": SimpleNamespace(last_hidden_state=torch.cat(rows)[None])}

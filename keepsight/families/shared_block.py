@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.errors import DamagedFile, PlaceholderMismatch
-from keepsight.families.base import Family, Pixels
+from keepsight.families.base import Family
+from keepsight.families.pixels import Pixels
 from keepsight.package import Layout, Package
 
 _POOLING = "image_token_pooling"

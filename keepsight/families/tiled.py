@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from keepsight.families.base import Family, Pixels
+from keepsight.families.base import Family
+from keepsight.families.pixels import Pixels
 
 
 class Tiled(Family):

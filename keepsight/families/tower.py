@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.families.base import Family, Pixels, _all_tensors, _own, _parameters
+from keepsight.families.base import Family
+from keepsight.families.pixels import Pixels, all_tensors, own, parameters
 
 
 class Tower(Family):
@@ -25,10 +26,10 @@ class Tower(Family):
         self.model, self.core, self.encoder = model, model, model.forward
         self.image_token_id, self.video_token_id, self.mrope = -1, None, False
         self._encoder_inputs = {"pixel_values"}
-        self._forward_inputs = set(_parameters(model.forward))
+        self._forward_inputs = set(parameters(model.forward))
 
     def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from _all_tensors(self.model)
+        yield from all_tensors(self.model)
 
     def turn_ends(self, tokenizer: Any) -> frozenset[int]:
         return frozenset()
@@ -48,7 +49,7 @@ class Tower(Family):
     def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
         images = pixels.tensors["pixel_values"].to(self.model.device, self.model.dtype)
         output = self.model(pixel_values=images, return_dict=True)
-        return {"features": _own(output.last_hidden_state)}, "tensor"
+        return {"features": own(output.last_hidden_state)}, "tensor"
 
     def feature_width(self) -> int:
         return int(self.model.config.hidden_size)

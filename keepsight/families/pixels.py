@@ -1,0 +1,96 @@
+"""What goes into a tower, and the small helpers that all families share.
+
+`Pixels` are the tensors of one medium and what the prompt needs to know of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keepsight import keys
+from keepsight.package import Layout, Package
+
+Part = tuple[Package, int, int]  # rows a to b of a package
+# Parameters of upstream's encoders that say how to run, not what to look at.
+SWITCHES = {
+    "args",
+    "kwargs",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "downsample_mode",
+    "vision_aspect_ratio",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+}
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """One medium, ready for the tower: its tensors, and what the prompt needs to know of it."""
+
+    tensors: dict[str, torch.Tensor]
+    grid: dict[str, list[Any]]
+    layout: Layout
+    modality: str = "image"
+    times: dict[str, Any] = field(default_factory=dict)  # what lays out positions, beside the grid
+
+    @property
+    def key(self) -> str:
+        """The digest of everything the tower takes in, and of what else tells two media apart."""
+        parts = [p for name in sorted(self.tensors) for p in self._part(name)]
+        return keys.digest(self.modality, *parts, *([self.times] if self.times else []))
+
+    def _part(self, name: str) -> tuple[str, torch.Tensor]:
+        return name, self.tensors[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def parse_layout(text: str, placeholder: str) -> Layout:
+    """`<img>` + 256 placeholders + `</img>` becomes `("<img>", 256, "</img>")`."""
+    runs = re.split(f"((?:{re.escape(placeholder)})+)", text)
+    return tuple(
+        len(run) // len(placeholder) if i % 2 else run for i, run in enumerate(runs) if run
+    )
+
+
+def parameters(function: Any) -> list[str]:
+    """The names of a function's parameters."""
+    return list(inspect.signature(function).parameters)
+
+
+def is_numeric(value: Any) -> bool:
+    """Whether a value is made of numbers, and not of truth values."""
+    try:
+        return torch.as_tensor(value).dtype != torch.bool
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def all_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters and buffers of a module, shared ones under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a storage of its own size, so that keeping it keeps nothing else."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def rows_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Some rows of features, whatever shape they come in."""
+    return tensor.reshape(-1, tensor.shape[-1])[start:end]
