@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import http.client
 import io
 import os
@@ -46,12 +45,15 @@ class Source:
     """
 
     name: str
-    decode: Callable[[], Decoded]
+    decode: Callable[[], Any]
     label: str
     fresh: list[Any]
+    modality: str = "image"
 
-    def digest(self, decoded: Decoded, settings: str) -> str:
+    def digest(self, decoded: Any, settings: str) -> str:
         """The source digest: decoded pixels and every setting that changes what is made of them."""
+        if self.modality != "image":
+            return keys.digest("source", self.name, settings)  # named by what was decoded
         return keys.digest("source", *_pixel_parts(decoded), settings)
 
 
@@ -85,6 +87,23 @@ def _from_text(text: str, fetched: dict[str, bytes]) -> Source:
     if text.startswith("file://"):
         text = urllib.request.url2pathname(urllib.parse.urlparse(text).path)
     return _from_file(Path(text))
+
+
+def read_bytes(where: Any, fetched: dict[str, bytes]) -> bytes:
+    """The bytes behind a path, a URL, a data URI, or bytes themselves."""
+    if isinstance(where, bytes | bytearray | memoryview):
+        return bytes(where)
+    if isinstance(where, os.PathLike):
+        return _read(Path(where))
+    if where.startswith("data:"):
+        return _data_uri(where)
+    if where.startswith(("http://", "https://")):
+        if where not in fetched:
+            fetched[where] = _fetch(where)
+        return fetched[where]
+    if where.startswith("file://"):
+        where = urllib.request.url2pathname(urllib.parse.urlparse(where).path)
+    return _read(Path(where))
 
 
 def _data_uri(text: str) -> bytes:
@@ -147,7 +166,7 @@ def _from_bytes(data: bytes, label: str) -> Source:
 def decode_bytes(data: bytes, label: str) -> Image.Image:
     """An upright RGB image from an encoded one, as Transformers' `load_image` gives it."""
     if label.lower().endswith(_VIDEO):
-        raise UnsupportedInput(f"{label}: video is not supported yet; pass single frames as images")
+        raise UnsupportedInput(f"{label} is a video; pass it as a part of type 'video'")
     if not data:
         raise ImageError(f"{label} is empty")
     try:
@@ -235,10 +254,3 @@ def _check_size(size: tuple[int, int], label: str) -> None:
             f"{label} is {width}x{height}, more than {MAX_PIXELS} pixels: refused as a possible "
             "decompression bomb; make it smaller first"
         )
-
-
-def looks_like_video(part: Any) -> bool:
-    """Whether a message part speaks of video."""
-    with contextlib.suppress(AttributeError):
-        return "video" in str(part.get("type", "")) or "video" in part or "video_url" in part
-    return False

@@ -7,6 +7,8 @@ remain are those the template wrote, one for each image, and their ranges are kn
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +25,17 @@ from keepsight.errors import (
     UnsupportedInput,
 )
 from keepsight.families import Family
-from keepsight.media import looks_like_video
 from keepsight.prompt import Prompt
 from keepsight.vision import Medium
 
-_IMAGE_KEYS = ("image", "url", "path", "image_url", "base64", "file")
 _TEXT_TYPES = ("text", "input_text", "output_text")
-_IMAGE_TYPES = ("image", "image_url", "input_image")
+# Types of a part and the fields that hold it. Which modalities a model takes, its family says.
+_MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "video": (("video", "video_url", "input_video"), ("video", "video_url")),
+    "audio": (("audio", "audio_url", "input_audio"), ("audio", "audio_url", "input_audio")),
+    "image": (("image", "image_url", "input_image"), ("image", "image_url", "base64", "file")),
+}
+_ANY = ("url", "path")  # fields that say nothing of what they hold; without a type, an image
 Message = dict[str, Any]
 
 
@@ -40,14 +46,23 @@ class Renderer:
         self._family, self._processor = family, processor
         self.tokenizer = processor.tokenizer
         self._template = _template_of(processor, chat_template)
-        self._image_token: str = processor.image_token
-        self._placeholder: str = self.tokenizer.convert_ids_to_tokens(family.image_token_id)
+        to_token = self.tokenizer.convert_ids_to_tokens
+        self._placeholders: dict[str, str] = {
+            kind: to_token(token) for kind, token in family.placeholders.items()
+        }
+        # What the template writes for a medium: the processor's word for it.
+        self._words = {kind: self._word(kind) for kind in self._placeholders}
         control = set(self.tokenizer._get_control_tokens(self._template))
-        control |= {self._image_token, self._placeholder}
+        control |= {*self._words.values(), *self._placeholders.values()}
         self._control, _ = upstream._get_control_token_patterns(tuple(sorted(control)))
         marker = re.escape(upstream._CONTROL_TOKEN_START)
-        self._written = re.compile(f"(?<!{marker}){re.escape(self._image_token)}")
+        words = (f"(?P<{kind}>{re.escape(word)})" for kind, word in self._words.items())
+        self._written = re.compile(f"(?<!{marker})(?:{'|'.join(words)})")
         self._bos = self._implicit_bos()
+
+    def _word(self, kind: str) -> str:
+        word = getattr(self._processor, f"{kind}_token", None)
+        return word if isinstance(word, str) and word else self._placeholders[kind]
 
     def _implicit_bos(self) -> list[int]:
         """What the tokenizer puts before a text of its own accord."""
@@ -57,23 +72,21 @@ class Renderer:
     def render(
         self,
         messages: list[Message],
-        name: Callable[[Any], Medium],
+        name: Callable[[Any, str], Medium],
         generate: bool = True,
         **template: Any,
     ) -> Prompt:
         """The prompt of a conversation, ready for an answer unless `generate` is false."""
-        clean, images = parse_messages(messages)
+        clean, given = parse_messages(messages)
+        self._refuse_unseen(given)
         marked = any(self._control.search(text) for text in _texts(clean))
         if marked:
             clean = upstream.mark_control_tokens(clean, self._control)
         text = self._apply(clean, generate, template)
-        media = tuple(name(image) for image in images)
+        named = [(kind, name(medium, kind)) for kind, medium in given]
         text = self._family.prompt_text(self._processor, text, self._written)
         spots = list(self._written.finditer(text))
-        if len(spots) != len(media):
-            raise PlaceholderMismatch(
-                f"the chat template wrote {len(spots)} image placeholders for {len(media)} images"
-            )
+        media = _in_order(spots, named)
         text, runs = self._insert(text, spots, media)
         ids = self._encode(text, marked)
         return self._expand(ids, runs, media, text)
@@ -91,6 +104,14 @@ class Renderer:
             raise MessagesError(f"the chat template refused the messages: {error}") from error
         return text
 
+    def _refuse_unseen(self, given: list[tuple[str, Any]]) -> None:
+        """Media of a kind that this family does not take."""
+        for kind in {kind for kind, _ in given} - self._words.keys():
+            raise UnsupportedInput(
+                f"{self._family.model.config.model_type} takes no {kind} here; it takes "
+                f"{', '.join(self._words)}"
+            )
+
     def _insert(
         self, text: str, spots: list[re.Match[str]], media: tuple[Medium, ...]
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -102,7 +123,7 @@ class Renderer:
             for part in self._family.placed(medium.layout, j):
                 if isinstance(part, int):
                     runs.append((j, part))
-                    part = self._placeholder
+                    part = self._placeholders[medium.modality]
                 parts.append(part)
         return "".join([*parts, text[cursor:]]), runs
 
@@ -120,7 +141,7 @@ class Renderer:
         self, ids: np.ndarray, runs: list[tuple[int, int]], media: tuple[Medium, ...], text: str
     ) -> Prompt:
         """Each placeholder to as many as its run has; where they stand is known from here on."""
-        spots = np.flatnonzero(ids == self._family.image_token_id)
+        spots = np.flatnonzero(np.isin(ids, list(self._family.placeholders.values())))
         if len(spots) != len(runs):
             raise PlaceholderMismatch(
                 f"the tokenizer made {len(spots)} image placeholders of {len(runs)} runs"
@@ -147,8 +168,21 @@ def user_message(text: str, images: Any = None) -> Message:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def parse_messages(messages: Any) -> tuple[list[Message], list[Any]]:
-    """Messages as the template wants them, and the images in the order they appear."""
+def _in_order(spots: list[re.Match[str]], named: list[tuple[str, Medium]]) -> tuple[Medium, ...]:
+    """The media as their placeholders stand in the text; each kind keeps its own order."""
+    kinds = [spot.lastgroup for spot in spots]
+    for kind in {*kinds, *(kind for kind, _ in named)}:
+        wrote, have = kinds.count(kind), sum(k == kind for k, _ in named)
+        if wrote != have:
+            raise PlaceholderMismatch(
+                f"the chat template wrote {wrote} {kind} placeholders for {have} {kind}s"
+            )
+    waiting = {kind: iter([m for k, m in named if k == kind]) for kind in set(kinds)}
+    return tuple(next(waiting[kind]) for kind in kinds)
+
+
+def parse_messages(messages: Any) -> tuple[list[Message], list[tuple[str, Any]]]:
+    """Messages as the template wants them, and the media in the order they appear."""
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list | tuple) or not messages:
@@ -157,7 +191,7 @@ def parse_messages(messages: Any) -> tuple[list[Message], list[Any]]:
             "{'role': 'user', 'content': [{'type': 'image', 'image': ...}, ...]}"
         )
     clean: list[Message] = []
-    images: list[Any] = []
+    media: list[tuple[str, Any]] = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MessagesError(f"message {i} is not a dict with a 'role'")
@@ -165,51 +199,57 @@ def parse_messages(messages: Any) -> tuple[list[Message], list[Any]]:
         if (content is None and message.get("tool_calls")) or isinstance(content, str):
             clean.append(dict(message))
         elif isinstance(content, list | tuple):
-            parts = [_parse_part(part, i, images) for part in content]
+            parts = [_parse_part(part, i, media) for part in content]
             clean.append(dict(message, content=parts))
         else:
             raise MessagesError(
                 f"message {i} has content of type {type(content).__name__}; expected a string or "
                 "a list of parts"
             )
-    return clean, images
+    return clean, media
 
 
-def _parse_part(part: Any, i: int, images: list[Any]) -> dict[str, Any]:
+def _parse_part(part: Any, i: int, media: list[tuple[str, Any]]) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
-        images.append(part)
+        media.append(("image", part))
         return {"type": "image"}
-    if looks_like_video(part):
-        raise UnsupportedInput(
-            f"message {i} holds a video; video is not supported yet, pass frames as images"
-        )
-    if "audio" in str(part.get("type", "")):
-        raise UnsupportedInput(f"message {i} holds audio, which is not supported yet")
     kind = part.get("type")
     if kind in _TEXT_TYPES or (kind is None and "text" in part):
         if not isinstance(part.get("text"), str):
             raise MessagesError(f"message {i} has a text part without a string 'text'")
         return {"type": "text", "text": part["text"]}
-    if kind in _IMAGE_TYPES or (kind is None and any(key in part for key in _IMAGE_KEYS)):
-        images.append(_image_of(part, i))
-        return {"type": "image"}
+    for modality, (types, fields) in _MEDIA.items():
+        telling = (*fields, *_ANY) if modality == "image" else fields
+        if kind in types or (kind is None and any(field in part for field in telling)):
+            media.append((modality, _medium_of(part, i, modality, fields)))
+            return {"type": modality}
     raise MessagesError(
-        f"message {i} has a part of type {kind!r}; expected 'text', 'image' or 'image_url'"
+        f"message {i} has a part of type {kind!r}; expected 'text', 'image' or 'image_url', or "
+        "'video' or 'audio' where the model takes them"
     )
 
 
-def _image_of(part: dict[str, Any], i: int) -> Any:
-    for key in _IMAGE_KEYS:
-        value = part.get(key)
-        if isinstance(value, dict):
-            value = value.get("url")
+def _medium_of(part: dict[str, Any], i: int, modality: str, fields: tuple[str, ...]) -> Any:
+    for field in (*fields, *_ANY):
+        value = part.get(field)
+        if isinstance(value, dict) and "url" in value:
+            value = value["url"]
+        elif isinstance(value, dict) and isinstance(value.get("data"), str):
+            value = _from_base64(value["data"], i)
         if value is not None:
-            if key == "base64" and isinstance(value, str) and not value.startswith("data:"):
+            if field == "base64" and isinstance(value, str) and not value.startswith("data:"):
                 return f"data:image/unknown;base64,{value}"
             return value
-    raise ImageError(f"message {i} has an image part without an image in it")
+    raise ImageError(f"message {i} has {modality} part without {modality} in it")
+
+
+def _from_base64(data: str, i: int) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise ImageError(f"message {i} has 'data' that is not base64: {error}") from None
 
 
 def _texts(value: Any) -> list[str]:

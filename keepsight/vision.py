@@ -17,12 +17,25 @@ from typing import Any
 import torch
 
 from keepsight import keys
-from keepsight.errors import FileError, ImageError, KeepsightError, WrongIdentity
+from keepsight.clips import open_clip
+from keepsight.errors import (
+    FileError,
+    ImageError,
+    KeepsightError,
+    UnsupportedInput,
+    WrongIdentity,
+)
 from keepsight.families import Family, Pixels
 from keepsight.media import Source, open_source
 from keepsight.package import Layout, Package, check_shapes, feature_id, identity
 from keepsight.store import DiskStore, Recent
 
+# The part of a composite processor that prepares each modality.
+_PROCESSORS = {
+    "image": "image_processor",
+    "video": "video_processor",
+    "audio": "feature_extractor",
+}
 _MAX_ALIASES = 200_000  # an alias is a few hundred bytes
 
 
@@ -65,7 +78,8 @@ class Vision:
         self._fetched: dict[str, bytes] = {}
         self._made: dict[str, str] = {}  # feature id -> content, of packages that we gave out
         self.counts = {"named": 0, "preprocessed": 0, "encoded": 0, "memory": 0, "disk": 0}
-        self._weights = self._vision_settings = self._processor_settings = ""
+        self._weights = self._vision_settings = ""
+        self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
         self._provenance: dict[str, Any] = {}
         self._bound: Any = None  # what the processor's settings were when they were digested
         self.about: dict[str, Any] = {}
@@ -74,30 +88,42 @@ class Vision:
         """Say whose features these are; called before each use with the current truth."""
         if weights != self._weights:
             self._vision_settings = self._family.vision_settings()
-        processor = None if self._processor is None else self._processor.image_processor
         now: Any = None
-        if processor is not None:
-            now = (type(processor), vars(processor), self._own_settings(), provenance)
+        if self._processor is not None:
+            parts = [getattr(self._processor, name, None) for name in _PROCESSORS.values()]
+            seen = [(type(part), _without_arrays(part)) for part in parts if part is not None]
+            now = (seen, self._own_settings(), provenance)
         if now != self._bound:
-            self._provenance = provenance
-            self._processor_settings = self._settings()
+            self._settings.clear()
             self._bound = copy.deepcopy(now)
         self._weights, self._provenance = weights, provenance
 
-    def _settings(self) -> str:
-        """The digest of everything that changes what the image processor makes of pixels."""
+    def settings(self, modality: str = "image", must: bool = True) -> str:
+        """The digest of everything that changes what the processor makes of a medium.
+
+        Empty where there is no processor and none is needed: tensors need none.
+        """
         if self._processor is None:
             return ""
-        image_processor = self._processor.image_processor
-        return keys.digest(
-            "processor settings",
-            type(image_processor).__name__,
-            image_processor.to_dict(),
-            self._own_settings(),
-            self._options,
-            self._provenance["transformers"],
-            self._provenance["image_backend"],
-        )
+        if modality not in self._settings:
+            part = getattr(self._processor, _PROCESSORS[modality], None)
+            if part is None or not hasattr(part, "to_dict"):
+                if not must:
+                    return ""
+                raise UnsupportedInput(
+                    f"the processor has no {_PROCESSORS[modality]} (upstream's need torchvision); "
+                    f"{modality} cannot be prepared here"
+                )
+            self._settings[modality] = keys.digest(
+                "processor settings",
+                type(part).__name__,
+                part.to_dict(),
+                self._own_settings(),
+                self._options if modality == "image" else {},
+                self._provenance["transformers"],
+                self._provenance["image_backend"],
+            )
+        return self._settings[modality]
 
     def _own_settings(self) -> dict[str, Any]:
         """Plain settings of the composite processor: some shape pixels, some an image's text."""
@@ -106,8 +132,8 @@ class Vision:
 
     # -- naming ----------------------------------------------------------------------------------
 
-    def name(self, image: Any) -> Medium:
-        """The medium behind any form of image."""
+    def name(self, image: Any, modality: str = "image") -> Medium:
+        """The medium behind any form of image, or of video or sound."""
         self.counts["named"] += 1
         if isinstance(image, Medium):
             return self._medium_again(image)
@@ -115,8 +141,12 @@ class Vision:
             return self._medium_of_package(image)
         if self._processor is None:
             raise ImageError("this model was wrapped without a processor: pass tensors to generate")
-        source = open_source(image, self._fetched)
-        alias = self._alias(keys.digest("alias", source.name, self._processor_settings))
+        settings = self.settings(modality)
+        if modality == "image":
+            source = open_source(image, self._fetched)
+        else:
+            source = open_clip(image, modality, self._fetched)
+        alias = self._alias(keys.digest("alias", source.name, settings))
         if alias is None:
             alias = self._look_closer(source)
         source.fresh.clear()
@@ -154,8 +184,9 @@ class Vision:
             if mine != its:
                 raise WrongIdentity(field, mine, its)
         made_with = package.about.get("processor_settings")
-        if made_with and self._processor_settings and made_with != self._processor_settings:
-            raise WrongIdentity("processor settings", self._processor_settings, made_with)
+        mine = self.settings(package.modality, must=False) if made_with else ""
+        if mine and made_with != mine:
+            raise WrongIdentity("processor settings", mine, made_with)
         check_shapes(package, "the package")
         self._family.check_package(package)
         return Medium(
@@ -199,19 +230,20 @@ class Vision:
         if self._accept != "any":
             ours = feature_id(ours, self._provenance)
         same = ours in (package.identity, package.feature_id)
-        return same and package.about.get("processor_settings") == self._processor_settings
+        return same and package.about.get("processor_settings") == self.settings(package.modality)
 
     def _look_closer(self, source: Source) -> dict[str, Any]:
         """Decode an image whose bytes are new; its pixels may still be known."""
         decoded = source.decode()
-        digest = source.digest(decoded, self._processor_settings)
+        settings = self.settings(source.modality)
+        digest = source.digest(decoded, settings)
         alias = self._alias(digest)
         if alias is None:
-            pixels = self._run_processor(decoded, source.label)
+            pixels = self._run_processor(decoded, source)
             self._pixels.put(pixels.key, pixels)
             alias = _entry(pixels, source=digest)
             self._remember_alias(digest, alias)
-        self._remember_alias(keys.digest("alias", source.name, self._processor_settings), alias)
+        self._remember_alias(keys.digest("alias", source.name, settings), alias)
         return alias
 
     def _alias(self, digest: str) -> dict[str, Any] | None:
@@ -233,18 +265,20 @@ class Vision:
             self._store.put_note("alias", digest, entry)
 
     def _preprocess(self, source: Source) -> Pixels:
-        return self._run_processor(source.decode(), source.label)
+        return self._run_processor(source.decode(), source)
 
-    def _run_processor(self, decoded: Any, label: str) -> Pixels:
+    def _run_processor(self, decoded: Any, source: Source) -> Pixels:
         self.counts["preprocessed"] += 1
         try:
+            if source.modality != "image":
+                return self._family.preprocess_other(self._processor, decoded, {}, source.modality)
             return self._family.preprocess(self._processor, decoded, self._options)
         except KeepsightError:
             raise
         except Exception as error:  # processors raise whatever their arithmetic runs into
             size = getattr(decoded, "size", None) or getattr(decoded, "shape", None)
             raise ImageError(
-                f"{label} ({size}): the image processor refused it: {error}"
+                f"{source.label} ({size}): the image processor refused it: {error}"
             ) from error
 
     # -- features --------------------------------------------------------------------------------
@@ -301,7 +335,7 @@ class Vision:
             raise ImageError("the image processor gave other pixels than when it was named")
         self.counts["encoded"] += 1
         tensors, container = self._run_tower(pixels)
-        return Package(
+        package = Package(
             tensors=tensors,
             key=medium.key,
             weights=self._weights,
@@ -312,8 +346,15 @@ class Vision:
             container=container,
             modality=medium.modality,
             source=medium.source,
-            about=dict(self.about, processor_settings=self._processor_settings),
+            about=dict(self.about, processor_settings=self.settings(medium.modality, must=False)),
         )
+        try:
+            check_shapes(package, "the features")
+        except FileError as error:
+            raise ImageError(f"the vision tower gave other features than expected: {error}") from (
+                error
+            )
+        return package
 
     def _run_tower(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
         try:
@@ -329,7 +370,10 @@ class Vision:
 
     def encode(self, image: Any) -> Package:
         """The package of an image in any form, with the prompt text the processor gives it."""
-        medium = self.name(image)
+        modality = "image"
+        if isinstance(image, dict):
+            modality, image = _part(image)
+        medium = self.name(image, modality)
         package, _ = self.package(medium)
         # A copy: what the caller does to it must not reach the answers of others.
         tensors = {name: tensor.clone() for name, tensor in package.tensors.items()}
@@ -344,6 +388,21 @@ class Vision:
         self.packages.clear()
         self._aliases.clear()
         self._fetched.clear()
+
+
+def _part(part: dict[str, Any]) -> tuple[str, Any]:
+    """The medium in a part like `{"type": "video", "video": ...}`."""
+    for modality in _PROCESSORS:
+        if part.get("type", modality) == modality and modality in part:
+            return modality, part[modality]
+    raise ImageError(
+        "a dict is not an image; expected {'type': 'image' | 'video' | 'audio', <that type>: ...}"
+    )
+
+
+def _without_arrays(part: Any) -> dict[str, Any]:
+    """The attributes of a processor, but for tables it computed from the others (mel filters)."""
+    return {k: v for k, v in vars(part).items() if not hasattr(v, "__array__")}
 
 
 def _is_plain(value: Any) -> bool:

@@ -164,3 +164,15 @@ def test_the_merge_size_is_part_of_a_picture() -> None:
         other = split({**inputs, "image_merge_sizes": torch.tensor([1])}, rows)[0]
     assert one.layout == (16,) and other.layout == (64,)
     assert one.key != other.key
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "glm4v", "ernie4_5_vl_moe", "kimi_k25"])
+def test_grids_that_describe_nothing(kind: str) -> None:
+    """As many patches as there are, on sides that no image has."""
+    vlm, inputs = inputs_of(kind, picture(1))
+    patches = len(inputs["pixel_values"])
+    with vlm:
+        for row in ([1, -patches, -1], [-1, -2, patches // 2], [1, 1, patches], [patches, 1, 1]):
+            with pytest.raises(KeepsightError):
+                answer(vlm, {**inputs, "image_grid_thw": torch.tensor([row])})
+        vlm.memory.tree.check()

@@ -73,11 +73,26 @@ class TestGemma4Vision(FamilyTests):
         return build("gemma4_vision")
 
 
+# Of its processor, when numpy asks whether it must copy a tensor.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 class TestPaliGemma(FamilyTests):
     reuse = "whole prompt"
 
     def make_model(self) -> tuple[Any, Any]:
         return build("paligemma")
+
+    def test_a_lane_that_served_others(self) -> None:
+        """Upstream asks the cache whether this is the first chunk; with eager masks it shows."""
+        model, processor = copy.deepcopy(self.parts[0]), self.parts[1]
+        model.set_attn_implementation("eager")
+        with ks.wrap(model, processor, grain=self.grain) as vlm:
+            for number in range(6):
+                inputs = self.inputs(processor, [turn(f"Number {number}?", self.picture(number))])
+                options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True}
+                options["return_dict_in_generate"] = True
+                ours, stock = vlm.generate(**inputs, **options), model.generate(**inputs, **options)
+                off = (ours.logits[0] - stock.logits[0]).abs().max()
+                assert off < self.tolerance * stock.logits[0].abs().max()
 
 
 class TestPaliGemma2(TestPaliGemma):
@@ -87,9 +102,24 @@ class TestPaliGemma2(TestPaliGemma):
         return build("paligemma2")
 
 
-class TestMolmo2(FamilyTests):
+class SameMedia(FamilyTests):
+    """What both families do whose later media change what stands before them."""
+
     reuse = "same media"
 
+    def test_words_before_and_after_pictures(self) -> None:
+        """A text is remembered without pictures, and with others; lanes keep none of theirs."""
+        words = [turn("Only words, and enough of them to have a boundary somewhere.")]
+        seen = [*words, said("Yes."), turn("Now look.", self.picture(1), self.picture(2))]
+        after = [*seen, said("Noise."), turn("Why is that?")]
+        other = [turn("Other words than before, all of them, and no picture.")]
+        with self.wrap() as vlm:
+            for number, messages in enumerate((words, seen, after, words, other, seen, after)):
+                ours = self.expect_as_stock(vlm, messages, f"prompt {number}")
+                assert torch.equal(ours.logits[0], self.cold(messages))
+
+
+class TestMolmo2(SameMedia):
     def make_model(self) -> tuple[Any, Any]:
         return build("molmo2")
 
@@ -111,8 +141,7 @@ class TestMolmo2(FamilyTests):
             vlm.generate(**inputs, max_new_tokens=1)
 
 
-class TestMllama(FamilyTests):
-    reuse = "same media"
+class TestMllama(SameMedia):
     nests_images = True
 
     def make_model(self) -> tuple[Any, Any]:
@@ -129,6 +158,24 @@ class TestMllama(FamilyTests):
                 vlm.inputs(messages)
             first = self.ask_chat(vlm, [turn("What is in these?", *packages)])
         assert first == int(stock.logits[0].argmax())
+
+    def test_a_row_without_pictures(self) -> None:
+        """It decodes beside one that has some, and sees none of them."""
+        chats = [[turn("Only words.")], [turn("Just this?", self.picture(2))]]
+        render = self.parts[1].apply_chat_template
+        texts = [render(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+        self.parts[1].tokenizer.padding_side = "left"
+        images = [[], [self.picture(2)]]
+        inputs = dict(self.parts[1](text=texts, images=images, padding=True, return_tensors="pt"))
+        options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+        with self.wrap() as vlm:
+            alone = [self.ask(vlm, chat, 4) for chat in chats]
+            rows = vlm.generate(**inputs, **options, output_logits=True)
+        for number, one in enumerate(alone):
+            for wanted, found in zip(one.logits, rows.logits, strict=False):
+                assert float((wanted - found[number]).abs().max()) < 1e-4 * float(
+                    wanted.abs().max()
+                )
 
     def test_a_mask_that_says_something_else(self) -> None:
         inputs = self.inputs(self.parts[1], self.conversation()[2])

@@ -27,7 +27,7 @@ errors
 keys
 tensorfile report
 package
-media store state loading
+media clips store state loading
 families
 vision
 prompt

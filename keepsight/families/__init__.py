@@ -15,6 +15,7 @@ from keepsight.families.base import Family
 from keepsight.families.blocks import Blocks, PaddedBlocks
 from keepsight.families.cross import Cross
 from keepsight.families.framed import Framed, LineBroken
+from keepsight.families.hearing import Hearing
 from keepsight.families.indicators import Indicators
 from keepsight.families.local_views import LocalViews
 from keepsight.families.marked import Idefics, Lfm2Vl, MiniCpm
@@ -39,6 +40,8 @@ SUPPORTED: dict[str, type[Family]] = {
     "qwen3_vl_moe": Moving,
     "qwen3_5": Moving,
     "qwen3_5_moe": Moving,
+    "qwen2_5_omni_thinker": Hearing,
+    "qwen3_omni_moe_thinker": Hearing,
     "llava": Family,
     "internvl": Tiled,
     "aya_vision": Framed,
@@ -78,6 +81,10 @@ _BY_TOWER: dict[tuple[str, str], type[Family]] = {("llava", "pixtral"): Padded}
 def family_of(model: PreTrainedModel) -> Family:
     """The family of a model, or a refusal that names what is supported."""
     model_type = getattr(model.config, "model_type", "?")
+    if getattr(model, "thinker", None) is not None:
+        raise UnsupportedModel(
+            f"{model_type} thinks and talks; wrap the part that thinks: ks.wrap(model.thinker, ...)"
+        )
     if model_type not in SUPPORTED:
         raise UnsupportedModel(
             f"model type {model_type!r} has not been shown to be exact with Keepsight; "

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from keepsight import keys
 from keepsight.errors import (
     DamagedFile,
+    InputError,
     PlaceholderMismatch,
     UnsupportedInput,
     UnsupportedModel,
@@ -189,18 +190,21 @@ class Family:
         grids = tensors.get("image_grid_thw")
         if grids is None:
             return self._split_rows(pixels, np.concatenate(rows))
-        merge = self.merge_size() ** 2
         patches = grids.prod(-1).tolist()
         if sum(patches) != pixels.shape[0]:
             raise PlaceholderMismatch(
                 f"image_grid_thw describes {sum(patches)} patches, pixel_values has "
                 f"{pixels.shape[0]}"
             )
-        parts = zip(torch.split(pixels, patches), grids.split(1), patches, strict=True)
-        return [
-            self._pixels({"pixel_values": p, "image_grid_thw": g}, (n // merge,))
-            for p, g, n in parts
-        ]
+        tokens = [self._tokens_of(row) for row in grids.tolist()]
+        parts = zip(torch.split(pixels, patches), grids.split(1), tokens, strict=True)
+        return [self._pixels({"pixel_values": p, "image_grid_thw": g}, (n,)) for p, g, n in parts]
+
+    def _tokens_of(self, row: list[int]) -> int:
+        tokens = self._grid_tokens({"image_grid_thw": [row]})
+        if tokens is None:
+            raise InputError(f"image_grid_thw has a row {row}, which is no whole number of tokens")
+        return tokens
 
     def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:
         """One row of `pixel_values` for one image."""
@@ -210,7 +214,7 @@ class Family:
     def tokens_per_row(self, rows: int, ids: np.ndarray) -> int:
         """How many placeholders each row of `pixel_values` has, where that number is fixed."""
         total = int((ids == self.image_token_id).sum())
-        if total == 0 or total % rows:
+        if not rows or total == 0 or total % rows:
             raise PlaceholderMismatch(
                 f"the prompt has {total} image placeholders, which {rows} images cannot share"
             )
@@ -247,7 +251,7 @@ class Family:
         width, levels = self.feature_width(), self._levels()
         features = package.tensors["features"]
         if features.shape[-1] != width:
-            raise WrongIdentity("width of the features", width, features.shape[-1])
+            self.refuse_width(width, features.shape[-1])
         found = sum(name.startswith("deepstack.") for name in package.tensors)
         if found != levels:
             raise WrongIdentity("number of deepstack levels", levels, found)
@@ -255,6 +259,10 @@ class Family:
             raise DamagedFile(
                 f"the package's grid {package.grid} does not describe its {package.tokens} tokens"
             )
+
+    def refuse_width(self, width: int, found: int) -> None:
+        """The refusal of features made for another model."""
+        raise WrongIdentity("width of the features", width, found)
 
     def feature_width(self) -> int:
         """How wide the features are: as wide as the decoder's embeddings, which they replace."""

@@ -18,13 +18,13 @@ from keepsight.families.pixels import Part, Pixels, parse_layout
 from keepsight.package import Layout, Package
 
 VIDEO = ("pixel_values_videos", "video_grid_thw")
-_TIMES = "second_per_grid_ts"
 
 
 class Moving(Family):
     """Images and videos, both packed patch by patch."""
 
-    also_takes = (*VIDEO, _TIMES)
+    times_name = "second_per_grid_ts"  # what a processor calls the seconds of a step in time
+    also_takes: tuple[str, ...] = (*VIDEO, times_name)
 
     @property
     def placeholders(self) -> dict[str, int]:
@@ -48,7 +48,7 @@ class Moving(Family):
 
     def _seconds(self, processor: Any, options: dict[str, Any]) -> list[float]:
         """Seconds of one step in time, where positions are laid out by them (Qwen2.5-VL)."""
-        if _TIMES not in getattr(processor, "model_input_names", ()):
+        if self.times_name not in getattr(processor, "model_input_names", ()):
             return []
         fps = options.get("fps", getattr(processor.video_processor, "fps", 2)) or 2
         return [processor.video_processor.temporal_patch_size / float(fps)]
@@ -59,8 +59,10 @@ class Moving(Family):
         tensors = {VIDEO[0]: pixels, VIDEO[1]: torch.as_tensor(grid)}
         described: dict[str, list[Any]] = {VIDEO[1]: tensors[VIDEO[1]].tolist()}
         if seconds:
-            described[_TIMES] = seconds
-        return Pixels(tensors, described, layout, "video", {_TIMES: seconds} if seconds else {})
+            described[self.times_name] = seconds
+        return Pixels(
+            tensors, described, layout, "video", {self.times_name: seconds} if seconds else {}
+        )
 
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
@@ -76,17 +78,17 @@ class Moving(Family):
             raise PlaceholderMismatch(
                 f"{VIDEO[1]} describes {sum(patches)} patches, {VIDEO[0]} has {pixels.shape[0]}"
             )
-        seconds = self._given_seconds(tensors.get(_TIMES), len(patches))
-        merge = self.merge_size() ** 2
-        parts = zip(torch.split(pixels, patches), grids.split(1), patches, seconds, strict=True)
-        return [*images, *(self._video(p, g, (n // merge,), s) for p, g, n, s in parts)]
+        seconds = self._given_seconds(tensors.get(self.times_name), len(patches))
+        tokens = [self._tokens_of(row) for row in grids.tolist()]
+        parts = zip(torch.split(pixels, patches), grids.split(1), tokens, seconds, strict=True)
+        return [*images, *(self._video(p, g, (n,), s) for p, g, n, s in parts)]
 
     def _given_seconds(self, given: Any, count: int) -> list[list[float]]:
         if given is None:
             return [[] for _ in range(count)]
         values = torch.as_tensor(given).flatten().tolist()
         if len(values) != count:
-            raise InputError(f"{_TIMES} has {len(values)} values for {count} videos")
+            raise InputError(f"{self.times_name} has {len(values)} values for {count} videos")
         return [[float(value)] for value in values]
 
     def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
@@ -101,7 +103,7 @@ class Moving(Family):
 
     def rope_grid(self, grids: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
         found = super().rope_grid(grids)
-        for name in (VIDEO[1], _TIMES):
+        for name in (VIDEO[1], self.times_name):
             rows = [row for grid in grids for row in grid.get(name, [])]
             if rows:
                 found[name] = rows

@@ -287,6 +287,7 @@ def _molmo2() -> tuple[Any, Any, Any]:
 
 
 def _mllama() -> tuple[Any, Any, Any]:
+    """A small picture is one tile of four, a wide one two: the others are padding."""
     from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 
     tokenizer = tokenizer_with({"image_token": "<|image|>", "start_token": "<|begin_of_text|>"})
@@ -299,14 +300,14 @@ def _mllama() -> tuple[Any, Any, Any]:
             "num_hidden_layers": 2,
             "num_global_layers": 1,
             "attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 8,
+            "image_size": 96,
+            "patch_size": 24,
             "intermediate_layers_indices": [0],
             "vision_output_dim": 64,
         },
         image_token_index=tokenizer.convert_tokens_to_ids("<|image|>"),
     )
-    image_processor = MllamaImageProcessorPil(size={"height": 32, "width": 32}, max_image_tiles=4)
+    image_processor = MllamaImageProcessorPil(size={"height": 96, "width": 96}, max_image_tiles=4)
     processor = processor_of("MllamaProcessor", image_processor, tokenizer, "<|image|>")
     return _open_gates, config, processor
 

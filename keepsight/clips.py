@@ -1,0 +1,134 @@
+"""Videos and sound: decoded first, and named by what was decoded and when each frame was taken.
+
+A video is a list of frames with the rate they were taken at; sound is one row of numbers with its
+sampling rate. Files need a decoder, which is imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from keepsight import keys
+from keepsight.errors import ImageError, MissingExtra
+from keepsight.media import Source, read_bytes
+
+DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
+MAX_FRAMES = 100_000
+
+
+def open_clip(clip: Any, modality: str, fetched: dict[str, bytes]) -> Source:
+    """A source of a video or of sound, from any form of it."""
+    if isinstance(clip, Source):
+        return clip
+    decoded = _video(clip, fetched) if modality == "video" else _sound(clip, fetched)
+    data, about = decoded
+    name = keys.digest(modality, *([data] if modality == "audio" else list(data)), about)
+    label = f"a clip of {len(data)} {'samples' if modality == 'audio' else 'frames'}"
+    return Source(name, lambda: decoded, label, [], modality)
+
+
+def _video(clip: Any, fetched: dict[str, bytes]) -> tuple[np.ndarray, dict[str, Any]]:
+    """Frames of shape (frames, height, width, 3), and what a processor wants to know of them."""
+    fps: float | None = None
+    if isinstance(clip, dict):
+        clip, fps = clip.get("frames"), clip.get("fps")
+    if isinstance(clip, str | os.PathLike | bytes | bytearray | memoryview):
+        frames, fps = _decode_video(read_bytes(clip, fetched))
+    else:
+        frames = _frames(clip)
+    rate = float(fps or DEFAULT_FPS)
+    if not 0 < rate < 10_000:
+        raise ImageError(f"a video at {rate} frames a second; expected a positive rate")
+    count = len(frames)
+    about = {
+        "total_num_frames": count,
+        "fps": rate,
+        "duration": count / rate,
+        "height": int(frames.shape[1]),
+        "width": int(frames.shape[2]),
+        "frames_indices": list(range(count)),
+        "video_backend": "keepsight",
+    }
+    return frames, about
+
+
+def _frames(clip: Any) -> np.ndarray:
+    if isinstance(clip, list | tuple) and clip:
+        clip = [np.asarray(f.convert("RGB")) if isinstance(f, Image.Image) else f for f in clip]
+        if len({np.shape(frame) for frame in clip}) > 1:
+            raise ImageError("the frames of a video must all have one size")
+        clip = np.stack([np.asarray(frame) for frame in clip])
+    if isinstance(clip, torch.Tensor):
+        clip = clip.detach().cpu().numpy()
+    if not isinstance(clip, np.ndarray) or clip.ndim != 4 or not clip.size:
+        raise ImageError(
+            f"a {type(clip).__name__} is not a video; expected a file, a list of frames, or an "
+            "array of shape (frames, height, width, 3); {'frames': ..., 'fps': ...} gives the rate"
+        )
+    if clip.shape[-1] != 3 and clip.shape[1] == 3:
+        clip = clip.transpose(0, 2, 3, 1)
+    if clip.shape[-1] != 3 or clip.dtype != np.uint8 or len(clip) > MAX_FRAMES:
+        raise ImageError(
+            f"the video is {clip.dtype} of shape {clip.shape}; expected uint8 of shape (frames, "
+            f"height, width, 3), with at most {MAX_FRAMES} frames"
+        )
+    return np.ascontiguousarray(clip)
+
+
+def _decode_video(data: bytes) -> tuple[np.ndarray, float]:
+    try:
+        import av
+    except ImportError:
+        raise MissingExtra.named("av", "video") from None
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            stream = container.streams.video[0]
+            rate = float(stream.average_rate or DEFAULT_FPS)
+            frames: list[np.ndarray] = []
+            for frame in container.decode(stream):
+                if len(frames) == MAX_FRAMES:
+                    raise ValueError(f"more than {MAX_FRAMES} frames")
+                frames.append(frame.to_ndarray(format="rgb24"))
+            return np.stack(frames), rate
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise ImageError(f"the video cannot be decoded: {error}") from error
+
+
+def _sound(clip: Any, fetched: dict[str, bytes]) -> tuple[np.ndarray, dict[str, Any]]:
+    """One channel of float32, and its sampling rate (None: that of the model)."""
+    rate: int | None = None
+    if isinstance(clip, dict):
+        clip, rate = clip.get("array", clip.get("data")), clip.get("sampling_rate")
+    if isinstance(clip, str | os.PathLike | bytes | bytearray | memoryview):
+        clip, rate = _decode_sound(read_bytes(clip, fetched))
+    if isinstance(clip, torch.Tensor):
+        clip = clip.detach().cpu().numpy()
+    array = np.asarray(clip) if isinstance(clip, list | tuple | np.ndarray) else None
+    if array is None or array.ndim != 1 or not array.size or array.dtype.kind not in "fiu":
+        raise ImageError(
+            f"a {type(clip).__name__} is not sound; expected a file, or one row of samples from -1 "
+            "to 1; {'array': ..., 'sampling_rate': ...} gives the rate"
+        )
+    if array.dtype.kind in "iu":
+        array = array / float(np.iinfo(array.dtype).max)
+    if not np.isfinite(array).all():
+        raise ImageError("the sound holds values that are not numbers")
+    return np.ascontiguousarray(array, dtype=np.float32), {"sampling_rate": rate}
+
+
+def _decode_sound(data: bytes) -> tuple[np.ndarray, int]:
+    try:
+        import soundfile
+    except ImportError:
+        raise MissingExtra.named("soundfile", "audio") from None
+    try:
+        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    except (RuntimeError, ValueError) as error:
+        raise ImageError(f"the sound cannot be decoded: {error}") from error
+    return samples.mean(axis=1), int(rate)
