@@ -17,13 +17,13 @@ import torch
 
 from keepsight import tensorfile
 from keepsight.errors import DamagedFile, InputError, KeepsightError
+from keepsight.medium import Medium
 from keepsight.node import Node
 from keepsight.package import Package
 from keepsight.prefix import Tree
 from keepsight.prompt import Prompt
 from keepsight.render import Message, user_message
 from keepsight.report import Piece, Reply
-from keepsight.vision import Medium
 
 FORMAT = 1
 KIND = "session"
@@ -267,7 +267,9 @@ def _put_back(
             kv = {k: t.clone() for k, t in _under(own, "kv/").items()}
             fixed = {k: t.clone() for k, t in _under(own, "fixed/").items()}
             start, end = described["start"], described["end"]
-            if start != node.end or not _belongs(prompt, start, end, described, own["ids"], kv):
+            belongs = _belongs(prompt, start, end, described, own["ids"], kv)
+            fits = tree.fits(kv, fixed if described["fixed"] else None)
+            if start != node.end or not belongs or not fits:
                 session.notes.append("a snapshot does not belong to this history; computed again")
                 break
             child = tree.insert(node, prompt, end, kv, fixed if described["fixed"] else None)

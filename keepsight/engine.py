@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from keepsight.node import Node
 from keepsight.package import Package
 from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt
-from keepsight.state import Lane, Shape
+from keepsight.state import Lane, Shape, Tensors, pattern
 
 _FORCE_GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
 MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
@@ -124,6 +125,30 @@ class Engine:
         self.shape = shape
         self.prefill_tokens = 0
         self.decode_steps = 0
+        self._pattern: dict[str, Any] | None = None
+        tree.fits = self.fits
+
+    def fits(self, kv: Tensors, fixed: Tensors | None) -> bool:
+        """Whether a snapshot from a file is one that this model could have made."""
+        if self._pattern is None:
+            self._pattern = self._look_at_a_snapshot()
+        found = pattern(kv, fixed or {})
+        wanted = self._pattern
+        if fixed is None:
+            wanted = {name: sizes for name, sizes in wanted.items() if name.startswith("kv ")}
+        return found == wanted
+
+    @torch.inference_mode()
+    def _look_at_a_snapshot(self) -> dict[str, Any]:
+        """The pattern of all snapshots, from one of two tokens that is thrown away."""
+        ids = np.zeros(2, dtype=np.int64)
+        lane = Lane(self._model, self.shape)
+        positions = self._family.positions(ids, ids, [])
+        run = Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), positions)
+        counted = self.prefill_tokens
+        self._chunk(run, 0, 2, [])
+        self.prefill_tokens = counted
+        return pattern(*lane.capture(0, 2))
 
     @torch.inference_mode()
     def start(self, prompt: Prompt, match: Match, room: int) -> Run:

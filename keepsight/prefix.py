@@ -63,6 +63,8 @@ class Tree:
         self.roots: dict[str, Node] = {}
         self.nbytes = 0
         self.evictions = 0
+        # Whether tensors from a file are of this model's making; the engine knows.
+        self.fits: Callable[[Tensors, Tensors | None], bool] = lambda kv, fixed: True
         self._clock = itertools.count(1)
 
     def root(self, namespace: str) -> Node:
@@ -188,9 +190,12 @@ class Tree:
         state = self.store.get("state", node.digest) if needs_fixed else None
         if needs_fixed and (state is None or state[1].get("end") != node.end):
             return False
+        kv = {name[3:]: t for name, t in tensors.items() if name.startswith("kv/")}
+        if not self.fits(kv, None if state is None else state[0]):
+            self.store.reject("snapshot", node.digest, "its tensors are not of this model's shape")
+            return False
         before = node.nbytes
-        node.logits = tensors.get("logits")
-        node.kv = {name[3:]: t for name, t in tensors.items() if name.startswith("kv/")}
+        node.logits, node.kv = tensors.get("logits"), kv
         if state is not None:
             node.fixed = state[0]
         node.was_full = True

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from keepsight import keys
-from keepsight.vision import Medium
+from keepsight.medium import Medium
 
 RUN = 2048  # the longest stretch without a boundary, in tokens
 Range = tuple[int, int]
@@ -56,11 +56,17 @@ class Rule:
     whole_media: bool  # never cut inside a range whose tokens see each other
     reuse: str = "prefix"  # see families/base.py
     media_ends: frozenset[int] = frozenset()
+    run: int | None = None  # the longest stretch without a boundary; RUN where nothing is said
+
+    @property
+    def longest(self) -> int:
+        """The longest stretch without a boundary."""
+        return self.run or RUN
 
     def record(self) -> list[Any]:
         """What of the rule enters the namespace."""
         ids = [sorted(self.turn_ends), sorted(self.media_ends)]
-        return [RUN, self.grain, *ids, self.whole_media, self.reuse]
+        return [self.longest, self.grain, *ids, self.whole_media, self.reuse]
 
 
 @dataclass(frozen=True)
@@ -129,8 +135,8 @@ class Prompt:
         for event in [*self.events(rule).tolist(), len(self.ids)]:
             if event < first:
                 continue
-            while event - last > RUN:
-                cut = self._move(last + RUN, rule)
+            while event - last > rule.longest:
+                cut = self._move(last + rule.longest, rule)
                 if cut >= event:
                     break
                 found.append(cut)

@@ -25,8 +25,8 @@ from keepsight.errors import (
     UnsupportedInput,
 )
 from keepsight.families import Family
+from keepsight.medium import Medium
 from keepsight.prompt import Prompt
-from keepsight.vision import Medium
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # Types of a part and the fields that hold it. Which modalities a model takes, its family says.

@@ -298,6 +298,19 @@ class Lane:
         return states
 
 
+def pattern(kv: Tensors, fixed: Tensors) -> dict[str, Any]:
+    """What every snapshot of one model has in common: names, dtypes, and sizes but for rows."""
+    found: dict[str, Any] = {}
+    for name, tensor in kv.items():
+        if not name.startswith("cross."):  # there only where the prompt begins with media
+            found[f"kv {name}"] = (tensor.dtype, *tensor.shape[:-2], tensor.shape[-1])
+    for name, tensor in fixed.items():
+        sliding = ".keys." in name or ".values." in name
+        sizes = (*tensor.shape[:-2], tensor.shape[-1]) if sliding else tuple(tensor.shape)
+        found[f"fixed {name}"] = (tensor.dtype, *sizes)
+    return found
+
+
 def restore_linear(layer: Any, what: str, number: int, tensor: torch.Tensor) -> None:
     """Put a convolution or recurrent state into a layer."""
     # Upstream updates these states in place, at a static address: copy, never assign.

@@ -25,11 +25,11 @@ from keepsight.errors import (
 )
 from keepsight.families import Family, Pixels
 from keepsight.generation import DEFAULT_GENERATE_TOKENS, known_options
+from keepsight.medium import Medium
 from keepsight.memory import Memory
 from keepsight.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 from keepsight.turn import Turn
-from keepsight.vision import Medium
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)

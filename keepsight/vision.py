@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,35 +26,19 @@ from keepsight.errors import (
 )
 from keepsight.families import Family, Pixels
 from keepsight.media import Source, open_source
-from keepsight.package import Layout, Package, check_shapes, feature_id, identity
+from keepsight.medium import (
+    PROCESSORS,
+    Medium,
+    entry_of,
+    is_entry,
+    is_plain,
+    medium_in,
+    without_arrays,
+)
+from keepsight.package import Package, check_shapes, feature_id, identity
 from keepsight.store import DiskStore, Recent
 
-# The part of a composite processor that prepares each modality.
-_PROCESSORS = {
-    "image": "image_processor",
-    "video": "video_processor",
-    "audio": "feature_extractor",
-}
 _MAX_ALIASES = 200_000  # an alias is a few hundred bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Medium:
-    """One named image: all that a prompt needs to know of it, and how to get at its features."""
-
-    key: str
-    identity: str
-    feature_id: str
-    grid: dict[str, list[Any]]
-    layout: Layout
-    source: str | None
-    recall: Callable[[], Pixels] | Package  # the pixels again, or the package handed in
-    modality: str = "image"
-
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens it takes."""
-        return sum(part for part in self.layout if isinstance(part, int))
 
 
 class Vision:
@@ -90,8 +73,8 @@ class Vision:
             self._vision_settings = self._family.vision_settings()
         now: Any = None
         if self._processor is not None:
-            parts = [getattr(self._processor, name, None) for name in _PROCESSORS.values()]
-            seen = [(type(part), _without_arrays(part)) for part in parts if part is not None]
+            parts = [getattr(self._processor, name, None) for name in PROCESSORS.values()]
+            seen = [(type(part), without_arrays(part)) for part in parts if part is not None]
             now = (seen, self._own_settings(), provenance)
         if now != self._bound:
             self._settings.clear()
@@ -106,12 +89,12 @@ class Vision:
         if self._processor is None:
             return ""
         if modality not in self._settings:
-            part = getattr(self._processor, _PROCESSORS[modality], None)
+            part = getattr(self._processor, PROCESSORS[modality], None)
             if part is None or not hasattr(part, "to_dict"):
                 if not must:
                     return ""
                 raise UnsupportedInput(
-                    f"the processor has no {_PROCESSORS[modality]} (upstream's need torchvision); "
+                    f"the processor has no {PROCESSORS[modality]} (upstream's need torchvision); "
                     f"{modality} cannot be prepared here"
                 )
             self._settings[modality] = keys.digest(
@@ -128,7 +111,7 @@ class Vision:
     def _own_settings(self) -> dict[str, Any]:
         """Plain settings of the composite processor: some shape pixels, some an image's text."""
         own = vars(self._processor).items()
-        return {k: v for k, v in own if k != "chat_template" and _is_plain(v)}
+        return {k: v for k, v in own if k != "chat_template" and is_plain(v)}
 
     # -- naming ----------------------------------------------------------------------------------
 
@@ -154,13 +137,13 @@ class Vision:
 
     def name_pixels(self, pixels: Pixels) -> Medium:
         """The medium behind a processor's output for one image."""
-        return self._medium(_entry(pixels), lambda: pixels)
+        return self._medium(entry_of(pixels), lambda: pixels)
 
     def _medium_again(self, medium: Medium) -> Medium:
         """A medium named before, under the weights and provenance of now."""
         if isinstance(medium.recall, Package):
             return self._medium_of_package(medium.recall, medium.feature_id)
-        return self._medium(_entry(medium, source=medium.source), medium.recall)
+        return self._medium(entry_of(medium, source=medium.source), medium.recall)
 
     def admit(self, package: Package) -> Medium:
         """The medium of a package that came with its snapshots, in one file with their digests."""
@@ -241,7 +224,7 @@ class Vision:
         if alias is None:
             pixels = self._run_processor(decoded, source)
             self._pixels.put(pixels.key, pixels)
-            alias = _entry(pixels, source=digest)
+            alias = entry_of(pixels, source=digest)
             self._remember_alias(digest, alias)
         self._remember_alias(keys.digest("alias", source.name, settings), alias)
         return alias
@@ -250,7 +233,7 @@ class Vision:
         entry = self._aliases.get(digest)
         if entry is None and self._store is not None:
             entry = self._store.note("alias", digest)
-            if entry is not None and not _is_alias(entry):
+            if entry is not None and not is_entry(entry):
                 self._store.reject("alias", digest, "it does not describe an image")
                 entry = None
             if entry is not None:
@@ -372,7 +355,7 @@ class Vision:
         """The package of an image in any form, with the prompt text the processor gives it."""
         modality = "image"
         if isinstance(image, dict):
-            modality, image = _part(image)
+            modality, image = medium_in(image)
         medium = self.name(image, modality)
         package, _ = self.package(medium)
         # A copy: what the caller does to it must not reach the answers of others.
@@ -390,45 +373,5 @@ class Vision:
         self._fetched.clear()
 
 
-def _part(part: dict[str, Any]) -> tuple[str, Any]:
-    """The medium in a part like `{"type": "video", "video": ...}`."""
-    for modality in _PROCESSORS:
-        if part.get("type", modality) == modality and modality in part:
-            return modality, part[modality]
-    raise ImageError(
-        "a dict is not an image; expected {'type': 'image' | 'video' | 'audio', <that type>: ...}"
-    )
-
-
-def _without_arrays(part: Any) -> dict[str, Any]:
-    """The attributes of a processor, but for tables it computed from the others (mel filters)."""
-    return {k: v for k, v in vars(part).items() if not hasattr(v, "__array__")}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(v) for key, v in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float | bool)
-
-
-def _entry(what: Pixels | Medium, **more: Any) -> dict[str, Any]:
-    """What is remembered of a medium once it was looked at."""
-    known = {"key": what.key, "grid": what.grid, "layout": list(what.layout)}
-    return {**known, "modality": what.modality, **more}
-
-
 def _content(package: Package) -> str:
     return keys.digest("content", [[n, package.tensors[n]] for n in sorted(package.tensors)])
-
-
-def _is_alias(entry: dict[str, Any]) -> bool:
-    """Whether a note has what naming an image needs."""
-    grid, layout = entry.get("grid"), entry.get("layout")
-    if not isinstance(entry.get("key"), str) or not isinstance(grid, dict):
-        return False
-    if not isinstance(layout, list) or not all(isinstance(rows, list) for rows in grid.values()):
-        return False
-    runs = [part for part in layout if not isinstance(part, str)]
-    return bool(runs) and all(type(run) is int and run > 0 for run in runs)

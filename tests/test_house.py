@@ -27,8 +27,9 @@ errors
 keys
 tensorfile report
 package
-media clips store state loading
-families
+media store state loading
+clips families
+medium
 vision
 prompt
 node

@@ -27,11 +27,11 @@ from hypothesis.stateful import (
 )
 
 from keepsight import keys, prefix, prompt, tensorfile
+from keepsight.medium import Medium
 from keepsight.node import Node
 from keepsight.prefix import Known, Match, Tree, longest_known
 from keepsight.prompt import Prompt, Rule
 from keepsight.store import FORMAT, DiskStore
-from keepsight.vision import Medium
 
 END, PAD, SHORT_RUN = 9, 5, 6
 RULE = Rule(2, frozenset({END}), True)

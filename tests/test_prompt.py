@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepsight import keys, prompt
+from keepsight.medium import Medium
 from keepsight.prompt import Prompt, Rule, Span, common, shift
-from keepsight.vision import Medium
 
 END, PAD = 9, 5
 SHORT_RUN = 12

@@ -11,6 +11,7 @@ from models import build, picture
 from test_exact import logits
 
 import keepsight as ks
+from keepsight import tensorfile
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongIdentity
 
 LONG = "Please look at this picture very carefully and then tell me all that you see in it."
@@ -126,8 +127,6 @@ def test_hostile_session_files(demo: Any, tmp_path: Path) -> None:
 
 def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) -> None:
     """A sound file whose snapshots belong to another text: they are dropped, and it says so."""
-    from keepsight import tensorfile
-
     session = demo.session()
     session.ask(LONG, picture(1), max_new_tokens=3)
     path = session.save(tmp_path / "talk.keep")
@@ -150,6 +149,36 @@ def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) 
     tensorfile.write(lying, "session", 1, tensors, record)
     with pytest.raises(DamagedFile):
         demo.resume(lying)
+
+
+@pytest.mark.parametrize("change", ["dtype", "heads", "layers", "state"])
+def test_snapshots_of_another_shape_never_reach_the_tree(
+    demo: Any, tmp_path: Path, change: str
+) -> None:
+    """Right ids, right rows, right digests, and still nothing this model could have made."""
+    session = demo.session()
+    session.ask(LONG, picture(1), max_new_tokens=3)
+    tensors, record = tensorfile.read(session.save(tmp_path / "talk.keep"), "session", 1)
+    for name, tensor in list(tensors.items()):
+        if "/kv/" in name and change == "dtype":
+            tensors[name] = tensor.to(torch.float16)
+        elif "/kv/" in name and change == "heads":
+            tensors[name] = torch.cat([tensor, tensor], dim=-3)
+        elif "/kv/kv" in name and change == "layers":
+            tensors[name] = tensor[:-2].clone()
+        elif "/fixed/" in name and change == "state":
+            tensors[name] = tensor[..., :-1].clone()
+    for name in ("kind", "format", "tensors"):
+        record.pop(name)
+    lying = tmp_path / "lying.keep"
+    tensorfile.write(lying, "session", 1, tensors, record)
+    with ks.wrap(demo.model, demo.processor, grain=16) as fresh:
+        resumed = fresh.resume(lying)
+        changed = change != "state" or any("/fixed/" in name for name in tensors)
+        assert any("does not belong" in note for note in resumed.notes) == changed
+        reply = resumed.ask("And its colour?", max_new_tokens=4)
+        assert reply.tokens == session.ask("And its colour?", max_new_tokens=4).tokens
+        fresh.memory.tree.check()
 
 
 def test_saving_where_nothing_can_be_written(demo: Any, tmp_path: Path) -> None:

@@ -343,10 +343,11 @@ def test_a_family_hears_the_same(kind: str, dtype: torch.dtype) -> None:
 
 # Families whose attention runs in windows are compiled with `eager` attention: with `sdpa`, each
 # window's length is compared with 1 inside the graph.
-WINDOWED = {"qwen2_5_vl", "minicpmv4_6"}
+WINDOWED = {"qwen2_5_vl", "qwen2_5_omni_thinker", "minicpmv4_6"}
 # Where a picture's attention falls into parts, the exporter's patches run all parts of equal length
 # as a batch; without them their number would be fixed.
-PARTED = {"qwen2_5_vl", "minicpmv4_6", "qwen2_5_omni"}
+PARTED = {*WINDOWED, "qwen2_5_omni"}
+RAGGED = {"qwen2_5_vl", "qwen2_5_omni_thinker"}  # windows at the rim may be smaller
 GRIDS = ((1, 4, 8), (1, 8, 8), (1, 12, 4))
 # What the installed Transformers cannot: the way, the family, the error.
 CANNOT = {
@@ -467,7 +468,7 @@ def export(features: torch.nn.Module, call: Call, patched: bool) -> Any:
 @torch.no_grad()
 def test_exported_for_any_number_of_patches(kind: str) -> None:
     ragged = (1, 6, 8)
-    tower, pairs = calls(kind, (*GRIDS, ragged) if kind == "qwen2_5_vl" else GRIDS)
+    tower, pairs = calls(kind, (*GRIDS, ragged) if kind in RAGGED else GRIDS)
     features = _Features(tower)
     if error := CANNOT.get(("export", kind)):
         with pytest.raises(Exception, match=error):
@@ -476,7 +477,7 @@ def test_exported_for_any_number_of_patches(kind: str) -> None:
     exported = export(features, pairs[0][1], kind in PARTED)
     for bare, given in pairs[: len(GRIDS)]:
         torch.testing.assert_close(exported(given), features(bare), rtol=1e-5, atol=1e-5)
-    if kind == "qwen2_5_vl":
+    if kind in RAGGED:
         with pytest.raises(Exception, match="assert"):
             exported(pairs[-1][1])  # windows of unequal length: refused, not wrong
 

@@ -1,0 +1,80 @@
+"""A medium as a prompt knows it: named, measured, and able to tell where its features come from.
+
+An entry is the plain record of one that was looked at before; it is what a store keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keepsight.errors import ImageError
+from keepsight.families import Pixels
+from keepsight.package import Layout, Package
+
+# The part of a composite processor that prepares each modality.
+PROCESSORS = {
+    "image": "image_processor",
+    "video": "video_processor",
+    "audio": "feature_extractor",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Medium:
+    """One named image: all that a prompt needs to know of it, and how to get at its features."""
+
+    key: str
+    identity: str
+    feature_id: str
+    grid: dict[str, list[Any]]
+    layout: Layout
+    source: str | None
+    recall: Callable[[], Pixels] | Package  # the pixels again, or the package handed in
+    modality: str = "image"
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens it takes."""
+        return sum(part for part in self.layout if isinstance(part, int))
+
+
+def entry_of(what: Pixels | Medium, **more: Any) -> dict[str, Any]:
+    """What is remembered of a medium once it was looked at."""
+    known = {"key": what.key, "grid": what.grid, "layout": list(what.layout)}
+    return {**known, "modality": what.modality, **more}
+
+
+def is_entry(entry: dict[str, Any]) -> bool:
+    """Whether a note has what naming an image needs."""
+    grid, layout = entry.get("grid"), entry.get("layout")
+    if not isinstance(entry.get("key"), str) or not isinstance(grid, dict):
+        return False
+    if not isinstance(layout, list) or not all(isinstance(rows, list) for rows in grid.values()):
+        return False
+    runs = [part for part in layout if not isinstance(part, str)]
+    return bool(runs) and all(type(run) is int and run > 0 for run in runs)
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(v) for key, v in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def without_arrays(part: Any) -> dict[str, Any]:
+    """The attributes of a processor, but for tables it computed from the others (mel filters)."""
+    return {k: v for k, v in vars(part).items() if not hasattr(v, "__array__")}
+
+
+def medium_in(part: dict[str, Any]) -> tuple[str, Any]:
+    """The medium in a part like `{"type": "video", "video": ...}`."""
+    for modality in PROCESSORS:
+        if part.get("type", modality) == modality and modality in part:
+            return modality, part[modality]
+    raise ImageError(
+        "a dict is not an image; expected {'type': 'image' | 'video' | 'audio', <that type>: ...}"
+    )
