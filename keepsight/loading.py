@@ -43,7 +43,8 @@ def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> 
         raise ModelError(
             f"{path!r} cannot be loaded as an image-text-to-text model: {error}"
         ) from (error)
-    return model.eval()
+    # An Omni model also talks; what sees, hears and answers is its thinker.
+    return getattr(model, "thinker", model).eval()
 
 
 def parse_dtype(dtype: Any) -> Any:
@@ -101,10 +102,20 @@ def _without_video(path: str, options: dict[str, Any]) -> Any:
     parts = {"image_processor": image_processor, "tokenizer": tokenizer}
     if "video_processor" in base.get_attributes():
         parts["video_processor"] = _NoVideo()
+    if "feature_extractor" in base.get_attributes():
+        parts["feature_extractor"] = _ears(path, options)
     own = {k: v for k, v in config.items() if k not in ("processor_class", "auto_map", *parts)}
     template = getattr(tokenizer, "chat_template", None) or own.pop("chat_template", None)
     own.pop("chat_template", None)
     return images_only(**parts, chat_template=template, **own)
+
+
+def _ears(path: str, options: dict[str, Any]) -> Any:
+    """The feature extractor, or a stand-in where the checkpoint has none that loads."""
+    try:
+        return transformers.AutoFeatureExtractor.from_pretrained(path, **options)
+    except (OSError, ValueError, ImportError, KeyError):
+        return _NoVideo()
 
 
 def _usual_processor(path: str, options: dict[str, Any]) -> str | None:

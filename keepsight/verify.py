@@ -92,14 +92,12 @@ def _last_logits(vlm: Any, memory: Memory, prompt: Prompt) -> tuple[torch.Tensor
 def _against_stock(vlm: Any, prompt: Prompt, warm: torch.Tensor, found: Verification) -> None:
     """One plain forward of the whole prompt from pixels, as Transformers alone would do it."""
     model = vlm.model
-    inputs = vlm._stock_inputs(prompt)
-    inputs.pop("mm_encoder_outputs", None)
     pixels = [medium.recall() for medium in prompt.media if callable(medium.recall)]
-    if len(pixels) == len(prompt.media):
+    from_pixels = len(pixels) == len(prompt.media)  # a package has none to go back to
+    inputs = vlm._stock_inputs(prompt, features=not from_pixels)
+    if from_pixels:
         joined = vlm.memory.family.join_pixels(pixels)
         inputs |= {name: tensor.to(model.device) for name, tensor in joined.items()}
-    else:  # a package has no pixels to go back to
-        inputs = vlm._stock_inputs(prompt)
     output = model(**inputs, use_cache=False, logits_to_keep=1)
     logits = output.logits[:, -1]
     found.stock_max_difference = float((logits.float() - warm.float()).abs().max())

@@ -29,6 +29,7 @@ from keepsight.render import Message, Renderer, user_message
 from keepsight.report import Piece, Reply, Report
 from keepsight.store import DiskStore, parse_bytes
 from keepsight.tensors import Generated, generate
+from keepsight.trial import settle
 from keepsight.turn import Turn
 from keepsight.verify import Verification, verify
 from keepsight.weights import Weights
@@ -147,6 +148,8 @@ class VLM:
             **settings,
         )
         weights = Weights(model, family)
+        if not family.proven:
+            settle(model, family, processor, weights)
         self.memory = Memory(model, family, processor, weights, chosen, self._store)
         self._renderer: Renderer | None = None
         if processor is not None and family.answers:
@@ -257,16 +260,22 @@ class VLM:
         with self._lock:
             self.memory.refresh()
             call = _Call.before_decoding(options, "inputs")
-            return self._stock_inputs(self.render(messages, **call.template))
+            prompt = self.render(messages, **call.template)
+            if prompt.media and not self.memory.family.feeds_stock:
+                raise UnsupportedInput(
+                    f"stock generate takes no features of {self.model.config.model_type} (it would "
+                    "feed them again with each token); answer with generate, chat or ask"
+                )
+            return self._stock_inputs(prompt)
 
-    def _stock_inputs(self, prompt: Prompt) -> dict[str, Any]:
+    def _stock_inputs(self, prompt: Prompt, features: bool = True) -> dict[str, Any]:
         family, vision = self.memory.family, self.memory.vision
         device = self.model.device
         ids = torch.from_numpy(prompt.ids)[None].to(device)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
         inputs |= {name: tensor.to(device) for name, tensor in more.items()}
-        if prompt.media:
+        if prompt.media and features:
             parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
             inputs |= family.feature_inputs(parts, ids)
         return inputs

@@ -147,7 +147,6 @@ class TestMllama(SameMedia):
     def make_model(self) -> tuple[Any, Any]:
         return build("mllama")
 
-    @pytest.mark.xfail(strict=True, reason="vlm.inputs does not yet ask Family.feeds_stock")
     def test_stock_generate_from_packages(self) -> None:
         """Stock feeds features again with each token; from packages only our own calls answer."""
         a, wide = self.picture(1), self.picture(3, wide=True)
@@ -203,14 +202,11 @@ class TestMllama(SameMedia):
             assert self.ask(vlm, [*messages, said("I see."), turn("So?")]).usage.cached_tokens
 
 
-_BOTH_GIVEN = pytest.mark.xfail(strict=True, reason="verify gives stock pixels and features")
-
-
 @pytest.mark.parametrize(
     "kind",
     [
         *("gemma3", "gemma3_crops", "gemma4", "gemma4_vision", "paligemma", "molmo2"),
-        pytest.param("mllama", marks=_BOTH_GIVEN),
+        "mllama",
     ],
 )
 def test_verify_against_stock(kind: str) -> None:

@@ -38,6 +38,7 @@ engine weights generation
 memory batch
 turn
 verify tensors chat
+trial
 vlm
 __init__
 encode options terminal testing

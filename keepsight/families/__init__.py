@@ -1,8 +1,8 @@
 """What only a family knows. `family_of(model)` finds the right one.
 
 A family's file is named for the behaviour it adds; most model types need none and are served by
-`base.py`. A type is listed in `SUPPORTED` once tests have shown it exact; others are refused by
-name, never guessed.
+`base.py`. A type is listed in `SUPPORTED` once tests have shown it exact; others are tried on the
+user's own model before anything is answered, and refused by name where that fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keepsight.families.tiled import Tiled
 from keepsight.families.tower import Tower
 from keepsight.families.whole_prompt import WholePrompt
 
-__all__ = ["SUPPORTED", "Family", "Pixels", "family_of"]
+__all__ = ["REFUSED", "SUPPORTED", "Family", "Pixels", "family_of"]
 
 SUPPORTED: dict[str, type[Family]] = {
     "qwen2_vl": Moving,
@@ -74,21 +74,31 @@ SUPPORTED: dict[str, type[Family]] = {
     "mllama": Cross,
 }
 
+# Known, looked at, and left out.
+REFUSED: dict[str, str] = {
+    "glm_image": (
+        "it draws pictures: the positions of what it draws are kept on the model between calls, so "
+        "no remembered prefix can be continued exactly; use it without Keepsight"
+    ),
+}
+
 # Where the tower decides how images come: Pixtral 12B is a LLaVA.
 _BY_TOWER: dict[tuple[str, str], type[Family]] = {("llava", "pixtral"): Padded}
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The family of a model, or a refusal that names what is supported."""
+    """The family of a model. One of a type that nobody has written down is not `proven`: whoever
+    takes it has to try it first (trial.py)."""
     model_type = getattr(model.config, "model_type", "?")
     if getattr(model, "thinker", None) is not None:
         raise UnsupportedModel(
             f"{model_type} thinks and talks; wrap the part that thinks: ks.wrap(model.thinker, ...)"
         )
+    if model_type in REFUSED:
+        raise UnsupportedModel(f"model type {model_type!r}: {REFUSED[model_type]}")
     if model_type not in SUPPORTED:
-        raise UnsupportedModel(
-            f"model type {model_type!r} has not been shown to be exact with Keepsight; "
-            f"supported: {', '.join(sorted(SUPPORTED))}"
-        )
+        family = Family(model)
+        family.proven = False
+        return family
     tower = getattr(getattr(model.config, "vision_config", None), "model_type", "")
     return _BY_TOWER.get((model_type, tower), SUPPORTED[model_type])(model)

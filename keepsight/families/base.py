@@ -61,6 +61,8 @@ class Family:
     #                   what stands before it;
     #   "whole prompt"  nothing but the identical prompt: all of its tokens see each other.
     reuse = "prefix"
+    proven = True  # False for a type that no test has shown exact: it is tried first (trial.py)
+    feeds_stock = True  # whether stock `generate` takes features, so that `vlm.inputs` can give any
     answers = True  # False for a vision tower alone: packages, and no prompt they stand in
     decodes_together = True  # False where a row of a padded batch is not what it is alone
     sees_whole_media = False  # whether the tokens of one medium attend to each other both ways
