@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
+from keepsight.media import open_source
 from keepsight.memory import Memory
 from keepsight.prompt import Prompt
+from keepsight.render import user_message
 from keepsight.turn import Turn
 
 
@@ -48,6 +52,96 @@ class Verification:
                 f" {self.stock_max_difference:.3g} on logits up to {self.stock_scale:.3g})"
             )
         return "\n".join(lines)
+
+
+@dataclass
+class Check:
+    """One thing that was looked at on a user's own model."""
+
+    what: str
+    ok: bool
+    difference: float
+    note: str = ""
+
+
+def certify(vlm: Any, images: list[Any], question: str) -> list[Check]:
+    """The ideas of `keepsight.testing.FamilyTests` on any checkpoint: prompts that go on with text
+    and with a new picture, warm, cold and stock; and controls that must differ."""
+    first = [_user(question, images[0])]
+    goes_on = [*first, _said("It is."), _user("And what else can be seen?")]
+    compared = [*goes_on, _said("Nothing."), _user("Compare it with this.", *images[1:])]
+    checks: list[Check] = []
+    for name, messages in (
+        ("a first prompt", first),
+        ("a text turn behind it", goes_on),
+        ("new pictures behind that", compared if images[1:] else []),
+    ):
+        if messages:
+            checks += _checked(name, vlm.verify(messages, stock=True))
+    before = vlm.stats()["features"]["encoded"]
+    vlm.verify([_user("Something new in front.", *images)])
+    again = vlm.stats()["features"]["encoded"] - before
+    checks.append(Check("known pictures are not encoded again", again == 0, float(again)))
+    return [*checks, *_controls(vlm, first, images[0], question)]
+
+
+def _checked(name: str, found: Verification) -> list[Check]:
+    reused = f"{found.cached_tokens} of {found.prompt_tokens} tokens reused"
+    off, scale = found.stock_max_difference or 0.0, f"on logits up to {found.stock_scale or 0:.3g}"
+    return [
+        Check(f"{name}: warm equals cold, bit for bit", found.equal, found.max_difference, reused),
+        Check(f"{name}: next token as stock", bool(found.stock_same_tokens), off, scale),
+    ]
+
+
+def _controls(vlm: Any, first: list[Any], image: Any, question: str) -> list[Check]:
+    """What must matter: without these, everything above could hold by not looking."""
+    right = _fresh_logits(vlm, first)
+    turned = _upside_down(image)
+    other = float((right - _fresh_logits(vlm, [_user(question, turned)])).abs().max())
+    family = vlm.memory.family
+    true = family.positions
+
+    def shifted(ids: Any, types: Any, grids: Any) -> torch.Tensor:
+        positions: torch.Tensor = true(ids, types, grids).clone()
+        positions[..., len(ids) // 2 :] += 3
+        return positions
+
+    family.positions = shifted
+    try:
+        moved = float((right - _fresh_logits(vlm, first)).abs().max())
+    finally:
+        del family.positions
+    must = "must not be 0"
+    return [
+        Check("control: another picture changes the logits", other > 0, other, must),
+        Check("control: shifted positions change the logits", moved > 0, moved, must),
+    ]
+
+
+def _fresh_logits(vlm: Any, messages: list[Any]) -> torch.Tensor:
+    mine: Memory = vlm.memory
+    fresh = Memory(mine.model, mine.family, mine.processor, mine.weights, mine.settings, None)
+    fresh.rule = mine.rule
+    fresh.refresh()
+    prompt = vlm._renderer.render(messages, fresh.vision.name)
+    return _last_logits(vlm, fresh, prompt)[0].float()
+
+
+def _upside_down(image: Any) -> Any:
+    """The picture with its colours and its top and bottom exchanged."""
+    source = open_source(image, {})
+    decoded = source.decode()
+    pixels = np.asarray(decoded.convert("RGB") if isinstance(decoded, Image.Image) else decoded)
+    return Image.fromarray(255 - pixels[::-1]) if pixels.shape[-1] == 3 else 255 - pixels
+
+
+def _user(text: str, *images: Any) -> dict[str, Any]:
+    return user_message(text, list(images))
+
+
+def _said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 
 def verify(vlm: Any, messages: list[Any], stock: bool) -> Verification:

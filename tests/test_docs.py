@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/how-it-works.md", "docs/limits.md"]
+PAGES = [
+    "README.md",
+    "docs/quickstart.md",
+    "docs/how-it-works.md",
+    "docs/families.md",
+    "docs/limits.md",
+]
 
 
 def blocks(page: str) -> list[str]:
@@ -32,7 +38,11 @@ def inputs_from_processor(vlm: Any, messages: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    world: dict[str, Any] = {"inputs_from_processor": inputs_from_processor}
+    world: dict[str, Any] = {
+        "inputs_from_processor": inputs_from_processor,
+        "my_tiny_model": None,
+        "my_processor": None,
+    }
     for block in blocks(page):
         claims = re.findall(r"^\s*print\(.*# -> (.*)$", block, re.MULTILINE)
         out = io.StringIO()
@@ -57,3 +67,11 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target} is missing"
+
+
+def test_every_family_has_its_line() -> None:
+    from keepsight.families import REFUSED, SUPPORTED
+
+    page = (ROOT / "docs" / "families.md").read_text()
+    missing = [name for name in [*SUPPORTED, *REFUSED] if f"`{name}`" not in page]
+    assert not missing
