@@ -11,6 +11,9 @@ $(VENV)/ready: pyproject.toml constraints.txt requirements-dev.txt
 	$(BIN)/pip install --quiet torch==2.13.0 -c constraints.txt
 	$(BIN)/pip install --quiet -r requirements-dev.txt -c constraints.txt
 	$(BIN)/pip install --quiet -e . -c constraints.txt
+	# For tests of videos only, out of the way of everything else: it imports where its operators
+	# are declared, and breaks Transformers' models where they are not.
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchvision torchvision==0.28.0
 	touch $@
 
 demo: $(VENV)/ready

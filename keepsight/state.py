@@ -153,6 +153,7 @@ class Shape:
     def of(cls, model: PreTrainedModel) -> Shape:
         """Read off the cache that Transformers itself would build; refuse what we do not know."""
         layers = DynamicCache(config=model.config).layers
+        _compare_with_decoder(model, len(layers))
         unknown = sorted({type(x).__name__ for x in layers if type(x) not in _KINDS})
         if unknown or not layers:
             raise UnsupportedModel(
@@ -175,6 +176,27 @@ class Shape:
     def has_fixed(self) -> bool:
         """Whether some layer's state is valid only where it was captured."""
         return any(kind not in _GROWING for kind in self.kinds)
+
+
+def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
+    """Refuse a config that speaks of other layers than the decoder has: the cache follows it."""
+    have = getattr(model.get_decoder(), "layers", None)
+    if have is None:
+        return
+    if len(have) != count:
+        raise UnsupportedModel(
+            f"the config describes {count} layers, the decoder has {len(have)}; load the model "
+            "with the config it was saved with"
+        )
+    said = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    for index, (layer, kind) in enumerate(zip(have, said, strict=False)):
+        names = ("layer_type", "block_type", "attention_type")  # as families call it
+        built = next((getattr(layer, name) for name in names if hasattr(layer, name)), kind)
+        if isinstance(built, str) and built != kind:
+            raise UnsupportedModel(
+                f"the config says that layer {index} is {kind!r}, it was built as {built!r}; load "
+                "the model with the config it was saved with"
+            )
 
 
 class Lane:

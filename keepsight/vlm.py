@@ -137,6 +137,7 @@ class VLM:
         family = family_of(model)
         self.model, self.processor = model, family.processor(processor)
         processor = self.processor
+        _check_processor(processor, family.answers)
         self._lock = RLock()
         self._closed = False
         folder = store if store is not None else os.environ.get("KEEPSIGHT_STORE")
@@ -360,6 +361,18 @@ class VLM:
                 f"{self.model.config.model_type} is a vision tower without a language model: it "
                 "makes packages, with encode(), and answers nothing"
             )
+
+
+def _check_processor(processor: Any, answers: bool) -> None:
+    """A processor must have what naming an image and rendering a prompt take."""
+    wanted = ("image_processor", "tokenizer") if answers else ("image_processor",)
+    missing = [name for name in wanted if not hasattr(processor, name)]
+    if processor is not None and missing:
+        raise ModelError(
+            f"the processor is a {type(processor).__name__} without {' and '.join(missing)}; pass "
+            "the checkpoint's own (transformers.AutoProcessor.from_pretrained), or None to use "
+            "tensors only"
+        )
 
 
 def _refuse_tenant(tenant: Any) -> None:

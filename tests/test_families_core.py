@@ -20,11 +20,15 @@ class TestQwen25VL(FamilyTests):
 
 
 class TestSliding(FamilyTests):
+    long_words = 4400  # more than 4,096 tokens
+
     def make_model(self) -> tuple[Any, Any]:
         return build("sliding")
 
 
 class TestQwen3VL(FamilyTests):
+    long_words = 4400  # more than 4,096 tokens
+
     def make_model(self) -> tuple[Any, Any]:
         return build("qwen3_vl")
 
@@ -35,6 +39,8 @@ class TestQwen3VLMoe(FamilyTests):
 
 
 class TestQwen35(FamilyTests):
+    long_words = 4400  # more than 4,096 tokens
+
     def make_model(self) -> tuple[Any, Any]:
         return build("qwen3_5")
 

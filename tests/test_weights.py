@@ -175,3 +175,31 @@ def test_adapters_are_weights_and_switches_are_noticed(vlm: Any) -> None:
     vlm.model.eval()
     other = logits(vlm, MESSAGES)
     assert not torch.equal(other, adapted) and torch.equal(other, cold(vlm, MESSAGES))
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "said"),
+    [
+        ("qwen3_vl", "num_hidden_layers", 2, "describes 2 layers, the decoder has 4"),
+        ("qwen3_vl", "num_hidden_layers", 6, "describes 6 layers, the decoder has 4"),
+        ("qwen3_5", "layer_types", ["full_attention"] * 4, "built as 'linear_attention'"),
+    ],
+)
+def test_a_config_that_lies_about_layers_is_refused(
+    kind: str, field: str, value: Any, said: str
+) -> None:
+    model, processor = build(kind)
+    before = getattr(model.config.text_config, field)
+    setattr(model.config.text_config, field, value)
+    try:
+        with pytest.raises(UnsupportedModel, match=said):
+            ks.wrap(model, processor)
+    finally:
+        setattr(model.config.text_config, field, before)
+
+
+def test_half_a_processor_is_refused() -> None:
+    model, processor = build("llava")
+    for part in (processor.tokenizer, processor.image_processor, object()):
+        with pytest.raises(ModelError, match="without"):
+            ks.wrap(model, part)

@@ -77,7 +77,8 @@ class Family:
         self.encoder = getattr(self.core, "get_image_features", None)
         if self.encoder is None or "mm_encoder_outputs" not in parameters(model.forward):
             raise UnsupportedModel(
-                f"{type(model).__name__} takes no precomputed features (`mm_encoder_outputs`); "
+                f"model type {model.config.model_type!r} ({type(model).__name__}) takes no "
+                "precomputed features (`mm_encoder_outputs`); "
                 "Keepsight needs transformers >= 5.23 and an image-text-to-text model"
             )
         self.image_token_id: int = self._image_token()

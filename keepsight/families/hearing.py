@@ -55,6 +55,22 @@ class Hearing(Moving):
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["audio"])
         return Pixels(clip.tensors, clip.grid, parse_layout(texts[0], placeholder), "audio")
 
+    def _process_video(
+        self, processor: Any, frames: np.ndarray, about: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[dict[str, Any], str]:
+        given = {
+            "videos_kwargs": {
+                **getattr(processor, "videos_kwargs", {}),
+                **options,
+                "return_tensors": "pt",
+                "return_metadata": True,
+                "video_metadata": [about],
+            },
+            "load_audio_from_video": False,
+        }
+        processed, texts = processor._process_videos([frames], **given)
+        return dict(processed), texts[0]
+
     def _clip(self, features: torch.Tensor, length: int) -> Pixels:
         """One clip without the padding that made it as long as its neighbours."""
         tensors = {

@@ -38,20 +38,20 @@ class Moving(Family):
         if modality != "video" or self.video_token_id is None:
             return super().preprocess_other(processor, medium, options, modality)
         frames, about = medium
-        given = {**options, "return_tensors": "pt", "return_metadata": True}
-        processed = processor.video_processor([frames], video_metadata=[about], **given)
-        text = processor.replace_video_token(processed, 0)
+        processed, text = self._process_video(processor, frames, about, options)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.video_token_id)
         layout = parse_layout(text, placeholder)
         pixels, grid = (processed[name] for name in VIDEO)
-        return self._video(pixels, grid, layout, self._seconds(processor, options))
+        seconds = [float(value) for value in processed.get(self.times_name, [])]
+        return self._video(pixels, grid, layout, seconds)
 
-    def _seconds(self, processor: Any, options: dict[str, Any]) -> list[float]:
-        """Seconds of one step in time, where positions are laid out by them (Qwen2.5-VL)."""
-        if self.times_name not in getattr(processor, "model_input_names", ()):
-            return []
-        fps = options.get("fps", getattr(processor.video_processor, "fps", 2)) or 2
-        return [processor.video_processor.temporal_patch_size / float(fps)]
+    def _process_video(
+        self, processor: Any, frames: np.ndarray, about: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[dict[str, Any], str]:
+        """By way of the processor: it works out how many seconds a step in time takes."""
+        given = {**options, "return_tensors": "pt", "return_metadata": True}
+        processed, texts = processor._process_videos([frames], video_metadata=[about], **given)
+        return dict(processed), texts[0]
 
     def _video(
         self, pixels: torch.Tensor, grid: torch.Tensor, layout: Layout, seconds: list[float]

@@ -1,0 +1,149 @@
+"""Videos through the real video processors; run by `test_video_files.py` in a process of its own.
+
+Upstream's video processors need torchvision. The one that installs beside a CPU torch imports only
+after two of its operators are declared, and then changes which image processors Transformers picks:
+so it is kept out of every other test.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from typing import Any
+
+import torch
+
+BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+for name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{name}", BOXES)
+sys.path.insert(0, sys.argv[1])
+
+import av  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import transformers  # noqa: E402
+from model_parts import TEMPLATE  # noqa: E402
+from models import build, picture  # noqa: E402
+
+import keepsight as ks  # noqa: E402
+from keepsight.errors import ImageError  # noqa: E402
+
+SIZE = {"shortest_edge": 32 * 32 * 8, "longest_edge": 128 * 128 * 64}
+
+
+def frames(seed: int, count: int = 6) -> np.ndarray:
+    return np.stack([np.asarray(picture(seed * 100 + i)) for i in range(count)])
+
+
+def parts(kind: str) -> tuple[Any, Any]:
+    """A model and its processor with a real video processor."""
+    model, processor = build(kind)
+    processor = copy.copy(processor)
+    patch = model.config.vision_config.patch_size
+    name = "Qwen2VLVideoProcessor" if kind.startswith("qwen2") else "Qwen3VLVideoProcessor"
+    options: dict[str, Any] = {"patch_size": patch, "size": SIZE, "do_sample_frames": False}
+    processor.video_processor = getattr(transformers, name)(**options)
+    vision = "<|vision_start|>{}<|vision_end|>"
+    image, video = (vision.format(f"<|{what}_pad|>") for what in ("image", "video"))
+    if not kind.startswith("qwen2"):
+        video = "<|video_pad|>"  # this processor frames each step in time itself
+    template = TEMPLATE.replace("IMAGE", image).replace(
+        "{%- elif part.type == 'text' -%}",
+        "{%- elif part.type == 'video' -%}{{- '" + video + "' -}}{%- elif part.type == 'text' -%}",
+    )
+    processor.chat_template = template
+    return model, processor
+
+
+def turn(text: str, *media: Any, role: str = "user") -> dict[str, Any]:
+    kinds = ["video" if isinstance(m, dict) else "image" for m in media]
+    content: list[Any] = [{"type": k, k: m} for k, m in zip(kinds, media, strict=True)]
+    return {"role": role, "content": [*content, {"type": "text", "text": text}]}
+
+
+def stock_inputs(processor: Any, messages: list[Any]) -> dict[str, Any]:
+    content = [part for message in messages for part in message["content"]]
+    images = [part["image"] for part in content if part["type"] == "image"]
+    videos = [part["video"] for part in content if part["type"] == "video"]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    about = [
+        {
+            "total_num_frames": len(v["frames"]),
+            "fps": v["fps"],
+            "frames_indices": list(range(len(v["frames"]))),
+        }
+        for v in videos
+    ]
+    return dict(
+        processor(
+            text=[text],
+            images=images or None,
+            videos=[v["frames"] for v in videos] or None,
+            video_metadata=about or None,
+            return_tensors="pt",
+        )
+    )
+
+
+def ask(owner: Any, inputs: dict[str, Any]) -> Any:
+    return owner.generate(
+        **inputs,
+        max_new_tokens=3,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+
+def check(kind: str) -> None:
+    """Messages give stock's ids and stock's logits; features are made once."""
+    model, processor = parts(kind)
+    a, b = ({"frames": frames(s), "fps": 2.0} for s in (1, 2))
+    first = [turn("What happens in this video?", a)]
+    second = [*first, turn("Nothing.", role="assistant"), turn("And here?", picture(5), b)]
+    other_speed = [turn("What happens in this video?", {**a, "fps": 4.0})]
+    with ks.wrap(model, processor, grain=16) as vlm:
+        for messages in (first, second, other_speed):
+            inputs = stock_inputs(processor, messages)
+            assert vlm.render(messages).ids.tolist() == inputs["input_ids"][0].tolist(), kind
+            inputs = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor | list)}
+            stock = ask(model, inputs).logits
+            seconds = inputs.pop("second_per_grid_ts", None)
+            if seconds is not None:
+                inputs["second_per_grid_ts"] = torch.tensor(seconds)
+            ours = ask(vlm, inputs)
+            for wanted, found in zip(stock, ours.logits, strict=True):
+                assert float((wanted - found).abs().max()) < 1e-4 * float(wanted.abs().max()), kind
+            reply = vlm.chat(messages, max_new_tokens=1, do_sample=False)
+            assert reply.usage.cached_tokens == reply.usage.prompt_tokens, kind
+            assert reply.tokens[0] == int(stock[0].argmax()), kind
+        pack = vlm.encode({"type": "video", "video": a})
+        assert pack.modality == "video"
+
+
+def check_file() -> None:
+    """A video file is decoded with its own rate, and named by its frames."""
+    model, processor = parts("qwen3_vl")
+    data = io.BytesIO()
+    with av.open(data, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width = stream.height = 96
+        for one in frames(1):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(one, format="rgb24")))
+        container.mux(stream.encode())
+    with ks.wrap(model, processor, grain=16) as vlm:
+        messages = [turn("What is it?", {"frames": frames(1), "fps": 5.0})]
+        messages[0]["content"][0]["video"] = data.getvalue()
+        reply = vlm.chat(messages, max_new_tokens=2)
+        assert "video" in str(reply.report)
+        assert vlm.chat(messages, max_new_tokens=2).usage.images_encoded == 0
+        messages[0]["content"][0]["video"] = data.getvalue()[:200]
+        with pytest.raises(ImageError, match="cannot be decoded"):
+            vlm.chat(messages)
+
+
+for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+    check(kind)
+check_file()
+sys.stdout.write("videos are as stock sees them\n")
