@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from keepsight import keys, tensorfile
-from keepsight.errors import DamagedFile, FileError, InputError, StoreError
+from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +162,10 @@ class DiskStore:
         try:
             found = read(kind, key)
         except (FileNotFoundError, NotADirectoryError):
+            return None
+        except WrongFormatVersion as error:
+            # Another version's entry is sound, and somebody may still want it.
+            logger.warning("%s; left as it is", error)
             return None
         except FileError as error:
             self._set_aside(path, error)

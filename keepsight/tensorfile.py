@@ -51,6 +51,9 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
+_UMASK = os.umask(0)  # there is no way to ask without setting it
+os.umask(_UMASK)
+
 
 def write(
     path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
@@ -75,6 +78,7 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
         with os.fdopen(handle, "wb") as file:
             size = sum(file.write(part) for part in parts)
             file.flush()
+            os.fchmod(file.fileno(), 0o666 & ~_UMASK)  # a temporary file is its owner's alone
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

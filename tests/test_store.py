@@ -25,7 +25,7 @@ from models import picture
 import keepsight as ks
 from keepsight import keys, tensorfile
 from keepsight.errors import InputError, StoreError
-from keepsight.store import DiskStore, Recent, parse_bytes
+from keepsight.store import FORMAT, DiskStore, Recent, parse_bytes
 from keepsight.testing import StoreTests
 from keepsight.testing.stores import KEYS
 
@@ -428,3 +428,28 @@ def test_sizes(size: int | str, count: int) -> None:
 def test_what_is_no_size(size: Any) -> None:
     with pytest.raises(InputError, match="is not a size"):
         parse_bytes(size)
+
+
+def test_an_entry_of_another_version_is_left_alone(tmp_path: Path) -> None:
+    """It is sound, and the version that wrote it may still want it."""
+    store = DiskStore(tmp_path)
+    store.put("package", "ab" * 32, {"a": torch.ones(2)}, {})
+    store.flush()
+    path = next(tmp_path.glob("package/*/*.sight"))
+    tensors, record = tensorfile.read(path, "package", FORMAT)
+    for name in ("kind", "format", "tensors"):
+        record.pop(name)
+    tensorfile.write(path, "package", FORMAT + 1, tensors, record)
+    data = path.read_bytes()
+    assert DiskStore(tmp_path).get("package", "ab" * 32) is None
+    assert path.read_bytes() == data and not list(tmp_path.rglob("*.damaged"))
+
+
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    """A store may be shared: files are as readable as any other that its owner writes."""
+    store = DiskStore(tmp_path / "store")
+    store.put("package", "ab" * 32, {"a": torch.ones(2)}, {})
+    store.flush()
+    (tmp_path / "plain").write_text("x")
+    written = next((tmp_path / "store").glob("package/*/*.sight"))
+    assert written.stat().st_mode == (tmp_path / "plain").stat().st_mode
