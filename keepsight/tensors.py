@@ -193,7 +193,7 @@ def _place(
     family: Family, row: np.ndarray, kind: str, media: list[Medium], number: int
 ) -> tuple[tuple[Range, ...], ...]:
     """The ranges of each medium of a kind whose placeholders stand in this row, in order."""
-    spots = np.flatnonzero(row == family.placeholders[kind])
+    spots = family.spots(row, kind)
     placed: list[tuple[Range, ...]] = []
     while len(spots):
         if len(placed) == len(media):

@@ -14,6 +14,7 @@ from keepsight.families.anyres import AnyRes
 from keepsight.families.base import Family
 from keepsight.families.blocks import Blocks, PaddedBlocks
 from keepsight.families.cross import Cross
+from keepsight.families.filmed import Filmed
 from keepsight.families.framed import Framed, LineBroken
 from keepsight.families.hearing import Hearing
 from keepsight.families.indicators import Indicators
@@ -51,10 +52,10 @@ SUPPORTED: dict[str, type[Family]] = {
     "llama4": RawTiles,
     "ovis2": Indicators,
     "step3p7": LocalViews,
-    "glm4v": Family,
-    "glm4v_moe": Family,
-    "glm46v": Family,
-    "glm_ocr": Family,
+    "glm4v": Filmed,
+    "glm4v_moe": Filmed,
+    "glm46v": Filmed,
+    "glm_ocr": Filmed,
     "ernie4_5_vl_moe": Routed,
     "paddleocr_vl": Patches,
     "video_llama_3": ChosenMerge,

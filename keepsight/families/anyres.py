@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
-from keepsight.errors import InputError, PlaceholderMismatch
+from keepsight.errors import PlaceholderMismatch
 from keepsight.families.base import Family
-from keepsight.families.pixels import Pixels
+from keepsight.families.pixels import Pixels, with_sizes
 from keepsight.package import Layout
 
 
@@ -42,17 +42,10 @@ class AnyRes(Family):
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
         """One image after another, each with its own tiles only."""
-        pixels, sizes = tensors.get("pixel_values"), tensors.get("image_sizes")
-        if pixels is None:
+        given = with_sizes(tensors, "images", "tiles", "channels", "height", "width")
+        if given is None:
             return []
-        if pixels.dim() != 5 or sizes is None or sizes.shape != (len(pixels), 2):
-            raise InputError(
-                "expected pixel_values of shape (images, tiles, channels, height, width) and "
-                f"image_sizes of shape (images, 2), got {tuple(pixels.shape)} and "
-                f"{None if sizes is None else tuple(sizes.shape)}"
-            )
-        if sizes.is_floating_point() or int(sizes.min()) < 1:
-            raise InputError(f"image_sizes must be heights and widths, got {sizes.tolist()}")
+        pixels, sizes = given
         media = []
         for row, size, among in zip(pixels, sizes, self._among(tensors, len(pixels)), strict=True):
             tiles = 1 if among > 1 else self._tiles(size)

@@ -101,6 +101,10 @@ class Family:
         """The id that stands for a token of a medium, for each modality that the family sees."""
         return {"image": self.image_token_id}
 
+    def spots(self, row: np.ndarray, kind: str) -> np.ndarray:
+        """Where the placeholders of one kind of media stand in a prompt."""
+        return np.flatnonzero(row == self.placeholders[kind])
+
     @property
     def tensor_inputs(self) -> set[str]:
         """The tensors of a processor's output that describe media."""

@@ -39,7 +39,7 @@ class Moving(Family):
             return super().preprocess_other(processor, medium, options, modality)
         frames, about = medium
         processed, text = self._process_video(processor, frames, about, options)
-        placeholder = processor.tokenizer.convert_ids_to_tokens(self.video_token_id)
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["video"])
         layout = parse_layout(text, placeholder)
         pixels, grid = (processed[name] for name in VIDEO)
         seconds = [float(value) for value in processed.get(self.times_name, [])]

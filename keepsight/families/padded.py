@@ -14,7 +14,7 @@ import torch
 
 from keepsight.errors import InputError
 from keepsight.families.base import Family
-from keepsight.families.pixels import Pixels, parse_layout
+from keepsight.families.pixels import Pixels, parse_layout, with_sizes
 from keepsight.package import Layout
 
 
@@ -44,15 +44,10 @@ class Padded(Family):
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
         """One image after another, each cut to its own size."""
-        pixels, sizes = tensors.get("pixel_values"), tensors.get("image_sizes")
-        if pixels is None:
+        given = with_sizes(tensors, "images", "channels", "height", "width")
+        if given is None:
             return []
-        if pixels.dim() != 4 or sizes is None or sizes.shape != (len(pixels), 2):
-            raise InputError(
-                "expected pixel_values of shape (images, channels, height, width) and image_sizes "
-                f"of shape (images, 2), got {tuple(pixels.shape)} and "
-                f"{None if sizes is None else tuple(sizes.shape)}"
-            )
+        pixels, sizes = given
         media, cell = [], self._cell
         for image, (height, width) in zip(pixels, sizes.tolist(), strict=True):
             fits = 0 < height <= image.shape[1] and 0 < width <= image.shape[2]

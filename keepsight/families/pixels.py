@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from keepsight import keys
+from keepsight.errors import InputError
 from keepsight.package import Layout, Package
 
 Part = tuple[Package, int, int]  # rows a to b of a package
@@ -94,3 +95,21 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 def rows_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """Some rows of features, whatever shape they come in."""
     return tensor.reshape(-1, tensor.shape[-1])[start:end]
+
+
+def with_sizes(
+    tensors: dict[str, torch.Tensor], *axes: str
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`pixel_values`, one image to a row, and the height and width of each in `image_sizes`."""
+    pixels, sizes = tensors.get("pixel_values"), tensors.get("image_sizes")
+    if pixels is None:
+        return None
+    if pixels.dim() != len(axes) or sizes is None or sizes.shape != (len(pixels), 2):
+        raise InputError(
+            f"expected pixel_values of shape ({', '.join(axes)}) and image_sizes of shape "
+            f"(images, 2), got {tuple(pixels.shape)} and "
+            f"{None if sizes is None else tuple(sizes.shape)}"
+        )
+    if sizes.is_floating_point() or (len(sizes) and int(sizes.min()) < 1):
+        raise InputError(f"image_sizes must be heights and widths, got {sizes.tolist()}")
+    return pixels, sizes
