@@ -238,11 +238,15 @@ def _medium_of(part: dict[str, Any], i: int, modality: str, fields: tuple[str, .
             value = value["url"]
         elif isinstance(value, dict) and isinstance(value.get("data"), str):
             value = _from_base64(value["data"], i)
+        elif isinstance(value, dict) and modality == "image":
+            value = None
         if value is not None:
             if field == "base64" and isinstance(value, str) and not value.startswith("data:"):
                 return f"data:image/unknown;base64,{value}"
             return value
-    raise ImageError(f"message {i} has {modality} part without {modality} in it")
+    one = "a video" if modality == "video" else f"an {modality}"
+    inside = "sound" if modality == "audio" else one
+    raise ImageError(f"message {i} has {one} part without {inside} in it")
 
 
 def _from_base64(data: str, i: int) -> bytes:

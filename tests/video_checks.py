@@ -29,6 +29,20 @@ from models import build, picture  # noqa: E402
 import keepsight as ks  # noqa: E402
 from keepsight.errors import ImageError  # noqa: E402
 
+# What the templates write for an image and for a video.
+VIDEO_WORDS = {
+    "qwen2": (
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|vision_start|><|video_pad|><|vision_end|>",
+    ),
+    "qwen3": ("<|vision_start|><|image_pad|><|vision_end|>", "<|video_pad|>"),
+    "glm4v": (
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        "<|begin_of_video|><|video|><|end_of_video|>",
+    ),
+}
+VIDEO_WORDS["glm46"] = VIDEO_WORDS["glm4v"]
+GLM_SIZE = {"shortest_edge": 2 * 16 * 28 * 28, "longest_edge": 12 * 64 * 28 * 28}
 SIZE = {"shortest_edge": 32 * 32 * 8, "longest_edge": 128 * 128 * 64}
 
 
@@ -41,18 +55,16 @@ def parts(kind: str) -> tuple[Any, Any]:
     model, processor = build(kind)
     processor = copy.copy(processor)
     patch = model.config.vision_config.patch_size
-    name = "Qwen2VLVideoProcessor" if kind.startswith("qwen2") else "Qwen3VLVideoProcessor"
-    options: dict[str, Any] = {"patch_size": patch, "size": SIZE, "do_sample_frames": False}
-    processor.video_processor = getattr(transformers, name)(**options)
-    vision = "<|vision_start|>{}<|vision_end|>"
-    image, video = (vision.format(f"<|{what}_pad|>") for what in ("image", "video"))
-    if not kind.startswith("qwen2"):
-        video = "<|video_pad|>"  # this processor frames each step in time itself
-    template = TEMPLATE.replace("IMAGE", image).replace(
+    name, size = {"qwen2": ("Qwen2VL", SIZE), "qwen3": ("Qwen3VL", SIZE)}.get(
+        kind[:5], ("Glm4v" if kind == "glm4v" else "Glm46V", GLM_SIZE)
+    )
+    options: dict[str, Any] = {"patch_size": patch, "size": size, "do_sample_frames": False}
+    processor.video_processor = getattr(transformers, f"{name}VideoProcessor")(**options)
+    image, video = VIDEO_WORDS[kind[:5]]
+    processor.chat_template = TEMPLATE.replace("IMAGE", image).replace(
         "{%- elif part.type == 'text' -%}",
         "{%- elif part.type == 'video' -%}{{- '" + video + "' -}}{%- elif part.type == 'text' -%}",
     )
-    processor.chat_template = template
     return model, processor
 
 
@@ -101,7 +113,8 @@ def check(kind: str) -> None:
     model, processor = parts(kind)
     a, b = ({"frames": frames(s), "fps": 2.0} for s in (1, 2))
     first = [turn("What happens in this video?", a)]
-    second = [*first, turn("Nothing.", role="assistant"), turn("And here?", picture(5), b)]
+    more = (b,) if kind.startswith("glm") else (picture(5), b)  # stock GLM cannot take both
+    second = [*first, turn("Nothing.", role="assistant"), turn("And here?", *more)]
     other_speed = [turn("What happens in this video?", {**a, "fps": 4.0})]
     with ks.wrap(model, processor, grain=16) as vlm:
         for messages in (first, second, other_speed):
@@ -143,7 +156,7 @@ def check_file() -> None:
             vlm.chat(messages)
 
 
-for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v"):
     check(kind)
 check_file()
 sys.stdout.write("videos are as stock sees them\n")
