@@ -153,13 +153,13 @@ class Shape:
     def of(cls, model: PreTrainedModel) -> Shape:
         """Read off the cache that Transformers itself would build; refuse what we do not know."""
         layers = DynamicCache(config=model.config).layers
-        _compare_with_decoder(model, len(layers))
         unknown = sorted({type(x).__name__ for x in layers if type(x) not in _KINDS})
         if unknown or not layers:
             raise UnsupportedModel(
                 f"cache layers of kind {', '.join(unknown) or '(none)'} are not supported; "
                 f"supported: {', '.join(sorted(t.__name__ for t in _KINDS))}"
             )
+        _compare_with_decoder(model, len(layers))
         cross = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
         kinds = tuple(
             "cross" if i in cross else _KINDS[type(layer)] for i, layer in enumerate(layers)

@@ -218,7 +218,7 @@ class Limit:
     @torch.inference_mode()
     def _encode(self, pixels: Any) -> Any:
         tensors, container = self._family.encode(pixels)
-        return SimpleNamespace(tensors=tensors, container=container)
+        return SimpleNamespace(modality="image", tensors=tensors, container=container)
 
     @torch.inference_mode()
     def _forward(self, start: int, end: int) -> int:
