@@ -143,6 +143,41 @@ def test_bad_sound_is_refused_by_name() -> None:
         assert vlm.chat(good, max_new_tokens=2).tokens == wanted
 
 
+def video_prompt(model: Any, count: int) -> dict[str, torch.Tensor]:
+    """Some words, a video of three steps in time, more words; and so on."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    width = 3 * 2 * config.vision_config.patch_size**2
+    ids: list[int] = []
+    for _ in range(count):
+        words = torch.randint(20, 500, (24,), generator=generator).tolist()
+        film = [config.video_token_id] * 12
+        ids += [*words, config.vision_start_token_id, *film, config.vision_end_token_id, *words]
+    return {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+        "pixel_values_videos": torch.randn(96, width, generator=generator.manual_seed(1))[
+            : 48 * count
+        ],
+        "video_grid_thw": torch.tensor([[3, 4, 4]] * count),
+        "video_second_per_grid": torch.tensor([1.0, 0.5][:count]),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_videos_as_tensors(kind: str) -> None:
+    model, _ = build(kind)
+    with ks.wrap(model, None, grain=16) as vlm:
+        for count in (1, 2):
+            inputs = video_prompt(model, count)
+            stock, ours = ask(model, inputs), ask(vlm, inputs)
+            for wanted, found in zip(stock.logits, ours.logits, strict=True):
+                assert float((wanted - found).abs().max()) < 1e-4 * float(wanted.abs().max())
+        assert ours.usage.cached_tokens > 0 and ours.usage.images_encoded == 1
+        del inputs["video_second_per_grid"]
+        with pytest.raises(InputError, match="video_second_per_grid"):
+            vlm.generate(**inputs)
+
+
 def test_the_whole_omni_model_is_sent_to_its_thinker() -> None:
     model, processor = build(KINDS[0])
     model.thinker = torch.nn.Identity()

@@ -92,6 +92,8 @@ class Hearing(Moving):
     ) -> list[Pixels]:
         if "use_audio_in_video" in tensors:
             raise UnsupportedInput("use_audio_in_video interleaves two media, which is not taken")
+        if VIDEO[0] in tensors and _SECONDS not in tensors:
+            raise InputError(f"{VIDEO[0]} came without {_SECONDS}, which positions follow")
         media = super().split_tensors(tensors, rows)
         features, mask = (tensors.get(name) for name in AUDIO)
         if features is None:
