@@ -5,14 +5,14 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow check bench docs clean
 
+# Torchvision is for tests of videos only, in a folder of its own: it imports where its operators are
+# declared, and breaks Transformers' models where they are not.
 $(VENV)/ready: pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip==26.3
 	$(BIN)/pip install --quiet torch==2.13.0 -c constraints.txt
 	$(BIN)/pip install --quiet -r requirements-dev.txt -c constraints.txt
 	$(BIN)/pip install --quiet -e . -c constraints.txt
-	# For tests of videos only, out of the way of everything else: it imports where its operators
-	# are declared, and breaks Transformers' models where they are not.
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchvision torchvision==0.28.0
 	touch $@
 

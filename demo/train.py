@@ -156,7 +156,8 @@ def main() -> None:
     tokenizer, bank = Tokenizer.from_file(str(options.tokenizer)), Bank.load(options.bank)
     training = Training(starting(options), bank, options.minutes, options.rate)
     saved, unfinished = 0.0, options.out.with_name(f"{options.out.name}.part")
-    for passed in training.run(batches(tokenizer, bank, options.batch, options.seed, options.searches)):
+    lessons = batches(tokenizer, bank, options.batch, options.seed, options.searches)
+    for passed in training.run(lessons):
         if passed - saved > SAVE_EVERY:
             saved = passed
             tiny.save(training.model, tokenizer, unfinished)

@@ -120,3 +120,73 @@ def test_qwen_processors_need_torchvision_even_for_images() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "stock False" in done.stdout, done.stdout + done.stderr
     assert "ours Qwen3VLProcessor Qwen2VLImageProcessorPil" in done.stdout, done.stderr
+
+
+def split(kind: str) -> tuple[Any, dict[str, Any], Any, int]:
+    """A model, stock inputs of a prompt with a picture in front, its true logits, and a cut."""
+    model, processor = build(kind)
+    inputs = stock_inputs(processor, [turn("What do you see?", picture(1))])
+    with torch.no_grad():
+        true = model(**inputs, use_cache=False, logits_to_keep=1).logits
+    return model, inputs, true, inputs["input_ids"].shape[1] - 4
+
+
+@torch.no_grad()
+def test_short_type_ids_of_gemma_are_silently_wrong() -> None:
+    """Stepped around in families/blocks.py `chunk_inputs`: type ids from the first token on."""
+    model, processor = build("gemma3")
+    messages = [turn("Look.", picture(1)), turn("Well.", role="assistant"), turn("?", picture(2))]
+    inputs = stock_inputs(processor, messages)
+    ids, types, pixels = (inputs[n] for n in ("input_ids", "token_type_ids", "pixel_values"))
+    true = model(**inputs, use_cache=False, logits_to_keep=1).logits
+    second = int(torch.nonzero(types[0].diff() == 1)[1]) + 1  # where the second picture begins
+    found = {}
+    for name in ("short", "whole"):
+        cache = DynamicCache(config=model.config)
+        first = {"token_type_ids": types[:, :second], "pixel_values": pixels[:1]}
+        model(input_ids=ids[:, :second], past_key_values=cache, use_cache=True, **first)
+        given = types[:, second:] if name == "short" else types
+        found[name] = model(
+            input_ids=ids[:, second:],
+            token_type_ids=given,
+            pixel_values=pixels[1:],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+    scale = float(true.abs().max())
+    assert float((found["whole"] - true).abs().max()) < 1e-4 * scale
+    assert float((found["short"] - true).abs().max()) > 1e-3 * scale
+
+
+@torch.no_grad()
+def test_ernie_without_routes_is_silently_wrong() -> None:
+    """Stepped around in families/routed.py: routes are computed from the ids."""
+    model, inputs, true, _ = split("ernie4_5_vl_moe")
+    inputs.pop("moe_mm_token_type_ids")
+    wrong = model(**inputs, use_cache=False, logits_to_keep=1).logits
+    assert float((wrong - true).abs().max()) > 1e-3 * float(true.abs().max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
+def test_omni_without_a_mask_is_silently_wrong(kind: str) -> None:
+    """Stepped around in families/hearing.py: positions are explicit, whatever the mask."""
+    model, inputs, true, _ = split(kind)
+    inputs.pop("attention_mask")
+    model.base_model.rope_deltas = None
+    wrong = model(**inputs, use_cache=False, logits_to_keep=1).logits
+    assert float((wrong - true).abs().max()) > 1e-3 * float(true.abs().max())
+
+
+def test_a_cache_of_the_whole_prompt_is_silently_wrong() -> None:
+    """Stepped around in prefix.py: a whole prompt is remembered with its last logits."""
+    model, processor = build("llava")
+    inputs = stock_inputs(processor, FIRST)
+    true = greedy(model, **inputs)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, use_cache=True)
+    ids = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    wrong = greedy(model, **ids, past_key_values=cache)
+    assert float((wrong - true).abs().max()) > 1e-3 * float(true.abs().max())
