@@ -35,15 +35,17 @@ def finish(*processes: "subprocess.Popen[bytes]") -> None:
             raise SystemExit(f"failed: {process.args!r}")
 
 
-def make(work: Path, minutes: float) -> list[Path]:
+def make(work: Path, minutes: float, rehearse: bool) -> list[Path]:
     """Tower, tokenizer, picture bank and both models; returns the model folders."""
+    short = ("--minutes", "0.3") if rehearse else ()
+    few = ("--variants", "1") if rehearse else ()
     tower, bank, tokenizer = (work / n for n in ("tower.safetensors", "bank.pt", "tokenizer.json"))
     if not tower.exists():
-        finish(run("pretrain.py", "--out", tower))
+        finish(run("pretrain.py", "--out", tower, *short))
     if not tokenizer.exists():
         words.build().save(str(tokenizer))
     if not bank.exists():
-        finish(run("features.py", tower, bank))
+        finish(run("features.py", tower, bank, *few))
     folders = [work / kind for kind in KINDS]
     common = ("--tower", tower, "--bank", bank, "--tokenizer", tokenizer, "--minutes", minutes)
     finish(
@@ -62,11 +64,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=HERE / "work")
     parser.add_argument("--minutes", type=float, default=120, help="of stage 2, for each model")
     parser.add_argument("--install", action="store_true")
+    parser.add_argument("--rehearse", action="store_true", help="every step, too short to learn")
     options = parser.parse_args()
+    if options.rehearse and options.install:
+        parser.error("a rehearsal makes models that know nothing: not to be installed")
     options.work.mkdir(parents=True, exist_ok=True)
-    folders = make(options.work, options.minutes)
+    minutes = 0.3 if options.rehearse else options.minutes
+    folders = make(options.work, minutes, options.rehearse)
     models = [part for folder in folders for part in ("--model", str(folder))]
-    finish(run("measure.py", *models, "--results", options.work / "results.json"))
+    asked = ("--conversations", "10", "--controls", "2") if options.rehearse else ()
+    finish(run("measure.py", *models, "--results", options.work / "results.json", *asked))
     if options.install:
         for folder in folders:
             shutil.copytree(folder, MODELS / folder.name, dirs_exist_ok=True)
