@@ -71,7 +71,7 @@ class Batch:
             output = self._model(
                 **{n: tensor.to(device) for n, tensor in {**extra, **self._media}.items()},
                 input_ids=torch.tensor([[token] for token in tokens], device=device),
-                position_ids=self._positions.to(device),
+                position_ids=self._positions,
                 attention_mask=self._mask[:, : self.length],
                 past_key_values=self.cache,
                 use_cache=True,

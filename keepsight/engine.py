@@ -130,13 +130,16 @@ class Engine:
 
     def fits(self, kv: Tensors, fixed: Tensors | None) -> bool:
         """Whether a snapshot from a file is one that this model could have made."""
-        if self._pattern is None:
-            self._pattern = self._look_at_a_snapshot()
-        found = pattern(kv, fixed or {})
-        wanted = self._pattern
+        found, wanted = pattern(kv, fixed or {}), self.snapshot_pattern()
         if fixed is None:
             wanted = {name: sizes for name, sizes in wanted.items() if name.startswith("kv ")}
         return found == wanted
+
+    def snapshot_pattern(self) -> dict[str, Any]:
+        """What all snapshots of this model have in common; it costs one small pass, once."""
+        if self._pattern is None:
+            self._pattern = self._look_at_a_snapshot()
+        return self._pattern
 
     @torch.inference_mode()
     def _look_at_a_snapshot(self) -> dict[str, Any]:
@@ -169,7 +172,8 @@ class Engine:
             lane.restore_fixed(match.length, match.node.fixed or {})
         # As upstream's `generate` goes on: behind the last token, not behind the largest position,
         # which may belong to the last frame of a slow video.
-        run = Run(prompt, positions, lane, match.node, positions[..., -1:] + 1)
+        behind = (positions[..., -1:] + 1).to(self._model.device)
+        run = Run(prompt, positions, lane, match.node, behind)
         run.logits = match.logits
         return run
 
@@ -252,7 +256,7 @@ class Engine:
                 **{name: tensor.to(device) for name, tensor in extra.items()},
                 **self._media_inputs(run, run.lane.length, run.lane.length + 1),
                 input_ids=torch.tensor([[token]], device=device),
-                position_ids=run.next_positions.to(device),
+                position_ids=run.next_positions,
                 past_key_values=run.lane.cache,
                 use_cache=True,
                 logits_to_keep=1,

@@ -53,6 +53,8 @@ def is_entry(entry: dict[str, Any]) -> bool:
         return False
     if not isinstance(layout, list) or not all(isinstance(rows, list) for rows in grid.values()):
         return False
+    if entry.get("modality", "image") not in PROCESSORS:
+        return False
     runs = [part for part in layout if not isinstance(part, str)]
     return bool(runs) and all(type(run) is int and run > 0 for run in runs)
 

@@ -159,7 +159,9 @@ def _worst(
             return str(error)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             return f"{type(error).__name__}: {error}"
-        for theirs, mine in zip(wanted, found, strict=False):
+        if len(found) != len(wanted):
+            return f"{len(found)} of {len(wanted)} tokens came out"
+        for theirs, mine in zip(wanted, found, strict=True):
             scale = float(theirs.abs().max())
             worst = max(worst, float((theirs.float() - mine.float()).abs().max()) / scale)
             if int(theirs.argmax()) != int(mine.argmax()):

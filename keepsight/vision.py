@@ -118,6 +118,8 @@ class Vision:
     def name(self, image: Any, modality: str = "image") -> Medium:
         """The medium behind any form of image, or of video or sound."""
         self.counts["named"] += 1
+        if isinstance(image, Medium | Package) and image.modality != modality:
+            raise ImageError(f"this is a package of {image.modality!r}, given as {modality!r}")
         if isinstance(image, Medium):
             return self._medium_again(image)
         if isinstance(image, Package):
@@ -353,7 +355,7 @@ class Vision:
 
     def encode(self, image: Any) -> Package:
         """The package of an image in any form, with the prompt text the processor gives it."""
-        modality = "image"
+        modality = image.modality if isinstance(image, Package) else "image"
         if isinstance(image, dict):
             modality, image = medium_in(image)
         medium = self.name(image, modality)
@@ -362,8 +364,11 @@ class Vision:
         tensors = {name: tensor.clone() for name, tensor in package.tensors.items()}
         if isinstance(medium.recall, Package):
             return dataclasses.replace(package, tensors=tensors)
-        self._made[package.feature_id] = _content(package)
-        return dataclasses.replace(package, tensors=tensors, layout=medium.layout, grid=medium.grid)
+        given = dataclasses.replace(
+            package, tensors=tensors, layout=medium.layout, grid=medium.grid
+        )
+        self._made[package.feature_id] = _content(given)
+        return given
 
     def clear(self) -> None:
         """Forget everything held in memory."""
@@ -374,4 +379,6 @@ class Vision:
 
 
 def _content(package: Package) -> str:
-    return keys.digest("content", [[n, package.tensors[n]] for n in sorted(package.tensors)])
+    # The grid too: positions follow it, and with another one the same rows are another prompt.
+    tensors = [[name, package.tensors[name]] for name in sorted(package.tensors)]
+    return keys.digest("content", tensors, package.grid)

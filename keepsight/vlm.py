@@ -156,6 +156,8 @@ class VLM:
         if processor is not None and family.answers:
             self._renderer = Renderer(family, processor, chat_template)
         self._fingerprint(files)
+        if self._store is not None and family.answers:
+            self.memory.engine.snapshot_pattern()  # now: no turn after a restart pays for it
 
     def _fingerprint(self, files: str | None) -> None:
         """Hash the weights now, or take the fingerprints that the store has for these files."""

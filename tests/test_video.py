@@ -6,14 +6,15 @@ through the real video processors.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from models import build
+from models import build, picture
 
 import keepsight as ks
-from keepsight.errors import InputError, PlaceholderMismatch
+from keepsight.errors import ImageError, InputError, PlaceholderMismatch
 
 START, END, IMAGE, VIDEO = 3, 4, 6, 7
 GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")  # videos are written with image placeholders
@@ -181,3 +182,26 @@ def test_bad_videos_are_refused_by_name() -> None:
             with pytest.raises(error):
                 vlm.generate(**{**script.inputs(), **change})
         assert_exact(vlm, script)
+
+
+def test_a_package_with_another_grid_is_another_prompt() -> None:
+    """Same rows, same claims, another shape or speed: it must not find what the true one left."""
+    model, processor = build("qwen3_vl")
+    question = "Please look at this picture very carefully and tell what it is."
+    with ks.wrap(model, processor, grain=16) as vlm:
+        pack = vlm.encode(picture(3, 160, 96))
+        (t, h, w) = pack.grid["image_grid_thw"][0]
+        turned = dataclasses.replace(pack, grid={"image_grid_thw": [[t, w, h]]})
+        assert h != w
+        true = vlm.ask(pack, question, max_new_tokens=1)
+        other = vlm.ask(turned, question, max_new_tokens=1)
+        assert true.usage.cached_tokens == other.usage.cached_tokens == 0
+        assert vlm.ask(pack, question, max_new_tokens=1).usage.cached_tokens > 0
+
+
+def test_a_package_of_another_modality_is_refused_by_name() -> None:
+    model, processor = build("qwen3_vl")
+    with ks.wrap(model, processor, grain=16) as vlm:
+        pack = dataclasses.replace(vlm.encode(picture(1)), modality="smell")
+        with pytest.raises(ImageError, match="smell"):
+            vlm.ask(pack, "What is it?")
