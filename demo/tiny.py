@@ -64,6 +64,10 @@ _TOKENS: dict[str, Any] = {
 }
 
 
+# Linear attention carries along which picture it is in; attention picks one picture out of several.
+HYBRID = ("linear_attention", "linear_attention", "full_attention", "full_attention") * 2
+
+
 def fresh(kind: str) -> PreTrainedModel:
     """A model of one kind with random weights."""
     if kind == "qwen3_vl":
@@ -82,6 +86,30 @@ def with_tower(model: PreTrainedModel, tower: Path) -> PreTrainedModel:
     if missing:
         raise ValueError(f"{tower.name} lacks {', '.join(missing)}")
     model.model.visual.requires_grad_(False)
+    return model
+
+
+def grown(small: PreTrainedModel) -> PreTrainedModel:
+    """A model of today's layers that answers exactly as one with fewer of them does.
+
+    A layer that is new repeats the one before it, but adds nothing yet: what it hands on begins at
+    zero, and training takes it from there.
+    """
+    model = fresh(small.config.model_type)
+    text, old = model.model.language_model, small.model.language_model
+    before = old.config.layer_types
+    state = {k: v for k, v in small.state_dict().items() if ".layers." not in k or "visual" in k}
+    model.load_state_dict(state, strict=False)
+    at = 0
+    for layer, kind in zip(text.layers, text.config.layer_types, strict=True):
+        is_old = at < len(before) and before[at] == kind
+        layer.load_state_dict(old.layers[at if is_old else at - 1].state_dict())
+        at += is_old
+        if not is_old:
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    if at < len(before):
+        raise ValueError(f"the layers {before} are not among {text.config.layer_types}")
     return model
 
 
@@ -124,10 +152,10 @@ def _fresh_qwen3_5() -> PreTrainedModel:
         "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
     }
-    layers = ["linear_attention", "linear_attention", "full_attention"] * 2
-    text = {**_TEXT, **linear, "num_hidden_layers": 6, "head_dim": 64, "rope_parameters": rope}
+    text = {**_TEXT, **linear, "head_dim": 64, "rope_parameters": rope}
+    text["num_hidden_layers"] = len(HYBRID)
     config = Qwen3_5Config(
-        **_TOKENS, vision_config=_VISION, text_config={**text, "layer_types": layers}
+        **_TOKENS, vision_config=_VISION, text_config={**text, "layer_types": list(HYBRID)}
     )
     return Qwen3_5ForConditionalGeneration(config)
 

@@ -11,7 +11,7 @@ answer equal to a cold one bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,12 +35,12 @@ class Span:
     offset: int
     identity: str = field(compare=False)
     medium: int = field(compare=False)
+    key: str = field(compare=False, default="")  # the image key, whatever was made of it
 
     def clip(self, start: int, end: int) -> Span:
         """The part between two positions."""
         a, b = max(self.start, start), min(self.end, end)
-        offset = self.offset + a - self.start
-        return Span(a, b, self.feature_id, offset, self.identity, self.medium)
+        return replace(self, start=a, end=b, offset=self.offset + a - self.start)
 
     def plain(self) -> list[Any]:
         """As JSON."""
@@ -89,7 +89,8 @@ class Prompt:
         for j, (medium, ranges) in enumerate(zip(self.media, self.ranges, strict=True)):
             offset = 0
             for start, end in ranges:
-                spans.append(Span(start, end, medium.feature_id, offset, medium.identity, j))
+                what = (medium.feature_id, offset, medium.identity, j, medium.key)
+                spans.append(Span(start, end, *what))
                 offset += end - start
         return tuple(sorted(spans, key=lambda span: span.start))
 
@@ -215,6 +216,4 @@ def _spans_agree(spans: Sequence[Span], others: Sequence[Span], limit: int) -> i
 
 def shift(spans: Sequence[Span], by: int) -> tuple[Span, ...]:
     """The spans moved along the path."""
-    return tuple(
-        Span(s.start + by, s.end + by, s.feature_id, s.offset, s.identity, s.medium) for s in spans
-    )
+    return tuple(replace(span, start=span.start + by, end=span.end + by) for span in spans)

@@ -1,0 +1,114 @@
+"""What every store promises, wherever its bytes lie: a folder, an address, or several in a row.
+
+A key names its content, so whoever writes the same key writes the same bytes and no writer needs a
+lock. A store may lose what it has, and then says that it is absent; it never gives back something
+else. Reading never waits for a writer. `flush` is the acknowledgement: what was handed over before
+it survives whatever comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+Name = tuple[str, str]  # kind and key
+
+
+@dataclass(frozen=True)
+class About:
+    """What a store must know of an entry to keep the right ones; none of it is in the content."""
+
+    cost: float = 0.0  # milliseconds that computing it again would take
+    stands_on: Name | None = None  # of no use without that entry, and never kept without it
+    media: tuple[str, ...] = ()  # the image keys of all that it holds anything of
+    ttl: float | None = None  # seconds until it may no longer be used
+
+
+NOTHING = About()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry as the books have it."""
+
+    kind: str
+    key: str
+    nbytes: int
+    used: float  # seconds since the epoch
+    created: float = 0.0
+    uses: int = 0
+    cost: float = 0.0
+    stands_on: Name | None = None
+    media: tuple[str, ...] = ()
+    pinned: bool = False
+    expires: float | None = None
+    tenant: str = ""  # digest of the tenant's name; empty for nobody in particular
+
+
+class Store(Protocol):
+    """Tensors and small JSON notes under a kind and a key, for one tenant."""
+
+    def tenant(self, name: str | None) -> Store:
+        """The same store as another tenant sees it: nothing of it is shared with this one."""
+
+    def has(self, kind: str, key: str) -> bool:
+        """Whether a read of this entry can be expected to work."""
+
+    def get(self, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+        """Tensors and record, or None when absent, expired or damaged."""
+
+    def note(self, kind: str, key: str) -> dict[str, Any] | None:
+        """A small JSON record, or None when absent, expired or damaged."""
+
+    def put(
+        self,
+        kind: str,
+        key: str,
+        tensors: Tensors,
+        record: dict[str, Any],
+        about: About = NOTHING,
+    ) -> None:
+        """Hand an entry over; the tensors must not change afterwards. It is readable at once."""
+
+    def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
+        """Hand a small JSON record over."""
+
+    def reject(self, kind: str, key: str, why: str) -> None:
+        """Set aside an entry whose content turned out not to be what its key says."""
+
+    def tier(self, kind: str, key: str) -> str | None:
+        """Where a read would find it: "disk", "remote", or None."""
+
+    def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
+        """Keep an entry, and what it stands on, whatever the budget; False when absent."""
+
+    def delete(self, kind: str, key: str) -> int:
+        """Remove an entry and all that stands on it, here and everywhere; the bytes freed."""
+
+    def delete_media(self, image_key: str) -> int:
+        """Remove all that holds anything of this image; the bytes freed."""
+
+    def flush(self) -> None:
+        """Return when all that was handed over before is safe, or say that it is not."""
+
+    def close(self) -> None:
+        """Finish writing and let go of everything."""
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries of this tenant."""
+
+    def stats(self) -> dict[str, Any]:
+        """Entries, bytes, hits and misses, per kind and tier."""
+
+    def clear(self) -> int:
+        """Remove every entry of this tenant; the bytes freed."""
+
+    def gc(self, budget: int) -> int:
+        """Remove the least useful entries until the rest fits; the bytes freed."""
+
+    def check(self, repair: bool = False) -> list[str]:
+        """Read everything in full; what is wrong, one line each. `repair` puts it right."""
