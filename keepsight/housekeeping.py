@@ -1,6 +1,6 @@
-"""`keepsight cache`: look after a store folder, without a model.
+"""`keepsight cache`: look after a store, without a model: a folder, or an address such as s3://...
 
-Only files that a store wrote are ever listed or removed; whatever else lies in the folder stays.
+Only files that a store wrote are ever listed or removed; whatever else lies there stays.
 Imports of the store wait inside the commands, because this table is loaded for every `--help`.
 """
 
@@ -16,76 +16,121 @@ from keepsight.errors import FileError, InputError, StoreError
 from keepsight.terminal import age_text, bytes_text, console, json_line, plain, table
 
 if TYPE_CHECKING:
-    from keepsight.store import DiskStore
+    from keepsight.store import Entry
+    from keepsight.store import Store as Kept
 
-app = typer.Typer(help="Look after a store folder.", no_args_is_help=True)
+app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 
 Store = Annotated[
-    str, typer.Option(envvar="KEEPSIGHT_STORE", help="The store folder.", show_default=False)
+    str,
+    typer.Option(
+        envvar="KEEPSIGHT_STORE", help="The store: a folder or an address.", show_default=False
+    ),
 ]
+Tenant = Annotated[str | None, typer.Option(help="Only what belongs to this tenant.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
+Named = Annotated[str, typer.Argument(help="KEY or KIND/KEY; the first characters of a key do.")]
+_SHOWN = 5  # of the largest, the most useful, and what stands on an entry
 
 
-def _open(folder: str) -> DiskStore:
-    from keepsight.store import DiskStore as Opened
+def _open(address: str, tenant: str | None) -> Kept:
+    from keepsight.store import open_store
 
-    if not folder:
+    if not address:
         raise InputError("which store? give --store FOLDER, or set KEEPSIGHT_STORE")
-    store = Opened(folder)
-    if not store.root.is_dir():
-        raise StoreError(f"{store.root}: there is no such folder")
-    return store
+    if "://" not in address and not Path(address).expanduser().is_dir():
+        raise StoreError(f"{Path(address).expanduser()}: there is no such folder")
+    return open_store(address).tenant(tenant)
+
+
+# -- looking -----------------------------------------------------------------------------------
 
 
 @app.command()
-def stats(store: Store = "", as_json: Json = False) -> None:
-    """Entries and bytes, per kind."""
-    told = _open(store).stats()
+def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
+    """Tiers, entries, bytes, hit rates; the largest and the most useful entries."""
+    opened = _open(store, tenant)
+    told = opened.stats()
+    entries = list(opened.entries())
+    largest = sorted(entries, key=lambda e: -e.nbytes)[:_SHOWN]
+    useful = sorted(entries, key=lambda e: -e.worth)[:_SHOWN]
     if as_json:
-        json_line(told)
+        best = {"largest": [_plain(e) for e in largest], "most_useful": [_plain(e) for e in useful]}
+        json_line(told | best)
         return
+    _show_totals(told)
+    for title, chosen in (("largest", largest), ("most useful", useful)):
+        if chosen:
+            shown = table("kind", "key", "size", "uses", right=("size", "uses"), title=title)
+            for e in chosen:
+                shown.add_row(e.kind, e.key[:16], bytes_text(e.nbytes), str(e.uses))
+            console().print(shown)
+
+
+def _show_totals(told: dict[str, Any]) -> None:
     shown = table("kind", "entries", "bytes", right=("entries", "bytes"))
     for kind, counted in sorted(told["kinds"].items()):
         shown.add_row(kind, str(counted["entries"]), bytes_text(counted["bytes"]))
-    entries = sum(counted["entries"] for counted in told["kinds"].values())
-    shown.add_row("all", str(entries), bytes_text(told["bytes"]), style="bold")
+    shown.add_row("all", str(told["entries"]), bytes_text(told["bytes"]), style="bold")
     console().print(shown)
+    for tier in told.get("tiers", ()):
+        line = f"{tier.get('tier', 'tier')}: {tier['entries']} entries, {bytes_text(tier['bytes'])}"
+        console().print(plain(line))
+    counts = told.get("ever") or told
+    hits, asked = counts["hits"], counts["hits"] + counts["misses"]
+    rate = f"{100 * hits / asked:.0f} % of {asked} reads found" if asked else "nothing read yet"
+    console().print(f"{rate}, {counts['evictions']} entries let go, {counts['refused']} refused")
 
 
 @app.command("list")
 def list_entries(
     store: Store = "",
     kind: Annotated[str | None, typer.Option(help="Only this kind, for example package.")] = None,
+    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Every entry: kind, size, age, and for packages the model and the tokens."""
-    opened = _open(store)
-    rows = sorted(opened.entries(), key=lambda row: (row[0], -row[3]))
+    opened = _open(store, tenant)
+    rows = sorted(opened.entries(), key=lambda entry: (entry.kind, -entry.used))
     if kind is not None:
-        kinds = sorted({row[0] for row in rows})
+        kinds = sorted({row.kind for row in rows})
         if kind not in kinds:
             raise InputError(f"--kind {kind}: the store has {', '.join(kinds) or 'nothing'}")
-        rows = [row for row in rows if row[0] == kind]
-    shown = table("kind", "key", "size", "age", "about", right=("size", "age"))
-    for row_kind, key, size, used in rows:
-        age = time.time() - used
-        about = _about(opened, key) if row_kind == "package" else {}
+        rows = [row for row in rows if row.kind == kind]
+    shown = table("kind", "key", "size", "age", "uses", "about", right=("size", "age", "uses"))
+    for row in rows:
+        about = _about(opened, row)
         if as_json:
-            entry = {"kind": row_kind, "key": key, "bytes": size, "age_s": round(age, 1)}
-            json_line(entry | about)
+            json_line(_plain(row) | about)
             continue
         words = f"{about['model']}, {about['tokens']} tokens" if "model" in about else ""
-        words = about.get("damaged", words)
-        shown.add_row(row_kind, key[:16], bytes_text(size), age_text(age), plain(words))
+        words = about.get("damaged", words) + (" (pinned)" if row.pinned else "")
+        age = age_text(time.time() - row.used)
+        shown.add_row(
+            row.kind, row.key[:16], bytes_text(row.nbytes), age, str(row.uses), plain(words)
+        )
     if not as_json:
         console().print(shown)
 
 
-def _about(store: DiskStore, key: str) -> dict[str, Any]:
-    """Whose features a package holds, from its record alone."""
-    from keepsight import tensorfile
+def _plain(entry: Entry) -> dict[str, Any]:
+    """One entry as JSON has it; `age_s` counts from its last use."""
+    told: dict[str, Any] = {"kind": entry.kind, "key": entry.key, "bytes": entry.nbytes}
+    told |= {"age_s": round(time.time() - entry.used, 1), "created": entry.created}
+    told |= {"uses": entry.uses, "cost_ms": entry.cost, "pinned": entry.pinned}
+    told |= {"stands_on": entry.stands_on, "media": list(entry.media), "expires": entry.expires}
+    return told
 
-    path = store.root / "package" / key[:2] / f"{key}.sight"
+
+def _about(store: Kept, entry: Entry) -> dict[str, Any]:
+    """Whose features a package holds, from its record alone; only where the file is at hand."""
+    from keepsight import tensorfile
+    from keepsight.store import layout
+
+    root = getattr(store, "root", None)
+    if entry.kind != "package" or not isinstance(root, Path):
+        return {}
+    path = root / layout.place(entry.kind, entry.key, entry.tenant)
     try:
         record = tensorfile.read_record(path)
         return {"model": str(record["about"].get("model_type")), "tokens": record["tokens"]}
@@ -93,18 +138,142 @@ def _about(store: DiskStore, key: str) -> dict[str, Any]:
         return {"damaged": f"damaged: {error}"}
 
 
+def _find(store: Kept, named: str) -> Entry:
+    """The one entry that is meant."""
+    kind, _, key = named.rpartition("/")
+    if not key:
+        raise InputError(f"{named!r} names no entry; give KEY or KIND/KEY")
+    found = [e for e in store.entries() if e.key.startswith(key) and kind in ("", e.kind)]
+    if not found:
+        raise InputError(f"{named}: the store has no such entry; `keepsight cache list` shows all")
+    if len(found) > 1:
+        names = ", ".join(f"{e.kind}/{e.key[:16]}" for e in found[:_SHOWN])
+        raise InputError(f"{named} may be any of {len(found)} entries: {names}; write more of it")
+    return found[0]
+
+
+@app.command()
+def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
+    """What an entry is, what it stands on, what stands on it, what it costs, when it goes."""
+    opened = _open(store, tenant)
+    it = _find(opened, entry)
+    others = list(opened.entries())
+    upon = [e for e in others if e.stands_on == (it.kind, it.key)]
+    first = sum(e.worth < it.worth and not e.pinned for e in others)
+    bases = _bases(others, it)
+    told = _plain(it) | _about(opened, it) | {"tier": opened.tier(it.kind, it.key)}
+    told |= {"bases": len(bases), "upon": [[e.kind, e.key] for e in upon], "go_first": first}
+    if as_json:
+        json_line(told)
+        return
+    now = time.time()
+    shown = table("", "")
+    shown.add_row("entry", f"{it.kind}/{it.key}")
+    shown.add_row("what", _WHAT.get(it.kind, it.kind))
+    shown.add_row("where", f"{told['tier']}, {bytes_text(it.nbytes)}")
+    if "model" in told:
+        shown.add_row("of", plain(f"{told['model']}, {told['tokens']} tokens"))
+    shown.add_row("made", f"{age_text(now - it.created)} ago, used {it.uses} times")
+    shown.add_row("last used", f"{age_text(now - it.used)} ago")
+    shown.add_row("costs", f"{it.cost:.0f} ms to make again" if it.cost else "not measured")
+    chain = (
+        f"{it.stands_on[0]}/{it.stands_on[1]} ({len(bases)} deep)" if it.stands_on else "nothing"
+    )
+    shown.add_row("stands on", chain)
+    names = ", ".join(f"{e.kind}/{e.key[:16]}" for e in upon[:_SHOWN])
+    shown.add_row("upon it", f"{len(upon)}: {names}" if upon else "nothing")
+    shown.add_row("images", plain(", ".join(it.media)) or "none known")
+    shown.add_row("goes", _when(it, upon, first, len(others), now))
+    console().print(shown)
+
+
+_WHAT = {
+    "package": "the features of one medium",
+    "snapshot": "what a model remembers of one stretch of a prompt",
+    "state": "the states of fixed size at the end of a snapshot",
+    "alias": "a note: these pixels or file bytes are that image",
+    "made": "a note: in which making the features of an image are here",
+    "weights": "a note: the fingerprint of a folder of weights",
+}
+
+
+def _bases(entries: list[Entry], it: Entry) -> list[tuple[str, str]]:
+    """All that an entry stands on, the nearest first."""
+    known = {(e.kind, e.key): e.stands_on for e in entries}
+    found: list[tuple[str, str]] = []
+    base = it.stands_on
+    while base is not None and base not in found:
+        found.append(base)
+        base = known.get(base)
+    return found
+
+
+def _when(it: Entry, upon: list[Entry], first: int, count: int, now: float) -> str:
+    if it.expires is not None:
+        return f"in {age_text(it.expires - now)}, its time is over then"
+    if it.pinned:
+        return "never by itself: it is pinned"
+    after = f", and after the {len(upon)} that stand on it" if upon else ""
+    return f"when a budget is exceeded: {first} of {count} entries are less useful{after}"
+
+
+# -- keeping and letting go --------------------------------------------------------------------
+
+
+@app.command()
+def pin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
+    """Keep an entry, and what it stands on, whatever the budget."""
+    _pin(_open(store, tenant), entry, True)
+
+
+@app.command()
+def unpin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
+    """Let a pinned entry go like any other."""
+    _pin(_open(store, tenant), entry, False)
+
+
+def _pin(store: Kept, named: str, pinned: bool) -> None:
+    it = _find(store, named)
+    if not store.pin(it.kind, it.key, pinned):
+        raise InputError(f"{it.kind}/{it.key} is gone")
+    console().print(f"{it.kind}/{it.key} is {'pinned' if pinned else 'no longer pinned'}")
+
+
+@app.command()
+def delete(
+    entry: Annotated[str | None, typer.Argument(help="KEY or KIND/KEY.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="All that holds anything of this image key.")
+    ] = None,
+    store: Store = "",
+    tenant: Tenant = None,
+) -> None:
+    """Remove an entry and all that stands on it, from every tier; or all of one image."""
+    if (entry is None) == (image is None):
+        raise InputError("delete what? give an ENTRY, or --image KEY")
+    opened = _open(store, tenant)
+    if image is not None:
+        console().print(f"{bytes_text(opened.delete_media(image))} freed")
+        return
+    it = _find(opened, entry or "")
+    console().print(f"{bytes_text(opened.delete(it.kind, it.key))} freed")
+
+
 @app.command()
 def clear(
     store: Store = "",
+    tenant: Tenant = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove every entry; asks first."""
-    opened = _open(store)
+    opened = _open(store, tenant)
     told = opened.stats()
-    entries = sum(counted["entries"] for counted in told["kinds"].values())
     if not yes:
-        question = f"Remove {entries} entries ({bytes_text(told['bytes'])}) from {opened.root}?"
-        typer.confirm(question, abort=True)
+        whose = f" of {tenant}" if tenant is not None else ""
+        question = (
+            f"Remove {told['entries']} entries{whose} ({bytes_text(told['bytes'])}) from {store}?"
+        )
+        typer.confirm(plain(question), abort=True)
     console().print(f"{bytes_text(opened.clear())} freed")
 
 
@@ -112,22 +281,33 @@ def clear(
 def gc(
     budget: Annotated[str, typer.Option(help="What may stay, for example 2GiB.")],
     store: Store = "",
+    tenant: Tenant = None,
 ) -> None:
-    """Remove the least recently used entries until the rest fits."""
+    """Remove the least useful entries until the rest fits."""
     from keepsight.store import parse_bytes
 
-    opened = _open(store)
+    opened = _open(store, tenant)
     freed = opened.gc(parse_bytes(int(budget) if budget.isdigit() else budget))
     console().print(f"{bytes_text(freed)} freed, {bytes_text(opened.stats()['bytes'])} stay")
 
 
 @app.command()
-def check(store: Store = "") -> None:
-    """Read every entry in full; what is damaged is named, and the exit code is 1."""
-    opened = _open(store)
-    entries = sum(1 for _ in opened.entries())
-    wrong = opened.check()
+def check(
+    store: Store = "",
+    tenant: Tenant = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Put right what is wrong.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Read every entry in full; what is wrong is named, and the exit code is 1 (repaired: 0)."""
+    opened = _open(store, tenant)
+    entries = opened.stats()["entries"]
+    wrong = opened.check(repair)
+    left = opened.check() if repair and wrong else wrong
+    if as_json:
+        json_line({"entries": entries, "wrong": wrong, "left": left, "repaired": repair})
+        raise typer.Exit(1 if left else 0)
     for line in wrong:
         console().print(plain(line), style="red")
-    console().print(f"{entries} entries checked, {len(wrong)} damaged in {Path(opened.root)}")
-    raise typer.Exit(1 if wrong else 0)
+    mended = f", {len(wrong) - len(left)} put right" if repair else ""
+    console().print(plain(f"{entries} entries checked, {len(wrong)} damaged{mended} in {store}"))
+    raise typer.Exit(1 if left else 0)

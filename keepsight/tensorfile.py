@@ -13,13 +13,14 @@ that one content would have many spellings, and hides why a disk refused behind 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -32,6 +33,7 @@ from keepsight.errors import (
     WrongFormatVersion,
 )
 
+Where = Path | str
 MAX_HEADER = 64 << 20
 _MAX_DIMENSIONS = 64
 _KEY = "keepsight"
@@ -59,6 +61,13 @@ def write(
     path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
 ) -> int:
     """Write atomically; the size in bytes. The data is on the disk when this returns."""
+    return write_whole(path, spelled(kind, version, tensors, record))
+
+
+def spelled(
+    kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
+) -> Iterator[bytes | memoryview]:
+    """The parts of the file in their order; one content has one spelling."""
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
     body = dict(record, kind=kind, format=version)
     body["tensors"] = {name: keys.digest("tensor", t) for name, t in tensors.items()}
@@ -66,7 +75,7 @@ def write(
     metadata = {"format": "pt", _KEY: text, "digest": keys.digest("record", text)}
     header, order = _spell(tensors, metadata)
     body_parts = (keys.tensor_bytes(tensors[name]) for name in order)
-    return write_whole(path, itertools.chain([header], body_parts))
+    return itertools.chain([header], body_parts)
 
 
 def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
@@ -133,32 +142,54 @@ def sync_folder(folder: Path) -> None:
 def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and record, every byte checked. The tensors are views of one buffer."""
     with open(path, "rb") as file:
-        header, start, size = _header(file, path)
-        record = _record(header.pop("__metadata__", None), path, kind, version)
-        places = _places(header, size - start, path)
-        buffer = torch.empty(size - start, dtype=torch.uint8)
-        if file.readinto(buffer.numpy().data) != size - start:
-            raise DamagedFile(f"{path}: the file ends early; delete it and make it again")
+        return _read(file, os.fstat(file.fileno()).st_size, path, kind, version)
+
+
+def parse(
+    data: bytes | bytearray | memoryview, where: str, kind: str, version: int
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The same from the bytes of a whole file; the tensors do not share them."""
+    return _read(io.BytesIO(data), len(data), where, kind, version)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record alone, whatever its kind; tensors are neither read nor checked."""
+    with open(path, "rb") as file:
+        header, _ = _header(file, os.fstat(file.fileno()).st_size, path)
+    return _record(header.get("__metadata__"), path, None, None)
+
+
+def parse_record(data: bytes, size: int, where: str) -> dict[str, Any] | int:
+    """The record alone from the first bytes of a file of that size, or how many bytes it takes."""
+    if len(data) < size:
+        needed = 8 + int.from_bytes(data[:8], "little") if len(data) >= 8 else 8
+        if len(data) < needed <= min(size, 8 + MAX_HEADER):
+            return needed
+    header, _ = _header(io.BytesIO(data), size, where)
+    return _record(header.get("__metadata__"), where, None, None)
+
+
+def _read(
+    file: BinaryIO, size: int, where: Where, kind: str, version: int
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    header, start = _header(file, size, where)
+    record = _record(header.pop("__metadata__", None), where, kind, version)
+    places = _places(header, size - start, where)
+    buffer = torch.empty(size - start, dtype=torch.uint8)
+    if file.readinto(buffer.numpy().data) != size - start:  # type: ignore[attr-defined]
+        raise DamagedFile(f"{where}: the file ends early; delete it and make it again")
     try:
         tensors = {
             name: buffer[a:b].view(d).reshape(shape) if b > a else torch.empty(shape, dtype=d)
             for name, (d, shape, a, b) in places.items()
         }
     except (RuntimeError, TypeError) as error:  # an absurd shape, or a place that is not aligned
-        raise DamagedFile(f"{path}: a tensor cannot be laid out: {error}") from None
-    _check_digests(tensors, record.get("tensors"), path)
+        raise DamagedFile(f"{where}: a tensor cannot be laid out: {error}") from None
+    _check_digests(tensors, record.get("tensors"), where)
     return tensors, record
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """The record alone, whatever its kind; tensors are neither read nor checked."""
-    with open(path, "rb") as file:
-        header, _, _ = _header(file, path)
-    return _record(header.get("__metadata__"), path, None, None)
-
-
-def _header(file: Any, path: Path) -> tuple[dict[str, Any], int, int]:
-    size = os.fstat(file.fileno()).st_size
+def _header(file: BinaryIO, size: int, path: Where) -> tuple[dict[str, Any], int]:
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > MAX_HEADER or length < 2:
@@ -171,10 +202,10 @@ def _header(file: Any, path: Path) -> tuple[dict[str, Any], int, int]:
         raise NotKeepsightFile(f"{path}: not a Keepsight file (its header is not JSON)") from None
     if not isinstance(header, dict):
         raise NotKeepsightFile(f"{path}: not a Keepsight file (its header is not an object)")
-    return header, 8 + length, size
+    return header, 8 + length
 
 
-def _record(metadata: Any, path: Path, kind: str | None, version: int | None) -> dict[str, Any]:
+def _record(metadata: Any, path: Where, kind: str | None, version: int | None) -> dict[str, Any]:
     text = metadata.get(_KEY) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise NotKeepsightFile(f"{path}: a safetensors file, but without a Keepsight record")
@@ -197,7 +228,7 @@ def _record(metadata: Any, path: Path, kind: str | None, version: int | None) ->
 
 
 def _places(
-    header: dict[str, Any], data: int, path: Path
+    header: dict[str, Any], data: int, path: Where
 ) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
     """Where each tensor lies. The ranges must tile the data exactly: no gaps, no overlaps."""
     places = {}
@@ -232,7 +263,7 @@ def _integers(values: Any) -> list[int]:
     return values
 
 
-def _check_digests(tensors: dict[str, torch.Tensor], expected: Any, path: Path) -> None:
+def _check_digests(tensors: dict[str, torch.Tensor], expected: Any, path: Where) -> None:
     if not isinstance(expected, dict) or expected.keys() != tensors.keys():
         raise DamagedFile(f"{path}: the record and the tensors do not name the same things")
     for name, tensor in tensors.items():

@@ -1,11 +1,27 @@
 """Bytes under a key: a bounded memory, and stores that outlive the process.
 
-`contract` says what a store promises, `disk` keeps it in a folder, `sizes` counts bytes. Nothing
-in here knows of images, models or prompts.
+`contract` says what a store promises, `layout` where an entry lies and how it is spelled; `disk`
+keeps entries in a folder, `remote` at an address, `tiers` in several stores in a row. Behind `disk`
+stand `folder` (files that stay inside the store), `entryfile` (one entry as one file), `catalogue`
+(the book about them), `writer` (the thread that writes) and `audit` (check and repair). `sizes`
+counts bytes and says what is worth keeping. Nothing in here knows of images, models or prompts.
 """
 
 from keepsight.store.contract import NOTHING, About, Entry, Store
 from keepsight.store.disk import FORMAT, DiskStore
-from keepsight.store.sizes import Recent, parse_bytes
+from keepsight.store.opening import open_store
+from keepsight.store.sizes import Recent, likely_cost, parse_bytes, worth
 
-__all__ = ["FORMAT", "NOTHING", "About", "DiskStore", "Entry", "Recent", "Store", "parse_bytes"]
+__all__ = [
+    "FORMAT",
+    "NOTHING",
+    "About",
+    "DiskStore",
+    "Entry",
+    "Recent",
+    "Store",
+    "likely_cost",
+    "open_store",
+    "parse_bytes",
+    "worth",
+]

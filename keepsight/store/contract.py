@@ -47,6 +47,7 @@ class Entry:
     pinned: bool = False
     expires: float | None = None
     tenant: str = ""  # digest of the tenant's name; empty for nobody in particular
+    worth: float = 0.0  # see `sizes.worth`: the least goes first; 0 where no book keeps it
 
 
 class Store(Protocol):
@@ -64,6 +65,9 @@ class Store(Protocol):
     def note(self, kind: str, key: str) -> dict[str, Any] | None:
         """A small JSON record, or None when absent, expired or damaged."""
 
+    def entry(self, kind: str, key: str) -> Entry | None:
+        """One entry as the books have it, without reading it; None when absent or expired."""
+
     def put(
         self,
         kind: str,
@@ -72,7 +76,12 @@ class Store(Protocol):
         record: dict[str, Any],
         about: About = NOTHING,
     ) -> None:
-        """Hand an entry over; the tensors must not change afterwards. It is readable at once."""
+        """Hand an entry over; the tensors must not change afterwards. It is readable at once.
+
+        A store may refuse it, and counts that: when too much waits to be written, when it alone is
+        over the budget, or when what it stands on is absent. Only what stands on its own key may
+        come before its base.
+        """
 
     def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
         """Hand a small JSON record over."""
@@ -99,16 +108,18 @@ class Store(Protocol):
         """Finish writing and let go of everything."""
 
     def entries(self) -> Iterator[Entry]:
-        """All entries of this tenant."""
+        """All entries of this tenant, in no order."""
 
     def stats(self) -> dict[str, Any]:
-        """Entries, bytes, hits and misses, per kind and tier."""
+        """At least entries, bytes, kinds (entries and bytes of each), hits, misses, evictions,
+        written, refused (all four since it was opened), budget, quota and broken (why, or None)."""
 
     def clear(self) -> int:
         """Remove every entry of this tenant; the bytes freed."""
 
     def gc(self, budget: int) -> int:
-        """Remove the least useful entries until the rest fits; the bytes freed."""
+        """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
 
     def check(self, repair: bool = False) -> list[str]:
-        """Read everything in full; what is wrong, one line each. `repair` puts it right."""
+        """Read everything in full; what is wrong, one line each. `repair` puts it right, so that
+        nothing is wrong afterwards."""

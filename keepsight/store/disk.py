@@ -1,280 +1,340 @@
-"""Bytes under a key: a bounded memory, and a folder that outlives the process.
+"""A folder that outlives the process: what `contract` promises, kept in files.
 
 A key names its content, so writers never need locks: whoever writes the same key writes the same
-bytes. Writing happens in one background thread, so no answer waits for a disk; `flush()` returns
-when everything handed over before it is on the disk. A folder that cannot be written is given up
-with one warning and everything goes on without it. A damaged entry is named in a warning, moved
-aside and reported as absent, so it is computed again.
+bytes. Reading goes to the file and nowhere else, so no reader waits for a writer or for the book.
+Writing happens in one background thread (`writer`), so no answer waits for a disk; `flush()`
+returns when everything handed over before it is on the disk. A damaged entry is named in a warning,
+moved aside and reported as absent, so it is computed again.
 
 This module knows nothing of images, models or prompts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
+from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
+from keepsight.store import audit, entryfile, layout
+from keepsight.store.book import Book, name_of, pin_name
+from keepsight.store.contract import NOTHING, About, Entry, Tensors
+from keepsight.store.entryfile import FORMAT
+from keepsight.store.folder import Folder
+from keepsight.store.layout import Place
+from keepsight.store.writer import Job, Writer
 
-from keepsight import keys, tensorfile
-from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVersion
+__all__ = ["FORMAT", "DiskStore"]
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1
-_NOTES = ("alias", "made", "weights")  # the kinds that are JSON alone
 T = TypeVar("T")
 
 
-@dataclass
-class _Job:
-    """One write that has not reached the disk yet."""
-
-    kind: str
-    key: str
-    record: dict[str, Any]
-    tensors: dict[str, torch.Tensor] | None  # None: a note, JSON alone
-
-
 class DiskStore:
-    """A folder of tensor files and small JSON notes, each under a kind and a key."""
+    """A folder of tensor files and small JSON notes, each under a kind and a key.
 
-    def __init__(self, root: str | Path, budget: int | None = None) -> None:
+    `budget` bounds the bytes of the whole folder, `quota` those of each tenant in it, and `waiting`
+    those that may wait in memory to be written.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        budget: int | None = None,
+        *,
+        quota: int | None = None,
+        waiting: int = 1 << 30,
+    ) -> None:
         if "://" in str(root):
-            raise StoreError(f"{root}: only local folders can be a store so far")
-        self.root = Path(root).expanduser()
-        self.budget = budget
-        self.broken: str | None = None
-        self._lost: str | None = None  # what one write failed of, until a `flush` has told it
+            raise StoreError(f"{root}: only local folders can be a store here; see open_store")
+        self._folder = Folder(root)
+        self._book = Book(self._folder)
+        self._writer = Writer(self._folder, self._book, budget, quota, waiting)
+        self._tenant = ""
+        self._whole = self  # the store that this is a view of
         self._unreadable = False
-        self._pending: dict[tuple[str, str], _Job] = {}
-        self._queue: queue.Queue[_Job | None] = queue.Queue()
-        self._lock = threading.Lock()
-        self._writer: threading.Thread | None = None
-        self._written = 0
+        self._refuse_other_formats()
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        return self._folder.root
+
+    @property
+    def budget(self) -> int | None:
+        """What the whole folder may hold, in bytes."""
+        return self._writer.budget
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing can be written at the moment, or None."""
+        return self._writer.broken
+
+    def tenant(self, name: str | None) -> DiskStore:
+        """The same store as another tenant sees it: nothing of it is shared with this one."""
+        view = object.__new__(DiskStore)
+        view.__dict__.update(self._whole.__dict__)
+        view._tenant = layout.tenant_digest(name)
+        return view
+
+    def tenants(self) -> list[str]:
+        """The digests of all tenants that have anything here; empty for nobody in particular."""
+        self._catch_up()
+        return self._book.act(lambda catalogue: catalogue.tenants())
+
+    def _refuse_other_formats(self) -> None:
+        try:
+            layout.check_marker(self._folder.path(layout.MARKER).read_bytes(), str(self.root))
+        except DamagedFile as error:
+            logger.warning("%s; written anew", error)
+        except OSError:
+            pass  # a folder from before there were markers, or none yet
 
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, kind: str, key: str) -> bool:
         """Whether a read of this entry can be expected to work."""
-        return (kind, key) in self._pending or os.path.exists(self._path(kind, key))
+        place = self._place(kind, key)
+        return place in self._writer.pending or self._writer.is_there(place)
 
-    def get(self, kind: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-        """Tensors and record, or None when absent or damaged."""
-        job = self._pending.get((kind, key))
-        if job is not None and job.tensors is not None:
-            return job.tensors, job.record
-        return self._careful(self._read, kind, key)
+    def tier(self, kind: str, key: str) -> str | None:
+        """Where a read would find it: "disk", or None."""
+        return "disk" if self.has(kind, key) else None
+
+    def get(self, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+        """Tensors and record, or None when absent, expired or damaged."""
+        place = self._place(kind, key)
+        job = self._waiting(place)
+        if job is not None:
+            return None if job.tensors is None else (job.tensors, job.record)
+        found = self._careful(entryfile.read, place)
+        if found is None or self._is_over(place, found[1].get("kept")):
+            self._writer.count(place.tenant, "misses")
+            return None
+        self._writer.used(place)
+        return found
 
     def note(self, kind: str, key: str) -> dict[str, Any] | None:
-        """A small JSON record, or None when absent or damaged."""
-        job = self._pending.get((kind, key))
+        """A small JSON record, or None when absent, expired or damaged."""
+        place = self._place(kind, key)
+        job = self._waiting(place)
         if job is not None:
             return job.record
-        return self._careful(self._read_note, kind, key)
+        found = self._careful(entryfile.read_note, place)
+        if found is None or self._is_over(place, found[1]):
+            self._writer.count(place.tenant, "misses")
+            return None
+        self._writer.used(place)
+        return found[0]
 
     def reject(self, kind: str, key: str, why: str) -> None:
         """Set aside an entry whose content turned out not to be what its key says."""
-        self._set_aside(self._path(kind, key), why)
+        self._set_aside(self._place(kind, key), why)
 
-    def _careful(self, read: Callable[[str, str], T], kind: str, key: str) -> T | None:
+    def _place(self, kind: str, key: str) -> Place:
+        layout.checked(kind, key)
+        return Place(self._tenant, kind, key)
+
+    def _waiting(self, place: Place) -> Job | None:
+        """What was handed over, is not on the disk yet, and is not over."""
+        job = self._writer.pending.get(place)
+        if job is None or layout.expired(job.told):
+            return None
+        self._writer.count(place.tenant, "hits")
+        return job
+
+    def _is_over(self, place: Place, told: Any) -> bool:
+        if not layout.expired(told):
+            return False
+        self._writer.over(place)
+        return True
+
+    def _careful(self, read: Callable[[Path, str, str], T], place: Place) -> T | None:
         """What can be read. Only a file that is wrong is set aside, not one out of reach."""
-        path = self._path(kind, key)
+        path = self._folder.path(name_of(place))
         try:
-            found = read(kind, key)
+            return read(path, place.kind, place.key)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except WrongFormatVersion as error:
             # Another version's entry is sound, and somebody may still want it.
             logger.warning("%s; left as it is", error)
-            return None
-        except FileError as error:
-            self._set_aside(path, error)
-            return None
+        except (FileError, IsADirectoryError) as error:
+            self._set_aside(place, error)
         except OSError as error:
-            if not self._unreadable:
-                self._unreadable = True
+            if not self._whole._unreadable:
+                self._whole._unreadable = True
                 logger.warning("the store %s cannot be read (%s); going on", self.root, error)
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # the age that `gc` goes by
-        return found
+        return None
 
-    def _read(self, kind: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        path = self._path(kind, key)
-        tensors, record = tensorfile.read(path, kind, FORMAT)
-        if record.get("entry") != key:
-            raise DamagedFile(f"{path}: this is the entry {record.get('entry')!r}")
-        return tensors, record
-
-    def _read_note(self, kind: str, key: str) -> dict[str, Any]:
-        path = self._path(kind, key)
-        data = path.read_bytes()
+    def _set_aside(self, place: Place, error: object) -> None:
+        path = self._folder.path(name_of(place))
+        logger.warning("damaged entry set aside: %s (%s)", path, error)
         try:
-            wrapped = json.loads(data)
-            body: dict[str, Any] = dict(wrapped["body"])
-            if wrapped["digest"] != _note_digest(kind, key, body):
-                raise ValueError("the note does not match its digest")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedFile(f"{path}: {error}") from None
-        return body
+            self._folder.set_aside(name_of(place))
+        except OSError:
+            return  # a folder that cannot be written: it stays, and stays absent
+        self._writer.over(place)
 
     # -- writing ---------------------------------------------------------------------------------
 
     def put(
-        self, kind: str, key: str, tensors: dict[str, torch.Tensor], record: dict[str, Any]
+        self,
+        kind: str,
+        key: str,
+        tensors: Tensors,
+        record: dict[str, Any],
+        about: About = NOTHING,
     ) -> None:
         """Hand an entry to the writer; the tensors must not change afterwards."""
-        self._hand_over(_Job(kind, key, record, tensors))
+        self._hand_over(self._place(kind, key), record, tensors, about)
 
-    def put_note(self, kind: str, key: str, body: dict[str, Any]) -> None:
+    def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
         """Hand a small JSON record to the writer."""
-        self._hand_over(_Job(kind, key, body, None))
+        self._hand_over(self._place(kind, key), body, None, about)
+
+    def _hand_over(
+        self, place: Place, record: dict[str, Any], tensors: Tensors | None, about: About
+    ) -> None:
+        if (tensors is None) != (place.kind in layout.NOTES):
+            expected = "a note: use put_note" if tensors is not None else "tensors: use put"
+            raise InputError(f"the kind {place.kind!r} is for {expected}")
+        layout.checked_about(about)
+        if place in self._writer.pending or self._writer.is_there(place):
+            return
+        if not self._writer.has_base(place, about):
+            self._writer.refuse(place)
+            return
+        self._writer.hand_over(Job(place, record, tensors, about, layout.kept(about)))
 
     def flush(self) -> None:
         """Return when everything handed over before is on the disk, or say that it is not."""
-        self._queue.join()
-        lost, self._lost = self._lost, None
-        if self.broken or lost:
-            raise StoreError(f"{self.root} could not be written: {self.broken or lost}")
+        self._writer.flush()
 
     def close(self) -> None:
-        """Finish writing and stop the writer."""
-        if self._writer is not None:
-            self._queue.put(None)
-            self._writer.join()
-            self._writer = None
+        """Finish writing and stop the writer; of a tenant's view, only the first."""
+        if self is self._whole:
+            self._writer.close()
+        else:
+            self._writer.drain()
 
-    def _hand_over(self, job: _Job) -> None:
-        if self.broken is not None or self.has(job.kind, job.key):
-            return
-        with self._lock:
-            self._pending[job.kind, job.key] = job
-            if self._writer is None:
-                self._writer = threading.Thread(
-                    target=self._write_all, name="keepsight-store", daemon=True
-                )
-                self._writer.start()
-        self._queue.put(job)
+    # -- keeping ---------------------------------------------------------------------------------
 
-    def _write_all(self) -> None:
-        while (job := self._queue.get()) is not None:
-            try:
-                if self.broken is None:
-                    self._write(job)
-                    self._keep_budget()
-            except OSError as error:
-                self.broken = str(error)
-                logger.warning(
-                    "the store %s cannot be written (%s); going on without it", self.root, error
-                )
-            except Exception as error:
-                self._lost = f"{job.kind}/{job.key}: {error}"
-                logger.exception("writing %s/%s failed; going on without it", job.kind, job.key)
-            finally:
-                self._pending.pop((job.kind, job.key), None)
-                self._queue.task_done()
-        self._queue.task_done()
+    def _catch_up(self) -> None:
+        """The book as it is now, with every file in it."""
+        self._writer.catch_up()
+        if self._book.in_memory:
+            self._book.close()  # others may have written what a book in memory cannot know
+        self._book.complete()
 
-    def _write(self, job: _Job) -> None:
-        path = self._path(job.kind, job.key)
-        if job.tensors is not None:
-            record = dict(job.record, entry=job.key)
-            self._written += tensorfile.write(path, job.kind, FORMAT, job.tensors, record)
-            return
-        digest = _note_digest(job.kind, job.key, job.record)
-        text = keys.canonical_json({"body": job.record, "digest": digest})
-        self._written += tensorfile.write_whole(path, [text.encode()])
+    def entry(self, kind: str, key: str) -> Entry | None:
+        """One entry as the books have it, without reading it; None when absent or expired."""
+        place = self._place(kind, key)
+        self._writer.catch_up()
+        if not self._writer.is_there(place):
+            return None
+        found = self._book.try_to(lambda catalogue: catalogue.row(place), None)
+        return found or audit.as_found(self._folder, place)
 
-    # -- housekeeping ----------------------------------------------------------------------------
-
-    def entries(self) -> Iterator[tuple[str, str, int, float]]:
-        """(kind, key, bytes, last use) of everything on the disk."""
-        for path in self.root.glob("*/??/*"):
-            if path.name.startswith(".") or path.suffix == ".damaged":
-                continue
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                yield path.parts[-3], path.stem, status.st_size, status.st_mtime
+    def entries(self) -> Iterator[Entry]:
+        """All entries of this tenant."""
+        self._catch_up()
+        yield from self._book.pages(self._tenant)
 
     def stats(self) -> dict[str, Any]:
-        """Entries and bytes per kind."""
+        """Entries and bytes per kind; what happened since it was opened, and `ever`."""
+        names = ("hits", "misses", "evictions", "written", "refused")
         kinds: dict[str, dict[str, int]] = {}
-        for kind, _, size, _ in self.entries():
-            counted = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
-            counted["entries"] += 1
-            counted["bytes"] += size
-        total = sum(k["bytes"] for k in kinds.values())
-        return {"root": str(self.root), "bytes": total, "kinds": kinds, "broken": self.broken}
+        ever: dict[str, int] = {}
+        try:
+            self._catch_up()
+            kinds = self._book.act(lambda catalogue: catalogue.totals(self._tenant))
+            ever = self._book.act(
+                lambda c: {name: int(c.fact(f"{name} {self._tenant}")) for name in names}
+            )
+        except StoreError as error:
+            logger.warning("%s: what it holds is not known now", error)
+        counts: dict[str, int] = dict(self._writer.counts.get(self._tenant, {}))
+        return {
+            "root": str(self.root),
+            "tier": "disk",
+            "entries": sum(counted["entries"] for counted in kinds.values()),
+            "bytes": sum(counted["bytes"] for counted in kinds.values()),
+            "kinds": kinds,
+            **{name: counts.get(name, 0) for name in names},
+            "ever": ever,
+            "waiting": sum(j.nbytes for p, j in self._jobs() if p.tenant == self._tenant),
+            "budget": self._writer.budget,
+            "quota": self._writer.quota,
+            "broken": self.broken,
+        }
+
+    def _jobs(self) -> list[tuple[Place, Job]]:
+        return list(self._writer.pending.items())
+
+    def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
+        """Keep an entry, and what it stands on, whatever the budget; False when absent."""
+        place = self._place(kind, key)
+        self._catch_up()
+        if not self._writer.is_there(place):
+            return False
+        try:
+            if pinned:
+                self._folder.write(pin_name(place), [b"{}"], None)
+            else:
+                self._folder.remove(pin_name(place))
+        except OSError as error:
+            raise StoreError(f"{self.root}: no pin can be set or removed: {error}") from error
+        return self._book.change(lambda catalogue: catalogue.pin(place, pinned))
+
+    def delete(self, kind: str, key: str) -> int:
+        """Remove an entry and all that stands on it; the bytes freed."""
+        place = self._place(kind, key)
+        self._catch_up()
+        return self._remove([place])
+
+    def delete_media(self, image_key: str) -> int:
+        """Remove all that holds anything of this image, and all that stands on that."""
+        self._catch_up()
+
+        def holders() -> list[Place]:
+            found = self._book.act(lambda c: c.with_media(self._tenant, [image_key]))
+            # Older snapshots name the features of an image and not the image.
+            features = [place.key for place in found if place.kind == "package"]
+            return found + self._book.act(lambda c: c.with_media(self._tenant, features))
+
+        return self._remove(holders())
 
     def clear(self) -> int:
-        """Remove every entry; the number of bytes freed."""
-        self._queue.join()
-        freed = 0
-        for kind, key, size, _ in list(self.entries()):
-            with contextlib.suppress(OSError):
-                self._path(kind, key).unlink()
-                freed += size
-        self._sweep(0.0)
+        """Remove every entry of this tenant; the bytes freed."""
+        self._catch_up()
+        freed = self._remove([Place(e.tenant, e.kind, e.key) for e in self.entries()])
+        audit.sweep(self._folder, self._tenant, 0.0)
         return freed
 
     def gc(self, budget: int) -> int:
-        """Remove the least recently used entries until the rest fits; bytes freed."""
-        entries = sorted(self.entries(), key=lambda entry: entry[3])
-        total, freed = sum(entry[2] for entry in entries), 0
-        for kind, key, size, _ in entries:
-            if total - freed <= budget:
-                break
-            with contextlib.suppress(OSError):
-                self._path(kind, key).unlink()
-                freed += size
-        self._sweep(7 * 86400.0)
+        """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
+        self._catch_up()
+        gone, freed = self._book.fit(self._tenant, budget)
+        self._writer.count(self._tenant, "evictions", len(gone))
+        audit.sweep(self._folder, self._tenant, 7 * 86400.0)
         return freed
 
-    def _sweep(self, age: float) -> None:
-        """Remove damaged entries of that age, and what killed writers left behind."""
-        for pattern, seconds in (("*.damaged", age), (".part-*", 3600.0)):
-            for leftover in self.root.glob(f"*/??/{pattern}"):
-                with contextlib.suppress(OSError):
-                    if leftover.stat().st_mtime <= time.time() - seconds:
-                        leftover.unlink()
+    def _remove(self, places: list[Place]) -> int:
+        tower = self._book.act(lambda catalogue: catalogue.tower(places))
+        freed = self._book.remove(tower)
+        for place in tower:
+            if self._folder.status(pin_name(place)) is not None:
+                self._folder.remove(pin_name(place))
+        return freed
 
-    def check(self) -> list[str]:
-        """Read every entry in full; what is wrong, one line each."""
-        wrong = []
-        for kind, key, _, _ in self.entries():
-            read: Callable[[str, str], Any] = self._read_note if kind in _NOTES else self._read
-            try:
-                read(kind, key)
-            except (FileError, OSError) as error:
-                wrong.append(str(error))
-        return wrong
+    def check(self, repair: bool = False) -> list[str]:
+        """Read everything in full; what is wrong, one line each. `repair` puts it right.
 
-    def _keep_budget(self) -> None:
-        # A scan costs time, so it runs after each sixteenth of the budget that was written.
-        if self.budget is not None and self._written > self.budget // 16:
-            self._written = 0
-            self.gc(self.budget)
-
-    def _set_aside(self, path: Path, error: object) -> None:
-        logger.warning("damaged entry set aside: %s (%s)", path, error)
-        with contextlib.suppress(OSError):
-            os.replace(path, path.with_suffix(".damaged"))
-
-    def _path(self, kind: str, key: str) -> Path:
-        suffix = ".json" if kind in _NOTES else ".sight" if kind == "package" else ".keep"
-        return self.root / kind / key[:2] / f"{key}{suffix}"
-
-
-def _note_digest(kind: str, key: str, body: dict[str, Any]) -> str:
-    """The key is part of it, so that no note can pass for another."""
-    return keys.digest("note", kind, key, keys.canonical_json(body))
+        Without a tenant, all tenants are checked. Repaired is all but what no store wrote, and
+        entries of another version: those are named, and stay as they are.
+        """
+        self._writer.catch_up()
+        tenants = [self._tenant] if self._tenant else ["", *self._folder.names("tenants")]
+        return audit.Audit(self._folder, self._book, tenants, repair).run()

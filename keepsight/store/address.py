@@ -1,0 +1,304 @@
+"""One fsspec address: whole objects in and out, each within bounded time.
+
+An object appears whole or not at all: stores of objects put them whole, and everywhere else a
+sibling is written first and then moved. Nothing here knows what the objects are. Listings that
+fsspec remembers are switched off, since other machines write to the same address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from keepsight import tensorfile
+from keepsight.errors import InputError, MissingExtra, StoreError
+
+logger = logging.getLogger(__name__)
+
+# Here an object is put whole by itself; a sibling and a move would only cost a second copy.
+_WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "oci", "memory"}
+# The library of a protocol, and the extra that brings it.
+_LIBRARIES = {
+    "s3": ("s3fs", "s3"),
+    "s3a": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "sftp": ("paramiko", None),
+    "ssh": ("paramiko", None),
+    "abfs": ("adlfs", None),
+    "az": ("adlfs", None),
+}
+_PART = ".part-"
+_AT_ONCE = 16  # requests of a housekeeping that run at the same time
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Found(NamedTuple):
+    """One object of a listing."""
+
+    name: str  # from the address on
+    nbytes: int
+    written: float  # seconds since the epoch, 0.0 where the address does not say
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is something half written, that was never moved into place."""
+        return self.name.rpartition("/")[2].startswith(_PART)
+
+
+class Address:
+    """Read, write, remove and list objects below one address."""
+
+    def __init__(self, address: str, options: dict[str, Any] | None, timeout: float) -> None:
+        if not isinstance(address, str) or "://" not in address:
+            raise InputError(f"{address!r} is no address; expected one such as s3://bucket/name")
+        self.shown = re.sub(r"//[^/@]*@", "//", address)  # never a password
+        self.timeout = timeout
+        self._address, self._options = address, dict(options or {})
+        self._process = 0
+        self._folders: set[str] = set()
+        self._lock = threading.Lock()
+        self._open()
+
+    def _open(self) -> None:
+        import fsspec
+
+        protocol = self._address.split("://", 1)[0]
+        try:
+            # An instance of our own: what fsspec remembers in it is nobody else's.
+            fs, root = fsspec.url_to_fs(self._address, skip_instance_cache=True, **self._options)
+        except ImportError as error:
+            raise _missing(protocol, error) from None
+        except Exception as error:
+            raise StoreError(f"{self.shown} cannot be opened: {error}") from error
+        if getattr(fs, "dircache", None) is not None:
+            fs.dircache.use_listings_cache = False
+        self._fs, self.root, self._process = fs, str(root).rstrip("/"), os.getpid()
+        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        self._whole = bool(protocols & _WHOLE)
+        self._local = bool(protocols & {"file", "local"})
+
+    @property
+    def fs(self) -> Any:
+        """The file system; opened again in a forked child, where the parent's does not work."""
+        if self._process != os.getpid():
+            self._open()
+        return self._fs
+
+    # -- one object ------------------------------------------------------------------------------
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """An object, or some bytes of it; FileNotFoundError where there is none."""
+        path = self._path(name)
+        data: bytes = self.bounded(lambda: self.fs.cat_file(path, start=start, end=end))
+        return data
+
+    def info(self, name: str) -> Found:
+        """What a listing would say of an object; FileNotFoundError where there is none."""
+        told = self.bounded(lambda: self.fs.info(self._path(name)))
+        if not _is_file(told):
+            raise FileNotFoundError(f"{self.shown}/{name} is no object")
+        return _found(name, told)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such an object."""
+        try:
+            self.info(name)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def write(
+        self, name: str, parts: list[bytes | memoryview], unwanted: Callable[[], bool]
+    ) -> None:
+        """Put an object in place, whole or not at all. What turns out to be unwanted by the time
+        it is written, even after the time for it had run out, is removed again."""
+
+        def work() -> None:
+            self._put(name, parts)
+            if unwanted():
+                self._remove(name)
+
+        # A large object takes its time on a slow line: a MiB/s is the least that is waited for.
+        self.bounded(work, self.timeout + sum(len(part) for part in parts) / (1 << 20))
+
+    def _put(self, name: str, parts: list[bytes | memoryview]) -> None:
+        path = self._path(name)
+        if self._local:
+            tensorfile.write_whole(Path(path), parts)
+            return
+        data = b"".join(parts)
+        if self._whole:
+            self.fs.pipe_file(path, data)
+            return
+        folder, _, last = path.rpartition("/")
+        if folder not in self._folders:
+            self.fs.makedirs(folder, exist_ok=True)
+            self._folders.add(folder)
+        part = f"{folder}/{_PART}{uuid.uuid4().hex}-{last}"
+        try:
+            self.fs.pipe_file(part, data)
+            self.fs.mv(part, path)
+        except BaseException:
+            self._folders.discard(folder)
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(part)
+            raise
+
+    def remove(self, name: str) -> bool:
+        """Remove an object; False where there was none."""
+        return self.bounded(lambda: self._remove(name))
+
+    def _remove(self, name: str) -> bool:
+        try:
+            self.fs.rm_file(self._path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    # -- many objects ----------------------------------------------------------------------------
+
+    def listed(self, folders: list[str]) -> Iterator[Found]:
+        """All objects in these folders. Each is asked for by itself and several at once, so that
+        a large store is never held in memory as one answer."""
+        for found in self.each(self._below, folders):
+            yield from found
+
+    def folders(self, folder: str) -> list[str]:
+        """The folders in a folder, named from the address on."""
+        return [name for name, info in self._ls(folder) if info.get("type") == "directory"]
+
+    def _below(self, folder: str) -> list[Found]:
+        return [_found(name, info) for name, info in self._ls(folder) if _is_file(info)]
+
+    def _ls(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        path, root = self._path(folder), f"{self.root}/"
+
+        def work() -> list[dict[str, Any]]:
+            try:
+                told: list[dict[str, Any]] = self.fs.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return told
+
+        found = []
+        for info in self.bounded(work, 4 * self.timeout):
+            name = str(info["name"]).rstrip("/")
+            if name.startswith(root):
+                found.append((name.removeprefix(root), info))
+        return found
+
+    def each(self, work: Callable[[S], T], items: list[S]) -> Iterator[T]:
+        """`work` of each item, several at once; each of them is bounded, so this ends too."""
+        if len(items) < 2:
+            yield from map(work, items)
+            return
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="keepsight-remote") as crew:
+            yield from crew.map(work, items)
+
+    def bounded(self, work: Callable[[], T], seconds: float | None = None) -> T:
+        """Do it, or raise TimeoutError; what hangs is left behind in a thread that nobody joins."""
+        seconds = self.timeout if seconds is None else seconds
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        threading.Thread(target=run, name="keepsight-remote", daemon=True).start()
+        try:
+            return done.result(seconds)
+        except TimeoutError:
+            if done.done():  # the work itself said so
+                raise
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
+
+
+class Breaker:
+    """Steps aside while an address does not answer: for a second, then for twice as long each time.
+
+    Only one call at a time then tries whether it answers again, so that nothing waits in a row.
+    """
+
+    LONGEST = 60.0
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._clock = what, clock
+        self._failures, self._until = 0, 0.0
+        self.why: str | None = None  # what it failed of, while it does
+        self._lock = threading.Lock()
+
+    def allows(self, patience: float) -> bool:
+        """Whether to try; whoever tries has that many seconds to say how it went."""
+        with self._lock:
+            if not self._failures:
+                return True
+            now = self._clock()
+            if now < self._until:
+                return False
+            self._until = now + patience
+            return True
+
+    def failed(self, error: BaseException) -> None:
+        """It did not work; the first failure in a row is told."""
+        with self._lock:
+            self._failures += 1
+            first, self.why = self._failures == 1, f"{type(error).__name__}: {error}"
+            pause = min(self.LONGEST, 2.0 ** min(self._failures - 1, 10))
+            self._until = self._clock() + pause
+        if first:
+            logger.warning("%s (%s); going on without it", self._what, self.why)
+
+    def worked(self) -> None:
+        """It answers."""
+        if self._failures:
+            with self._lock:
+                self._failures, self.why = 0, None
+            logger.info("over: %s", self._what)
+
+
+def _missing(protocol: str, error: ImportError) -> MissingExtra:
+    """Which library an address needs; where we do not know, fsspec's own words name it."""
+    if protocol in _LIBRARIES:
+        return MissingExtra.named(*_LIBRARIES[protocol])
+    return MissingExtra(f"{protocol}:// needs another library: {error}")
+
+
+def _is_file(info: dict[str, Any]) -> bool:
+    return bool(info.get("type", "file") == "file")
+
+
+def _found(name: str, info: dict[str, Any]) -> Found:
+    return Found(name, int(info.get("size") or 0), _moment(info))
+
+
+def _moment(info: dict[str, Any]) -> float:
+    """When an object was written; each file system has its own name and type for it."""
+    for name in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
+        told = info.get(name)
+        with contextlib.suppress(ValueError, OverflowError, OSError):
+            if isinstance(told, datetime):
+                return told.timestamp()
+            if isinstance(told, int | float):
+                return float(told)
+            if isinstance(told, str):
+                return datetime.fromisoformat(told).timestamp()
+    return 0.0

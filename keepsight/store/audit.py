@@ -1,0 +1,173 @@
+"""Check and repair: do the files hold what their names say, and does the book say what is there?
+
+Conservation is compared both ways (every file in the book with its true size, every row with a
+file, totals that add up), integrity is read off every byte, and nothing may stand on something
+that is absent. Each finding is one line that names the entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+import time
+
+from keepsight.errors import FileError, WrongFormatVersion
+from keepsight.store import entryfile, layout
+from keepsight.store.book import Book, as_found, name_of, pin_name, pins
+from keepsight.store.contract import Entry
+from keepsight.store.folder import DAMAGED, PART, Folder
+from keepsight.store.layout import Place
+
+__all__ = ["Audit", "as_found", "sweep"]
+
+
+class Audit:
+    """One check of the entries of some tenants."""
+
+    def __init__(self, folder: Folder, book: Book, tenants: list[str], repair: bool) -> None:
+        self.folder, self.book, self.tenants, self.repair = folder, book, tenants, repair
+        self.found: list[str] = []
+        self._missing: list[Place] = []  # what has a row and no sound file
+
+    def run(self) -> list[str]:
+        """What is wrong, one line each."""
+        self.book.complete()
+        for tenant in self.tenants:
+            for kind in layout.KINDS:
+                self._kind(tenant, kind)
+            self._rows(tenant)
+        self._bases()
+        self._totals()
+        if self.repair:
+            self._tidy()
+        return self.found
+
+    def _say(self, name: str, what: object) -> None:
+        self.found.append(f"{self.folder.path(name)}: {what}")
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def _kind(self, tenant: str, kind: str) -> None:
+        above = f"{layout.tenant_prefix(tenant)}{kind}"
+        if not self._is_folder(above):
+            return
+        for shelf in self.folder.names(above):
+            if not self._is_folder(f"{above}/{shelf}"):
+                continue
+            for last in self.folder.names(f"{above}/{shelf}"):
+                if not last.startswith(PART) and not last.endswith(DAMAGED):
+                    self._file(f"{above}/{shelf}/{last}")
+
+    def _is_folder(self, name: str) -> bool:
+        status = self.folder.status(name)
+        if status is None or stat.S_ISDIR(status.st_mode):
+            return status is not None
+        self._say(name, "a link or a file where a folder should be; nothing in it is used")
+        return False
+
+    def _file(self, name: str) -> None:
+        place, status = layout.parse(name), self.folder.status(name)
+        if place is None:
+            self._say(name, "no store wrote this file")
+        elif status is None:
+            return  # it was let go of in the meantime
+        elif not stat.S_ISREG(status.st_mode):
+            self._say(name, "a link or a folder where a file should be")
+            self._put_aside(place)
+        elif self._is_sound(place, status.st_size):
+            self._compare(place, status.st_size)
+
+    def _is_sound(self, place: Place, size: int) -> bool:
+        path = self.folder.path(name_of(place))
+        try:
+            entryfile.verify(path, place.kind, place.key)
+        except FileNotFoundError:
+            return False
+        except WrongFormatVersion as error:
+            self.found.append(str(error))
+        except FileError as error:
+            self.found.append(str(error))
+            self._put_aside(place)
+            return False
+        except OSError as error:
+            self._say(name_of(place), error)
+            return False
+        return True
+
+    def _put_aside(self, place: Place) -> None:
+        self._missing.append(place)
+        if self.repair:
+            self.folder.set_aside(name_of(place))
+            self.book.change(lambda catalogue: catalogue.drop([place]))
+
+    def _compare(self, place: Place, size: int) -> None:
+        state, row = self.book.act(lambda c: (c.state(place), c.row(place)))
+        if row is None and state is None:
+            self._say(name_of(place), "not in the catalogue")
+            entry = as_found(self.folder, place) if self.repair else None
+            if entry is not None:
+                self.book.change(lambda catalogue: catalogue.put([entry]))
+        elif row is not None and row.nbytes != size:
+            self._say(name_of(place), f"{size} bytes, the catalogue says {row.nbytes}")
+            if self.repair:
+                self.book.change(lambda catalogue: catalogue.resize(place, size))
+
+    # -- the book --------------------------------------------------------------------------------
+
+    def _rows(self, tenant: str) -> None:
+        for entry in self.book.pages(tenant):
+            place = place_of(entry)
+            if self.folder.status(name_of(place)) is not None:
+                continue
+            if self.book.act(lambda catalogue, p=place: catalogue.row(p)) is None:  # type: ignore[misc]
+                continue  # it was let go of in the meantime
+            self._missing.append(place)
+            self._say(name_of(place), "in the catalogue, but there is no such file")
+            if self.repair:
+                self.book.change(lambda catalogue, p=place: catalogue.drop([p]))  # type: ignore[misc]
+
+    def _bases(self) -> None:
+        """Repairing takes away what stands on nothing, and then what stood on that."""
+        loose = dict(self.book.act(lambda catalogue: catalogue.without_base()))
+        for gone in self._missing:
+            upon = self.book.act(lambda catalogue, g=gone: catalogue.upon(g))  # type: ignore[misc]
+            loose |= dict.fromkeys(upon, (gone.kind, gone.key))
+        loose = {place: base for place, base in loose.items() if place.tenant in self.tenants}
+        for place, base in loose.items():
+            self._say(name_of(place), f"stands on {base[0]}/{base[1]}, which is absent")
+        if self.repair and loose:
+            self.book.remove(self.book.act(lambda catalogue: catalogue.tower(loose)))
+
+    def _totals(self) -> None:
+        kept, counted = self.book.act(lambda catalogue: catalogue.sums())
+        wrong = {name for name in {*kept, *counted} if kept.get(name) != counted.get(name)}
+        for tenant, kind in sorted(name for name in wrong if name[0] in self.tenants):
+            where = f"{layout.tenant_prefix(tenant)}{kind}"
+            told, true = kept.get((tenant, kind)), counted.get((tenant, kind))
+            self._say(where, f"the totals say {told} (entries, bytes), the rows {true}")
+        if self.repair and wrong:
+            self.book.change(lambda catalogue: catalogue.add_up())
+
+    def _tidy(self) -> None:
+        for place in pins(self.folder):
+            if place.tenant in self.tenants and self.folder.status(name_of(place)) is None:
+                self.folder.remove(pin_name(place))
+        for tenant in self.tenants:
+            sweep(self.folder, tenant, 7 * 86400.0)
+
+
+def place_of(entry: Entry) -> Place:
+    """Where an entry stands."""
+    return Place(entry.tenant, entry.kind, entry.key)
+
+
+def sweep(folder: Folder, tenant: str, age: float) -> None:
+    """Remove what was set aside that long ago, and what killed writers left behind."""
+    now = time.time()
+    for kind in layout.KINDS:
+        for name, status in folder.scan(f"{layout.tenant_prefix(tenant)}{kind}"):
+            last = name.rsplit("/", 1)[1]
+            old = last.endswith(DAMAGED) and status.st_mtime <= now - age
+            if old or (last.startswith(PART) and folder.left_over(name, status)):
+                with contextlib.suppress(OSError):
+                    folder.remove(name)

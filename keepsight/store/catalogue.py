@@ -1,0 +1,347 @@
+"""The book about the files of a store, in SQLite: what is there, how large, how useful, until when.
+
+It is never needed to read an entry, and can be deleted at any time: the files tell all of it but
+how often they were used and what they cost. Each row passes through three states, so that a process
+that dies in between leaves a trace: `WRITING` before its file is written, `THERE`, and `GOING`
+before its file is removed. Whoever opens the book next settles those rows and looks at no other.
+
+Bytes are added up by triggers, so no question needs a walk through all rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from keepsight.store.contract import Entry, Name
+from keepsight.store.layout import Place
+from keepsight.store.sizes import worth
+
+NAME = "catalogue-1.sqlite"  # the number is that of the tables; another version has its own file
+THERE, WRITING, GOING = 0, 1, 2
+_PATIENCE = 5.0  # seconds to wait for another process to finish its transaction
+_PAGE = 1000
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS entry (
+    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL,
+    bytes INTEGER NOT NULL, created REAL NOT NULL, used REAL NOT NULL, uses INTEGER NOT NULL,
+    cost REAL NOT NULL, base_kind TEXT, base_key TEXT, media TEXT NOT NULL,
+    pinned INTEGER NOT NULL, expires REAL, worth REAL NOT NULL, state INTEGER NOT NULL,
+    UNIQUE (tenant, kind, key));
+CREATE INDEX IF NOT EXISTS by_worth ON entry (worth, used) WHERE state = 0 AND pinned = 0;
+CREATE INDEX IF NOT EXISTS by_tenant ON entry (tenant, worth, used) WHERE state = 0 AND pinned = 0;
+CREATE INDEX IF NOT EXISTS by_base ON entry (tenant, base_key, base_kind)
+    WHERE base_key IS NOT NULL;
+CREATE INDEX IF NOT EXISTS by_end ON entry (expires) WHERE expires IS NOT NULL;
+CREATE INDEX IF NOT EXISTS unsettled ON entry (state) WHERE state <> 0;
+CREATE TABLE IF NOT EXISTS medium (tenant TEXT, image TEXT, id INTEGER,
+    PRIMARY KEY (tenant, image, id)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS medium_of ON medium (id);
+CREATE TABLE IF NOT EXISTS total (tenant TEXT, kind TEXT, entries INTEGER, bytes INTEGER,
+    PRIMARY KEY (tenant, kind)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value REAL) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON entry BEGIN
+    INSERT OR IGNORE INTO total VALUES (NEW.tenant, NEW.kind, 0, 0);
+    UPDATE total SET entries = entries + (NEW.state = 0),
+        bytes = bytes + NEW.bytes * (NEW.state = 0)
+        WHERE tenant = NEW.tenant AND kind = NEW.kind; END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON entry BEGIN
+    UPDATE total SET entries = entries - (OLD.state = 0),
+        bytes = bytes - OLD.bytes * (OLD.state = 0)
+        WHERE tenant = OLD.tenant AND kind = OLD.kind;
+    DELETE FROM medium WHERE id = OLD.id; END;
+CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF bytes, state ON entry BEGIN
+    UPDATE total SET entries = entries + (NEW.state = 0) - (OLD.state = 0),
+        bytes = bytes + NEW.bytes * (NEW.state = 0) - OLD.bytes * (OLD.state = 0)
+        WHERE tenant = NEW.tenant AND kind = NEW.kind; END;
+"""
+
+_INSERT = """
+INSERT INTO entry (tenant, kind, key, bytes, created, used, uses, cost, base_kind, base_key, media,
+                   pinned, expires, worth, state)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
+_AGAIN = """
+ON CONFLICT (tenant, kind, key) DO UPDATE SET bytes = excluded.bytes, created = excluded.created,
+    used = excluded.used, cost = max(cost, excluded.cost), base_kind = excluded.base_kind,
+    base_key = excluded.base_key, media = excluded.media, expires = excluded.expires,
+    worth = CASE state WHEN 1 THEN excluded.worth ELSE max(worth, excluded.worth) END,
+    state = excluded.state
+"""
+_HERE = "tenant = ? AND kind = ? AND key = ?"
+_LEAVES = """
+SELECT * FROM entry AS e WHERE state = 0 AND pinned = 0 {whose} AND NOT EXISTS (
+    SELECT 1 FROM entry AS d
+    WHERE d.tenant = e.tenant AND d.base_key = e.key AND d.base_kind = e.kind)
+ORDER BY worth, used LIMIT ?
+"""
+
+
+class Catalogue:
+    """One connection to the book. Nothing in it happens by itself; see `Book` for who calls."""
+
+    def __init__(self, path: Path | None) -> None:
+        address = ":memory:" if path is None else path
+        self._base = sqlite3.connect(
+            address, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._base.row_factory = sqlite3.Row
+            self._base.create_function("worth", 4, worth, deterministic=True)
+            self._base.execute("PRAGMA journal_mode = WAL")
+            # A power cut may cost the last rows, never the book; the files are synced themselves.
+            self._base.execute("PRAGMA synchronous = NORMAL")
+            if not self._base.execute(
+                "SELECT 1 FROM sqlite_master WHERE name = 'changed'"
+            ).fetchone():
+                self._base.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
+        except BaseException:
+            self._base.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._base.close()
+
+    def __enter__(self) -> Catalogue:
+        """One transaction, the only writer until its end."""
+        self._base.execute("BEGIN IMMEDIATE")
+        return self
+
+    def __exit__(self, kind: Any, *details: Any) -> None:
+        if self._base.in_transaction:
+            self._base.execute("COMMIT" if kind is None else "ROLLBACK")
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    def fact(self, name: str) -> float:
+        """A number: `complete` (all files are booked), `floor`, or a count as `hits TENANT`."""
+        row = self._base.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
+        return float(row[0]) if row else 0.0
+
+    def set_fact(self, name: str, value: float) -> None:
+        """Keep such a number."""
+        self._base.execute("INSERT OR REPLACE INTO fact VALUES (?, ?)", (name, value))
+
+    def add_facts(self, numbers: dict[str, int]) -> None:
+        """Count on."""
+        for name, number in numbers.items():
+            self.set_fact(name, self.fact(name) + number)
+
+    def totals(self, tenant: str) -> dict[str, dict[str, int]]:
+        """Entries and bytes per kind of one tenant."""
+        rows = self._base.execute("SELECT * FROM total WHERE tenant = ? AND entries > 0", (tenant,))
+        return {r["kind"]: {"entries": r["entries"], "bytes": r["bytes"]} for r in rows}
+
+    def nbytes(self, tenant: str | None = None) -> int:
+        """Bytes of one tenant, or of all."""
+        whose, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
+        return int(
+            self._base.execute(
+                f"SELECT coalesce(sum(bytes), 0) FROM total{whose}", values
+            ).fetchone()[0]
+        )
+
+    def tenants(self) -> list[str]:
+        """All tenants that have anything here."""
+        rows = self._base.execute("SELECT DISTINCT tenant FROM total WHERE entries > 0")
+        return sorted(row[0] for row in rows)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def put(self, entries: Iterable[Entry], state: int = THERE) -> None:
+        """Write rows; what is already there keeps how often it was used, and its pin."""
+        floor = self.fact("floor")
+        for e in entries:
+            base_kind, base_key = e.stands_on or (None, None)
+            value = worth(floor, max(1, e.uses), e.cost, e.nbytes)
+            row = (e.tenant, e.kind, e.key, e.nbytes, e.created, e.used, max(1, e.uses), e.cost)
+            more = (base_kind, base_key, json.dumps(e.media), e.pinned, e.expires, value, state)
+            self._base.execute(_INSERT + _AGAIN, (*row, *more))
+            if e.media:
+                (number,) = self._base.execute(
+                    f"SELECT id FROM entry WHERE {_HERE}", (e.tenant, e.kind, e.key)
+                ).fetchone()
+                names = [(e.tenant, image, number) for image in e.media]
+                self._base.executemany("INSERT OR IGNORE INTO medium VALUES (?, ?, ?)", names)
+
+    def row(self, place: Place) -> Entry | None:
+        """One entry that is there."""
+        row = self._base.execute(
+            f"SELECT * FROM entry WHERE {_HERE} AND state = 0", place
+        ).fetchone()
+        return None if row is None else _entry(row)
+
+    def state(self, place: Place) -> int | None:
+        """The state of a row, or None when there is none."""
+        row = self._base.execute(f"SELECT state FROM entry WHERE {_HERE}", place).fetchone()
+        return None if row is None else int(row[0])
+
+    def mark(self, places: Iterable[Place], state: int) -> None:
+        """Put rows into another state."""
+        values = [(state, *place) for place in places]
+        self._base.executemany(f"UPDATE entry SET state = ? WHERE {_HERE}", values)
+
+    def drop(self, places: Iterable[Place]) -> None:
+        """Remove rows."""
+        self._base.executemany(f"DELETE FROM entry WHERE {_HERE}", list(places))
+
+    def resize(self, place: Place, nbytes: int) -> None:
+        """Correct a row's size."""
+        self._base.execute(f"UPDATE entry SET bytes = ? WHERE {_HERE}", (nbytes, *place))
+
+    def pin(self, place: Place, pinned: bool) -> bool:
+        """Keep a row whatever the budget, or no longer; whether there is one."""
+        values = (pinned, *place)
+        return self._base.execute(f"UPDATE entry SET pinned = ? WHERE {_HERE}", values).rowcount > 0
+
+    def use(self, uses: dict[Place, int], now: float) -> list[Place]:
+        """Count uses, and set worth anew; those that have no row come back."""
+        floor, unknown = self.fact("floor"), []
+        for place, count in uses.items():
+            changed = self._base.execute(
+                "UPDATE entry SET uses = uses + ?, used = ?,"
+                f" worth = worth(?, uses + ?, cost, bytes) WHERE {_HERE}",
+                (count, now, floor, count, *place),
+            ).rowcount
+            if not changed:
+                unknown.append(place)
+        return unknown
+
+    def unsettled(self) -> list[tuple[Place, int]]:
+        """Rows whose file was being written or removed."""
+        rows = self._base.execute("SELECT * FROM entry WHERE state <> 0").fetchall()
+        return [(_place(row), row["state"]) for row in rows]
+
+    def page(self, tenant: str, after: int) -> tuple[list[Entry], int]:
+        """Some of the rows of a tenant, and where the next ones begin: no writer waits long."""
+        rows = self._base.execute(
+            "SELECT * FROM entry WHERE id > ? AND state = 0 AND tenant = ? ORDER BY id LIMIT ?",
+            (after, tenant, _PAGE),
+        ).fetchall()
+        return [_entry(row) for row in rows], rows[-1]["id"] if rows else after
+
+    # -- which -----------------------------------------------------------------------------------
+
+    def leaves(self, tenant: str | None, count: int) -> list[tuple[float, Entry]]:
+        """The least useful that nothing stands on and nobody pinned, with their worth."""
+        whose, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
+        rows = self._base.execute(_LEAVES.format(whose=whose), (*values, count)).fetchall()
+        return [(row["worth"], _entry(row)) for row in rows]
+
+    def worth_of(self, place: Place) -> tuple[float, Entry] | None:
+        """A row that may be let go, as far as it is concerned itself."""
+        row = self._base.execute(
+            f"SELECT * FROM entry WHERE {_HERE} AND state = 0 AND pinned = 0", place
+        ).fetchone()
+        return None if row is None else (row["worth"], _entry(row))
+
+    def worst(self, tenant: str | None, count: int) -> list[Place]:
+        """The least useful that nobody pinned, whatever stands on them."""
+        whose, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
+        rows = self._base.execute(
+            f"SELECT * FROM entry WHERE state = 0 AND pinned = 0 {whose} ORDER BY worth LIMIT ?",
+            (*values, count),
+        )
+        return [_place(row) for row in rows]
+
+    def upon(self, place: Place) -> list[Place]:
+        """What stands directly on an entry."""
+        rows = self._base.execute(
+            "SELECT * FROM entry WHERE tenant = ? AND base_kind = ? AND base_key = ?", place
+        )
+        return [_place(row) for row in rows]
+
+    def tower(self, places: Iterable[Place]) -> list[Place]:
+        """These and all that stands on them, the highest first."""
+        found = dict.fromkeys(places)
+        open_ = list(found)
+        for place in open_:  # it grows as it goes
+            new = [other for other in self.upon(place) if other not in found]
+            found.update(dict.fromkeys(new))
+            open_ += new
+        return list(reversed(found))
+
+    def with_media(self, tenant: str, images: Iterable[str]) -> list[Place]:
+        """What holds anything of these images."""
+        found: list[Place] = []
+        for image in images:
+            rows = self._base.execute(
+                "SELECT e.* FROM medium AS m JOIN entry AS e ON e.id = m.id"
+                " WHERE m.tenant = ? AND m.image = ?",
+                (tenant, image),
+            )
+            found += [_place(row) for row in rows]
+        return list(dict.fromkeys(found))
+
+    def ended(self, now: float, slack: float) -> list[Place]:
+        """What may no longer be used, or was made later than now and would live too long."""
+        rows = self._base.execute(
+            "SELECT * FROM entry WHERE expires IS NOT NULL AND state = 0"
+            " AND (expires <= ? OR created > ?)",
+            (now, now + slack),
+        )
+        return [_place(row) for row in rows]
+
+    def next_end(self) -> float | None:
+        """When the first of all entries is over, if any ever is."""
+        row = self._base.execute(
+            "SELECT min(expires) FROM entry WHERE expires IS NOT NULL"
+        ).fetchone()
+        return None if row[0] is None else float(row[0])
+
+    def without_base(self) -> list[tuple[Place, Name]]:
+        """What stands on something that has no row at all."""
+        rows = self._base.execute(
+            "SELECT * FROM entry AS e WHERE state = 0 AND base_key IS NOT NULL AND NOT EXISTS ("
+            " SELECT 1 FROM entry AS b"
+            " WHERE b.tenant = e.tenant AND b.kind = e.base_kind AND b.key = e.base_key)"
+        )
+        return [(_place(row), (row["base_kind"], row["base_key"])) for row in rows]
+
+    def sums(self) -> tuple[dict[tuple[str, str], tuple[int, int]], ...]:
+        """The totals as kept and as counted anew, for `check`."""
+        kept = self._base.execute("SELECT * FROM total WHERE entries <> 0 OR bytes <> 0")
+        counted = self._base.execute(
+            "SELECT tenant, kind, count(*) AS entries, sum(bytes) AS bytes FROM entry"
+            " WHERE state = 0 GROUP BY tenant, kind"
+        )
+        return tuple(
+            {(r["tenant"], r["kind"]): (r["entries"], r["bytes"]) for r in rows}
+            for rows in (kept.fetchall(), counted.fetchall())
+        )
+
+    def add_up(self) -> None:
+        """Count the totals anew."""
+        self._base.execute("DELETE FROM total")
+        self._base.execute(
+            "INSERT INTO total SELECT tenant, kind, count(*), sum(bytes) FROM entry"
+            " WHERE state = 0 GROUP BY tenant, kind"
+        )
+
+
+def _place(row: sqlite3.Row) -> Place:
+    return Place(row["tenant"], row["kind"], row["key"])
+
+
+def _entry(row: sqlite3.Row) -> Entry:
+    base = row["base_kind"], row["base_key"]
+    return Entry(
+        kind=row["kind"],
+        key=row["key"],
+        nbytes=row["bytes"],
+        used=row["used"],
+        created=row["created"],
+        uses=row["uses"],
+        cost=row["cost"],
+        stands_on=None if base[1] is None else base,
+        media=tuple(json.loads(row["media"])),
+        pinned=bool(row["pinned"]),
+        expires=row["expires"],
+        tenant=row["tenant"],
+        worth=row["worth"],
+    )

@@ -1,0 +1,104 @@
+"""One entry as one file: tensors with a record, or a note, and what the file says of its keeping.
+
+The file is the truth. It says under which key it stands, what it stands on, whose image it holds
+something of and until when it may be used, so everything here works without any book.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from keepsight import tensorfile
+from keepsight.errors import DamagedFile
+from keepsight.store import layout
+from keepsight.store.contract import NOTHING, About, Tensors
+
+FORMAT = 1
+Parts = Iterable[bytes | memoryview]
+
+
+def spelled(
+    kind: str, key: str, tensors: Tensors | None, record: dict[str, Any], told: dict[str, Any]
+) -> Parts:
+    """The parts of the file. A note has no tensors."""
+    if tensors is None:
+        return [layout.note_bytes(kind, key, record, told)]
+    record = dict(record, entry=key, kept=told)
+    return tensorfile.spelled(kind, FORMAT, tensors, record)
+
+
+def read(path: Path, kind: str, key: str) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors and record, every byte checked, and the key with them."""
+    tensors, record = tensorfile.read(path, kind, FORMAT)
+    if record.get("entry") != key:
+        raise DamagedFile(f"{path}: this is the entry {record.get('entry')!r}")
+    return tensors, record
+
+
+def read_note(path: Path, kind: str, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Body and keeping of a note."""
+    return layout.read_note(kind, key, path.read_bytes(), str(path))
+
+
+def keeping(path: Path, kind: str, key: str) -> dict[str, Any]:
+    """What the file says of its keeping; tensors are neither read nor checked."""
+    if kind in layout.NOTES:
+        data = path.read_bytes()
+        body, told = layout.read_note(kind, key, data, str(path))
+        return told if "kept" in json.loads(data) else older(kind, key, body)
+    record = tensorfile.read_record(path)
+    found = record.get("kept")
+    return found if isinstance(found, dict) else older(kind, key, record)
+
+
+def verify(path: Path, kind: str, key: str) -> None:
+    """Read every byte; a file that is not what its name says gets a named error."""
+    if kind in layout.NOTES:
+        read_note(path, kind, key)
+    else:
+        read(path, kind, key)
+
+
+def live(status: os.stat_result, now: float) -> bool:
+    """Whether the entry may still be used, as far as the disk tells without reading it.
+
+    A file that is good for a time only carries the end of it as its time of change. Nothing else
+    can lie behind the time of its last status change, which nobody can set. Where a copy lost
+    this mark, the file itself still tells when it is read.
+    """
+    if status.st_mtime <= status.st_ctime + 0.01:
+        return True
+    lifetime = status.st_mtime - status.st_ctime + layout.CLOCK_SLACK
+    return now < status.st_mtime <= now + lifetime
+
+
+def about(told: dict[str, Any], cost: float = 0.0) -> About:
+    """The keeping as it was handed over."""
+    return layout.told_about(told, cost) if told else NOTHING
+
+
+def older(kind: str, key: str, record: dict[str, Any]) -> dict[str, Any]:
+    """The keeping of entries from before files told it, as far as their content shows it."""
+    media: list[Any] = []
+    base: list[Any] | None = None
+    if kind in ("package", "alias"):
+        media = [record.get("key")]
+    elif kind == "made":
+        base = ["package", record.get("feature_id")]
+    elif kind == "state":
+        base = ["snapshot", key]
+    elif kind == "snapshot":
+        spans = record.get("spans")
+        rows = spans if isinstance(spans, list) else []
+        # Their spans name features, and `delete_media` goes from an image to its features.
+        media = [row[2] for row in rows if isinstance(row, list) and len(row) > 2]
+        if record.get("start"):
+            base = ["snapshot", record.get("parent")]
+    told: dict[str, Any] = {"media": [name for name in media if isinstance(name, str)]}
+    if base is not None and layout.is_name(*base):
+        told["stands_on"] = base
+    return told

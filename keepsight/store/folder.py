@@ -1,0 +1,285 @@
+"""Files below one root, and never a step outside: no link inside the store is followed.
+
+The root itself may be a link, since whoever gave it chose it. Below it every folder is opened by
+its own name from the folder before, refusing links, and files are made, renamed and removed inside
+the folder that was opened so. What a name means is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from keepsight import tensorfile
+from keepsight.errors import InputError, StoreError
+
+PART, DAMAGED = ".part-", ".damaged"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+BUFFER = -1  # as the system has it
+_AT_ONCE = 16  # syncs that the disk is asked for together
+_LEFT_OVER = 60.0  # seconds; a writer locks its part at once, so what is older and free is nobody's
+
+
+@dataclass
+class Part:
+    """A file that is written and not in place yet."""
+
+    folder: str
+    last: str
+    temporary: str
+    inside: int  # the open folder
+    file: BinaryIO
+    size: int = 0
+    error: OSError | None = None
+    placed: bool = False
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """One step of finishing, unless one before it failed."""
+        if self.error is None:
+            try:
+                step()
+            except OSError as error:
+                self.error = error
+
+    def sync(self) -> None:
+        """Bring its bytes to the disk."""
+        self.attempt(lambda: os.fsync(self.file.fileno()))
+
+    def sync_folder(self) -> None:
+        """Bring its name to the disk."""
+        with contextlib.suppress(OSError):  # some file systems cannot; the rename still holds
+            os.fsync(self.inside)
+
+    def put_in_place(self) -> None:
+        """Give it its name."""
+        try:
+            self._rename()
+        except (IsADirectoryError, NotADirectoryError, FileExistsError):
+            _aside(self.last, self.inside)  # a folder where a file should be
+            self._rename()
+        self.placed = True
+
+    def _rename(self) -> None:
+        os.replace(self.temporary, self.last, src_dir_fd=self.inside, dst_dir_fd=self.inside)
+
+    def drop(self) -> None:
+        """Let go of it; what is not in place vanishes."""
+        with contextlib.suppress(OSError):
+            self.file.close()
+        if not self.placed:
+            with contextlib.suppress(OSError):
+                os.unlink(self.temporary, dir_fd=self.inside)
+        os.close(self.inside)
+
+
+class Folder:
+    """A root and what lies below it, by names such as `package/ab/abcd.sight`."""
+
+    def __init__(self, root: str | Path) -> None:
+        if "\0" in str(root):
+            raise InputError(f"{str(root)!r} is no path: it has a zero byte in it")
+        self.root = Path(root).expanduser()
+        self._fresh: set[str] = set()  # folders with a new folder in them, not on the disk yet
+
+    def path(self, name: str) -> Path:
+        """Where a name lies."""
+        return self.root / name
+
+    def status(self, name: str) -> os.stat_result | None:
+        """What the disk says of a name (of a link, not of what it points at); None if absent."""
+        try:
+            return os.lstat(self.root / name)
+        except (OSError, ValueError):
+            return None
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview], until: float | None) -> int:
+        """Put a file in place whole and on the disk, or not at all; its size in bytes."""
+        (done,) = self.finish([self.begin(name, parts, until)])
+        if done.error is not None:
+            raise done.error
+        return done.size
+
+    def begin(self, name: str, parts: Iterable[bytes | memoryview], until: float | None) -> Part:
+        """Write a file under another name, to be put in place by `finish`.
+
+        `until` becomes its time of change: see `entryfile.live`.
+        """
+        *folders, last = name.split("/")
+        self._make_root()
+        inside = self._open(folders, make=True)
+        temporary = f"{PART}{secrets.token_hex(8)}"
+        try:
+            handle = os.open(temporary, _FILE, 0o666, dir_fd=inside)
+        except BaseException:
+            os.close(inside)
+            raise
+        part = Part("/".join(folders), last, temporary, inside, os.fdopen(handle, "wb", BUFFER))
+        try:
+            _lock(handle)
+            part.size = sum(part.file.write(some) for some in parts)
+            part.file.flush()
+            if until is not None:
+                os.utime(handle, (time.time(), max(0.0, until)))
+        except BaseException:
+            part.drop()
+            raise
+        return part
+
+    def finish(self, parts: list[Part]) -> list[Part]:
+        """Bring files to the disk and put them in place; each has its `error` then, or none.
+
+        First the bytes of all, then the names of all, then the folders, and each of these
+        together: a disk takes many files at once in hardly more time than one.
+        """
+        _together(part.sync for part in parts)
+        for part in parts:
+            part.attempt(part.put_in_place)
+        fresh, self._fresh = self._fresh, set()
+        folders = {part.folder: part for part in parts if part.error is None}
+        steps: list[Callable[[], None]] = [part.sync_folder for part in folders.values()]
+        steps += [partial(tensorfile.sync_folder, self.root / folder) for folder in fresh]
+        _together(steps)
+        for part in parts:
+            part.drop()
+        return parts
+
+    def remove(self, name: str) -> bool:
+        """Remove a file (of a link, the link); whether there was one."""
+        *folders, last = name.split("/")
+        try:
+            with self._inside(folders) as inside:
+                os.unlink(last, dir_fd=inside)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def set_aside(self, name: str) -> None:
+        """Move what lies under a name out of the way, so that its place is free."""
+        *folders, last = name.split("/")
+        with contextlib.suppress(FileNotFoundError), self._inside(folders) as inside:
+            _aside(last, inside)
+
+    def scan(self, folders: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Every file two levels below a folder, such as `package`; links are told, not followed."""
+        for shelf in self.names(folders):
+            for name in self.names(f"{folders}/{shelf}"):
+                status = self.status(f"{folders}/{shelf}/{name}")
+                if status is not None:
+                    yield f"{folders}/{shelf}/{name}", status
+
+    def names(self, folder: str) -> list[str]:
+        """What lies in a folder, sorted; nothing when it is a link or no folder."""
+        status = self.status(folder) if folder else None
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            return []
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def left_over(self, name: str, status: os.stat_result) -> bool:
+        """Whether this part of a file was left by a writer that is no more."""
+        if status.st_mtime > time.time() - _LEFT_OVER:
+            return False
+        try:
+            handle = os.open(self.root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # locks are unknown here: only age tells
+            return status.st_mtime <= time.time() - 3600.0
+        finally:
+            os.close(handle)
+        return True
+
+    def _make_root(self) -> None:
+        if self.root.is_dir():
+            return
+        above = [folder for folder in self.root.parents if not folder.exists()]
+        self.root.mkdir(parents=True, exist_ok=True)
+        for folder in [self.root, *above]:
+            tensorfile.sync_folder(folder.parent)
+
+    @contextlib.contextmanager
+    def _inside(self, folders: list[str]) -> Iterator[int]:
+        here = self._open(folders, make=False)
+        try:
+            yield here
+        finally:
+            os.close(here)
+
+    def _open(self, folders: list[str], make: bool) -> int:
+        """The folder at the end of these steps, open."""
+        here = os.open(self.root, _FOLDER)
+        try:
+            for depth, step in enumerate(folders):
+                below = self._step(here, step, make, folders[: depth + 1])
+                os.close(here)
+                here = below
+        except BaseException:
+            os.close(here)
+            raise
+        return here
+
+    def _step(self, here: int, step: str, make: bool, so_far: list[str]) -> int:
+        try:
+            return os.open(step, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
+        except FileNotFoundError:
+            if not make:
+                raise
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                place = self.root.joinpath(*so_far)
+                raise StoreError(
+                    f"{place} is a link or no folder; a store follows no links inside itself "
+                    "(its root may be one): move it away"
+                ) from None
+            raise
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(step, dir_fd=here)
+        self._fresh.add("/".join(so_far[:-1]))
+        return os.open(step, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
+
+
+def _together(steps: Iterable[Callable[[], None]]) -> None:
+    """Wait for the disk once and not for each (measured: 64 syncs in 10 ms instead of 360)."""
+    waiting = list(steps)
+    if len(waiting) < 2:
+        for step in waiting:
+            step()
+        return
+    with ThreadPoolExecutor(min(_AT_ONCE, len(waiting)), "keepsight-sync") as pool:
+        for done in [pool.submit(step) for step in waiting]:
+            done.result()
+
+
+def _lock(handle: int) -> None:
+    """Show that this part has a living writer; the system lets go of it when that one ends."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _aside(last: str, inside: int) -> None:
+    target = os.path.splitext(last)[0] + DAMAGED
+    try:
+        os.replace(last, target, src_dir_fd=inside, dst_dir_fd=inside)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a folder, or something lies there that is one
+        other = f"{os.path.splitext(last)[0]}.{secrets.token_hex(4)}{DAMAGED}"
+        os.replace(last, other, src_dir_fd=inside, dst_dir_fd=inside)

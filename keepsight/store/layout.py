@@ -1,0 +1,199 @@
+"""Where an entry lies and how it is spelled, the same in a folder and in a bucket.
+
+So a store can be copied from one to the other with any tool that copies files. A name is built of
+a known kind and a digest, never of anything else: no input can point outside the store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from typing import Any, NamedTuple
+
+from keepsight import keys
+from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
+from keepsight.store.contract import About
+
+# What ends a name: notes are JSON alone, the others are files of tensors.
+KINDS = {
+    "package": ".sight",
+    "snapshot": ".keep",
+    "state": ".keep",
+    "alias": ".json",
+    "made": ".json",
+    "weights": ".json",
+}
+NOTES = tuple(kind for kind, suffix in KINDS.items() if suffix == ".json")
+MARKER = "store.json"
+STORE_FORMAT = 1
+CLOCK_SLACK = 300.0  # seconds that the clocks of two machines may disagree
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+_PLACE = re.compile(r"(?:tenants/([0-9a-f]{64})/)?([a-z]+)/([0-9a-f]{2})/([0-9a-f]{64})(\.[a-z]+)")
+
+
+class Place(NamedTuple):
+    """What a name inside a store says."""
+
+    tenant: str
+    kind: str
+    key: str
+
+
+def tenant_digest(name: str | None) -> str:
+    """The folder of a tenant; empty for nobody in particular."""
+    return "" if name is None else keys.digest("tenant", name)
+
+
+def checked(kind: str, key: str) -> None:
+    """Refuse what can be no name in a store."""
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise InputError(f"a store has no kind {kind!r}; expected one of {', '.join(KINDS)}")
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise InputError(f"{key!r} is no key; expected a digest, 64 hexadecimal characters")
+
+
+def is_name(kind: Any, key: Any) -> bool:
+    """Whether these can be the name of an entry."""
+    known = isinstance(kind, str) and kind in KINDS
+    return known and isinstance(key, str) and _KEY.fullmatch(key) is not None
+
+
+def place(kind: str, key: str, tenant: str = "") -> str:
+    """The name of an entry, relative to the root of its store."""
+    checked(kind, key)
+    return f"{tenant_prefix(tenant)}{kind}/{key[:2]}/{key}{KINDS[kind]}"
+
+
+def tenant_prefix(tenant: str) -> str:
+    """What all names of one tenant begin with."""
+    return f"tenants/{tenant}/" if tenant else ""
+
+
+def parse(name: str) -> Place | None:
+    """What a name inside a store says; None for whatever no store wrote."""
+    found = _PLACE.fullmatch(name)
+    if found is None:
+        return None
+    tenant, kind, folder, key, suffix = found.groups()
+    if KINDS.get(kind) != suffix or folder != key[:2]:
+        return None
+    return Place(tenant or "", kind, key)
+
+
+# -- what stands in a file beside its content ----------------------------------------------------
+
+
+def kept(about: About, now: float | None = None) -> dict[str, Any]:
+    """What an entry's file says of its keeping, so that no book is needed to read it.
+
+    Times and costs differ with each making, and are left out where nothing is lost without them:
+    so equal content is equal files, whoever writes them.
+    """
+    told: dict[str, Any] = {}
+    if about.stands_on is not None:
+        told["stands_on"] = list(about.stands_on)
+    if about.media:
+        told["media"] = sorted(set(about.media))
+    if about.ttl is not None:
+        # Whole milliseconds: one width for all, so that an entry has one size wherever it lies.
+        now = time.time() if now is None else now
+        told |= {"created": int(now * 1000), "ttl": float(about.ttl)}
+    return told
+
+
+def checked_about(about: About) -> None:
+    """Refuse what no store can keep to."""
+    if about.stands_on is not None:
+        checked(*about.stands_on)
+    if about.ttl is not None and not 0 <= about.ttl < math.inf:
+        raise InputError(f"a time to live of {about.ttl!r}; expected seconds from zero on")
+    if not 0 <= about.cost < math.inf:
+        raise InputError(f"a cost of {about.cost!r}; expected milliseconds from zero on")
+    if any(not isinstance(key, str) for key in about.media):
+        raise InputError("media are named by their image keys, which are strings")
+
+
+def told_about(told: Any, cost: float = 0.0) -> About:
+    """What `kept` wrote, as it was handed over; nonsense in a file counts as not said."""
+    told = told if isinstance(told, dict) else {}
+    base, media, end = told.get("stands_on"), told.get("media"), expiry(told)
+    if not (isinstance(base, list) and len(base) == 2 and is_name(*base)):
+        base = None
+    if not (isinstance(media, list) and all(isinstance(key, str) for key in media)):
+        media = []
+    stands_on = None if base is None else (base[0], base[1])
+    return About(cost, stands_on, tuple(media), None if end is None else float(told["ttl"]))
+
+
+def expiry(told: Any) -> float | None:
+    """When an entry may no longer be used, by what its file says; None for never."""
+    try:
+        end = float(told["created"]) / 1000 + float(told["ttl"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return end
+
+
+def expired(told: Any, now: float | None = None) -> bool:
+    """Whether it may no longer be used. One that was made later than now has a clock that jumped,
+    and would live longer than anyone meant."""
+    end = expiry(told)
+    if end is None:
+        return False
+    now = time.time() if now is None else now
+    return not now < end or end > now + float(told["ttl"]) + CLOCK_SLACK
+
+
+# -- notes ---------------------------------------------------------------------------------------
+
+
+def note_bytes(kind: str, key: str, body: dict[str, Any], told: dict[str, Any]) -> bytes:
+    """A note as it lies in its file."""
+    wrapped = {"body": body, "kept": told, "digest": _note_digest(kind, key, body, told)}
+    return keys.canonical_json(wrapped).encode()
+
+
+def read_note(
+    kind: str, key: str, data: bytes, where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Body and keeping of a note; its digest is checked, and the key is part of it."""
+    try:
+        wrapped = json.loads(data)
+        body, told = dict(wrapped["body"]), dict(wrapped.get("kept", {}))
+        if wrapped["digest"] != _note_digest(kind, key, body, told):
+            raise ValueError("the note does not match its digest")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFile(f"{where}: {error}") from None
+    return body, told
+
+
+def _note_digest(kind: str, key: str, body: dict[str, Any], told: dict[str, Any]) -> str:
+    """The key is part of it, so that no note can pass for another. Notes of the first format say
+    nothing of their keeping, and have the digest they always had."""
+    parts = [keys.canonical_json(body)] + ([keys.canonical_json(told)] if told else [])
+    return keys.digest("note", kind, key, *parts)
+
+
+# -- the marker ----------------------------------------------------------------------------------
+
+
+def marker_bytes() -> bytes:
+    """What `store.json` says."""
+    return keys.canonical_json({"keepsight": "store", "format": STORE_FORMAT}).encode()
+
+
+def check_marker(data: bytes, where: str) -> None:
+    """Refuse a store that another version laid out."""
+    try:
+        told = json.loads(data)
+        format_ = told["format"] if told["keepsight"] == "store" else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedFile(f"{where}/{MARKER}: not readable; delete it to use the store") from None
+    if format_ != STORE_FORMAT:
+        raise WrongFormatVersion(
+            f"{where}: a store of format {format_!r}, this Keepsight has format {STORE_FORMAT}; "
+            "use another address, or the Keepsight that made it"
+        )

@@ -1,0 +1,47 @@
+"""One address in, one store out: a folder, a remote address, or the one in front of the other.
+
+Only what an address looks like is decided here; what a store then does is its own business.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from keepsight.errors import InputError
+from keepsight.store.contract import Store
+from keepsight.store.disk import DiskStore
+
+
+def open_store(
+    address: str | Path | None,
+    budget: int | None = None,
+    remote: str | None = None,
+    quota: int | None = None,
+) -> Store:
+    """The store at a folder or an fsspec address; with `remote`, the folder before that address.
+
+    `budget` is what may lie in the nearest of them in bytes, `quota` what of it is for one tenant.
+    """
+    if address is None and remote is None:
+        raise InputError("which store? give a folder, or an address such as s3://bucket/name")
+    near = None if address is None else _open_one(os.fspath(address), budget, quota)
+    if remote is None:
+        if near is None:
+            raise InputError("which store? give a folder, or an address")
+        return near
+    if "://" not in remote:
+        raise InputError(f"{remote!r} is no remote address; expected one such as s3://bucket/name")
+    if near is None:
+        return _open_one(remote, budget, quota)
+    from keepsight.store.tiers import TieredStore
+
+    return TieredStore(near, _open_one(remote, None, None))
+
+
+def _open_one(address: str, budget: int | None, quota: int | None) -> Store:
+    if "://" not in address:
+        return DiskStore(address, budget, quota=quota)
+    from keepsight.store.remote import RemoteStore
+
+    return RemoteStore(address, budget, quota=quota)

@@ -1,0 +1,178 @@
+"""What waits to be written, and the threads that write it.
+
+Everything here is readable from the moment it is handed over. Entries are written several at a
+time, but never one before what it stands on, nor two of one key out of their order: whoever stops
+in the middle leaves nothing that stands on air.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepsight.store import layout
+from keepsight.store.contract import About, Entry, Tensors
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 4
+_ROOM = 1 << 30  # bytes that may wait; what comes then is not taken
+
+
+@dataclass(eq=False)
+class Job:
+    """One entry on its way."""
+
+    name: str  # where it is to lie
+    kind: str
+    key: str
+    tensors: Tensors | None  # None: a note
+    record: dict[str, Any]
+    about: About
+    base: str | None  # the name of what it stands on
+    told: dict[str, Any]  # what its file will say of its keeping
+    nbytes: int
+    tenant: str
+    after: list[Job] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    failed: str | None = None
+    unwanted: bool = False  # deleted while it was on its way
+
+    def entry(self) -> Entry:
+        """It as the books would have it."""
+        now = time.time()
+        return Entry(
+            self.kind,
+            self.key,
+            self.nbytes,
+            used=now,
+            created=now,
+            cost=self.about.cost,
+            stands_on=self.about.stands_on,
+            media=tuple(self.about.media),
+            expires=layout.expiry(self.told),
+            tenant=self.tenant,
+        )
+
+
+class Outbox:
+    """A bounded queue and the threads that empty it."""
+
+    def __init__(self, write: Callable[[Job], None], room: int = _ROOM) -> None:
+        self._write, self._room = write, room
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._keys: dict[str, list[Job]] = {}
+        self._late: list[Job] = []
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lost: dict[str, list[str]] = {}
+        self._process = os.getpid()
+        self.nbytes = 0
+
+    def find(self, name: str) -> Job | None:
+        """The entry of that name, if it is on its way."""
+        job = self._jobs.get(name)
+        return None if job is None or job.unwanted else job
+
+    def offer(self, job: Job) -> bool:
+        """Take an entry; False where there is no room left, and `settle` will say so."""
+        if self._process != os.getpid():
+            self._forget()  # a forked child has none of its parent's threads
+        with self._lock:
+            if self.nbytes + job.nbytes > self._room:
+                self._lose(job, "too much waits to be written")
+                return False
+            base = None if job.base is None else self._jobs.get(job.base)
+            job.after = [*self._keys.get(job.key, []), *([] if base is None else [base])]
+            self._jobs[job.name] = job
+            self._keys.setdefault(job.key, []).append(job)
+            self.nbytes += job.nbytes
+            if len(self._threads) < min(_AT_ONCE, len(self._jobs)):
+                thread = threading.Thread(target=self._work, name="keepsight-outbox", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._queue.put(job)
+        return True
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                self._one(job)
+            except Exception as error:
+                job.failed = str(error)
+                if not isinstance(error, OSError):
+                    logger.exception("writing %s/%s failed; going on", job.kind, job.key)
+            self._over(job)
+
+    def _one(self, job: Job) -> None:
+        # What a job waits for came before it, so it is at work or done: this always ends.
+        for earlier in job.after:
+            earlier.done.wait()
+            if earlier.failed is not None and earlier.name != job.name:
+                raise OSError(f"{earlier.kind}/{earlier.key} was not written: {earlier.failed}")
+        if not job.unwanted:
+            self._write(job)
+
+    def _over(self, job: Job) -> None:
+        with self._lock:
+            if self._jobs.get(job.name) is job:
+                del self._jobs[job.name]
+            self._keys[job.key].remove(job)
+            if not self._keys[job.key]:
+                del self._keys[job.key]
+            self.nbytes -= job.nbytes
+            if job.failed is not None and not job.unwanted:
+                self._lose(job, job.failed)
+                # Its write may still come through, long after it was given up.
+                self._late = [*self._late[-1000:], job]
+                job.tensors, job.record = None, {}
+        job.after = []
+        job.done.set()
+
+    def waiting(self) -> list[Job]:
+        """All that is on its way now."""
+        with self._lock:
+            return list(self._jobs.values())
+
+    def settle(self) -> None:
+        """Return when all that was handed over before is written or lost."""
+        if self._process != os.getpid():
+            return
+        for job in self.waiting():
+            job.done.wait()
+
+    def _lose(self, job: Job, why: str) -> None:
+        self._lost.setdefault(job.tenant, []).append(f"{job.kind}/{job.key}: {why}")
+
+    def take_lost(self, tenant: str) -> list[str]:
+        """What of a tenant's was not written since this was last asked, and why."""
+        with self._lock:
+            return self._lost.pop(tenant, [])
+
+    def withdraw(self, unwanted: Callable[[Job], bool]) -> None:
+        """These are not wanted any more, even if a write of them that hangs comes through yet."""
+        with self._lock:
+            for job in [*self._jobs.values(), *self._late]:
+                job.unwanted = job.unwanted or unwanted(job)
+            self._late = [job for job in self._late[-1000:] if not job.unwanted]
+
+    def close(self) -> None:
+        """Write what waits and stop."""
+        if self._process != os.getpid():
+            return
+        self.settle()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []

@@ -1,0 +1,151 @@
+"""Reading from an address that may be slow, gone, or lose bytes on the way.
+
+A read that fails is an entry that is absent, for now. An entry is set aside only where it is wrong
+at the address itself; what merely arrived broken stays there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from keepsight import tensorfile
+from keepsight.errors import DamagedFile, FileError, WrongFormatVersion
+from keepsight.store import entryfile, layout
+from keepsight.store.address import Address, Breaker
+from keepsight.store.contract import Tensors
+from keepsight.store.survey import Head, Seen, head, keeping_in, note_in
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Reader:
+    """Entries by the name under which they lie at an address."""
+
+    def __init__(self, link: Address, seen: Seen, ended: Callable[[str], None]) -> None:
+        self._link, self._seen, self._ended = link, seen, ended
+        self._breaker = Breaker(f"the store {link.shown} cannot be read")
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing can be read at the moment, if so."""
+        return self._breaker.why
+
+    def look(self, name: str, kind: str, key: str) -> Head | None:
+        """The head of an entry: what is remembered of it, or one small read."""
+        known, found = self._seen.find(name)
+        if known:
+            return found
+        since = self._seen.removals
+        found = self.asked(name, lambda: self._head(name, kind, key))
+        if found is None or self._is_over(name, found.told):
+            return None
+        self._seen.there(name, found, since)
+        return found
+
+    def _is_over(self, name: str, told: dict[str, Any]) -> bool:
+        if not layout.expired(told):
+            return False
+        self._seen.absent(name)
+        self._ended(name)
+        return True
+
+    def tensors(self, name: str, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+        """Tensors and record, every byte checked."""
+        return self._fetch(name, lambda data: self._parse(name, kind, key, data))
+
+    def note(self, name: str, kind: str, key: str) -> dict[str, Any] | None:
+        """The body of a note."""
+        return self._fetch(name, lambda data: self._parse_note(name, kind, key, data))
+
+    def discard(self, name: str) -> None:
+        """Gone for us from now on, and for all where the address lets us remove it."""
+        self._seen.rejected(name)
+        with contextlib.suppress(Exception):  # it may be for reading only
+            self._link.remove(name)
+            self._seen.absent(name)
+
+    def asked(self, name: str, ask: Callable[[], T]) -> T | None:
+        """The answer of the address; None where there is none, for whatever reason."""
+        if not self._breaker.allows(self._link.timeout):
+            return None
+        try:
+            answer = ask()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            self._breaker.worked()
+            self._seen.absent(name)
+            return None
+        except Exception as error:
+            self._breaker.failed(error)
+            return None
+        self._breaker.worked()
+        return answer
+
+    def _head(self, name: str, kind: str, key: str) -> Head | None:
+        try:
+            return head(self._link, name, kind, key)
+        except WrongFormatVersion:
+            self._seen.foreign(name)
+        except FileError:
+            # Damaged, or the line broke off: a full read finds out which.
+            (self.note if kind in layout.NOTES else self.tensors)(name, kind, key)
+        return None
+
+    def _parse(
+        self, name: str, kind: str, key: str, data: bytes
+    ) -> tuple[tuple[Tensors, dict[str, Any]], dict[str, Any]]:
+        where = f"{self._link.shown}/{name}"
+        tensors, record = tensorfile.parse(data, where, kind, entryfile.FORMAT)
+        if record.get("entry") != key:
+            raise DamagedFile(f"{where}: this is the entry {record.get('entry')!r}")
+        return (tensors, record), keeping_in(kind, key, record)
+
+    def _parse_note(
+        self, name: str, kind: str, key: str, data: bytes
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        return note_in(kind, key, data, f"{self._link.shown}/{name}")
+
+    def _fetch(self, name: str, parse: Callable[[bytes], tuple[T, dict[str, Any]]]) -> T | None:
+        known, found = self._seen.find(name)
+        if known and found is None:
+            return None
+        since = self._seen.removals
+        data = self.asked(name, lambda: self._link.read(name))
+        if data is None:
+            return None
+        try:
+            content, told = parse(data)
+        except WrongFormatVersion as error:
+            # Another version's entry is sound, and somebody may still want it.
+            logger.warning("%s; left as it is", error)
+            self._seen.foreign(name)
+            return None
+        except FileError as error:
+            self._doubt(name, data, error)
+            return None
+        if self._is_over(name, told):
+            return None
+        self._seen.there(name, Head(told, found.cost if found is not None else 0.0), since)
+        self._seen.touch(name)
+        return content
+
+    def _doubt(self, name: str, data: bytes, error: FileError) -> None:
+        if self.came_whole(name, data):
+            logger.warning("damaged entry set aside: %s", error)
+            self.discard(name)
+
+    def came_whole(self, name: str, data: bytes) -> bool:
+        """Whether this is what lies at the address. Only what is wrong there is removed there:
+        where the line loses bytes, a sound entry of others would be lost with them."""
+        again = self.asked(name, lambda: (self._link.info(name).nbytes, self._link.read(name)))
+        if again is None:
+            return False
+        size, twice = again
+        if twice != data or size != len(data):
+            self._breaker.failed(OSError(f"of {name} came {len(data)} bytes out of {size}"))
+            return False
+        return True

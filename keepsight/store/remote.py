@@ -1,0 +1,399 @@
+"""A store at any fsspec address: s3, gcs, a shared folder, sftp, memory.
+
+The same files under the same names as in a folder, so a bucket can be copied to a disk and back.
+Reading and writing never wait for each other, and neither needs a lock. An address that does not
+answer is named in one warning and left alone for a while, longer each time; meanwhile everything
+goes on as if the store were empty, and `flush` tells what was not written. There is no catalogue:
+whatever has to look at all entries lists the address (see survey.py for what that costs).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, TypeVar
+
+from keepsight import keys
+from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVersion
+from keepsight.store import entryfile, layout, ranking
+from keepsight.store.address import Address, Breaker
+from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
+from keepsight.store.outbox import Job, Outbox
+from keepsight.store.reader import Reader
+from keepsight.store.survey import Head, Seen, head
+from keepsight.store.upkeep import Allowance, Upkeep
+
+logger = logging.getLogger(__name__)
+
+_COUNTED = 30.0  # seconds that a count of all entries is believed
+_SWEPT = 300.0  # seconds between two sweeps for what has ended
+_HOUR = 3600.0
+T = TypeVar("T")
+_Table = dict[Name, Entry]
+
+
+class RemoteStore:
+    """Tensor files and small JSON notes at an address, for one tenant.
+
+    `options` go to the file system (credentials, an endpoint); `timeout` is how many seconds one
+    read or write may take.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        budget: int | None = None,
+        *,
+        quota: int | None = None,
+        options: dict[str, Any] | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self._link = Address(address, options, timeout)
+        self.address, self.budget, self.quota = self._link.shown, budget, quota
+        self._seen = Seen()
+        self._reader = Reader(self._link, self._seen, self._sweep_soon)
+        self._writing = Breaker(f"the store {self.address} cannot be written")
+        self._outbox = Outbox(self._write)
+        self._tenant, self._is_view = "", False
+        self._counts = dict.fromkeys(("hits", "misses", "evictions", "written", "refused"), 0)
+        self._counted: dict[str, tuple[float, dict[str, list[int]]]] = {}
+        self._allowance = Allowance(self._link, self._seen, budget, quota)
+        self._lock = threading.Lock()
+        self._marked: list[bool] = []
+        self._swept: dict[str, float] = {}  # when a tenant's entries were last swept
+        self._check_marker()
+
+    def _check_marker(self) -> None:
+        """A store of another format is refused at once, where the address answers."""
+        data = self._reader.asked("", lambda: self._link.read(layout.MARKER))
+        if data is None:
+            return
+        try:
+            layout.check_marker(data, self.address)
+        except DamagedFile:
+            if self._reader.came_whole(layout.MARKER, data):
+                raise
+        else:
+            self._marked.append(True)
+
+    def tenant(self, name: str | None) -> RemoteStore:
+        """The same store as another tenant sees it: nothing of it is shared with this one."""
+        view = copy.copy(self)
+        view._tenant, view._is_view = layout.tenant_digest(name), True
+        return view
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def has(self, kind: str, key: str) -> bool:
+        """Whether a read of this entry can be expected to work."""
+        name = self._name(kind, key)
+        return self._waiting(name) is not None or self._reader.look(name, kind, key) is not None
+
+    def get(self, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+        """Tensors and record, or None when absent, expired or damaged."""
+        name = self._name(kind, key)
+        job = self._waiting(name)
+        tensors = None if job is None else job.tensors
+        if job is not None and tensors is not None:
+            return self._counting((tensors, job.record))
+        return self._counting(self._reader.tensors(name, kind, key))
+
+    def note(self, kind: str, key: str) -> dict[str, Any] | None:
+        """A small JSON record, or None when absent, expired or damaged."""
+        name = self._name(kind, key)
+        job = self._waiting(name)
+        if job is not None:
+            return self._counting(job.record)
+        return self._counting(self._reader.note(name, kind, key))
+
+    def entry(self, kind: str, key: str) -> Entry | None:
+        """One entry as its file has it, without reading all of it; None when absent or expired."""
+        name = self._name(kind, key)
+        job = self._waiting(name)
+        if job is not None:
+            return job.entry()
+        known = self._reader.look(name, kind, key)
+        if known is None:
+            return None
+        return self._reader.asked(name, lambda: self._upkeep().entry((kind, key), known))
+
+    def tier(self, kind: str, key: str) -> str | None:
+        """Where a read would find it: "remote", or None."""
+        return "remote" if self.has(kind, key) else None
+
+    def reject(self, kind: str, key: str, why: str) -> None:
+        """Remove an entry whose content turned out not to be what its key says."""
+        name = self._name(kind, key)
+        logger.warning("damaged entry set aside: %s/%s (%s)", self.address, name, why)
+        self._outbox.withdraw(lambda job: job.name == name)
+        self._reader.discard(name)
+        self._counted.pop(self._tenant, None)
+
+    def _name(self, kind: str, key: str) -> str:
+        return layout.place(kind, key, self._tenant)
+
+    def _waiting(self, name: str) -> Job | None:
+        job = self._outbox.find(name)
+        return None if job is None or layout.expired(job.told) else job
+
+    def _counting(self, found: T | None) -> T | None:
+        self._count("misses" if found is None else "hits")
+        return found
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def put(
+        self,
+        kind: str,
+        key: str,
+        tensors: Tensors,
+        record: dict[str, Any],
+        about: About = NOTHING,
+    ) -> None:
+        """Hand an entry over; the tensors must not change afterwards. It is readable at once."""
+        nbytes = sum(tensor.nbytes for tensor in tensors.values()) + 1024
+        self._hand_over(kind, key, tensors, record, about, nbytes)
+
+    def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
+        """Hand a small JSON record over."""
+        self._hand_over(kind, key, None, body, about, len(keys.canonical_json(body)))
+
+    def _hand_over(
+        self,
+        kind: str,
+        key: str,
+        tensors: Tensors | None,
+        record: dict[str, Any],
+        about: About,
+        nbytes: int,
+    ) -> None:
+        layout.checked_about(about)
+        name = self._name(kind, key)
+        if self._waiting(name) is not None or self._seen.find(name)[1] is not None:
+            return
+        limits = [limit for limit in (self.budget, self.quota) if limit is not None]
+        base = about.stands_on
+        if limits and nbytes > min(limits):
+            self._count("refused")
+            return
+        on = None if base is None or base[1] == key else self._name(*base)
+        told = layout.kept(about)
+        job = Job(name, kind, key, tensors, record, about, on, told, nbytes, self._tenant)
+        if not self._outbox.offer(job):
+            self._count("refused")
+
+    def _write(self, job: Job) -> None:
+        """In the background. What cannot be spelled is the entry's fault and not the address's."""
+        parts = list(entryfile.spelled(job.kind, job.key, job.tensors, job.record, job.told))
+        if not self._writing.allows(self._link.timeout):
+            raise StoreError(f"{self.address} cannot be written: {self._writing.why}")
+        try:
+            if job.base is not None and not self._lies_there(job.base):
+                self._refuse(job)
+            elif not self._lies_there(job.name):
+                self._put_in_place(job, parts)
+        except Exception as error:
+            self._writing.failed(error)
+            raise StoreError(f"{self.address} cannot be written: {error}") from error
+        self._writing.worked()
+
+    def _refuse(self, job: Job) -> None:
+        """Never without what it stands on; and what came before, to stand on it, goes with it."""
+        self._count("refused")
+        for kind in layout.KINDS:
+            name = layout.place(kind, job.key, job.tenant)
+            found = self._seen.find(name)[1]
+            if found is not None and found.told.get("stands_on") == [job.kind, job.key]:
+                self._link.remove(name)
+                self._seen.removed(name)
+
+    def _put_in_place(self, job: Job, parts: list[bytes | memoryview]) -> None:
+        if not self._marked:
+            if not self._link.exists(layout.MARKER):
+                self._link.write(layout.MARKER, [layout.marker_bytes()], lambda: False)
+            self._marked.append(True)
+        self._link.write(job.name, parts, lambda: job.unwanted)
+        if job.unwanted:
+            return
+        self._seen.there(job.name, Head(job.told, job.about.cost))
+        nbytes = sum(len(part) for part in parts)
+        self._count("written")
+        with self._lock:
+            kinds = self._counted.get(job.tenant, (0.0, {}))[1]
+            counted = kinds.setdefault(job.kind, [0, 0])
+            counted[0], counted[1] = counted[0] + 1, counted[1] + nbytes
+        removed = self._allowance.grown(job.tenant, nbytes)
+        if removed:
+            self._counted.clear()
+            self._count("evictions", removed)
+
+    def _lies_there(self, name: str) -> bool:
+        """Whether it need not be written, or can be stood on. What the network says is raised."""
+        known, found = self._seen.find(name)
+        place = layout.parse(name)
+        if known or place is None:
+            return found is not None or self._seen.is_foreign(name)
+        since = self._seen.removals
+        try:
+            found = head(self._link, name, place.kind, place.key)
+        except WrongFormatVersion:
+            return True  # sound, and another's
+        except (FileError, FileNotFoundError, NotADirectoryError):
+            return False
+        if layout.expired(found.told):
+            return False
+        self._seen.there(name, found, since)
+        return True
+
+    def flush(self) -> None:
+        """Return when all that was handed over before is at the address, or say what is not."""
+        self._outbox.settle()
+        lost = self._outbox.take_lost(self._tenant)
+        if lost:
+            raise StoreError(f"{self.address}: {len(lost)} not written, the first: {lost[0]}")
+
+    def close(self) -> None:
+        """Finish writing and let go of everything; a tenant's view only finishes writing."""
+        if self._is_view:
+            self._outbox.settle()
+        else:
+            self._outbox.close()
+
+    # -- housekeeping ----------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries of this tenant, in no order."""
+        self._outbox.settle()
+        with self._telling("listed"):
+            table = self._upkeep().table()
+        over = [name for name, entry in table.items() if self._is_over(entry)]
+        gone = set(chain(*ranking.together(table, over)))
+        yield from (entry for name, entry in table.items() if name not in gone)
+
+    def _is_over(self, entry: Entry) -> bool:
+        """Whether its time is over, or it was set aside where nothing can be removed."""
+        known, found = self._seen.find(self._name(entry.kind, entry.key))
+        return (known and found is None) or (
+            entry.expires is not None and (entry.expires <= time.time())
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Entries and bytes as they were counted not long ago, and what happened since it was
+        opened. Counting lists the address."""
+        kinds = self._count_all()
+        why = self._reader.broken or self._writing.why
+        return {
+            "root": self.address,
+            "tier": "remote",
+            "entries": sum(entries for entries, _ in kinds.values()),
+            "bytes": sum(nbytes for _, nbytes in kinds.values()),
+            "kinds": {kind: {"entries": n, "bytes": size} for kind, (n, size) in kinds.items()},
+            **self._counts,
+            "waiting_bytes": self._outbox.nbytes,
+            "budget": self.budget,
+            "quota": self.quota,
+            "broken": why,
+        }
+
+    def _count_all(self) -> dict[str, list[int]]:
+        at, kinds = self._counted.get(self._tenant, (0.0, {}))
+        if time.monotonic() < at + _COUNTED and at:
+            return kinds
+        fresh = self._reader.asked("", lambda: self._upkeep().count())
+        if fresh is None:
+            return kinds
+        self._counted[self._tenant] = (time.monotonic(), fresh)
+        return fresh
+
+    def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
+        """Keep an entry, and what it stands on, whatever the budget; False when absent."""
+        layout.checked(kind, key)
+        self._outbox.settle()
+        with self._telling("pinned"):
+            if self._upkeep().is_absent((kind, key)):
+                return False
+            self._upkeep().pin((kind, key), pinned)
+        return True
+
+    def delete(self, kind: str, key: str) -> int:
+        """Remove an entry and all that stands on it; the bytes freed."""
+        layout.checked(kind, key)
+        return self.delete_all([(kind, key)])
+
+    def delete_all(self, names: Iterable[Name]) -> int:
+        """`delete` for many: they share one look at all entries."""
+        doomed = list(names)
+        return self._remove(lambda table: doomed)
+
+    def delete_media(self, image_key: str) -> int:
+        """Remove all that holds anything of this image; the bytes freed."""
+        freed = self._remove(lambda table: [n for n, e in table.items() if image_key in e.media])
+        self._outbox.withdraw(lambda j: j.tenant == self._tenant and image_key in j.about.media)
+        return freed
+
+    def clear(self) -> int:
+        """Remove every entry of this tenant; the bytes freed."""
+        freed = self._remove(list)
+        self._outbox.withdraw(lambda job: job.tenant == self._tenant)
+        with self._telling("removed"):
+            self._upkeep().clear_rest()
+        return freed
+
+    def gc(self, budget: int) -> int:
+        """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
+        freed = self._remove(lambda t: ranking.least_useful(t, budget, time.time()), counted=True)
+        with self._telling("removed"):
+            self._upkeep().sweep(_HOUR)
+        return freed
+
+    def check(self, repair: bool = False) -> list[str]:
+        """Read everything in full; what is wrong, one line each. `repair` puts it right."""
+        self._outbox.settle()
+        self._counted.pop(self._tenant, None)
+        try:
+            return self._upkeep().check(repair)
+        except Exception as error:
+            return [f"{self.address} cannot be checked: {error}"]
+
+    def _remove(self, choose: Callable[[_Table], list[Name]], counted: bool = False) -> int:
+        """Remove what is chosen of all entries, and what is on its way there."""
+        self._outbox.settle()
+        with self._telling("removed"):
+            table = self._upkeep().table()
+            names = choose(table)
+            layers = ranking.together(table, names)
+            gone = {self._name(*name) for name in chain(names, *layers)}
+            self._outbox.withdraw(lambda job: job.name in gone)
+            freed = self._upkeep().remove(table, layers)
+        self._counted.pop(self._tenant, None)
+        self._count("evictions", sum(map(len, layers)) if counted else 0)
+        return freed
+
+    def _sweep_soon(self, name: str) -> None:
+        """An entry whose time is over was met: remove all such, in the background and seldom."""
+        place, now = layout.parse(name), time.monotonic()
+        if place is None or now < self._swept.get(place.tenant, -_SWEPT) + _SWEPT:
+            return
+        self._swept[place.tenant] = now
+        work = Upkeep(self._link, self._seen, place.tenant).sweep_ended
+        threading.Thread(target=work, name="keepsight-sweep", daemon=True).start()
+
+    def _upkeep(self) -> Upkeep:
+        return Upkeep(self._link, self._seen, self._tenant)
+
+    def _count(self, what: str, more: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += more
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Who asks for something to be done at the address must hear when it was not."""
+        try:
+            yield
+        except Exception as error:
+            raise StoreError(f"{self.address}: entries cannot be {what}: {error}") from error

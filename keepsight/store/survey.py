@@ -1,0 +1,230 @@
+"""What lies at a remote address: there is no catalogue, so the address is listed and headers read.
+
+A listing asks once per folder (256 for each kind at most) and once more per thousand objects. What
+an entry stands on and whose image it holds stands in its header: one small read for each entry
+that this process has not met before. Names that no store wrote are passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from keepsight import tensorfile
+from keepsight.errors import DamagedFile, FileError
+from keepsight.store import entryfile, layout
+from keepsight.store.address import Address, Found
+from keepsight.store.contract import Entry, Name
+
+_HEAD = 64 << 10  # bytes of a file in which its record mostly ends
+_MOST = 200_000  # names that are remembered
+_SURE, _DOUBTFUL = 600.0, 5.0  # seconds that "it is there" and "it is not" are believed
+_PINS = "pins"
+
+
+class Head(NamedTuple):
+    """What a file says of itself."""
+
+    told: dict[str, Any]
+    cost: float = 0.0  # only known to the process that made it
+
+
+def head(link: Address, name: str, kind: str, key: str) -> Head:
+    """Read the beginning of an entry; its tensors are neither read nor checked."""
+    where = f"{link.shown}/{name}"
+    if kind in layout.NOTES:
+        return Head(note_in(kind, key, link.read(name), where)[1])
+    data = link.read(name, 0, _HEAD)
+    size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter one is the whole object
+    record = tensorfile.parse_record(data, size, where)
+    if isinstance(record, int):
+        record = tensorfile.parse_record(link.read(name, 0, record), size, where)
+    if isinstance(record, int) or record.get("entry") != key or record.get("kind") != kind:
+        raise DamagedFile(f"{where}: it is not the entry that its name says")
+    return Head(keeping_in(kind, key, record))
+
+
+def keeping_in(kind: str, key: str, record: dict[str, Any]) -> dict[str, Any]:
+    """What a record says of the keeping of its entry."""
+    told = record.get("kept")
+    return told if isinstance(told, dict) else entryfile.older(kind, key, record)
+
+
+def note_in(kind: str, key: str, data: bytes, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Body and keeping of a note from its bytes."""
+    body, told = layout.read_note(kind, key, data, where)
+    if not told and "kept" not in json.loads(data):
+        told = entryfile.older(kind, key, body)
+    return body, told
+
+
+class Seen:
+    """What this process has lately learned of names: there, not there, how often read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._heads: OrderedDict[str, tuple[Head | None, float]] = OrderedDict()
+        self._foreign: set[str] = set()
+        self.removals = 0
+        self._uses: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def find(self, name: str) -> tuple[bool, Head | None]:
+        """Whether anything is known of it, and its head if it is there."""
+        found, until = self._heads.get(name, (None, -1.0))
+        if self._clock() >= until:
+            return False, None
+        if found is not None and layout.expired(found.told):
+            return True, None
+        return True, found
+
+    def there(self, name: str, found: Head, since: int | None = None) -> None:
+        """It was written, or seen by a read that began at that count of removals: what was removed
+        meanwhile may be just this."""
+        if since is None or since == self.removals:
+            self._put(name, found, _SURE)
+
+    def absent(self, name: str) -> None:
+        """It was not found just now; another process may write it at any time."""
+        self._put(name, None, _DOUBTFUL)
+
+    def removed(self, name: str) -> None:
+        """It was removed just now."""
+        self.removals += 1
+        self.absent(name)
+
+    def rejected(self, name: str) -> None:
+        """What lies there is of no use, whatever the address says, until it is written anew."""
+        self._put(name, None, float("inf"))
+
+    def foreign(self, name: str) -> None:
+        """What lies there is sound and another version's: not for us, and not to be replaced."""
+        self._foreign.add(name)
+        self._put(name, None, float("inf"))
+
+    def is_foreign(self, name: str) -> bool:
+        """Whether another version's entry lies there."""
+        return name in self._foreign
+
+    def touch(self, name: str) -> None:
+        """It was read."""
+        with self._lock:
+            self._uses[name] = (self._uses.pop(name, (0, 0.0))[0] + 1, time.time())
+            if len(self._uses) > _MOST:
+                self._uses.popitem(last=False)
+
+    def uses(self, name: str) -> tuple[int, float]:
+        """How often it was read by this process, and when last."""
+        return self._uses.get(name, (0, 0.0))
+
+    def old_head(self, name: str) -> Head | None:
+        """Its head, however long ago that was seen: a file never changes under its name."""
+        return self._heads.get(name, (None, 0.0))[0]
+
+    def _put(self, name: str, found: Head | None, seconds: float) -> None:
+        with self._lock:
+            self._heads.pop(name, None)
+            self._heads[name] = (found, self._clock() + seconds)
+            if len(self._heads) > _MOST:
+                self._heads.popitem(last=False)
+
+
+class Survey:
+    """The entries of one tenant, as a listing shows them."""
+
+    def __init__(self, link: Address, seen: Seen, tenant: str) -> None:
+        self._link, self._seen, self._tenant = link, seen, tenant
+        self._prefix = layout.tenant_prefix(tenant)
+
+    def path(self, name: Name) -> str:
+        """Where an entry lies."""
+        return layout.place(*name, self._tenant)
+
+    def found(self) -> Iterator[tuple[Name, Found]]:
+        """Name and listing of each entry; no file is opened."""
+        for one in self._link.listed(self._folders()):
+            place = layout.parse(one.name)
+            if place is not None and place.tenant == self._tenant:
+                yield (place.kind, place.key), one
+
+    def leftovers(self, age: float) -> list[str]:
+        """What killed writers left behind, as old as that at least."""
+        before = time.time() - age
+        listed = self._link.listed(self._folders())
+        return [one.name for one in listed if one.is_part and one.written <= before]
+
+    def _folders(self) -> list[str]:
+        kinds = [f"{self._prefix}{kind}" for kind in layout.KINDS]
+        return [folder for found in self._link.each(self._link.folders, kinds) for folder in found]
+
+    def table(self) -> dict[Name, Entry]:
+        """Every entry with all that its header tells, expired and damaged ones too."""
+        pins = self.pins()
+        listed = list(self.found())
+        heads = self._link.each(self._head, listed)
+        pairs = zip(listed, heads, strict=True)
+        return {name: self._entry(name, one, told, name in pins) for (name, one), told in pairs}
+
+    def entry(self, name: Name, told: Head) -> Entry:
+        """One entry whose head is known; asks for its size and its pin."""
+        info = self._link.info(self.path(name))
+        return self._entry(name, info, told, self._link.exists(self.pin_name(name)))
+
+    def _head(self, item: tuple[Name, Found]) -> Head:
+        (kind, key), one = item
+        told, since = self._seen.old_head(one.name), self._seen.removals
+        if told is None:
+            try:
+                told = head(self._link, one.name, kind, key)
+            except (FileError, FileNotFoundError):
+                return Head({})  # `check` names it; here it is only counted
+            self._seen.there(one.name, told, since)
+        return told
+
+    def _entry(self, name: Name, one: Found, known: Head, pinned: bool) -> Entry:
+        about = layout.told_about(known.told, known.cost)
+        uses, last = self._seen.uses(one.name)
+        written = min(one.written, time.time())  # a stamp from the future is of no use
+        return Entry(
+            *name,
+            nbytes=one.nbytes,
+            used=max(written, last),
+            created=written,
+            uses=uses,
+            cost=known.cost,
+            stands_on=about.stands_on,
+            media=about.media,
+            pinned=pinned,
+            expires=layout.expiry(known.told),
+            tenant=self._tenant,
+        )
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def pins(self) -> set[Name]:
+        """What is pinned: a pin is a small object of its own, as in a folder."""
+        names = self._link.listed([f"{self._prefix}{_PINS}/{kind}" for kind in layout.KINDS])
+        places = (one.name.removesuffix(".json").split("/")[-2:] for one in names)
+        return {(kind, key) for kind, key in places if layout.is_name(kind, key)}
+
+    def pin_name(self, name: Name) -> str:
+        """Where the pin of an entry lies."""
+        return f"{self._prefix}{_PINS}/{name[0]}/{name[1]}.json"
+
+
+def whole_table(link: Address, seen: Seen) -> dict[Name, Entry]:
+    """The entries of all tenants; a kind is spelled with its tenant, so that no two meet."""
+    folders = link.folders("tenants")
+    tenants = ["", *(folder.rpartition("/")[2] for folder in folders)]
+    table: dict[Name, Entry] = {}
+    for tenant in tenants:
+        prefix = layout.tenant_prefix(tenant)
+        for (kind, key), entry in Survey(link, seen, tenant).table().items():
+            base = entry.stands_on
+            spelled = None if base is None else (prefix + base[0], base[1])
+            table[prefix + kind, key] = dataclasses.replace(entry, stands_on=spelled)
+    return table

@@ -1,0 +1,337 @@
+"""Several stores in a row as one, the nearest first: a folder before a bucket, for example.
+
+Writing goes to all of them. Reading looks near to far, and what was found far is put near in the
+background. What a near one lets go for want of room is still in a far one, so that eviction is all
+that demotion takes. What is deleted is gone from every one of them, also what was on its way from
+one to another at that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from keepsight.errors import InputError, StoreError
+from keepsight.store import ranking
+from keepsight.store.contract import NOTHING, About, Entry, Name, Store, Tensors
+
+logger = logging.getLogger(__name__)
+
+_MOST = 256  # promotions that may wait; what is read often will be read again
+T = TypeVar("T")
+
+
+@dataclass
+class _Promotion:
+    """Something that was found far, to be put near."""
+
+    kind: str
+    key: str
+    content: tuple[Tensors, dict[str, Any]] | dict[str, Any]
+    source: Store
+    nearer: tuple[Store, ...]
+    epoch: int
+
+
+class _Carrier:
+    """The thread that puts near what was found far, unless something was deleted meanwhile.
+
+    Whoever deletes does so between two turns of the epoch. A promotion whose read began in an
+    earlier epoch may carry what was deleted since, and is dropped: it is only ever a convenience.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self.epoch, self._deleting, self._process = 0, 0, os.getpid()
+        self._queue: queue.Queue[_Promotion | None] = queue.Queue(_MOST)
+        self._thread: threading.Thread | None = None
+
+    def take(self, promotion: _Promotion) -> None:
+        """Carry it when there is time; not at all when too much waits."""
+        if self._process != os.getpid():
+            self._lock = threading.Lock()
+            self._start()  # a forked child has none of its parent's threads
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="keepsight-carrier", daemon=True
+                )
+                self._thread.start()
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(promotion)
+
+    def _work(self) -> None:
+        while (promotion := self._queue.get()) is not None:
+            try:
+                self._carry(promotion)
+            except Exception:
+                logger.exception("%s/%s stays where it is", promotion.kind, promotion.key)
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _carry(self, promotion: _Promotion) -> None:
+        kind, key, content = promotion.kind, promotion.key, promotion.content
+        entry = promotion.source.entry(kind, key)
+        if entry is None:
+            return
+        left = None if entry.expires is None else entry.expires - time.time()
+        if left is not None and left <= 0:
+            return
+        about = About(entry.cost, entry.stands_on, entry.media, left)
+        with self._lock:
+            if self._deleting or promotion.epoch != self.epoch:
+                return
+            for store in promotion.nearer:
+                if isinstance(content, tuple):
+                    store.put(kind, key, *content, about)
+                else:
+                    store.put_note(kind, key, content, about)
+
+    @contextlib.contextmanager
+    def deletion(self) -> Iterator[None]:
+        """While something is deleted nothing is carried, and nothing that was read before."""
+        with self._lock:
+            self._deleting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._deleting -= 1
+                self.epoch += 1
+
+    def settle(self) -> None:
+        """Return when all that was found far is handed to the nearer ones."""
+        if self._process == os.getpid():
+            self._queue.join()
+
+    def close(self) -> None:
+        """Carry what waits and stop."""
+        self.settle()
+        if self._thread is not None and self._process == os.getpid():
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+class TieredStore:
+    """Stores in a row, for one tenant; the same tenant in each of them."""
+
+    def __init__(self, *stores: Store) -> None:
+        if not stores:
+            raise InputError("a tiered store needs stores, the nearest first; none was given")
+        self.tiers = stores
+        self._carrier = _Carrier()
+        self._counts = {"hits": 0, "misses": 0}
+        self._is_view = False
+
+    def tenant(self, name: str | None) -> TieredStore:
+        """The same stores as another tenant sees them."""
+        view = copy.copy(self)
+        view.tiers, view._is_view = tuple(store.tenant(name) for store in self.tiers), True
+        return view
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def has(self, kind: str, key: str) -> bool:
+        """Whether a read of this entry can be expected to work."""
+        return any(store.has(kind, key) for store in self.tiers)
+
+    def get(self, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+        """Tensors and record from the nearest that has them."""
+        return self._find(kind, key, lambda store: store.get(kind, key))
+
+    def note(self, kind: str, key: str) -> dict[str, Any] | None:
+        """A small JSON record from the nearest that has it."""
+        return self._find(kind, key, lambda store: store.note(kind, key))
+
+    def _find(self, kind: str, key: str, read: Callable[[Store], T | None]) -> T | None:
+        for place, store in enumerate(self.tiers):
+            epoch = self._carrier.epoch
+            found = read(store)
+            if found is None:
+                continue
+            if place:
+                nearer = self.tiers[:place]
+                content: Any = found
+                self._carrier.take(_Promotion(kind, key, content, store, nearer, epoch))
+            self._counts["hits"] += 1
+            return found
+        self._counts["misses"] += 1
+        return None
+
+    def entry(self, kind: str, key: str) -> Entry | None:
+        """One entry as the nearest that has it knows it."""
+        return next((e for s in self.tiers if (e := s.entry(kind, key)) is not None), None)
+
+    def tier(self, kind: str, key: str) -> str | None:
+        """Where a read would find it, or None."""
+        return next((t for s in self.tiers if (t := s.tier(kind, key)) is not None), None)
+
+    def reject(self, kind: str, key: str, why: str) -> None:
+        """Set aside an entry whose content turned out not to be what its key says."""
+        with self._carrier.deletion():
+            for store in self.tiers:
+                if store.has(kind, key):
+                    store.reject(kind, key, why)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def put(
+        self,
+        kind: str,
+        key: str,
+        tensors: Tensors,
+        record: dict[str, Any],
+        about: About = NOTHING,
+    ) -> None:
+        """Hand an entry over to every store; each writes in its own background."""
+        for store in self.tiers:
+            store.put(kind, key, tensors, record, about)
+
+    def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
+        """Hand a small JSON record over to every store."""
+        for store in self.tiers:
+            store.put_note(kind, key, body, about)
+
+    def flush(self) -> None:
+        """Return when every store has what was handed over before, or say which has not."""
+        self._carrier.settle()
+        self._every("written to", lambda store: store.flush())
+
+    def close(self) -> None:
+        """Finish writing and let go of everything; a tenant's view only finishes writing."""
+        if not self._is_view:
+            self._carrier.close()
+        for store in self.tiers:
+            store.close()
+
+    # -- housekeeping ----------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries of this tenant, each once, with what all stores know of its use."""
+        yield from self._table().values()
+
+    def _table(self) -> dict[Name, Entry]:
+        table: dict[Name, Entry] = {}
+        for store in self.tiers:
+            with self._warned(store):
+                for entry in store.entries():
+                    name = (entry.kind, entry.key)
+                    table[name] = _merged(table[name], entry) if name in table else entry
+        return table
+
+    def stats(self) -> dict[str, Any]:
+        """Of each store, nearest first, under "tiers"; above them each entry is counted once, as
+        it is where the nearer hold a part of what the far one holds."""
+        tiers = [{"name": label(store), **store.stats()} for store in self.tiers]
+        kinds: dict[str, dict[str, int]] = {}
+        for told in tiers:
+            for kind, counted in told["kinds"].items():
+                most = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
+                for what in most:
+                    most[what] = max(most[what], counted[what])
+        broken = [f"{told['name']}: {told['broken']}" for told in tiers if told.get("broken")]
+        most_of = {what: max(t.get(what, 0) for t in tiers) for what in ("written", "refused")}
+        return {
+            "root": " + ".join(told["name"] for told in tiers),
+            "entries": sum(counted["entries"] for counted in kinds.values()),
+            "bytes": sum(counted["bytes"] for counted in kinds.values()),
+            "kinds": kinds,
+            **self._counts,
+            **most_of,
+            "evictions": sum(told.get("evictions", 0) for told in tiers),
+            "budget": tiers[0].get("budget"),
+            "quota": tiers[0].get("quota"),
+            "broken": "; ".join(broken) or None,
+            "tiers": tiers,
+        }
+
+    def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
+        """Keep an entry, and what it stands on, wherever it is; False when absent everywhere."""
+        return any(self._every("pinned in", lambda store: store.pin(kind, key, pinned)))
+
+    def delete(self, kind: str, key: str) -> int:
+        """Remove an entry and all that stands on it from every store; the bytes freed, each entry
+        counted once."""
+        return self._remove(lambda store: store.delete(kind, key))
+
+    def delete_media(self, image_key: str) -> int:
+        """Remove all that holds anything of this image from every store."""
+        return self._remove(lambda store: store.delete_media(image_key))
+
+    def clear(self) -> int:
+        """Remove every entry of this tenant from every store."""
+        return self._remove(lambda store: store.clear())
+
+    def gc(self, budget: int) -> int:
+        """Remove the least useful entries from every store until the rest fits in each."""
+        table = self._table()
+        names = ranking.least_useful(table, budget, time.time())
+        self._remove(lambda store: _delete_all(store, names))
+        return sum(table[name].nbytes for name in names)
+
+    def check(self, repair: bool = False) -> list[str]:
+        """Read everything in every store; what is wrong, one line each."""
+        self._carrier.settle()
+        return [f"{label(s)}: {line}" for s in self.tiers for line in s.check(repair)]
+
+    def _remove(self, remove: Callable[[Store], int]) -> int:
+        with self._carrier.deletion():
+            return max(self._every("removed from", remove))
+
+    def _every(self, done: str, work: Callable[[Store], T]) -> list[T]:
+        """Each store in turn, the others even where one fails; an error names those that did."""
+        results, failed = [], []
+        for store in self.tiers:
+            try:
+                results.append(work(store))
+            except (StoreError, OSError) as error:
+                failed.append(f"{label(store)}: {error}")
+        if failed:
+            raise StoreError(f"not {done} every tier: {'; '.join(failed)}")
+        return results
+
+    @contextlib.contextmanager
+    def _warned(self, store: Store) -> Iterator[None]:
+        try:
+            yield
+        except (StoreError, OSError) as error:
+            logger.warning("%s is left out: %s", label(store), error)
+
+
+def label(store: Store) -> str:
+    """What people call a store: its address or its folder."""
+    named = getattr(store, "address", None) or getattr(store, "root", None)
+    return str(named or type(store).__name__)
+
+
+def _delete_all(store: Store, names: Iterable[Name]) -> int:
+    """Many at once where a store can: one listing then serves them all."""
+    many = getattr(store, "delete_all", None)
+    if many is not None:
+        return int(many(names))
+    return sum(store.delete(*name) for name in names)
+
+
+def _merged(near: Entry, far: Entry) -> Entry:
+    return dataclasses.replace(
+        near,
+        used=max(near.used, far.used),
+        uses=near.uses + far.uses,
+        cost=near.cost or far.cost,
+        created=min(near.created, far.created),
+        pinned=near.pinned or far.pinned,
+    )

@@ -1,0 +1,171 @@
+"""Housekeeping at a remote address: remove, make room, check. Everything here lists first.
+
+Removal goes from what stands on top downwards and several at once, so that breaking off half-way
+leaves nothing that stands on air. An address that does not answer is an error here: a caller who
+asked for something to be gone must not be told that it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from keepsight import tensorfile
+from keepsight.errors import FileError, WrongFormatVersion
+from keepsight.store import entryfile, layout, ranking
+from keepsight.store.address import Address, Found
+from keepsight.store.contract import Entry, Name
+from keepsight.store.survey import Seen, Survey, whole_table
+from keepsight.store.survey import head as read_head
+
+Table = dict[Name, Entry]
+_HOUR = 3600.0
+
+
+class Upkeep(Survey):
+    """What changes many entries of one tenant at once."""
+
+    def remove(self, table: Table, layers: list[list[Name]]) -> int:
+        """Remove these, layer by layer; the bytes freed."""
+        freed = 0
+        for layer in layers:
+            gone = self._link.each(self.remove_one, layer)
+            freed += sum(table[n].nbytes for n, was in zip(layer, gone, strict=True) if was)
+        return freed
+
+    def remove_one(self, name: Name) -> bool:
+        """Remove an entry; False where it was gone already."""
+        path = self.path(name)
+        gone = self._link.remove(path)
+        self._seen.removed(path)
+        return gone
+
+    def is_absent(self, name: Name) -> bool:
+        """Whether nothing lies there, by asking and not by remembering."""
+        return not self._link.exists(self.path(name))
+
+    def clear_rest(self) -> None:
+        """Remove what is no entry: pins, and what killed writers left behind."""
+        for path in [self.pin_name(name) for name in self.pins()]:
+            self._link.remove(path)
+        self.sweep(0.0)
+
+    def sweep(self, age: float) -> None:
+        """Remove what killed writers left behind that long ago."""
+        for _ in self._link.each(self._link.remove, self.leftovers(age)):
+            pass
+
+    def sweep_ended(self) -> None:
+        """Remove what may no longer be used, with what stands on it; a failure is for next time."""
+        with contextlib.suppress(Exception):
+            table = self.table()
+            now = time.time()
+            ended = [n for n, e in table.items() if e.expires is not None and e.expires <= now]
+            for layer in ranking.together(table, ended):
+                for _ in self._link.each(self._remove_ended, [(n, table[n]) for n in layer]):
+                    pass
+
+    def _remove_ended(self, item: tuple[Name, Entry]) -> None:
+        name, entry = item
+        if entry.expires is not None:  # it may have been written anew since it was listed
+            fresh = read_head(self._link, self.path(name), *name)
+            if not layout.expired(fresh.told):
+                return
+        self.remove_one(name)
+
+    def pin(self, name: Name, pinned: bool) -> None:
+        """Make or remove the small object that is a pin."""
+        path = self.pin_name(name)
+        if pinned:
+            self._link.write(path, [b"{}"], lambda: False)
+        else:
+            self._link.remove(path)
+
+    def count(self) -> dict[str, list[int]]:
+        """Entries and bytes of each kind, from the listing alone."""
+        kinds: dict[str, list[int]] = {}
+        for (kind, _), one in self.found():
+            known, head = self._seen.find(one.name)
+            if known and head is None:
+                continue  # expired, or set aside where nothing can be removed
+            counted = kinds.setdefault(kind, [0, 0])
+            counted[0] += 1
+            counted[1] += one.nbytes
+        return kinds
+
+    # -- check -----------------------------------------------------------------------------------
+
+    def check(self, repair: bool) -> list[str]:
+        """Read everything; what is damaged or stands on nothing, one line each."""
+        table = self.table()
+        read = list(self._link.each(self._wrong, list(self.found())))
+        damaged = {name: why for name, why in read if why is not None}
+        adrift = [name for name in ranking.adrift(table) if name not in damaged]
+        lines = list(damaged.values())
+        for kind, key in adrift:
+            base = table[kind, key].stands_on
+            lines.append(f"{kind}/{key}: what it stands on is not there ({base})")
+        if repair:
+            self.remove(table, ranking.together(table, [*damaged, *adrift]))
+            self.sweep(_HOUR)
+        return lines
+
+    def _wrong(self, item: tuple[Name, Found]) -> tuple[Name, str | None]:
+        (kind, key), one = item
+        where = f"{self._link.shown}/{one.name}"
+        try:
+            data = self._link.read(one.name)
+            if kind in layout.NOTES:
+                layout.read_note(kind, key, data, where)
+                return (kind, key), None
+            _, record = tensorfile.parse(data, where, kind, entryfile.FORMAT)
+            if record.get("entry") != key:
+                return (kind, key), f"{where}: this is the entry {record.get('entry')!r}"
+        except (WrongFormatVersion, FileNotFoundError):
+            pass  # sound, and another version's; or removed by somebody just now
+        except FileError as error:
+            return (kind, key), str(error)
+        return (kind, key), None
+
+
+def make_room(link: Address, seen: Seen, budget: int, tenant: str | None) -> int:
+    """Let the least useful go until the rest fits, of one tenant or (None) of all together; how
+    many went."""
+    table = whole_table(link, seen) if tenant is None else Upkeep(link, seen, tenant).table()
+    names = ranking.least_useful(table, budget, time.time())
+    keepers = {entry.tenant: Upkeep(link, seen, entry.tenant) for entry in table.values()}
+
+    def remove(name: Name) -> bool:
+        entry = table[name]
+        return keepers[entry.tenant].remove_one((entry.kind, entry.key))
+
+    removed = sum(sum(link.each(remove, layer)) for layer in ranking.together(table, names))
+    for keeper in keepers.values():
+        keeper.sweep(_HOUR)
+    return removed
+
+
+class Allowance:
+    """Budget and quota. Looking at everything costs time, so it is done when the first entry is
+    written and then after each sixteenth of what is allowed."""
+
+    def __init__(self, link: Address, seen: Seen, budget: int | None, quota: int | None) -> None:
+        self._link, self._seen, self._budget, self._quota = link, seen, budget, quota
+        self._grown: dict[str | None, int] = {}
+        self._lock = threading.Lock()
+
+    def grown(self, tenant: str, nbytes: int) -> int:
+        """So much was written; how many entries were let go for it."""
+        removed = 0
+        for limit, whose in ((self._budget, None), (self._quota, tenant)):
+            if limit is None:
+                continue
+            with self._lock:
+                grown = self._grown.get(whose, limit) + nbytes
+                is_due = grown > limit // 16
+                self._grown[whose] = 0 if is_due else grown
+            if is_due:
+                # What comes until the next look must fit as well.
+                removed += make_room(self._link, self._seen, limit - limit // 16, whose)
+        return removed

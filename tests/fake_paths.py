@@ -1,0 +1,154 @@
+"""Prompts spelled with letters, and tensors whose values say which path they stand for.
+
+Reuse under a wrong path then shows as a wrong value. Nothing here needs a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight import keys
+from keepsight.medium import Medium
+from keepsight.node import Node
+from keepsight.prefix import Match, Tree
+from keepsight.prompt import Prompt, Rule
+
+END, PAD, SHORT_RUN = 9, 5, 6
+RULE = Rule(2, frozenset({END}), True)
+# Two pictures of one size, one of them also encoded by somebody else, and one with two ranges.
+MEDIA = {"A": ("a", "ours", [2]), "B": ("b", "ours", [2]), "a": ("a", "theirs", [2])}
+MEDIA |= {"C": ("c", "ours", [1, 2])}
+Token = tuple[int, str | None, int]
+
+
+def build(pieces: str | list[str]) -> Prompt:
+    """A prompt from letters: digits and `.` (a turn's end) are text, the others media."""
+    ids: list[int] = []
+    media, ranges = [], []
+    for piece in pieces:
+        if piece not in MEDIA:
+            ids.append(END if piece == "." else int(piece))
+            continue
+        what, maker, lengths = MEDIA[piece]
+        spans = []
+        for i, length in enumerate(lengths):
+            ids += [4] if i else []
+            spans.append((len(ids), len(ids) + length))
+            ids += [PAD] * length
+        names = keys.digest("identity", what), keys.digest("feature", what, maker)
+        media.append(fake_medium(*names, sum(lengths)))
+        ranges.append(tuple(spans))
+    return Prompt(np.array(ids, dtype=np.int64), tuple(media), tuple(ranges))
+
+
+def fake_medium(identity: str, feature_id: str, tokens: int) -> Medium:
+    """A medium that nobody will ask for features."""
+    nothing: Any = None
+    return Medium(identity, identity, feature_id, {}, (tokens,), None, nothing)
+
+
+def path(whole: Prompt) -> tuple[Token, ...]:
+    """The path token by token: id, feature id, row of the feature."""
+    tokens: list[Token] = [(int(i), None, 0) for i in whole.ids]
+    for medium, ranges in zip(whole.media, whole.ranges, strict=True):
+        rows = itertools.count()
+        for a, b in ranges:
+            for here in range(a, b):
+                tokens[here] = (tokens[here][0], medium.feature_id, next(rows))
+    return tuple(tokens)
+
+
+def value(kind: str, tokens: tuple[Token, ...]) -> float:
+    """A number for a path: nobody else's."""
+    return float(zlib.crc32(repr((kind, tokens)).encode()) % 9_999_991)
+
+
+def fake_kv(tokens: tuple[Token, ...], start: int, end: int) -> dict[str, torch.Tensor]:
+    rows = [value("kv", tokens[: i + 1]) for i in range(start, end)]
+    return {"kv": torch.tensor(rows, dtype=torch.float64).reshape(1, 1, -1, 1).repeat(2, 2, 1, 1)}
+
+
+def fake_fixed(tokens: tuple[Token, ...], end: int) -> dict[str, torch.Tensor]:
+    return {"0.conv.0": torch.full((5,), value("fixed", tokens[:end]), dtype=torch.float64)}
+
+
+def fake_logits(tokens: tuple[Token, ...]) -> torch.Tensor:
+    return torch.full((3,), value("logits", tokens), dtype=torch.float64)
+
+
+def next_cut(whole: Prompt) -> Callable[[int], int | None]:
+    cuts = whole.boundaries(RULE)
+    return lambda position: next((cut for cut in cuts if cut > position), None)
+
+
+def found(tree: Tree, whole: Prompt, space: str = "n") -> Match:
+    return tree.match(space, whole, next_cut(whole))
+
+
+def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = None) -> Match:
+    """As the engine does it: match, hold, load, then chunk by chunk; `steps` is when the client
+    hangs up. What is reused is compared with what it should be."""
+    while True:
+        match = found(tree, whole, space)
+        tree.hold(match.node)
+        if tree.load(match.node, whole):
+            break
+        tree.release(match.node)
+    expect_values(match.node, whole, fixed=tree.has_fixed)
+    tokens, node = path(whole), match.node
+    ends = [*whole.boundaries(RULE, match.length), len(whole)]
+    for end in ends[:steps] if match.length < len(whole) else []:
+        logits = fake_logits(tokens) if end == len(whole) else None
+        kv, fixed = fake_kv(tokens, node.end, end), fake_fixed(tokens, end)
+        after = tree.insert(node, whole, end, kv, fixed, logits)
+        tree.release(node)
+        node = after
+    tree.release(node)
+    return match
+
+
+def expect_values(node: Node, whole: Prompt, fixed: bool) -> None:
+    """Everything that a reuse would take must be that of this very path."""
+    tokens = path(whole)
+    for n in node.chain():
+        assert n.kv is not None
+        assert torch.equal(n.kv["kv"], fake_kv(tokens, n.start, n.end)["kv"])
+    if fixed and node.parent is not None:
+        assert node.fixed is not None
+        assert torch.equal(node.fixed["0.conv.0"], fake_fixed(tokens, node.end)["0.conv.0"])
+    if node.terminal:
+        assert node.logits is not None and node.end == len(whole)
+        assert torch.equal(node.logits, fake_logits(tokens))
+
+
+def counted(tree: Tree) -> int:
+    """Unique storage bytes reachable from the roots, counted by walking."""
+    storages: dict[int, int] = {}
+    stack = list(tree.roots.values())
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        for tensor in [t for part in node.parts for t in (part.tensors or {}).values()]:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def spliced(whole: Prompt, keep: int, more: Prompt) -> Prompt:
+    """The first `keep` tokens (no medium torn), then others."""
+    while any(r[0][0] < keep < r[-1][1] for r in whole.ranges):
+        keep += 1
+    keep = min(keep, len(whole))
+    kept = sum(ranges[-1][1] <= keep for ranges in whole.ranges)
+    moved = tuple(tuple((a + keep, b + keep) for a, b in ranges) for ranges in more.ranges)
+    return Prompt(
+        np.concatenate([whole.ids[:keep], more.ids]),
+        whole.media[:kept] + more.media,
+        whole.ranges[:kept] + moved,
+    )

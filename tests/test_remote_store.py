@@ -1,0 +1,881 @@
+"""Stores at an address: the same promises, a line that fails, waits and lies, and other machines.
+
+The promises themselves are `keepsight.testing.StoreTests`; `trial://` (remote_lines.py) is a file
+system whose network does as it is told. A real S3 server runs where `moto` is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from hostile import finished, one_thread, start
+from models import picture
+from remote_lines import Line, TrialFileSystem, read_only, unreachable
+
+import keepsight as ks
+from keepsight import keys, tensorfile
+from keepsight.errors import DamagedFile, InputError, MissingExtra, StoreError, WrongFormatVersion
+from keepsight.store import NOTHING, About, DiskStore, entryfile, layout, ranking
+from keepsight.store.address import Breaker
+from keepsight.store.contract import Entry
+from keepsight.store.remote import RemoteStore
+from keepsight.testing import StoreTests
+
+KEYS = [f"{number:02x}" * 32 for number in range(8)]
+ADDRESS = "trial://shared/store"
+ANN = layout.tenant_digest("ann")
+
+
+class TestRemoteStore(StoreTests):
+    @pytest.fixture(autouse=True)
+    def _closed(self) -> Iterator[None]:
+        self.made: list[RemoteStore] = []
+        yield
+        for store in self.made:
+            store.close()
+
+    def make_store(self, folder: Path, budget: int | None = None) -> RemoteStore:
+        self.made.append(RemoteStore(f"file://{folder}", budget))
+        return self.made[-1]
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_loud(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.WARNING, logger="keepsight")
+    Line.reset()
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def store() -> Iterator[RemoteStore]:
+    made = RemoteStore(ADDRESS)
+    yield made
+    made.close()
+
+
+def tensors(number: int = 0, size: int = 100) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size,), float(number))}
+
+
+def put(store: Any, number: int = 0, about: About = NOTHING, kind: str = "package") -> None:
+    store.put(kind, KEYS[number], tensors(number), {"number": number}, about)
+
+
+def raw(name: str) -> str:
+    """Where an object lies in the trial file system."""
+    return f"/shared/store/{name}"
+
+
+def objects() -> dict[str, bytes]:
+    """Everything at the address, as it lies there."""
+    return {
+        path.removeprefix("/shared/store/"): file.getvalue()
+        for path, file in TrialFileSystem.store.items()
+    }
+
+
+def poke(name: str, data: bytes) -> None:
+    """Put an object there behind the store's back."""
+    fsspec.filesystem("trial").pipe_file(raw(name), data)
+
+
+def names(store: Any) -> set[tuple[str, str]]:
+    return {(entry.kind, entry.key) for entry in store.entries()}
+
+
+# -- the same files as in a folder ---------------------------------------------------------------
+
+
+def test_a_folder_and_an_address_hold_the_same_bytes(tmp_path: Path) -> None:
+    near, far = DiskStore(tmp_path / "disk"), RemoteStore(f"file://{tmp_path}/remote")
+    for one in (near, far, near.tenant("ann"), far.tenant("ann")):
+        put(one, 1, About(cost=3.0, media=("image",)))
+        put(one, 2, About(stands_on=("package", KEYS[1])), "snapshot")
+        one.put_note("alias", KEYS[1], {"number": 1})
+        one.flush()
+    for one in (near, far):
+        assert one.pin("package", KEYS[1])
+        one.close()
+
+    def files(root: Path) -> dict[str, bytes]:
+        found = (path for path in root.rglob("*") if path.suffix in (".sight", ".keep", ".json"))
+        return {str(path.relative_to(root)): path.read_bytes() for path in found}
+
+    assert files(tmp_path / "disk") == files(tmp_path / "remote")
+    assert len(files(tmp_path / "remote")) == 8  # 3 entries for each of two, a pin, a marker
+
+
+def test_a_bucket_copied_to_a_folder_is_a_store_and_the_reverse(
+    store: RemoteStore, tmp_path: Path
+) -> None:
+    put(store, 1)
+    put(store.tenant("ann"), 2)
+    store.flush()
+    for name, data in objects().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    disk = DiskStore(tmp_path)
+    assert disk.get("package", KEYS[1]) is not None and disk.get("package", KEYS[2]) is None
+    put(disk, 3)
+    disk.flush()
+    disk.close()
+    for path in tmp_path.glob("package/*/*.sight"):
+        poke(str(path.relative_to(tmp_path)), path.read_bytes())
+    found = RemoteStore(ADDRESS).get("package", KEYS[3])
+    assert found is not None and torch.equal(found[0]["a"], tensors(3)["a"])
+
+
+# -- what goes over the line ---------------------------------------------------------------------
+
+
+def test_what_is_known_is_not_asked_for_again(store: RemoteStore) -> None:
+    put(store, 1)
+    store.flush()
+    Line.calls.clear()
+    for _ in range(3):
+        assert store.has("package", KEYS[1]) and store.tier("package", KEYS[1]) == "remote"
+        put(store, 1)
+        store.flush()
+    assert Line.total() == 0, "what this process wrote is there"
+    other = RemoteStore(ADDRESS)
+    Line.calls.clear()
+    for _ in range(3):
+        assert other.has("package", KEYS[1]) and not other.has("package", KEYS[2])
+        assert other.get("package", KEYS[2]) is None and other.note("alias", KEYS[2]) is None
+    assert Line.calls == {"cat_file": 3}, "each name is asked for once"
+
+
+def test_an_absence_is_believed_for_some_seconds_only(
+    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = RemoteStore(ADDRESS)
+    assert not other.has("package", KEYS[1])
+    put(store, 1)
+    store.flush()
+    assert not other.has("package", KEYS[1])
+    monkeypatch.setattr(other._seen, "_clock", lambda: time.monotonic() + 6)
+    assert other.has("package", KEYS[1]) and other.get("package", KEYS[1]) is not None
+
+
+def test_one_write_takes_few_calls(store: RemoteStore) -> None:
+    put(store, 1)
+    store.flush()
+    Line.calls.clear()
+    put(store, 2)
+    store.flush()
+    assert Line.calls == {"cat_file": 1, "makedirs": 1, "pipe_file": 1, "mv": 1}
+    assert not [name for name in objects() if ".part-" in name]
+
+
+def test_putting_waits_for_no_line(store: RemoteStore) -> None:
+    gate = threading.Event()
+    Line.delay = staticmethod(lambda asked, path: float(not gate.wait(20)))
+    put(store, 1)
+    store.put_note("alias", KEYS[1], {"a": 1})
+    found = store.get("package", KEYS[1])
+    assert found is not None and torch.equal(found[0]["a"], tensors(1)["a"])
+    assert store.has("alias", KEYS[1]) and store.note("alias", KEYS[1]) == {"a": 1}
+    entry = store.entry("package", KEYS[1])
+    assert entry is not None and entry.nbytes >= 400
+    gate.set()
+    store.flush()
+
+
+# -- a line that fails ---------------------------------------------------------------------------
+
+
+def test_an_address_that_does_not_answer_is_told_once_and_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Line.fail = staticmethod(unreachable)
+    store = RemoteStore(ADDRESS)  # opening does not need it
+    Line.calls.clear()
+    for number in range(8):
+        put(store, number)
+        with pytest.raises(StoreError, match=r"trial://shared/store.*not written.*unreachable"):
+            store.flush()
+        assert store.get("package", KEYS[number]) is None and not store.has("package", KEYS[number])
+        assert store.note("alias", KEYS[number]) is None
+    assert len(caplog.records) == 2, "one that it cannot be read, one that it cannot be written"
+    assert all("Network is unreachable" in record.message for record in caplog.records)
+    assert Line.total() <= 2, "nobody waits for it in a row"
+    assert "unreachable" in store.stats()["broken"]
+    store.flush()  # there is nothing left to tell
+    for asked in (lambda: store.delete("package", KEYS[1]), store.clear, lambda: store.gc(0)):
+        with pytest.raises(StoreError, match="cannot be removed"):
+            asked()
+    with pytest.raises(StoreError, match="cannot be listed"):
+        list(store.entries())
+    assert "cannot be checked" in store.check()[0]
+    store.close()
+
+
+def test_it_comes_back_when_the_address_answers_again(store: RemoteStore) -> None:
+    Line.fail = staticmethod(unreachable)
+    put(store, 1)
+    with pytest.raises(StoreError):
+        store.flush()
+    assert not store.has("package", KEYS[2])
+    Line.fail = staticmethod(lambda asked, path: None)
+    for breaker in (store._writing, store._reader._breaker):
+        assert breaker.why is not None
+        breaker._until = 0.0  # the pause is over
+    put(store, 1)
+    store.flush()
+    assert store.get("package", KEYS[1]) is not None
+    assert store.stats()["broken"] is None and store.check() == []
+
+
+def test_a_breaker_waits_longer_each_time_and_lets_one_try() -> None:
+    now = [100.0]
+    breaker = Breaker("it", lambda: now[0])
+    assert breaker.allows(5.0)
+    for pause in (1, 2, 4, 8, 16, 32, 60, 60):
+        breaker.failed(OSError("no"))
+        now[0] += pause - 0.01
+        assert not breaker.allows(5.0)
+        now[0] += 0.02
+        assert breaker.allows(5.0) and not breaker.allows(5.0)
+    now[0] += 5.1  # whoever tried never came back
+    assert breaker.allows(5.0)
+    breaker.worked()
+    assert breaker.allows(5.0) and breaker.allows(5.0) and breaker.why is None
+
+
+def test_what_can_only_be_read_is_read(
+    store: RemoteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(store, 1)
+    store.flush()
+    Line.fail = staticmethod(read_only)
+    other = RemoteStore(ADDRESS)
+    for number in (2, 3):
+        put(other, number)
+        with pytest.raises(StoreError, match="Access Denied"):
+            other.flush()
+        assert other.get("package", KEYS[1]) is not None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_damage_that_cannot_be_removed_is_absent_all_the_same(store: RemoteStore) -> None:
+    name = layout.place("package", KEYS[1])
+    poke(name, b"damage")
+    Line.fail = staticmethod(read_only)
+    assert store.get("package", KEYS[1]) is None and name in objects()
+    Line.calls.clear()
+    assert store.get("package", KEYS[1]) is None and not store.has("package", KEYS[1])
+    assert Line.total() == 0
+    Line.fail = staticmethod(lambda asked, path: None)
+    put(store, 1)
+    store.flush()
+    assert store.get("package", KEYS[1]) is not None and store.check() == []
+
+
+def test_a_slow_address_costs_bounded_time() -> None:
+    store = RemoteStore(ADDRESS, timeout=0.2)
+    gate = threading.Event()
+    Line.delay = staticmethod(lambda asked, path: float(not gate.wait(20)))
+    assert store.get("package", KEYS[1]) is None, "the caller is not kept waiting"
+    put(store, 1)
+    with pytest.raises(StoreError, match="no answer within"):
+        store.flush()
+    assert not gate.is_set()
+    gate.set()
+    store.close()
+
+
+def test_a_write_that_comes_through_late_does_not_bring_back_what_was_deleted() -> None:
+    store, hangs = RemoteStore(ADDRESS, timeout=0.2), threading.Event()
+    put(store, 1)
+    store.flush()  # the marker is there
+
+    def slow(asked: str, path: str) -> float:
+        return float(asked == "mv" and not hangs.wait(20))
+
+    Line.delay = staticmethod(slow)
+    put(store, 2, About(media=("image",)))
+    with pytest.raises(StoreError, match="no answer within"):
+        store.flush()
+    assert store.delete("package", KEYS[2]) == 0
+    hangs.set()
+    gone_at_last(layout.place("package", KEYS[2]))
+    assert layout.place("package", KEYS[1]) in objects()
+
+
+def gone_at_last(name: str) -> None:
+    """Wait until the late write was undone; it must have come through before."""
+    written = raw(name)
+    deadline = time.monotonic() + 10
+    while ("rm_file", written) not in Line.names and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ("rm_file", written) in Line.names
+    while name in objects() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert name not in objects()
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100, -1])
+def test_a_line_that_loses_bytes_costs_no_entry(
+    store: RemoteStore, caplog: pytest.LogCaptureFixture, kept: int
+) -> None:
+    put(store, 1)
+    store.put_note("alias", KEYS[1], {"a": "b" * 100})
+    store.flush()
+    before = objects()
+    Line.cut = staticmethod(lambda data: data[:kept])
+    for read, kind in (("get", "package"), ("note", "alias")):
+        other = RemoteStore(ADDRESS)
+        other._reader._breaker._until = 0.0
+        assert getattr(other, read)(kind, KEYS[1]) is None and not other.has(kind, KEYS[1])
+        assert "set aside" not in caplog.text
+    assert objects() == before, "what is sound at the address stays there"
+    Line.cut = staticmethod(lambda data: data)
+    assert RemoteStore(ADDRESS).get("package", KEYS[1]) is not None
+
+
+def test_a_read_that_arrives_after_a_deletion_is_not_remembered(store: RemoteStore) -> None:
+    put(store, 1)
+    store.flush()
+    other, gate, arrived = RemoteStore(ADDRESS), threading.Event(), threading.Event()
+
+    def late(asked: str, path: str) -> None:
+        if asked == "cat_file" and KEYS[1] in path and not arrived.is_set():
+            arrived.set()
+            gate.wait(20)
+
+    Line.after = staticmethod(late)
+    reader = threading.Thread(target=lambda: other.get("package", KEYS[1]))
+    reader.start()
+    assert arrived.wait(20) and other.delete("package", KEYS[1]) > 0
+    gate.set()
+    reader.join(20)
+    assert not other.has("package", KEYS[1])
+    put(other, 1)
+    other.flush()
+    assert layout.place("package", KEYS[1]) in objects(), "its place is free"
+
+
+# -- objects that are wrong ----------------------------------------------------------------------
+
+
+def test_a_half_written_object_never_loads(store: RemoteStore) -> None:
+    put(store, 1)
+    store.put_note("alias", KEYS[1], {"a": 1})
+    store.flush()
+    for kind, read in (("package", store.get), ("alias", store.note)):
+        name = layout.place(kind, KEYS[1])
+        whole = objects()[name]
+        for length in [*range(0, len(whole), 97), len(whole) - 1]:
+            poke(name, whole[:length])
+            store._seen._heads.clear()
+            assert read(kind, KEYS[1]) is None and name not in objects(), length
+        poke(name, whole)
+        store._seen._heads.clear()
+        assert read(kind, KEYS[1]) is not None
+
+
+def test_an_entry_under_another_key_or_kind_is_absent(store: RemoteStore) -> None:
+    put(store, 1)
+    store.flush()
+    whole = objects()[layout.place("package", KEYS[1])]
+    for name in (layout.place("package", KEYS[2]), layout.place("snapshot", KEYS[1])):
+        poke(name, whole)
+    assert not store.has("package", KEYS[2]) and store.get("snapshot", KEYS[1]) is None
+    assert names(store) == {("package", KEYS[1])}, "and it is gone"
+
+
+def test_check_names_what_is_wrong_and_repair_puts_it_right(store: RemoteStore) -> None:
+    for number in range(4):
+        put(store, number)
+    put(store, 5, About(stands_on=("package", KEYS[2])), "snapshot")
+    store.flush()
+    assert store.check() == []
+    damaged, base = (layout.place("package", KEYS[n]) for n in (1, 2))
+    poke(damaged, objects()[damaged][:-1])
+    fsspec.filesystem("trial").rm_file(raw(base))
+    wrong = store.check()
+    assert len(wrong) == 2 and KEYS[1] in wrong[0] and KEYS[5] in wrong[1]
+    assert store.check(repair=True) == wrong and store.check() == []
+    assert names(store) == {("package", KEYS[0]), ("package", KEYS[3])}
+
+
+def test_hostile_names_are_passed_over(store: RemoteStore, tmp_path: Path) -> None:
+    key = "ab" * 32
+    store.put("package", key, tensors(), {})
+    store.flush()
+    hostile = [
+        "../../x",
+        f"package/../../{key}.sight",
+        f"package/ab/../../../{key}.sight",
+        f"/package/ab/{key}.sight",
+        f"package/ac/{key}.sight",
+        f"package/ab/{key}.sight/x",
+        f"package/ab/{key.upper()}.sight",
+        f"package/ab/{key}.json",
+        "package/ab/\u202e\u0000é\udc80.sight".replace("\u0000", ""),
+        f"weird/01/{key}.sight",
+        f"tenants/../package/ab/{key}.sight",
+        "tenants/x/package/ab/y.sight",
+        f"pins/package/../../{key}.json",
+        "pins/package/x.json",
+    ]
+    for name in hostile:
+        TrialFileSystem.store[raw(name)] = type(next(iter(TrialFileSystem.store.values())))(
+            TrialFileSystem(), raw(name), b"x"
+        )
+    before = set(tmp_path.parent.rglob("*"))
+    assert names(store) == {("package", key)} and store.check() == []
+    assert store.stats()["entries"] == 1 and store.gc(1 << 40) == 0
+    assert store.delete("package", key) > 0 and store.clear() == 0
+    assert set(tmp_path.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("package", "../../x"), ("package", "a" * 63), ("../x", "a" * 64), ("package", "A" * 64)],
+)
+def test_what_can_be_no_name_is_refused(store: RemoteStore, kind: str, key: str) -> None:
+    for ask in (store.has, store.get, store.note, store.delete, store.entry, store.tier, store.pin):
+        with pytest.raises(InputError, match=r"no kind|no key"):
+            ask(kind, key)
+    with pytest.raises(InputError):
+        store.put(kind, key, tensors(), {})
+    assert set(objects()) == set()
+
+
+def test_another_versions_entries_are_left_alone(store: RemoteStore) -> None:
+    put(store, 1)
+    store.flush()
+    name = layout.place("package", KEYS[1])
+    whole, record = tensorfile.parse(objects()[name], "x", "package", entryfile.FORMAT)
+    for own in ("kind", "format", "tensors"):
+        record.pop(own)
+    later = entryfile.FORMAT + 1
+    poke(name, b"".join(tensorfile.spelled("package", later, whole, record)))
+    before = objects()
+    for other in (RemoteStore(ADDRESS), RemoteStore(ADDRESS)):
+        assert other.get("package", KEYS[1]) is None and not other.has("package", KEYS[1])
+        put(other, 1)
+        other.flush()
+    assert objects() == before
+
+
+def test_another_versions_store_is_refused_by_name(store: RemoteStore) -> None:
+    put(store, 1)
+    store.flush()
+    assert json.loads(objects()["store.json"])["format"] == layout.STORE_FORMAT
+    poke("store.json", json.dumps({"keepsight": "store", "format": 99}).encode())
+    with pytest.raises(WrongFormatVersion, match=r"trial://shared/store.*99"):
+        RemoteStore(ADDRESS)
+    poke("store.json", b"?")
+    with pytest.raises(DamagedFile, match=r"store\.json"):
+        RemoteStore(ADDRESS)
+
+
+# -- addresses -----------------------------------------------------------------------------------
+
+
+def test_what_is_no_address_is_refused_and_a_missing_library_is_named() -> None:
+    for wrong in ("/folder", "", 7):
+        with pytest.raises(InputError, match="no address"):
+            RemoteStore(wrong)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="nowhere://x cannot be opened"):
+        RemoteStore("nowhere://x")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(address: str, **options: Any) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", missing)
+    with pytest.raises(MissingExtra, match=r"s3fs is not installed.*pip install keepsight\[s3\]"):
+        RemoteStore("s3://bucket/x")
+    with pytest.raises(MissingExtra, match=r"gcsfs.*keepsight\[gcs\]"):
+        RemoteStore("gs://bucket/x")
+    with pytest.raises(MissingExtra, match=r"odd://.*Install s3fs"):
+        RemoteStore("odd://bucket/x")
+
+
+def test_a_password_in_an_address_is_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    Line.fail = staticmethod(unreachable)
+    store = RemoteStore("trial://user:secret@host/store")
+    put(store, 1)
+    with pytest.raises(StoreError) as told:
+        store.flush()
+    shown = f"{told.value}{caplog.text}{store.stats()}"
+    assert "host/store" in shown and "secret" not in shown
+
+
+@pytest.mark.parametrize("odd", ["sp ace", "é😀", "a[1]*?", "x" * 200, "#%&=+"])
+def test_folders_of_any_name(tmp_path: Path, odd: str) -> None:
+    store = RemoteStore(f"file://{tmp_path}/{odd}/store")
+    put(store, 1)
+    store.flush()
+    assert (tmp_path / odd / "store" / layout.place("package", KEYS[1])).exists()
+    assert names(store) == {("package", KEYS[1])} and store.check() == []
+    assert store.delete("package", KEYS[1]) > 0 and names(store) == set()
+
+
+# -- what entries stand on -----------------------------------------------------------------------
+
+
+def tower(store: Any) -> None:
+    """Snapshot 1, 2 on it, 3 on 2; states on 1 and 3; 4 stands alone."""
+    for number, base in ((1, None), (2, 1), (3, 2), (4, None)):
+        stands_on = None if base is None else ("snapshot", KEYS[base])
+        if number in (1, 3):
+            put(store, number, About(stands_on=("snapshot", KEYS[number])), "state")
+        put(store, number, About(stands_on=stands_on, media=(f"image{number}",)), "snapshot")
+    store.flush()
+
+
+def test_nothing_is_written_before_what_it_stands_on(store: RemoteStore) -> None:
+    """A state comes before its snapshot: one that is there has all that it needs."""
+    Line.delay = staticmethod(lambda asked, path: 0.05 * (f"{KEYS[1]}." in path))
+    tower(store)
+    placed = [
+        layout.parse(path.removeprefix(raw(""))) for asked, path in Line.names if asked == "mv"
+    ]
+    order = [(place.kind, KEYS.index(place.key)) for place in placed if place is not None]
+    before = order.index
+    assert sorted(order) == sorted(set(order)) and len(order) == 6
+    assert before(("snapshot", 1)) < before(("snapshot", 2)) < before(("snapshot", 3))
+    assert before(("state", 1)) < before(("snapshot", 1))
+    assert before(("state", 3)) < before(("snapshot", 3))
+    assert before(("snapshot", 4)) < before(("snapshot", 1)), "others do not wait for a slow one"
+
+
+def test_what_lost_its_base_is_not_written(store: RemoteStore) -> None:
+    base = layout.place("snapshot", KEYS[1])
+    Line.fail = staticmethod(
+        lambda asked, path: OSError("no") if asked == "mv" and base[-20:] in path else None
+    )
+    for number, on in ((1, None), (2, 1), (3, 2)):
+        stands_on = None if on is None else ("snapshot", KEYS[on])
+        put(store, number, About(stands_on=stands_on), "snapshot")
+    with pytest.raises(StoreError, match="3 not written"):
+        store.flush()
+    assert [name for name in objects() if name.startswith("snapshot")] == []
+    store._writing._until = 0.0
+    put(store, 5, About(stands_on=("snapshot", KEYS[5])), "state")
+    put(store, 5, About(stands_on=("snapshot", KEYS[6])), "snapshot")
+    store.flush()
+    assert store.stats()["refused"] == 1 and not store.has("snapshot", KEYS[5])
+    assert names(store) == set() and store.check() == [], "nor is its state kept"
+
+
+def test_delete_takes_what_stands_on_it(store: RemoteStore) -> None:
+    tower(store)
+    total = sum(entry.nbytes for entry in store.entries())
+    freed = RemoteStore(ADDRESS).delete("snapshot", KEYS[2])
+    fresh = RemoteStore(ADDRESS)
+    left = {("snapshot", KEYS[1]), ("state", KEYS[1]), ("snapshot", KEYS[4])}
+    assert names(fresh) == left and fresh.check() == []
+    assert freed == total - sum(entry.nbytes for entry in fresh.entries())
+    assert fresh.delete("snapshot", KEYS[2]) == 0
+
+
+def test_delete_media_takes_all_that_holds_anything_of_it(store: RemoteStore) -> None:
+    tower(store)
+    put(store, 6, About(media=("image2", "image9")))
+    store.put_note("alias", KEYS[6], {}, About(media=("image2",)))
+    other = store.tenant("other")
+    put(other, 6, About(media=("image2",)))
+    store.flush()
+    assert RemoteStore(ADDRESS).delete_media("image2") > 0
+    left = {("snapshot", KEYS[1]), ("state", KEYS[1]), ("snapshot", KEYS[4])}
+    assert names(RemoteStore(ADDRESS)) == left, "what another tenant holds is another tenant's"
+    assert names(other) == {("package", KEYS[6])}
+
+
+def test_pins_keep_entries_and_what_they_stand_on(store: RemoteStore) -> None:
+    tower(store)
+    assert store.pin("snapshot", KEYS[2]) and not store.pin("snapshot", KEYS[7])
+    other = RemoteStore(ADDRESS)
+    assert other.gc(0) > 0
+    assert names(other) == {("snapshot", KEYS[1]), ("snapshot", KEYS[2])} and other.check() == []
+    entry = other.entry("snapshot", KEYS[2])
+    assert entry is not None and entry.pinned
+    assert other.pin("snapshot", KEYS[2], pinned=False)
+    assert other.gc(0) > 0 and names(other) == set()
+
+
+# -- time, tenants, room -------------------------------------------------------------------------
+
+
+def test_what_has_ended_is_absent_and_can_be_put_again(store: RemoteStore) -> None:
+    put(store, 1, About(ttl=0.4))
+    store.put_note("alias", KEYS[1], {"a": 1}, About(ttl=0.4))
+    store.flush()
+    other = RemoteStore(ADDRESS)
+    assert other.has("package", KEYS[1]) and store.has("alias", KEYS[1])
+    time.sleep(0.45)
+    for one in (store, other, RemoteStore(ADDRESS)):
+        assert not one.has("package", KEYS[1]) and one.get("package", KEYS[1]) is None
+        assert one.note("alias", KEYS[1]) is None and one.entry("alias", KEYS[1]) is None
+        assert names(one) == set()
+    put(store, 1)
+    store.flush()
+    assert RemoteStore(ADDRESS).get("package", KEYS[1]) is not None and store.check() == []
+
+
+def test_an_entry_of_a_clock_that_jumped_is_not_immortal(
+    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        real = time.time
+        patch.setattr(time, "time", lambda: real() + 1e7)
+        put(store, 1, About(ttl=60.0))
+        store.flush()
+    other = RemoteStore(ADDRESS)
+    assert not other.has("package", KEYS[1]) and other.get("package", KEYS[1]) is None
+
+
+def test_tenants_share_nothing(store: RemoteStore) -> None:
+    ann, bob = store.tenant("ann"), store.tenant("bob")
+    put(ann, 1)
+    store.flush()
+    for one in (store, bob, store.tenant("")):
+        assert not one.has("package", KEYS[1]) and one.get("package", KEYS[1]) is None
+        assert names(one) == set() and one.stats()["entries"] == 0
+        assert one.clear() == one.gc(0) == one.delete("package", KEYS[1]) == 0
+    assert names(RemoteStore(ADDRESS).tenant("ann")) == {("package", KEYS[1])}
+    assert ann.tenant(None).get("package", KEYS[1]) is None
+    assert not [name for name in objects() if "ann" in name]
+
+
+def test_one_tenant_is_not_told_of_anothers_losses(store: RemoteStore) -> None:
+    ann, bob = store.tenant("ann"), store.tenant("bob")
+    ann.put("package", KEYS[1], {"a": torch.zeros(1, dtype=torch.complex64)}, {})
+    put(bob, 2)
+    bob.flush()
+    with pytest.raises(StoreError, match="complex64"):
+        ann.flush()
+    assert bob.get("package", KEYS[2]) is not None, "one entry that cannot be spelled is its fault"
+
+
+def test_a_budget_and_a_quota_are_kept() -> None:
+    store = RemoteStore(ADDRESS, budget=30_000, quota=10_000)
+    crowd = [store.tenant(name) for name in "abcdef"]
+    for number in range(36):
+        key = keys.digest("entry", number)
+        crowd[number % 6].put("package", key, tensors(number, 500), {})
+        if number % 6 == 5:
+            store.flush()
+    sizes = [sum(entry.nbytes for entry in one.entries()) for one in crowd]
+    assert max(sizes) <= 10_000 * 17 / 16 + 3000 and min(sizes) > 0
+    assert 15_000 < sum(sizes) <= 30_000 * 17 / 16 + 3000
+    assert store.stats()["evictions"] > 0
+    store.put("package", KEYS[1], tensors(0, 5000), {})
+    assert store.stats()["refused"] == 1, "what alone is over the quota is not taken"
+    store.close()
+
+
+def test_what_waits_is_bounded_and_flush_says_so(store: RemoteStore) -> None:
+    gate = threading.Event()
+    Line.delay = staticmethod(lambda asked, path: float(not gate.wait(20)))
+    store._outbox._room = 4000
+    for number in range(8):
+        put(store, number)
+    assert store._counts["refused"] == 8 - 2
+    gate.set()
+    with pytest.raises(StoreError, match="6 not written.*too much waits"):
+        store.flush()
+    store.flush()
+
+
+def test_counts_are_kept_without_listing_again(store: RemoteStore) -> None:
+    put(store, 1)
+    store.flush()
+    assert store.stats()["entries"] == 1
+    put(store, 2)
+    store.flush()
+    Line.calls.clear()
+    told = store.stats()
+    assert told["kinds"] == {"package": {"entries": 2, "bytes": told["bytes"]}}
+    assert told["bytes"] == sum(len(data) for name, data in objects().items() if "sight" in name)
+    assert told["written"] == 2 and Line.total() == 0
+    store.delete("package", KEYS[1])
+    assert store.stats()["entries"] == 1
+
+
+def test_leftovers_of_killed_writers_go_when_they_are_old(store: RemoteStore) -> None:
+    put(store, 1)
+    store.flush()
+    part = f"package/01/.part-{'0' * 32}-{KEYS[1]}.sight"
+    poke(part, b"half")
+    assert names(store) == {("package", KEYS[1])} and store.check() == []
+    store.gc(1 << 40)
+    assert part in objects()
+    store.clear()
+    assert set(objects()) == {"store.json"}
+
+
+# -- which go first ------------------------------------------------------------------------------
+
+
+def entry(number: int, base: int | None = None, **more: Any) -> tuple[tuple[str, str], Entry]:
+    stands_on = None if base is None else ("snapshot", KEYS[base])
+    values: dict[str, Any] = {"nbytes": 100, "used": 0.0, **more}
+    return ("snapshot", KEYS[number]), Entry(
+        "snapshot", KEYS[number], stands_on=stands_on, **values
+    )
+
+
+def test_the_least_useful_go_first_and_leaves_before_what_they_stand_on() -> None:
+    now = 100_000.0
+    table = dict([entry(1), entry(2, 1), entry(3, 2), entry(4, used=now)])
+    chain = [("snapshot", KEYS[n]) for n in (3, 2, 1)]
+    assert ranking.least_useful(table, 100, now) == chain
+    assert ranking.least_useful(table, 399, now) == chain[:1]
+    assert ranking.least_useful(table, 400, now) == []
+    costly = dict([entry(1, cost=100.0), entry(2, cost=1.0), entry(3, cost=10.0)])
+    assert ranking.least_useful(costly, 100, now) == [("snapshot", KEYS[n]) for n in (2, 3)]
+
+
+def test_a_circle_in_a_listing_that_lies_ends() -> None:
+    table = dict([entry(1, 2), entry(2, 1), entry(3, 3)])
+    assert ranking.least_useful(table, 0, 0.0) == []
+    assert {n for layer in ranking.together(table, [("snapshot", KEYS[1])]) for n in layer} == {
+        ("snapshot", KEYS[1]),
+        ("snapshot", KEYS[2]),
+    }
+    pinned = dict([entry(1, 2, pinned=True), entry(2, 1)])
+    assert len(ranking.held(pinned)) == 2 and ranking.adrift(table) == []
+
+
+# -- other processes -----------------------------------------------------------------------------
+
+SHARED = """
+import sys, torch
+from keepsight import keys
+from keepsight.store.remote import RemoteStore
+store = RemoteStore(sys.argv[1])
+for n in range(30):
+    key = keys.digest("entry", n)
+    store.put("package", key, {"a": torch.full((5000,), float(n))}, {"n": n})
+    store.put_note("alias", key, {"n": n})
+    if n % 10 == 9:
+        store.flush()
+        found = store.get("package", keys.digest("entry", n - 5))
+        if found is None or not (found[0]["a"] == n - 5).all():
+            raise SystemExit("lost")
+store.close()
+print(len(store.check()))
+"""
+
+
+def test_two_processes_share_an_address(tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/store"
+    processes = [start(SHARED, address) for _ in range(2)]
+    assert [finished(process).strip() for process in processes] == ["0", "0"]
+    store = RemoteStore(address)
+    assert store.check() == [] and len(list(store.entries())) == 60
+    for n in range(30):
+        found = store.get("package", keys.digest("entry", n))
+        assert found is not None and (found[0]["a"] == n).all()
+    assert list(tmp_path.rglob(".part-*")) == []
+
+
+# -- a real server -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """An S3 server of its own, and how to reach it."""
+    server = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    options = {"key": "test", "secret": "test", "endpoint_url": f"http://{host}:{port}"}
+    fsspec.filesystem("s3", skip_instance_cache=True, **options).makedirs("bucket", exist_ok=True)
+    yield options
+    running.stop()
+
+
+def test_a_store_in_a_real_bucket(s3: dict[str, Any]) -> None:
+    address = "s3://bucket/shared/store"
+    store = RemoteStore(address, options=s3)
+    tower(store)
+    put(store, 5, About(ttl=1000.0, media=("image5",)))
+    store.put_note("alias", KEYS[5], {"a": 1}, About(media=("image5",)))
+    put(store.tenant("ann"), 6)
+    store.flush()
+    other = RemoteStore(address, options=s3)
+    found = other.get("snapshot", KEYS[2])
+    assert found is not None and torch.equal(found[0]["a"], tensors(2)["a"])
+    assert other.note("alias", KEYS[5]) == {"a": 1} and not other.has("package", KEYS[7])
+    told = other.entry("package", KEYS[5])
+    assert told is not None and told.media == ("image5",) and told.expires is not None
+    assert abs(told.created - time.time()) < 60
+    assert len(names(other)) == 8 and other.check() == [] and other.stats()["entries"] == 8
+    assert names(other.tenant("ann")) == {("package", KEYS[6])}
+    raw_s3 = fsspec.filesystem("s3", skip_instance_cache=True, **s3)
+    for hostile in ("package/../../x", "package/ab/..sight", "../x", "package/05/a b?#.sight"):
+        raw_s3.pipe_file(f"bucket/shared/store/{hostile}", b"x")
+    damaged = f"bucket/shared/store/{layout.place('snapshot', KEYS[4])}"
+    raw_s3.pipe_file(damaged, raw_s3.cat_file(damaged)[:-1])
+    third = RemoteStore(address, options=s3)
+    assert len(third.check()) == 1 and third.get("snapshot", KEYS[4]) is None
+    assert third.pin("snapshot", KEYS[1]) and third.delete("snapshot", KEYS[2]) > 0
+    assert third.delete_media("image5") > 0 and third.gc(0) > 0
+    assert names(third) == {("snapshot", KEYS[1])} and third.clear() > 0
+    left = {
+        path.removeprefix("bucket/shared/store/") for path in raw_s3.find("bucket/shared/store")
+    }
+    assert {name for name in left if layout.parse(name)} == {layout.place("package", KEYS[6], ANN)}
+    for one in (store, other, third):
+        one.close()
+
+
+def test_a_bucket_that_is_not_there_breaks_nothing(s3: dict[str, Any]) -> None:
+    store = RemoteStore("s3://nothere/store", options=s3)
+    put(store, 1)
+    with pytest.raises(StoreError, match="s3://nothere/store: 1 not written"):
+        store.flush()
+    assert store.get("package", KEYS[1]) is None and not store.has("package", KEYS[2])
+    store.close()
+
+
+# -- under a model -------------------------------------------------------------------------------
+
+
+def test_a_warm_turn_goes_over_no_line(demo_parts: dict[str, Any]) -> None:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16, store=ADDRESS) as vlm:
+        cold = vlm.ask(picture(1), "What is it?", max_new_tokens=2)
+        vlm.flush()
+        Line.calls.clear()
+        warm = vlm.ask(picture(1), "What is it?", max_new_tokens=2)
+        assert warm.text == cold.text and warm.usage.images_encoded == 0
+        assert Line.total() == 0, dict(Line.calls)
+    with ks.wrap(model, processor, grain=16, store=ADDRESS) as other:
+        again = other.ask(picture(1), "What is it?", max_new_tokens=2)
+        assert again.text == cold.text and again.usage.images_encoded == 0
+        assert again.usage.cached_tokens > 0, "another machine computes nothing twice"
+
+
+def test_a_line_that_is_down_changes_no_answer(demo_parts: dict[str, Any]) -> None:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16) as free:
+        wanted = free.ask(picture(1), "What is it?", max_new_tokens=2)
+    Line.fail = staticmethod(unreachable)
+    with ks.wrap(model, processor, grain=16, store=ADDRESS) as vlm:
+        for _ in range(2):
+            assert vlm.ask(picture(1), "What is it?", max_new_tokens=2).text == wanted.text
+        with pytest.raises(StoreError, match="not written"):
+            vlm.flush()

@@ -1,0 +1,748 @@
+"""The disk store's own promises: its book, its accidents, and that it stays in its folder.
+
+What all stores promise is in `keepsight.testing.StoreTests`; kills are in `test_store_crash.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile import finished, start
+
+from keepsight import keys, tensorfile
+from keepsight.errors import InputError, StoreError, WrongFormatVersion
+from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
+from keepsight.store import book as book_module
+from keepsight.store.catalogue import NAME, WRITING, Catalogue
+from keepsight.store.layout import Place
+from keepsight.testing.stores import KEYS
+
+
+@pytest.fixture(autouse=True)
+def _loud(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="keepsight")
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., DiskStore]]:
+    made: list[DiskStore] = []
+
+    def make(*arguments: Any, **options: Any) -> DiskStore:
+        made.append(DiskStore(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def tensors(number: int = 0, size: int = 100) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((size,), float(number))}
+
+
+def fill(store: DiskStore, count: int = 4) -> None:
+    for number in range(count):
+        store.put("package", KEYS[number], tensors(number), {"n": number})
+        store.put_note("alias", KEYS[number], {"n": number})
+    store.flush()
+
+
+def expect_whole(store: DiskStore, count: int = 4) -> None:
+    for number in range(count):
+        found = store.get("package", KEYS[number])
+        assert found is not None and (found[0]["a"] == number).all()
+        assert store.note("alias", KEYS[number]) == {"n": number}
+
+
+# -- the book is only a book -------------------------------------------------------------------
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "deleted": lambda path: path.unlink(),
+    "noise": lambda path: path.write_bytes(b"\xff" * 20_000),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: os.truncate(path, 5000),
+    "zeros inside": lambda path: path.write_bytes(path.read_bytes()[:4096] + bytes(40_000)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a link": lambda path: (path.unlink(), path.symlink_to("/dev/null")),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_book_that_is_harmed_is_written_anew(
+    tmp_path: Path, opened: Any, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(tmp_path)
+    fill(store)
+    store.pin("package", KEYS[2])
+    before = {(e.kind, e.key): e.nbytes for e in store.entries()}
+    store.close()
+    for suffix in ("-wal", "-shm"):
+        (tmp_path / f"{NAME}{suffix}").unlink(missing_ok=True)
+    HARM[harm](tmp_path / NAME)
+    store = opened(tmp_path)
+    expect_whole(store)
+    assert {(e.kind, e.key): e.nbytes for e in store.entries()} == before
+    assert store.check() == [] and len(caplog.records) <= 1
+    store.gc(0)
+    assert [(e.key, e.pinned) for e in store.entries()] == [(KEYS[2], True)], (
+        "pins outlive the book"
+    )
+    fill(store)
+    assert len(list(store.entries())) == 8 and store.check() == []
+
+
+def test_a_book_that_is_deleted_under_us_is_written_anew(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path)
+    fill(store, 2)
+    for path in tmp_path.glob(f"{NAME}*"):
+        path.unlink()
+    fill(store, 4)
+    assert len(list(store.entries())) == 8 and store.check() == []
+    assert (tmp_path / NAME).exists()
+
+
+def test_reading_never_touches_the_book(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opened(tmp_path)
+    fill(before)
+    before.close()
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a reader opened the book")
+
+    store = opened(tmp_path)
+    monkeypatch.setattr(store._writer, "used", lambda place: None)  # what the writer does later
+    monkeypatch.setattr(book_module.Book, "act", refuse)
+    expect_whole(store)
+    assert store.get("package", KEYS[7]) is None and not store.has("package", KEYS[7])
+    monkeypatch.undo()
+
+
+def test_a_locked_book_stops_neither_readers_nor_writers(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(opened(tmp_path), 2)
+    monkeypatch.setattr("keepsight.store.catalogue._PATIENCE", 0.05)
+    other = sqlite3.connect(tmp_path / NAME, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    store = opened(tmp_path)
+    fill(store, 4)
+    expect_whole(store)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    other.execute("ROLLBACK")
+    other.close()
+    store.put("package", KEYS[4], tensors(), {})
+    store.flush()
+    assert store.check() == [] and len(list(store.entries())) == 9, "what it missed was owed to it"
+
+
+def test_rows_of_writers_that_died_are_settled_by_the_next(tmp_path: Path, opened: Any) -> None:
+    """Written and not entered, announced and never written, half removed."""
+    store = opened(tmp_path)
+    fill(store, 3)
+    sizes = {entry.key: entry.nbytes for entry in store.entries() if entry.kind == "package"}
+    store.close()
+    with Catalogue(tmp_path / NAME) as book:
+        announced = Entry("package", KEYS[0], 0, time.time()), Entry("package", KEYS[5], 0, 1.0)
+        book.put(announced, WRITING)
+        book.mark([Place("", "package", KEYS[1])], 2)
+    book.close()
+    store = opened(tmp_path)
+    assert {e.key: e.nbytes for e in store.entries() if e.kind == "package"} == {
+        KEYS[0]: sizes[KEYS[0]],
+        KEYS[2]: sizes[KEYS[2]],
+    }
+    assert not store.has("package", KEYS[1]) and store.check() == []
+
+
+def test_opening_looks_at_no_entry(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of calls to the disk is the same for few entries and for many."""
+
+    def calls_of(count: int) -> dict[str, int]:
+        folder = tmp_path / str(count)
+        store = opened(folder)
+        fill(store, 2)
+        store.close()
+        with Catalogue(folder / NAME) as book:
+            book.put(Entry("state", keys.digest("n", n), 10, 1.0) for n in range(count))
+        book.close()
+        counted = dict.fromkeys(("scandir", "listdir", "stat", "lstat", "open", "walk"), 0)
+
+        def counting(name: str) -> Callable[..., Any]:
+            real = getattr(os, name)
+
+            def call(*arguments: Any, **options: Any) -> Any:
+                counted[name] += 1
+                return real(*arguments, **options)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in counted:
+                patch.setattr(os, name, counting(name))
+            store = opened(folder)
+            store.put("package", KEYS[5], tensors(5), {})
+            store.flush()
+            assert store.stats()["entries"] == count + 5 and store.has("package", KEYS[5])
+            store.close()
+        return counted
+
+    few, many = calls_of(3), calls_of(3000)
+    assert few["scandir"] == few["walk"] == few["listdir"] == 0
+    assert sum(many.values()) <= sum(few.values()) + 4, "the thread may look once more or less"
+
+
+@pytest.mark.slow
+def test_a_million_entries_open_in_less_than_a_second(tmp_path: Path, opened: Any) -> None:
+    fill(opened(tmp_path), 1)
+    with Catalogue(tmp_path / NAME) as book:
+        for start_ in range(0, 1_000_000, 10_000):
+            numbers = range(start_, start_ + 10_000)
+            book.put(Entry("state", keys.digest("n", n), 1000, 1.0) for n in numbers)
+    book.close()
+    began = time.perf_counter()
+    store = opened(tmp_path, 1 << 40)
+    told = store.stats()
+    store.put("package", KEYS[5], tensors(5), {})
+    store.flush()
+    seconds = time.perf_counter() - began
+    assert told["entries"] == 1_000_002 and store.get("package", KEYS[0]) is not None
+    assert seconds < 1.0, f"{seconds:.2f} s"
+
+
+# -- stores of other times ---------------------------------------------------------------------
+
+
+def make_old(root: Path) -> None:
+    """A folder as it was before there were markers, books and keepings."""
+
+    def write(kind: str, key: str, record: dict[str, Any]) -> None:
+        path = root / layout.place(kind, key)
+        tensorfile.write(path, kind, FORMAT, tensors(), dict(record, entry=key))
+
+    write("package", KEYS[0], {"n": 0, "key": "i" * 64})
+    write("snapshot", KEYS[1], {"parent": "x", "start": 0, "spans": []})
+    write("snapshot", KEYS[2], {"parent": KEYS[1], "start": 4, "spans": [[0, 4, KEYS[0], 0]]})
+    write("state", KEYS[2], {"end": 9})
+    body = {"n": 0, "key": "i" * 64}
+    text = keys.canonical_json(body)
+    note = {"body": body, "digest": keys.digest("note", "alias", KEYS[0], text)}
+    path = root / layout.place("alias", KEYS[0])
+    tensorfile.write_whole(path, [keys.canonical_json(note).encode()])
+
+
+def test_a_folder_of_the_older_layout_is_adopted(tmp_path: Path, opened: Any) -> None:
+    make_old(tmp_path)
+    store = opened(tmp_path)
+    assert store.get("package", KEYS[0]) is not None and store.note("alias", KEYS[0]) is not None
+    bases = {(e.kind, e.key): e.stands_on for e in store.entries()}
+    assert bases["snapshot", KEYS[1]] is None and bases["snapshot", KEYS[2]] == (
+        "snapshot",
+        KEYS[1],
+    )
+    assert bases["state", KEYS[2]] == ("snapshot", KEYS[2]) and len(bases) == 5
+    store.put("package", KEYS[5], tensors(), {})
+    store.flush()
+    assert (tmp_path / layout.MARKER).exists() and store.check() == []
+    assert store.delete_media("i" * 64) > 0, "an image is known by its package and its features"
+    left = {(e.kind, e.key) for e in store.entries()}
+    assert left == {("snapshot", KEYS[1]), ("package", KEYS[5])}
+
+
+def test_adoption_goes_on_in_idle_time_and_then_the_budget_holds(
+    tmp_path: Path, opened: Any
+) -> None:
+    make_old(tmp_path)
+    store = opened(tmp_path, budget=2000)
+    store.put_note("alias", KEYS[6], {})
+    store.flush()
+    deadline = time.monotonic() + 20
+    while store._book.act(lambda book: book.nbytes()) > 2000 or store._book.adopt_some():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert store.stats()["bytes"] <= 2000
+
+
+def test_a_store_of_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+    fill(DiskStore(tmp_path), 1)
+    body = json.loads((tmp_path / layout.MARKER).read_text())
+    (tmp_path / layout.MARKER).write_text(json.dumps(body | {"format": 99}))
+    with pytest.raises(WrongFormatVersion, match="format 99"):
+        DiskStore(tmp_path)
+
+
+def test_a_damaged_marker_is_written_anew(
+    tmp_path: Path, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(opened(tmp_path), 1)
+    (tmp_path / layout.MARKER).write_bytes(b"\xff{")
+    store = opened(tmp_path)
+    fill(store, 2)
+    assert "not readable" in caplog.text and store.check() == []
+    layout.check_marker((tmp_path / layout.MARKER).read_bytes(), "here")
+
+
+# -- a disk that refuses -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str = "size=1m") -> Iterator[Path]:
+    """A file system of its own, where that is allowed."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=False)
+    if made.returncode:
+        pytest.skip("no file systems can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_was_full_is_written_again(
+    tmp_path: Path, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        store = opened(disk / "store")
+        fill(store, 2)
+        ballast = disk / "ballast"
+        with contextlib.suppress(OSError), open(ballast, "wb") as file:
+            while True:
+                file.write(bytes(4096))
+                file.flush()
+        for number in range(2, 6):
+            store.put("package", KEYS[number], tensors(number, 30_000), {"n": number})
+        with pytest.raises(StoreError, match=f"{KEYS[2]}.*No space left.*3 more"):
+            store.flush()
+        expect_whole(store, 2)
+        ballast.unlink()
+        store.flush()  # it asks the disk again, and all that was lost was told
+        fill(store, 4)
+        expect_whole(store, 4)
+        assert store.check() == [] and store.broken is None
+        assert sum("cannot be written" in record.message for record in caplog.records) == 1
+        store.close()
+
+
+def test_a_disk_that_was_full_is_tried_again_by_itself(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = opened(tmp_path)
+    monkeypatch.setattr("keepsight.store.writer._FIRST_PAUSE", 0.05)
+    store._writer._pause = 0.05
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        store.put("package", KEYS[0], tensors(0), {})
+        with pytest.raises(StoreError, match="No space left"):
+            store.flush()
+    time.sleep(0.3)
+    store.put("package", KEYS[0], tensors(0), {})
+    store.flush()
+    assert store.get("package", KEYS[0]) is not None and store.broken is None
+
+
+READ_ONLY = """
+import logging, os, sys, torch
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+from keepsight.errors import StoreError
+from keepsight.store import DiskStore
+KEYS = [f"{number:02x}" * 32 for number in range(8)]
+store = DiskStore(sys.argv[1])
+for key in KEYS[:2]:
+    assert store.get("package", key) is not None and store.note("alias", key) is not None
+assert store.stats()["entries"] == 4 and store.check() == []
+assert len(list(store.entries())) == 4
+for number in (5, 6):
+    store.put("package", KEYS[number], {"a": torch.zeros(3)}, {})
+    try:
+        store.flush()
+    except StoreError as error:
+        print("told:", error)
+for act in (lambda: store.pin("package", KEYS[0]), lambda: store.delete("package", KEYS[0])):
+    try:
+        act()
+    except StoreError as error:
+        print("refused:", error)
+store.close()
+assert store.get("package", KEYS[0]) is not None
+"""
+
+
+def test_read_only_media_can_be_read(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=4m") as disk:
+        store = DiskStore(disk / "store")
+        fill(store, 2)
+        store.close()
+        if subprocess.run(["mount", "-o", "remount,ro", disk], check=False).returncode:
+            pytest.skip("nothing can be made read-only here")
+        said = finished(start(READ_ONLY, disk / "store"))
+    assert said.count("told:") == 2 and said.count("refused:") == 2
+    warnings = [line for line in said.split("\n") if line.startswith("WARNING")]
+    assert len([line for line in warnings if "cannot be written" in line]) == 1
+    assert len(warnings) <= 2, "one for the store, one for its book"
+
+
+# -- never outside the store -------------------------------------------------------------------
+
+
+def test_links_inside_the_store_are_not_followed(tmp_path: Path, opened: Any) -> None:
+    outside = tmp_path / "outside"
+    (outside / KEYS[0][:2]).mkdir(parents=True)
+    precious = outside / KEYS[0][:2] / f"{KEYS[0]}.sight"
+    precious.write_text("mine")
+    root = tmp_path / "store"
+    root.mkdir()
+    (root / "package").symlink_to(outside)
+    store = opened(root)
+    store.put("package", KEYS[0], tensors(), {})
+    store.put("package", KEYS[3], tensors(), {})
+    with pytest.raises(StoreError, match="a link"):
+        store.flush()
+    assert any("a link" in line for line in store.check())
+    for act in (store.clear, lambda: store.delete("package", KEYS[0]), lambda: store.gc(0)):
+        with contextlib.suppress(StoreError):
+            act()
+    store.check(repair=True)
+    assert precious.read_text() == "mine" and len(list(outside.rglob("*.*"))) == 1
+
+
+def test_a_link_in_place_of_an_entry_is_replaced_or_removed_itself(
+    tmp_path: Path, opened: Any
+) -> None:
+    store = opened(tmp_path / "store")
+    fill(store, 3)
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for path in (tmp_path / "store").glob("package/*/*.sight"):
+        path.unlink()
+        path.symlink_to(precious)
+    assert sum("a link" in line for line in store.check()) == 3
+    assert not store.has("package", KEYS[0])
+    store.put("package", KEYS[0], tensors(0), {"n": 0})
+    store.flush()
+    assert store.get("package", KEYS[0]) is not None
+    store.delete("package", KEYS[1])
+    store.check(repair=True)
+    assert store.check() == [] and precious.read_text() == "mine"
+    store.clear()
+    assert precious.read_text() == "mine" and not list((tmp_path / "store").glob("package/*/*.*"))
+
+
+def test_the_root_may_be_a_link(tmp_path: Path, opened: Any) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    store = opened(tmp_path / "link")
+    fill(store)
+    expect_whole(opened(tmp_path / "real"))
+    assert store.check() == [] and len(list(store.entries())) == 8
+
+
+@pytest.mark.parametrize(
+    "name", ["with space", "Zürich 👁", "line\nend", "\udcff\udc80", "x" * 200, "a/" * 100, "%41?#"]
+)
+def test_folders_of_any_name(tmp_path: Path, opened: Any, name: str) -> None:
+    store = opened(tmp_path / name)
+    fill(store)
+    store.close()
+    again = opened(tmp_path / name)
+    expect_whole(again)
+    assert again.check() == [] and again.stats()["entries"] == 8
+
+
+def test_folders_that_cannot_be(tmp_path: Path, opened: Any) -> None:
+    with pytest.raises(InputError, match="zero byte"):
+        DiskStore("a\0b")
+    store = opened(tmp_path / ("x" * 300))
+    store.put("package", KEYS[0], tensors(), {})
+    with pytest.raises(StoreError, match="too long"):
+        store.flush()
+
+
+def test_a_folder_in_place_of_an_entry_is_set_aside(
+    tmp_path: Path, opened: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(tmp_path)
+    fill(store)
+    path = next(tmp_path.glob(f"package/*/{KEYS[1]}.sight"))
+    for read_first in (True, False):
+        path.unlink()
+        path.mkdir()
+        (path / "inside").write_text("mine")
+        caplog.clear()
+        if read_first:
+            assert store.get("package", KEYS[1]) is None and KEYS[1] in caplog.text
+        assert not store.has("package", KEYS[1])
+        store.put("package", KEYS[1], tensors(1), {"n": 1})
+        store.flush()
+        expect_whole(store)
+    assert store.check() == [] and len(list(tmp_path.rglob("inside"))) == 2
+
+
+def test_a_file_that_is_deleted_under_us_is_absent_and_told(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path)
+    fill(store)
+    next(tmp_path.glob(f"package/*/{KEYS[1]}.sight")).unlink()
+    assert store.get("package", KEYS[1]) is None
+    (line,) = store.check(repair=True)
+    assert KEYS[1] in line and "no such file" in line and store.check() == []
+    fill(store)
+    expect_whole(store)
+
+
+def test_repair_makes_files_and_book_agree(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path)
+    fill(store, 4)
+    store.put("snapshot", KEYS[4], tensors(), {})
+    store.put("snapshot", KEYS[5], tensors(), {}, About(stands_on=("snapshot", KEYS[4])))
+    store.put("state", KEYS[5], tensors(), {}, About(stands_on=("snapshot", KEYS[5])))
+    store.flush()
+    for kind, key in (("package", KEYS[0]), ("snapshot", KEYS[4])):  # a row and a file less
+        next(tmp_path.glob(f"{kind}/*/{key}.*")).unlink()
+    with Catalogue(tmp_path / NAME) as book:
+        book.drop([Place("", "package", KEYS[1])])
+        book.resize(Place("", "package", KEYS[2]), 7)
+        book._base.execute("UPDATE total SET bytes = bytes + 5 WHERE kind = 'alias'")
+    book.close()
+    wrong = store.check()
+    assert sorted(wrong) == sorted(store.check(repair=True)) and len(wrong) == 6
+    for words in (
+        "no such file",
+        "not in the catalogue",
+        "the catalogue says 7",
+        "the totals",
+        "which is absent",
+    ):
+        assert any(words in line for line in wrong)
+    assert store.check() == []
+    assert {(e.kind, KEYS.index(e.key)) for e in store.entries()} == {
+        *(("package", n) for n in (1, 2, 3)),
+        *(("alias", n) for n in range(4)),
+    }
+
+
+# -- time --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump", [-1e9, -3600.0, 3600.0, 1e9])
+def test_clocks_that_jump(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    """Entries for ever stay; those with an end never outlive it by a clock that was wrong."""
+    real = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + jump)
+        store = opened(tmp_path)
+        fill(store)
+        store.put("state", KEYS[0], tensors(), {}, About(ttl=600.0))
+        store.put_note("alias", KEYS[5], {"a": 1}, About(ttl=600.0))
+        store.flush()
+        assert store.get("state", KEYS[0]) is not None and store.note("alias", KEYS[5]) == {"a": 1}
+        store.close()
+    store = opened(tmp_path)
+    expect_whole(store)
+    assert store.get("state", KEYS[0]) is None and store.note("alias", KEYS[5]) is None
+    assert not store.has("state", KEYS[0]) and not store.has("alias", KEYS[5])
+    assert len(list(store.entries())) == 8 and store.check() == []
+    assert all(entry.nbytes > 0 and entry.uses > 0 for entry in store.entries())
+
+
+def test_an_end_is_known_without_the_mark_on_the_file(tmp_path: Path, opened: Any) -> None:
+    """A copy may have lost the file's times; what is in the file decides."""
+    store = opened(tmp_path)
+    store.put_note("alias", KEYS[0], {}, About(ttl=0.05))
+    store.put("state", KEYS[0], tensors(), {}, About(ttl=0.05))
+    store.flush()
+    time.sleep(0.1)
+    for path in (*tmp_path.glob("alias/*/*"), *tmp_path.glob("state/*/*")):
+        os.utime(path, (1e9, 1e9))
+    other = opened(tmp_path)
+    assert other.note("alias", KEYS[0]) is None and other.get("state", KEYS[0]) is None
+    assert not other.has("alias", KEYS[0]), "now that it was read"
+    other.put_note("alias", KEYS[0], {"new": 1})
+    other.flush()
+    assert other.note("alias", KEYS[0]) == {"new": 1}
+
+
+def test_what_is_over_is_swept_without_being_asked(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path)
+    store.put("state", KEYS[0], tensors(), {}, About(ttl=0.1))
+    store.flush()
+    deadline = time.monotonic() + 20
+    while list(tmp_path.glob("state/*/*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# -- budgets -----------------------------------------------------------------------------------
+
+
+def test_a_quota_is_each_tenants_own(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path, budget=60_000, quota=20_000)
+    tenants = [store.tenant(name) for name in ("one", "two")]
+    for number in range(20):
+        tenants[0].put("package", keys.digest("n", number), tensors(number, 400), {})
+    tenants[1].put("package", KEYS[0], tensors(), {})
+    store.flush()
+    assert 10_000 < tenants[0].stats()["bytes"] <= 20_000
+    assert tenants[0].stats()["evictions"] > 0 == tenants[1].stats()["evictions"]
+    assert tenants[1].get("package", KEYS[0]) is not None and store.check() == []
+
+
+def test_what_costs_more_and_is_used_more_stays_longer(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path)
+    for number, key in enumerate(KEYS[:6]):
+        about = About(cost=1000.0 if number == 2 else 1.0)
+        store.put("package", key, tensors(number, 40_000 if number == 4 else 1000), {}, about)
+    store.flush()
+    for _ in range(5):
+        store.get("package", KEYS[3])
+    order = []
+    while left := {KEYS.index(e.key) for e in store.entries()}:
+        store.gc(store.stats()["bytes"] - 1)
+        order += list(left - {KEYS.index(e.key) for e in store.entries()})
+    assert order[0] == 4 and order[-2:] == [3, 2], "large first, then once used, used, dear"
+
+
+def test_a_full_queue_refuses_and_blocks_nobody(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path, waiting=100_000)
+    monkeypatch.setattr(store._writer, "_awake", lambda: None)  # nobody writes
+    for key in KEYS:
+        store.put("package", key, tensors(0, 5000), {})
+    assert [store.has("package", key) for key in KEYS] == [True] * 4 + [False] * 4
+    told = store._writer.counts[""]
+    assert told["refused"] == 4 and store._writer.pending_bytes <= 100_000
+    monkeypatch.undo()
+    with store._writer._wake:
+        store._writer._awake()
+    store.flush()
+    assert store._writer.pending_bytes == 0 and store.stats()["entries"] == 4
+
+
+def test_a_chain_goes_from_its_end(tmp_path: Path, opened: Any) -> None:
+    """A long one too, in one go."""
+    store = opened(tmp_path)
+    chain = [keys.digest("link", n) for n in range(150)]
+    for number, key in enumerate(chain):
+        base = ("snapshot", chain[number - 1]) if number else None
+        store.put("snapshot", key, tensors(number), {}, About(1.0, base))
+    store.flush()
+    for part in (0.9, 0.5, 0.1):
+        store.gc(int(store.stats()["bytes"] * part))
+        left = {entry.key for entry in store.entries()}
+        assert left == set(chain[: len(left)]) and store.check() == []
+
+
+def test_bases_that_go_round_in_a_circle_hold_up_nothing(tmp_path: Path, opened: Any) -> None:
+    """No store writes that, but a file may say it."""
+    store = opened(tmp_path)
+    store.put("snapshot", KEYS[0], tensors(), {}, About(stands_on=("snapshot", KEYS[0])))
+    store.put("snapshot", KEYS[1], tensors(), {}, About(stands_on=("snapshot", KEYS[0])))
+    store.flush()
+    with Catalogue(tmp_path / NAME) as book:
+        book._base.execute("UPDATE entry SET base_key = ? WHERE key = ?", (KEYS[1], KEYS[0]))
+    book.close()
+    store.gc(0)
+    assert list(store.entries()) == []
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+def test_a_forked_child_uses_the_store_by_itself(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path)
+    fill(store, 2)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            fill(store, 4)
+            expect_whole(store, 4)
+            code = 0 if store.stats()["entries"] == 8 else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(list(store.entries())) == 8 and store.check() == []
+
+
+def test_what_another_process_let_go_of_is_absent(tmp_path: Path, opened: Any) -> None:
+    one, two = opened(tmp_path), opened(tmp_path)
+    fill(one)
+    expect_whole(two)
+    one.gc(0)
+    assert two.get("package", KEYS[0]) is None and not two.has("package", KEYS[0])
+    fill(two)
+    expect_whole(one)
+    assert one.stats()["bytes"] == two.stats()["bytes"] > 0
+
+
+def test_budgets_of_two_stores_over_one_folder_are_counted_together(
+    tmp_path: Path, opened: Any
+) -> None:
+    stores = [opened(tmp_path, 30_000) for _ in range(2)]
+    for number in range(40):
+        stores[number % 2].put("package", keys.digest("n", number), tensors(number, 400), {})
+    for store in stores:
+        store.flush()
+    assert stores[0].stats()["bytes"] == stores[1].stats()["bytes"] <= 30_000
+    assert stores[0].check() == []
+
+
+def test_equal_content_is_written_once(tmp_path: Path, opened: Any) -> None:
+    one, two = opened(tmp_path), opened(tmp_path)
+    fill(one)
+    fill(two)
+    assert (one.stats()["written"], two.stats()["written"]) == (8, 0)
+
+
+def test_looking_at_a_folder_makes_no_store_of_it(tmp_path: Path, opened: Any) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    store = opened(tmp_path)
+    assert store.stats()["entries"] == 0 and store.check() == [] and list(store.entries()) == []
+    assert store.get("package", KEYS[0]) is None and store.clear() == store.gc(0) == 0
+    store.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    fill(store)
+    store.close()
+    with Catalogue(tmp_path / NAME) as book:
+        assert sum(kind["entries"] for kind in book.totals("").values()) == 8
+    book.close()
+
+
+def test_counts_outlive_the_process(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path)
+    fill(store)
+    expect_whole(store)
+    store.get("package", KEYS[7])
+    store.close()
+    told = opened(tmp_path).stats()
+    assert (told["hits"], told["ever"]["hits"], told["ever"]["misses"]) == (0, 8, 1)
+    assert told["ever"]["written"] == 8
+
+
+# -- opening -----------------------------------------------------------------------------------
+
+
+def test_an_address_opens_what_it_names(tmp_path: Path) -> None:
+    assert isinstance(open_store(tmp_path), DiskStore)
+    assert isinstance(open_store(str(tmp_path / "a"), 10, quota=5), DiskStore)
+    for address, remote in ((None, None), (tmp_path, "a folder")):
+        with pytest.raises(InputError):
+            open_store(address, remote=remote)
