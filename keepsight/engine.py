@@ -9,7 +9,8 @@ positions are passed explicitly each time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from keepsight.errors import KeepsightError
 from keepsight.families import Family
 from keepsight.node import Node
 from keepsight.package import Package
@@ -99,7 +101,7 @@ def grouped_queries(device: torch.device) -> Iterator[None]:
         os.environ.pop(_FORCE_GROUPED, None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One prompt on one lane. `node` is the deepest snapshot so far; it is held."""
 
@@ -110,7 +112,9 @@ class Run:
     next_positions: torch.Tensor  # of the token behind the prompt, as forward takes it
     logits: torch.Tensor | None = None
     computed: int = 0
+    since: int = 0  # when the prompt was matched
     open: bool = True
+    left: bool = False  # its lane is for others, it goes on in a batch or not at all
 
 
 class Engine:
@@ -126,7 +130,7 @@ class Engine:
         self.prefill_tokens = 0
         self.decode_steps = 0
         self._pattern: dict[str, Any] | None = None
-        tree.fits = self.fits
+        tree.fits, tree.on_forget = self.fits, self.lanes.clear
 
     def fits(self, kv: Tensors, fixed: Tensors | None) -> bool:
         """Whether a snapshot from a file is one that this model could have made."""
@@ -174,33 +178,41 @@ class Engine:
         # which may belong to the last frame of a slow video.
         behind = (positions[..., -1:] + 1).to(self._model.device)
         run = Run(prompt, positions, lane, match.node, behind)
-        run.logits = match.logits
+        run.logits, run.since = match.logits, match.since
         return run
 
+    @torch.inference_mode()
+    def go_on(self, run: Run, match: Match) -> None:
+        """Take over what the (held) match remembers behind the run's end, instead of computing."""
+        reached = run.lane.length
+        for node in match.node.chain():
+            if node.end > reached:
+                run.lane.restore_full(node.start, node.kv or {})
+                if not node.terminal:
+                    run.lane.marks.append((node.end, node))
+        run.lane.restore_fixed(match.length, match.node.fixed or {})
+        self._tree.release(run.node)
+        run.node, run.logits = match.node, match.logits
+
     def prefill(
-        self,
-        run: Run,
-        cuts: list[int],
-        fetch: Callable[[int], Package],
-        keep: bool = True,
-    ) -> Iterator[Node | None]:
-        """Compute what is left, boundary by boundary; each snapshot is in the tree when yielded.
+        self, run: Run, cut: int, fetch: Callable[[int], Package], keep: bool = True
+    ) -> None:
+        """Compute up to the next boundary; its snapshot is in the tree when this returns.
 
         `fetch` gives the package of a medium by its index; each chunk asks only for its own.
         """
-        end = len(run.prompt)
-        for cut in [*(c for c in cuts if c > run.lane.length), end]:
-            if run.lane.length >= end:
-                return
-            start = run.lane.length
-            parts = [
-                (fetch(span.medium), span.offset, span.offset + span.end - span.start)
-                for span in run.prompt.clip(start, cut)
-            ]
-            logits = self._chunk(run, start, cut, parts)
-            if cut == end:
-                run.logits = logits
-            yield self._remember(run, start, cut, logits) if keep else None
+        start = run.lane.length
+        parts = [
+            (fetch(span.medium), span.offset, span.offset + span.end - span.start)
+            for span in run.prompt.clip(start, cut)
+        ]
+        begun = time.perf_counter()
+        logits = self._chunk(run, start, cut, parts)
+        cost = 1e3 * (time.perf_counter() - begun)
+        if cut == len(run.prompt):
+            run.logits = logits
+        if keep:
+            self._remember(run, start, cut, logits, cost)
 
     @torch.inference_mode()
     def _chunk(
@@ -236,15 +248,18 @@ class Engine:
         return {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
 
     @torch.inference_mode()
-    def _remember(self, run: Run, start: int, end: int, logits: torch.Tensor | None) -> Node:
+    def _remember(
+        self, run: Run, start: int, end: int, logits: torch.Tensor | None, cost: float
+    ) -> None:
         kv, fixed = run.lane.capture(start, end)
         previous = run.node
-        node = self._tree.insert(previous, run.prompt, end, kv, fixed, logits)
+        node = self._tree.insert(
+            previous, run.prompt, end, kv, fixed, logits, cost=cost, since=run.since
+        )
         self._tree.release(previous)
         run.node = node
         if logits is None:
             run.lane.marks.append((end, node))
-        return node
 
     @torch.inference_mode()
     def step(self, run: Run, token: int) -> torch.Tensor:
@@ -267,6 +282,16 @@ class Engine:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
+    def again(self, run: Run, tokens: Sequence[int]) -> None:
+        """Compute a sequence once more on a lane of its own, from its prompt's snapshot on."""
+        self.leave_lane(run)
+        if not self._tree.load(run.node, run.prompt):
+            raise KeepsightError("the prompt was forgotten while its answer was being computed")
+        fresh = self.start(run.prompt, Match(run.node, since=run.since), len(tokens))
+        run.lane, run.next_positions, run.left = fresh.lane, fresh.next_positions, False
+        for token in tokens:
+            self.step(run, token)
+
     @torch.inference_mode()
     def keep_decoded(self, run: Run, prompt: Prompt) -> None:
         """Remember the lane as it stands, decoded tokens and all (`exact=False` only)."""
@@ -274,19 +299,29 @@ class Engine:
         if node.terminal and node.parent is not None:
             node = node.parent
         end = run.lane.length
-        if end <= node.end:
+        if end <= node.end or self._tree.is_forgotten(run.node, prompt, run.since):
             return
         self._tree.hold(node)
         kv, fixed = run.lane.capture(node.end, end)
-        decoded = self._tree.insert(node, prompt, end, kv, fixed, keep_on_disk=False)
+        decoded = self._tree.insert(
+            node, prompt, end, kv, fixed, keep_on_disk=False, since=run.since
+        )
         self._tree.release(node)
         run.lane.marks.append((end, decoded))
         self._tree.release(decoded)
+
+    def leave_lane(self, run: Run) -> None:
+        """The sequence goes on elsewhere, or ends: its lane is for others."""
+        if run.lane.busy and not run.left:
+            run.left = True
+            run.lane.busy = False
+            if not self._tree.is_forgotten(run.node, run.prompt, run.since):
+                self.lanes.give_back(run.lane)  # else it still holds what must not be kept
 
     def finish(self, run: Run) -> None:
         """Let go of the path and the lane; safe to call twice."""
         if run.open:
             run.open = False
-            run.lane.busy = False
+            self.leave_lane(run)
             self._tree.release(run.node)
-            self.lanes.give_back(run.lane)
+            self._tree.settle()  # what fell out of the device goes now, not before an answer

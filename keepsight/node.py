@@ -1,7 +1,8 @@
 """One stretch of a path between two boundaries, and what is remembered of it.
 
 A node compares: ids and spans in full, never digests alone, so that a hit is a hit. It knows its
-parent and its children; what is kept, what is let go and what is on a disk is the tree's business.
+parent and its children, and has two parts: the rows of its stretch and the state at its end. What
+is kept, in which tier, and what is let go of is the tree's business.
 """
 
 from __future__ import annotations
@@ -13,13 +14,71 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from keepsight.package import storage_bytes
 from keepsight.prompt import RUN, Prompt, Span, common, shift
+from keepsight.store import Store
 
 Tensors = dict[str, torch.Tensor]
+DEVICE, HOST, NOWHERE = "memory", "host", ""  # tiers of memory, as reports name them
+LOGITS = "logits"  # among the rows of a whole prompt
 
 
 @dataclass(eq=False)
+class Home:
+    """What all nodes of one namespace have in common."""
+
+    tenant: str = ""
+    store: Store | None = None
+    holds: int = 0  # turns in flight
+    barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
+
+
+@dataclass(frozen=True)
+class Way:
+    """How tensors came to the host, and how they get back."""
+
+    devices: dict[str, torch.device]  # where each of them lived
+    ends: list[torch.cuda.Event]  # when the copies were complete
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Part:
+    """Tensors that come and go together, in one tier of memory or in none.
+
+    A state stands on the rows of its own node, and rows stand on the rows of the parent.
+    """
+
+    node: Node
+    tensors: Tensors | None = None
+    tier: str = NOWHERE
+    nbytes: int = 0
+    way: Way | None = None
+    on_device: int = 0  # how many parts stand on this one there
+    on_host: int = 0
+
+    def bears(self, tier: str, more: int = 0) -> int:
+        """How many parts in a tier stand on this one, counted up by `more`."""
+        if tier == DEVICE:
+            self.on_device += more
+            return self.on_device
+        self.on_host += more
+        return self.on_host
+
+    @property
+    def base(self) -> Part | None:
+        """What this stands on; rows at the beginning of a prompt stand on nothing."""
+        if self is self.node.state:
+            return self.node.rows
+        parent = self.node.parent
+        return None if parent is None or parent.parent is None else parent.rows
+
+    def standing_on_it(self) -> Iterator[Part]:
+        """The parts that would be of no use without this one."""
+        if self is self.node.rows:
+            yield self.node.state
+            yield from (child.rows for child in self.node.children.values())
+
+
+@dataclass(eq=False, repr=False)
 class Node:
     """One stretch of a path, and what is remembered of it."""
 
@@ -30,27 +89,62 @@ class Node:
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     spans: tuple[Span, ...] = ()  # relative to `start`
     terminal: bool = False
-    kv: Tensors | None = None
-    fixed: Tensors | None = None
-    logits: torch.Tensor | None = None
     children: dict[str, Node] = field(default_factory=dict)
     order: list[Node] = field(default_factory=list)  # the children sorted by `code`
-    used: int = 0
     holds: int = 0
+    pinned: bool = False
+    gone: bool = False  # forgotten: unreachable, and nothing may be remembered behind it
     was_full: bool = False  # it held a snapshot once: absence now means eviction
-    on_disk: bool = False
+    on_disk: bool = False  # a read from the store can be tried
+    unreadable: bool = False  # such a read has failed
+    leased: bool = False  # from a store, which knows when its time is over
+    in_memory_only: bool = False  # decoded, not prefilled: no store takes it
+    expires: float | None = None
+    cost: float = 0.0  # milliseconds that computing the stretch took; 0 where nobody measured
+    uses: int = 0
+    used: int = 0
+    floors: tuple[float, float] = (0.0, 0.0)  # those of all and of its tenant, at the last use
+
+    def __post_init__(self) -> None:
+        self.home: Home = Home() if self.parent is None else self.parent.home
+        self.rows, self.state = Part(self), Part(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Node({self.start} to {self.end}, {self.rows.tier or 'nowhere'}, {self.digest[:12]})"
+        )
+
+    @property
+    def kv(self) -> Tensors | None:
+        """Keys and values of the stretch, where they are on the model's device."""
+        if self.rows.tier != DEVICE or self.rows.tensors is None:
+            return None
+        return {name: tensor for name, tensor in self.rows.tensors.items() if name != LOGITS}
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """The last logits of a whole prompt, where they are on the model's device."""
+        return (self.rows.tensors or {}).get(LOGITS) if self.rows.tier == DEVICE else None
+
+    @property
+    def fixed(self) -> Tensors | None:
+        """The fixed-size states at the end, where they are on the model's device."""
+        return self.state.tensors if self.state.tier == DEVICE else None
+
+    @property
+    def parts(self) -> tuple[Part, Part]:
+        """What stands on the other comes first."""
+        return self.state, self.rows
 
     @property
     def nbytes(self) -> int:
-        """Unique storage bytes of its tensors."""
-        return storage_bytes(self.tensors())
+        """Unique storage bytes of its tensors, in all tiers of memory."""
+        return self.rows.nbytes + self.state.nbytes
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that takes memory here."""
-        for held in (self.kv, self.fixed):
-            yield from (held or {}).values()
-        if self.logits is not None:
-            yield self.logits
+        for part in self.parts:
+            yield from (part.tensors or {}).values()
 
     def chain(self) -> list[Node]:
         """From the first stretch to this one, the root left out."""
@@ -60,6 +154,14 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    def below(self) -> Iterator[Node]:
+        """This node and all behind it; each comes before its children."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
 
     def code(self) -> bytes:
         """The stretch spelled so that neighbours in sorted order share the longest prefix.
@@ -76,7 +178,10 @@ class Node:
     def disown(self, child: Node) -> None:
         """Let a child go."""
         del self.children[child.digest]
-        self.order = [other for other in self.order if other is not child]
+        spot = bisect.bisect_left(self.order, child.code(), key=Node.code)
+        while self.order[spot] is not child:  # several may be spelled alike
+            spot += 1
+        del self.order[spot]
 
     def closest(self, prompt: Prompt) -> tuple[Node | None, int]:
         """The child that shares most with the prompt from here on, and how many tokens."""

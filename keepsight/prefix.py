@@ -1,30 +1,25 @@
 """The tree of all snapshots of one model, keyed by path; one root for each namespace.
 
-A node is the stretch between two boundaries. It may hold the keys and values of that stretch (`kv`)
-and the fixed-size states at its end (`fixed`); the two can be let go of separately, and a node may
-be only a memory of having been there, so that a report can say `evicted` and not `new`. Terminal
-nodes hold the end of one whole prompt, with its last logits, and serve only that identical prompt.
+A node is the stretch between two boundaries. It may hold the rows of that stretch (keys, values)
+and the fixed-size states at its end; the two can be let go of separately, and a node may be only a
+memory of having been there, so that a report can say `evicted` and not `new`. Terminal nodes hold
+the end of one whole prompt, with its last logits, and serve only that identical prompt.
 
-`match` makes and loses no snapshot. `hold` keeps a path alive. `insert` fills what is there.
-`check` states the laws: held + evictable = total, and no snapshot without what it stands on.
+`match` makes and loses no snapshot, and copies none. `hold` keeps a path alive, `load` brings it to
+the device, `insert` fills what is there. Which snapshots are kept, and in which tier, is decided in
+`keepsight.tree`; the laws are in `tree/books.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
-from keepsight.node import Node, Tensors
-from keepsight.package import storage_bytes
+from keepsight.node import DEVICE, HOST, LOGITS, NOWHERE, Node, Part, Tensors
 from keepsight.prompt import Prompt, shift
-from keepsight.store import DiskStore
-
-_MAX_GHOSTS = 20_000  # nodes that hold nothing but the memory of having been there
+from keepsight.tree import Books, archive
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,8 @@ class Match:
     """The deepest usable snapshot for a prompt."""
 
     node: Node
-    tier: str = "memory"
+    tier: str = DEVICE  # the farthest that something of it lies: memory, host, disk or remote
+    since: int = 0  # when the tree was asked: what is forgotten later must not come back
 
     @property
     def length(self) -> int:
@@ -41,7 +37,7 @@ class Match:
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """Set when the whole prompt is remembered."""
+        """Set when the whole prompt is remembered, and loaded."""
         return self.node.logits if self.node.terminal else None
 
 
@@ -55,23 +51,8 @@ class Known:
     elsewhere: bool = False  # it differs only in who made the features
 
 
-class Tree:
-    """All namespaces of one model under one budget of bytes."""
-
-    def __init__(self, budget: int, has_fixed: bool, store: DiskStore | None = None) -> None:
-        self.budget, self._has_fixed, self.store = budget, has_fixed, store
-        self.roots: dict[str, Node] = {}
-        self.nbytes = 0
-        self.evictions = 0
-        # Whether tensors from a file are of this model's making; the engine knows.
-        self.fits: Callable[[Tensors, Tensors | None], bool] = lambda kv, fixed: True
-        self._clock = itertools.count(1)
-
-    def root(self, namespace: str) -> Node:
-        """Where every path of a namespace begins."""
-        if namespace not in self.roots:
-            self.roots[namespace] = Node(None, 0, 0, namespace)
-        return self.roots[namespace]
+class Tree(Books):
+    """All namespaces of one model under one budget of bytes for each tier of memory."""
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -87,19 +68,18 @@ class Tree:
         `next_cut` gives the boundary behind a position, or None when there is none. `loose` looks
         also for snapshots that stand elsewhere (decoded state, `exact=False`).
         """
+        self.expire()
         best = node = self.root(namespace)
         while True:
             terminal = self._child(node, prompt, len(prompt), "terminal")
             if terminal is not None and self._usable(terminal):
-                return Match(terminal, self._tier(terminal))
+                return Match(terminal, self._farthest(terminal), self.tick)
             child = self._longest(node, prompt, next_cut(node.end), loose)
-            if child is None or not (child.kv is not None or child.on_disk):
-                break
+            if child is None or not (child.rows.tier or child.on_disk):
+                return Match(best, self._farthest(best), self.tick)
             node = child
             if self._usable(node):
                 best = node
-        disk = best.parent is not None and self._tier(best) == "disk"
-        return Match(best, "disk" if disk else "memory")
 
     def _longest(self, node: Node, prompt: Prompt, cut: int | None, loose: bool) -> Node | None:
         """The child at the next boundary, or (where decoded state is kept) beyond it."""
@@ -109,43 +89,59 @@ class Tree:
         for child in node.children.values():
             if child.terminal or child.end >= len(prompt) or (best and child.end <= best.end):
                 continue
-            if child.end != cut and child.kv is not None and child.same_as(prompt):
+            if child.end != cut and child.rows.tier and child.same_as(prompt):
                 best = child
         return best
 
     def _child(self, node: Node, prompt: Prompt, end: int, kind: str) -> Node | None:
+        """The node at `end`. One that is in no memory may be in the store."""
         digest = prompt.segment_digest(node.digest, node.end, end, kind)
-        child = node.children.get(digest)
-        if child is None and self.store is not None and self.store.has("snapshot", digest):
-            child = self._new_node(node, prompt, end, digest, kind == "terminal")
+        child, store = node.children.get(digest), node.home.store
+        if child is not None and child.leased and not self._stored(child):
+            self.forget(child)
+            child = None
+        asked = child is not None and (child.rows.tier or child.on_disk or child.unreadable)
+        if not asked and store is not None and store.has(archive.SNAPSHOT, digest):
+            if child is None:
+                child = self._new_node(node, prompt, end, digest, kind == "terminal")
+                child.leased = self.ttl is not None
+                self._haunt(child)
             child.on_disk = True
         return child if child is not None and child.same_as(prompt) else None
 
+    def _needs(self, node: Node) -> list[Part]:
+        """What a prompt that goes on from here needs of the node itself."""
+        return [node.rows, node.state] if self.has_fixed else [node.rows]
+
     def _usable(self, node: Node) -> bool:
         """Whether a prompt can be continued from here: the intersection over all layers."""
-        if node.on_disk:
-            return True
-        if node.kv is None or (self._has_fixed and node.fixed is None):
-            return False
-        return not node.terminal or node.logits is not None
+        return node.on_disk or all(part.tier for part in self._needs(node))
 
-    def _tier(self, node: Node) -> str:
-        held = all(n.kv is not None for n in node.chain())
-        states = node.fixed is not None or not self._has_fixed
-        ends = node.logits is not None or not node.terminal
-        return "memory" if held and states and ends else "disk"
+    def _farthest(self, node: Node) -> str:
+        """The tier that is waited for. What stands never lies nearer than what it stands on."""
+        if node.parent is None:
+            return DEVICE
+        tiers = {part.tier for part in self._needs(node)}
+        if NOWHERE not in tiers:
+            return HOST if HOST in tiers else DEVICE
+        store = node.home.store
+        return (store and store.tier(archive.SNAPSHOT, node.digest)) or "disk"
+
+    def _stored(self, node: Node) -> bool:
+        store = node.home.store
+        return store is not None and store.has(archive.SNAPSHOT, node.digest)
 
     def known(self, namespace: str, prompt: Prompt) -> Known:
         """How far the prompt agrees with anything ever seen, for the report's reasons."""
-        node = self.root(namespace)
-        evicted: int | None = None
+        self.expire()
+        node, evicted = self.roots.get(namespace), None
+        if node is None:
+            return Known(0, False)
         while True:
             best, length = node.closest(prompt)
             if best is None:
                 return Known(node.end, False, evicted)
-            missing = best.kv is None or (self._has_fixed and best.fixed is None)
-            gone = best.was_full and missing and not best.on_disk
-            if evicted is None and gone and length == len(best.ids):
+            if evicted is None and length == len(best.ids) and self._is_evicted(best):
                 evicted = node.end
             if length < len(best.ids) or best.terminal:
                 until = node.end + length
@@ -153,53 +149,48 @@ class Tree:
                 return Known(until, diverged, evicted, _made_elsewhere(best, prompt, until))
             node = best
 
-    # -- holding ---------------------------------------------------------------------------------
+    def _is_evicted(self, node: Node) -> bool:
+        """Whether it was here once and is nowhere now, not in the store either."""
+        if not node.was_full or all(part.tier for part in self._needs(node)):
+            return False
+        return not (node.on_disk and self._stored(node))
 
-    def hold(self, node: Node) -> None:
-        """Keep a node and all it stands on until `release`."""
-        tick = next(self._clock)
-        for n in node.chain():
-            n.holds += 1
-            n.used = tick
-
-    def release(self, node: Node) -> None:
-        """Undo one `hold`."""
-        for n in node.chain():
-            n.holds -= 1
-        self.fit()
+    # -- loading ---------------------------------------------------------------------------------
 
     def load(self, node: Node, prompt: Prompt) -> bool:
-        """Bring a held path from disk to memory. False when an entry is damaged or lies."""
+        """Bring a held path to the device, from the host or from the store. False when an entry is
+        damaged or lies."""
         for n in node.chain():
-            needs_fixed = n is node and self._has_fixed
-            missing = n.kv is None or (needs_fixed and n.fixed is None)
-            if missing and not self._load_one(n, needs_fixed):
-                n.on_disk = False
+            needs = self._needs(n) if n is node else [n.rows]
+            for part in needs:
+                self.promote(part)
+            if not all(part.tier for part in needs) and not self._read(n, needs):
+                n.on_disk, n.unreadable = False, True
                 return False
         self.fit()
         return True
 
-    def _load_one(self, node: Node, needs_fixed: bool) -> bool:
-        found = self.store.get("snapshot", node.digest) if self.store is not None else None
-        if self.store is None or found is None:
+    def _read(self, node: Node, needs: list[Part]) -> bool:
+        """What is missing of a node, from the store; all of it or nothing."""
+        store = node.home.store
+        if store is None:
             return False
-        tensors, record = found
-        if not _belongs(node, tensors, record):
-            self.store.reject("snapshot", node.digest, "it belongs to another path")
+        rows = archive.read_rows(store, node) if not node.rows.tier else node.rows.tensors
+        state = node.state.tensors if node.state in needs else None
+        if state is None and node.state in needs:
+            state = archive.read_state(store, node)
+        if rows is None or (state is None and node.state in needs):
             return False
-        state = self.store.get("state", node.digest) if needs_fixed else None
-        if needs_fixed and (state is None or state[1].get("end") != node.end):
+        kv = {name: tensor for name, tensor in rows.items() if name != LOGITS}
+        if not self.fits(kv, state):
+            wrong = archive.STATE if node.rows.tier else archive.SNAPSHOT
+            store.reject(wrong, node.digest, "its tensors are not of this model's shape")
             return False
-        kv = {name[3:]: t for name, t in tensors.items() if name.startswith("kv/")}
-        if not self.fits(kv, None if state is None else state[0]):
-            self.store.reject("snapshot", node.digest, "its tensors are not of this model's shape")
-            return False
-        before = node.nbytes
-        node.logits, node.kv = tensors.get("logits"), kv
-        if state is not None:
-            node.fixed = state[0]
-        node.was_full = True
-        self.nbytes += node.nbytes - before
+        if not node.cost and self.measured[1]:
+            node.cost = len(node.ids) * self.measured[0] / self.measured[1]
+        for part, tensors in ((node.rows, rows), (node.state, state)):
+            if not part.tier and tensors is not None:
+                self.place(part, tensors)
         return True
 
     # -- remembering -----------------------------------------------------------------------------
@@ -213,168 +204,71 @@ class Tree:
         fixed: Tensors | None,
         logits: torch.Tensor | None = None,
         keep_on_disk: bool = True,
+        cost: float = 0.0,
+        since: int | None = None,
     ) -> Node:
-        """Remember a snapshot behind `parent`; what exists is filled. It comes back held."""
+        """Remember a snapshot behind `parent`; what exists is filled. It comes back held.
+
+        `cost` is the milliseconds that computing it took. `since` says when the prompt was matched:
+        what has been forgotten after that comes back `gone`, held but not remembered.
+        """
         kind = "segment" if logits is None else "terminal"
         digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
+        for n in parent.chain() if parent.rows.tier == HOST else ():
+            self.promote(n.rows)
         node = parent.children.get(digest)
-        if node is None:
-            node = self._new_node(parent, prompt, end, digest, logits is not None)
-        before = node.nbytes
-        if node.kv is None:
-            node.kv = kv
-        if node.fixed is None and self._has_fixed:
-            node.fixed = fixed
-        node.logits = logits if node.logits is None else node.logits
-        self.nbytes += node.nbytes - before
-        node.was_full = True
-        self.hold(node)
-        if self.store is not None and keep_on_disk and not node.on_disk:
-            self._write(node)
+        nowhere = parent.parent is not None and parent.rows.tier != DEVICE
+        if node is None or parent.gone or nowhere:
+            late = since is not None and self._barred(parent, prompt, parent.end, end, since)
+            gone = parent.gone or nowhere or late
+            node = self._new_node(parent, prompt, end, digest, logits is not None, gone)
+        self._hold(node)
+        node.uses += 1
+        if node.gone:
+            return node
+        if cost:
+            node.cost = cost
+            self.measured = (self.measured[0] + cost, self.measured[1] + len(node.ids))
+        if node.rows.tier != DEVICE:
+            self.place(node.rows, kv if logits is None else {**kv, LOGITS: logits})
+        if self.has_fixed and fixed is not None and node.state.tier != DEVICE:
+            self.place(node.state, fixed)
+        node.in_memory_only |= not keep_on_disk
+        if node.home.store is not None and keep_on_disk and not node.on_disk:
+            archive.write(node.home.store, node, self.ttl)
         self.fit()
         return node
 
+    def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
+        """Whether anything on the way of a turn was forgotten after the turn had begun."""
+        return node.gone or self._barred(node, prompt, 0, len(prompt), since)
+
+    def _barred(self, node: Node, prompt: Prompt, start: int, end: int, since: int) -> bool:
+        """Whether a stretch shows an image that was forgotten after `since`."""
+        barred = node.home.barred
+        return bool(barred) and any(
+            barred.get(span.key, -1) > since for span in prompt.clip(start, end)
+        )
+
     def _new_node(
-        self, parent: Node, prompt: Prompt, end: int, digest: str, terminal: bool
+        self,
+        parent: Node,
+        prompt: Prompt,
+        end: int,
+        digest: str,
+        terminal: bool,
+        gone: bool = False,
     ) -> Node:
         start = parent.end
         spans = shift(prompt.clip(start, end), -start)
         node = Node(parent, start, end, digest, prompt.ids[start:end].copy(), spans, terminal)
-        parent.adopt(node)
+        node.gone = gone
+        if gone:
+            self.detached.add(node)
+        else:
+            parent.adopt(node)
+            self._will_expire(node)
         return node
-
-    def _write(self, node: Node) -> None:
-        tensors = {f"kv/{name}": tensor for name, tensor in (node.kv or {}).items()}
-        tensors["ids"] = torch.from_numpy(node.ids)
-        if node.logits is not None:
-            tensors["logits"] = node.logits
-        if self.store is not None:
-            if node.fixed:
-                # The state first: a snapshot that is there has all that it needs.
-                self.store.put("state", node.digest, node.fixed, {"end": node.end})
-            self.store.put("snapshot", node.digest, tensors, _path_of(node))
-        node.on_disk = True
-
-    # -- letting go ------------------------------------------------------------------------------
-
-    def fit(self) -> None:
-        """Let go of the least recently used until the budget holds; what is held stays."""
-        if self.nbytes <= self.budget:
-            return
-        self.evict(self.nbytes - self.budget)
-
-    def evict(self, nbytes: int) -> int:
-        """Free at least `nbytes` if that much is evictable; the bytes freed."""
-        goal = self.nbytes - nbytes
-        start = self.nbytes
-        while self.nbytes > goal:
-            candidates = sorted(self._evictable(), key=lambda node: node.used)
-            if not candidates:
-                break
-            for node in candidates:
-                self._drop(node)
-                if self.nbytes <= goal:
-                    break
-        self._prune_ghosts()
-        return start - self.nbytes
-
-    def _evictable(self) -> Iterator[Node]:
-        """Nodes that nothing holds and nothing stands on, and inner nodes' fixed states."""
-        for node in self.nodes():
-            last = not any(child.kv is not None for child in node.children.values())
-            if not node.holds and ((last and node.kv is not None) or node.fixed is not None):
-                yield node
-
-    def _drop(self, node: Node) -> None:
-        before = node.nbytes
-        node.fixed = None
-        if not any(child.kv is not None for child in node.children.values()):
-            node.kv = node.logits = None
-        self.nbytes -= before - node.nbytes
-        self.evictions += 1
-
-    def _prune_ghosts(self) -> None:
-        ghosts = [n for n in self.nodes() if n.kv is None and not n.children and not n.holds]
-        if len(ghosts) > _MAX_GHOSTS:
-            for node in sorted(ghosts, key=lambda n: n.used)[: len(ghosts) - _MAX_GHOSTS]:
-                if node.parent is not None:
-                    node.parent.disown(node)
-
-    def clear(self) -> None:
-        """Forget everything that nobody holds."""
-        self.evict(self.nbytes)
-        self.roots = {name: root for name, root in self.roots.items() if _held(root)}
-
-    # -- the books -------------------------------------------------------------------------------
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node of every namespace, roots left out."""
-        stack = [child for root in self.roots.values() for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-    def held_bytes(self) -> int:
-        """Bytes that a `hold` protects."""
-        return storage_bytes(t for n in self.nodes() if n.holds for t in n.tensors())
-
-    def evictable_bytes(self) -> int:
-        """Bytes that could be freed now, all standing on what is freed first."""
-        return storage_bytes(t for n in self.nodes() if not n.holds for t in n.tensors())
-
-    def check(self) -> None:
-        """Raise AssertionError where the books or the laws are broken."""
-        total = storage_bytes(t for n in self.nodes() for t in n.tensors())
-        held, evictable = self.held_bytes(), self.evictable_bytes()
-        if not total == held + evictable == self.nbytes:
-            raise AssertionError(f"held {held} + evictable {evictable} != {self.nbytes} ({total})")
-        for node in self.nodes():
-            parent = node.parent
-            if parent is None or parent.children.get(node.digest) is not node:
-                raise AssertionError("a node is not where its parent says")
-            if node.start != parent.end or len(node.ids) != node.end - node.start:
-                raise AssertionError("a node does not begin where its parent ends")
-            if node.kv is not None and parent.parent is not None and parent.kv is None:
-                raise AssertionError("a snapshot is kept without what it stands on")
-            if node.holds < 0:
-                raise AssertionError("a node was released more often than held")
-        if self.nbytes > self.budget and evictable:
-            raise AssertionError(f"{self.nbytes} bytes over a budget of {self.budget}")
-
-
-def _held(root: Node) -> bool:
-    stack: list[Node] = [root]
-    while stack:
-        node = stack.pop()
-        if node.holds:
-            return True
-        stack.extend(node.children.values())
-    return False
-
-
-def _path_of(node: Node) -> dict[str, Any]:
-    """What a snapshot on disk says of its place, to be compared when it is read."""
-    return {
-        "parent": node.parent.digest if node.parent is not None else "",
-        "start": node.start,
-        "end": node.end,
-        "spans": [span.plain()[:4] for span in node.spans],
-    }
-
-
-def _belongs(node: Node, tensors: Tensors, record: dict[str, Any]) -> bool:
-    """Whether what was read is what stands at this node: its path, and a row for every token."""
-    ids, path = tensors.get("ids"), _path_of(node)
-    if ids is None or not np.array_equal(ids.numpy(), node.ids):
-        return False
-    if any(record.get(name) != value for name, value in path.items()):
-        return False
-    # What stands beside the sequence ("cross") has as many rows as the media have.
-    kv = [t for n, t in tensors.items() if n.startswith("kv/") and not n.startswith("kv/cross.")]
-    rows = [tensor.shape[-2] if tensor.dim() > 1 else -1 for tensor in kv]
-    ends = "logits" in tensors or not node.terminal
-    return ends and all(count == len(node.ids) for count in rows)
 
 
 def _made_elsewhere(node: Node, prompt: Prompt, until: int) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_paths import (
+    RULE,
+    SHORT_RUN,
+    Token,
+    build,
+    counted,
+    expect_values,
+    fake_fixed,
+    fake_kv,
+    fake_medium,
+    found,
+    next_cut,
+    path,
+    prefill,
+    spliced,
+)
 from hostile import bounded
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,19 +41,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from keepsight import keys, prefix, prompt, tensorfile
-from keepsight.medium import Medium
+from keepsight import keys, prompt, tensorfile
 from keepsight.node import Node
 from keepsight.prefix import Known, Match, Tree, longest_known
-from keepsight.prompt import Prompt, Rule
+from keepsight.prompt import Prompt
 from keepsight.store import FORMAT, DiskStore
-
-END, PAD, SHORT_RUN = 9, 5, 6
-RULE = Rule(2, frozenset({END}), True)
-# Two pictures of one size, one of them also encoded by somebody else, and one with two ranges.
-MEDIA = {"A": ("a", "ours", [2]), "B": ("b", "ours", [2]), "a": ("a", "theirs", [2])}
-MEDIA |= {"C": ("c", "ours", [1, 2])}
-Token = tuple[int, str | None, int]
+from keepsight.tree import books
 
 
 @pytest.fixture(autouse=True)
@@ -46,120 +54,6 @@ def _short_runs() -> Iterator[None]:
     before, prompt.RUN = prompt.RUN, SHORT_RUN
     yield
     prompt.RUN = before
-
-
-def build(pieces: str | list[str]) -> Prompt:
-    """A prompt from letters: digits and `.` (a turn's end) are text, the others media."""
-    ids: list[int] = []
-    media, ranges = [], []
-    for piece in pieces:
-        if piece not in MEDIA:
-            ids.append(END if piece == "." else int(piece))
-            continue
-        what, maker, lengths = MEDIA[piece]
-        spans = []
-        for i, length in enumerate(lengths):
-            ids += [4] if i else []
-            spans.append((len(ids), len(ids) + length))
-            ids += [PAD] * length
-        names = keys.digest("identity", what), keys.digest("feature", what, maker)
-        media.append(fake_medium(*names, sum(lengths)))
-        ranges.append(tuple(spans))
-    return Prompt(np.array(ids, dtype=np.int64), tuple(media), tuple(ranges))
-
-
-def fake_medium(identity: str, feature_id: str, tokens: int) -> Medium:
-    """A medium that nobody will ask for features."""
-    nothing: Any = None
-    return Medium(identity, identity, feature_id, {}, (tokens,), None, nothing)
-
-
-def path(whole: Prompt) -> tuple[Token, ...]:
-    """The path token by token: id, feature id, row of the feature."""
-    tokens: list[Token] = [(int(i), None, 0) for i in whole.ids]
-    for medium, ranges in zip(whole.media, whole.ranges, strict=True):
-        rows = itertools.count()
-        for a, b in ranges:
-            for here in range(a, b):
-                tokens[here] = (tokens[here][0], medium.feature_id, next(rows))
-    return tuple(tokens)
-
-
-def value(kind: str, tokens: tuple[Token, ...]) -> float:
-    """A number for a path: nobody else's."""
-    return float(zlib.crc32(repr((kind, tokens)).encode()) % 9_999_991)
-
-
-def fake_kv(tokens: tuple[Token, ...], start: int, end: int) -> dict[str, torch.Tensor]:
-    rows = [value("kv", tokens[: i + 1]) for i in range(start, end)]
-    return {"kv": torch.tensor(rows, dtype=torch.float64).reshape(1, 1, -1, 1).repeat(2, 2, 1, 1)}
-
-
-def fake_fixed(tokens: tuple[Token, ...], end: int) -> dict[str, torch.Tensor]:
-    return {"0.conv.0": torch.full((5,), value("fixed", tokens[:end]), dtype=torch.float64)}
-
-
-def fake_logits(tokens: tuple[Token, ...]) -> torch.Tensor:
-    return torch.full((3,), value("logits", tokens), dtype=torch.float64)
-
-
-def next_cut(whole: Prompt) -> Callable[[int], int | None]:
-    cuts = whole.boundaries(RULE)
-    return lambda position: next((cut for cut in cuts if cut > position), None)
-
-
-def found(tree: Tree, whole: Prompt, space: str = "n") -> Match:
-    return tree.match(space, whole, next_cut(whole))
-
-
-def prefill(tree: Tree, whole: Prompt, space: str = "n", steps: int | None = None) -> Match:
-    """As the engine does it: match, hold, load, then chunk by chunk; `steps` is when the client
-    hangs up. What is reused is compared with what it should be."""
-    while True:
-        match = found(tree, whole, space)
-        tree.hold(match.node)
-        if tree.load(match.node, whole):
-            break
-        tree.release(match.node)
-    expect_values(match.node, whole, fixed=tree._has_fixed)
-    tokens, node = path(whole), match.node
-    ends = [*whole.boundaries(RULE, match.length), len(whole)]
-    for end in ends[:steps] if match.length < len(whole) else []:
-        logits = fake_logits(tokens) if end == len(whole) else None
-        kv, fixed = fake_kv(tokens, node.end, end), fake_fixed(tokens, end)
-        after = tree.insert(node, whole, end, kv, fixed, logits)
-        tree.release(node)
-        node = after
-    tree.release(node)
-    return match
-
-
-def expect_values(node: Node, whole: Prompt, fixed: bool) -> None:
-    """Everything that a reuse would take must be that of this very path."""
-    tokens = path(whole)
-    for n in node.chain():
-        assert n.kv is not None
-        assert torch.equal(n.kv["kv"], fake_kv(tokens, n.start, n.end)["kv"])
-    if fixed and node.parent is not None:
-        assert node.fixed is not None
-        assert torch.equal(node.fixed["0.conv.0"], fake_fixed(tokens, node.end)["0.conv.0"])
-    if node.terminal:
-        assert node.logits is not None and node.end == len(whole)
-        assert torch.equal(node.logits, fake_logits(tokens))
-
-
-def counted(tree: Tree) -> int:
-    """Unique storage bytes reachable from the roots, counted by walking."""
-    storages: dict[int, int] = {}
-    stack = list(tree.roots.values())
-    while stack:
-        node = stack.pop()
-        stack += node.children.values()
-        tensors = [*(node.kv or {}).values(), *(node.fixed or {}).values()]
-        for tensor in [*tensors, *([] if node.logits is None else [node.logits])]:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 # -- the machine -------------------------------------------------------------------------------
@@ -260,7 +154,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.lost = any(self.seen.values())
 
     def held_in(self, root: Node) -> bool:
-        return any(node.chain() and node.chain()[0].parent is root for node, _ in self.held)
+        return any(
+            (node.chain() or [node])[0] in (*root.children.values(), root) for node, _ in self.held
+        )
 
     @precondition(lambda self: self.prompts)
     @rule(letters=letters, which=st.integers(0, 99), keep=st.integers(0, 14), space=spaces)
@@ -285,7 +181,7 @@ class TreeMachine(RuleBasedStateMachine):
         if not all(n.kv is not None and n.same_as(whole) for n in chain):
             return False
         here = node.end == len(whole) if node.terminal else node.end in whole.boundaries(RULE)
-        return here and (node.fixed is not None or not self.tree._has_fixed)
+        return here and (node.fixed is not None or not self.tree.has_fixed)
 
     @invariant()
     def sound(self) -> None:
@@ -294,7 +190,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.check()
         assert self.tree.nbytes == counted(self.tree)
         for node, whole in self.held:
-            expect_values(node, whole, self.tree._has_fixed)
+            expect_values(node, whole, self.tree.has_fixed)
         for node in self.tree.nodes():
             assert [n.code() for n in node.order] == sorted(n.code() for n in node.order)
             assert set(node.order) == set(node.children.values())
@@ -302,20 +198,6 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestTree = TreeMachine.TestCase
 TestTree.settings = bounded(100, stateful_step_count=25)
-
-
-def spliced(whole: Prompt, keep: int, more: Prompt) -> Prompt:
-    """The first `keep` tokens (no medium torn), then others."""
-    while any(r[0][0] < keep < r[-1][1] for r in whole.ranges):
-        keep += 1
-    keep = min(keep, len(whole))
-    kept = sum(ranges[-1][1] <= keep for ranges in whole.ranges)
-    moved = tuple(tuple((a + keep, b + keep) for a, b in ranges) for ranges in more.ranges)
-    return Prompt(
-        np.concatenate([whole.ids[:keep], more.ids]),
-        whole.media[:kept] + more.media,
-        whole.ranges[:kept] + moved,
-    )
 
 
 def beginnings(paths: Iterable[tuple[Token, ...]]) -> dict[tuple[Token, ...], bool]:
@@ -441,9 +323,10 @@ def test_states_and_rows_are_let_go_of_separately() -> None:
     tree = Tree(1 << 30, has_fixed=True)
     prefill(tree, build("11.22.11"))
     first = found(tree, build("11.1")).node
-    tree.hold(found(tree, build("11.22.1")).node)
-    tree.release(found(tree, build("11.22.1")).node)
-    first.used = 0
+    behind = found(tree, build("11.22.1")).node
+    tree.hold(behind)
+    first.used = first.uses = 0
+    tree.release(behind)
     tree.evict(1)
     assert first.fixed is None and first.kv is not None
     assert found(tree, build("11.1")).length == 0
@@ -464,8 +347,15 @@ def test_a_view_is_counted_as_all_that_it_pins() -> None:
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda tree, node: setattr(tree, "nbytes", tree.nbytes + 1),
-        lambda tree, node: setattr(node, "kv", None),
+        lambda tree, node: setattr(tree.device, "nbytes", tree.nbytes + 1),
+        lambda tree, node: setattr(tree.device, "held", 1),
+        lambda tree, node: setattr(tree.device, "snapshots", 1),
+        lambda tree, node: tree.device.bytes_of.clear(),
+        lambda tree, node: setattr(node.rows, "tensors", None),
+        lambda tree, node: setattr(node.rows, "tier", "host"),
+        lambda tree, node: setattr(node.rows, "on_device", 0),
+        lambda tree, node: tree.device._all.discard(node.state),
+        lambda tree, node: setattr(node, "gone", True),
         lambda tree, node: setattr(node, "holds", -1),
         lambda tree, node: setattr(node, "ids", node.ids[1:]),
         lambda tree, node: setattr(tree, "budget", 1),
@@ -488,7 +378,7 @@ def test_ghosts_are_remembered_and_at_last_forgotten(monkeypatch: pytest.MonkeyP
     tree.evict(1 << 30)
     assert tree.known("n", whole) == Known(7, False, evicted_from=0)
     assert found(tree, whole).length == 0
-    monkeypatch.setattr(prefix, "_MAX_GHOSTS", 0)
+    monkeypatch.setattr(books, "MAX_GHOSTS", 0)
     for _ in range(3):
         tree.evict(1)
     assert tree.known("n", whole).until == 0 and list(tree.nodes()) == []
@@ -682,8 +572,11 @@ def test_a_snapshot_under_another_name_is_rejected(written: tuple[DiskStore, boo
         digests[letters] = [n.digest for n in found(tree, build(letters)).node.chain()]
     for mine, theirs in zip(digests[LONG], digests[twin], strict=True):
         for kind in ("snapshot", "state") if has_fixed else ("snapshot",):
-            source = other._path(kind, theirs)
-            store._path(kind, mine).write_bytes(source.read_bytes())
+            files = [
+                s.root / kind / name[:2] / f"{name}.keep"
+                for s, name in ((store, mine), (other, theirs))
+            ]
+            files[0].write_bytes(files[1].read_bytes())
     tree = Tree(1 << 30, has_fixed, DiskStore(store.root))
     assert prefill(tree, build(LONG)).length == 0  # its values were compared with LONG's own
     tree.check()

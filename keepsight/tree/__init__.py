@@ -1,0 +1,11 @@
+"""How the tree of snapshots keeps its books, one concern each.
+
+`tier` counts what is in one tier of memory and knows what is least useful in it. `carry` moves
+tensors between the model's device and the host. `books` holds, lets go, demotes, pins, expires and
+forgets, and checks that the laws hold. `archive` spells a node as entries of a store. Looking and
+remembering, which is what turns do, is in `keepsight.prefix`.
+"""
+
+from keepsight.tree.books import Books
+
+__all__ = ["Books"]

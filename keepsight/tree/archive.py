@@ -1,0 +1,90 @@
+"""A node as entries of a store: a `snapshot` (rows, ids, the path) and a `state`.
+
+What is read is compared with the node that asks for it, for a name may lie. A state is written
+before its snapshot, so that a snapshot that is there has all that it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.node import LOGITS, Node, Tensors
+from keepsight.store import About, Store
+
+SNAPSHOT, STATE = "snapshot", "state"
+
+
+def write(store: Store, node: Node, ttl: float | None) -> None:
+    """Hand a node to a store, after whatever of its past the store has lost meanwhile."""
+    chain = node.chain()
+    first = len(chain) - 1
+    while first and not store.has(SNAPSHOT, chain[first - 1].digest):
+        first -= 1
+        if chain[first].in_memory_only or not chain[first].rows.tier:
+            return  # of no use in a store without what it stands on
+    for n in chain[first:]:
+        _write_one(store, n, ttl)
+
+
+def _write_one(store: Store, node: Node, ttl: float | None) -> None:
+    for way in (node.rows.way, node.state.way):
+        for end in way.ends if way is not None else ():
+            end.synchronize()
+    rows = node.rows.tensors or {}
+    tensors = {name if name == LOGITS else f"kv/{name}": t for name, t in rows.items()}
+    tensors["ids"] = torch.from_numpy(node.ids)
+    media = tuple(sorted({span.key for span in node.spans if span.key}))
+    if node.state.tensors:
+        about = About(node.cost, (SNAPSHOT, node.digest), media, ttl)
+        store.put(STATE, node.digest, node.state.tensors, {"end": node.end}, about)
+    above = node.parent
+    base = None if above is None or above.parent is None else (SNAPSHOT, above.digest)
+    about = About(node.cost, base, media, ttl)
+    store.put(SNAPSHOT, node.digest, tensors, path_of(node), about)
+    node.on_disk, node.unreadable = True, False
+
+
+def read_rows(store: Store, node: Node) -> Tensors | None:
+    """The rows of a node, or None; an entry of something else is rejected."""
+    found = store.get(SNAPSHOT, node.digest)
+    if found is None:
+        return None
+    if not _belongs(node, *found):
+        store.reject(SNAPSHOT, node.digest, "it belongs to another path")
+        return None
+    named = found[0].items()
+    rows = {name[3:]: tensor for name, tensor in named if name.startswith("kv/")}
+    return rows | ({LOGITS: found[0][LOGITS]} if LOGITS in found[0] else {})
+
+
+def read_state(store: Store, node: Node) -> Tensors | None:
+    """The fixed-size states at a node's end, or None."""
+    found = store.get(STATE, node.digest)
+    return found[0] if found is not None and found[1].get("end") == node.end else None
+
+
+def path_of(node: Node) -> dict[str, Any]:
+    """What a snapshot in a store says of its place, to be compared when it is read."""
+    return {
+        "parent": node.parent.digest if node.parent is not None else "",
+        "start": node.start,
+        "end": node.end,
+        "spans": [span.plain()[:4] for span in node.spans],
+    }
+
+
+def _belongs(node: Node, tensors: Tensors, record: dict[str, Any]) -> bool:
+    """Whether what was read is what stands at this node: its path, and a row for every token."""
+    ids, path = tensors.get("ids"), path_of(node)
+    if ids is None or not np.array_equal(ids.numpy(), node.ids):
+        return False
+    if any(record.get(name) != value for name, value in path.items()):
+        return False
+    # What stands beside the sequence ("cross") has as many rows as the media have.
+    kv = [t for n, t in tensors.items() if n.startswith("kv/") and not n.startswith("kv/cross.")]
+    rows = [tensor.shape[-2] if tensor.dim() > 1 else -1 for tensor in kv]
+    ends = LOGITS in tensors or not node.terminal
+    return ends and all(count == len(node.ids) for count in rows)

@@ -1,0 +1,96 @@
+"""The laws of the tree, checked by walking through all of it, whatever the books say.
+
+Tests call it after every operation; it is too slow for anything else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from keepsight.node import DEVICE, HOST, Node, Part
+from keepsight.package import storage_bytes
+
+if TYPE_CHECKING:
+    from keepsight.tree.books import Books
+    from keepsight.tree.tier import Tier
+
+_DEPTH = {DEVICE: 0, HOST: 1, "": 2}
+
+
+def audit(books: Books) -> None:
+    """Raise AssertionError where a law is broken."""
+    nodes = [*books.nodes(), *books.detached]
+    for tier in (books.device, books.host):
+        _conserved(tier, [part for node in nodes for part in node.parts if part.tier == tier.name])
+    for node in books.nodes():
+        _in_its_place(node)
+    for node in nodes:
+        if node.holds < 0 or node.home.holds < node.holds:
+            raise AssertionError("a node was released more often than held")
+        if node.gone != (node in books.detached) or (node.gone and not node.holds):
+            raise AssertionError("a forgotten node can be reached, or is kept though nobody holds")
+        for part in node.parts:
+            _stands(part)
+    _within_budgets(books)
+
+
+def _conserved(tier: Tier, parts: list[Part]) -> None:
+    """Held and evictable bytes are all bytes, and these are the unique bytes of storages."""
+    total = storage_bytes(t for part in parts for t in (part.tensors or {}).values())
+    held = storage_bytes(t for p in parts if p.node.holds for t in (p.tensors or {}).values())
+    free = storage_bytes(t for p in parts if not p.node.holds for t in (p.tensors or {}).values())
+    if not total == held + free == tier.nbytes or held != tier.held:
+        raise AssertionError(
+            f"{tier.name}: held {held} + evictable {free} != {total}; the books say {tier.nbytes}, "
+            f"of which {tier.held} held"
+        )
+    whose: Counter[str] = Counter()
+    for part in parts:
+        whose[part.node.home.tenant] += part.nbytes
+    if +whose != +Counter(tier.bytes_of):
+        raise AssertionError(f"{tier.name}: tenants have {whose}, the books say {tier.bytes_of}")
+    if tier.snapshots != sum(part is part.node.rows for part in parts):
+        raise AssertionError(f"{tier.name}: snapshots are miscounted")
+    if not all(tier.waits(part) for part in parts if tier.may_go(part)):
+        raise AssertionError(f"{tier.name}: something could go and is not asked")
+
+
+def _in_its_place(node: Node) -> None:
+    parent = node.parent
+    if parent is None or parent.children.get(node.digest) is not node:
+        raise AssertionError("a node is not where its parent says")
+    if node.start != parent.end or len(node.ids) != node.end - node.start:
+        raise AssertionError("a node does not begin where its parent ends")
+
+
+def _stands(part: Part) -> None:
+    """Nothing lies nearer than what it stands on, and each knows how much stands on it."""
+    if (part.tensors is None) != (not part.tier):
+        raise AssertionError("a part says that it lies in a tier and has nothing, or the reverse")
+    if part.base is not None and _DEPTH[part.base.tier] > _DEPTH[part.tier]:
+        raise AssertionError("a snapshot is kept without what it stands on")
+    for tier in (DEVICE, HOST):
+        standing = sum(other.tier == tier for other in part.standing_on_it())
+        # Forgotten nodes are no longer among the children.
+        counted = part.bears(tier)
+        if counted < standing or (counted > standing and not part.node.holds):
+            raise AssertionError("what stands on a part is miscounted")
+
+
+def _within_budgets(books: Books) -> None:
+    slack = books.budget // 8 if books.late else 0
+    for tier, budget in ((books.device, books.budget + slack), (books.host, books.host_budget)):
+        if tier.nbytes > budget and tier.nbytes > tier.held:
+            raise AssertionError(f"{tier.name}: {tier.nbytes} bytes over a budget of {budget}")
+        if books.quota is None or books.late:
+            continue
+        for tenant, nbytes in tier.bytes_of.items():
+            held = sum(
+                part.nbytes
+                for node in [*books.nodes(tenant), *books.detached]
+                for part in node.parts
+                if node.holds and part.tier == tier.name and node.home.tenant == tenant
+            )
+            if nbytes > books.quota and nbytes > held:
+                raise AssertionError(f"{tier.name}: {tenant!r} has {nbytes} of {books.quota}")

@@ -1,0 +1,399 @@
+"""The books of the tree: what is kept in which tier, for whom, and what goes first.
+
+A snapshot stands on those before it, and its state on its rows. In memory what stands never lies
+nearer than what it stands on: behind rows on the host there are none on the device, and behind rows
+that are in no memory there are none at all. So the deepest go first, and a path that is loaded from
+its beginning on is whole at each step. A store keeps the same law for itself.
+
+What falls out of the device goes to the host, if that was given room, else it is dropped: the store
+has had it since it was inserted. Copies are made only when a turn has ended, so that no first token
+waits for them; until then the device may be over its budget by an eighth.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from keepsight.errors import InputError
+from keepsight.node import DEVICE, HOST, NOWHERE, Home, Node, Part, Tensors
+from keepsight.package import storage_bytes
+from keepsight.store import Store, worth
+from keepsight.tree.audit import audit
+from keepsight.tree.carry import Carrier
+from keepsight.tree.tier import Tier
+
+MAX_GHOSTS = 20_000  # nodes that hold nothing but the memory of having been there
+SLACK = 8  # within a turn the device may be over its budget by this part of it
+
+
+class Books:
+    """All namespaces of one model, in two tiers of memory."""
+
+    def __init__(
+        self,
+        budget: int,
+        has_fixed: bool,
+        store: Store | None = None,
+        *,
+        host_budget: int = 0,
+        quota: int | None = None,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.budget, self.host_budget, self.quota, self.ttl = budget, host_budget, quota, ttl
+        self.has_fixed, self.store = has_fixed, store
+        self.roots: dict[str, Node] = {}
+        self._homes: dict[str, Home] = {}  # whose each namespace is, cleared or not
+        self.device, self.host = Tier(DEVICE), Tier(HOST)
+        self.evictions = self.demotions = self.promotions = 0
+        self.measured = (0.0, 0)  # milliseconds of prefill, and tokens computed in them
+        self.late = False  # over a budget until the turn has ended
+        self.detached: set[Node] = set()  # forgotten, but held still
+        # Whether tensors from a file are of this model's making; the engine knows.
+        self.fits: Callable[[Tensors, Tensors | None], bool] = lambda kv, fixed: True
+        # The engine's idle lanes hold copies of what is forgotten here.
+        self.on_forget: Callable[[], None] = lambda: None
+        self._carrier, self._now = Carrier(), clock
+        self._clock, self._number = itertools.count(1), itertools.count()
+        self.tick = 0
+        self._floor = 0.0
+        self._floors: dict[str, float] = defaultdict(float)  # by tenant
+        self._touched: set[str] = set()  # tenants that may have come over their quota
+        self._ghosts: dict[Node, None] = {}
+        self._expiring: list[tuple[float, int, Node]] = []
+
+    # -- namespaces ------------------------------------------------------------------------------
+
+    def root(self, namespace: str, tenant: str | None = None, store: Store | None = None) -> Node:
+        """Where every path of a namespace begins; it belongs to one tenant and one store."""
+        if namespace not in self._homes:
+            self._homes[namespace] = Home(tenant or "", store or self._store_of(tenant or ""))
+        home = self._homes[namespace]
+        if tenant not in (None, home.tenant):
+            raise InputError("this namespace belongs to another tenant; each has its own")
+        home.store = store or home.store
+        if namespace not in self.roots:
+            self.roots[namespace] = Node(None, 0, 0, namespace)
+            self.roots[namespace].home = home
+        return self.roots[namespace]
+
+    def _store_of(self, tenant: str) -> Store | None:
+        return self.store.tenant(tenant) if self.store is not None and tenant else self.store
+
+    def namespaces(self, tenant: str = "") -> list[str]:
+        """The namespaces of one tenant; nobody sees another's."""
+        return [name for name, root in self.roots.items() if root.home.tenant == tenant]
+
+    def nodes(self, tenant: str | None = None) -> Iterator[Node]:
+        """Every node that can be reached, of everyone or of one tenant, roots left out."""
+        for root in list(self.roots.values()):
+            if tenant in (None, root.home.tenant):
+                yield from (node for node in root.below() if node is not root)
+
+    # -- holding ---------------------------------------------------------------------------------
+
+    def hold(self, node: Node) -> None:
+        """Keep a node and all it stands on until `release`."""
+        for n in self._hold(node):
+            n.uses += 1
+
+    def _hold(self, node: Node) -> list[Node]:
+        self.tick = next(self._clock)
+        floors, chain = (self._floor, self._floors[node.home.tenant]), node.chain()
+        for n in chain:
+            if not n.holds:
+                self._guard(n, 1)
+            n.holds += 1
+            n.used, n.floors = self.tick, floors
+        node.home.holds += 1
+        return chain
+
+    def release(self, node: Node) -> None:
+        """Undo one `hold`. Where others still hold the node, a turn may be at work: no copies."""
+        self._let(node)
+        if node.holds or (node.parent is None and node.home.holds):
+            self.fit()
+        else:
+            self.settle()
+
+    def _let(self, node: Node) -> None:
+        for n in reversed(node.chain()):
+            n.holds -= 1
+            if not n.holds:
+                self._guard(n, -1)
+                self._set_free(n)
+        node.home.holds -= 1
+        if not node.home.holds:
+            node.home.barred.clear()
+
+    def _guard(self, node: Node, sign: int) -> None:
+        for part in node.parts:
+            if part.tier:
+                self._tier(part).held += sign * part.nbytes
+
+    def _set_free(self, node: Node) -> None:
+        if node.gone:
+            self.detached.discard(node)
+            for part in node.parts:
+                self._drop(part)
+            return
+        self._touched.add(node.home.tenant)
+        for part in node.parts:
+            if part.tier:
+                self._tier(part).offer(part)
+        self._haunt(node)
+
+    def pin(self, node: Node, on: bool = True) -> None:
+        """Keep a node and all it stands on in memory, or no longer. To forget or to clear is
+        stronger. What the store pins is the store's business."""
+        if on != node.pinned and not node.gone:
+            node.pinned = on
+            if on:
+                self._hold(node)
+            else:
+                self.release(node)
+
+    # -- tiers -----------------------------------------------------------------------------------
+
+    def _tier(self, part: Part) -> Tier:
+        return self.device if part.tier == DEVICE else self.host
+
+    def place(self, part: Part, tensors: Tensors, tier: Tier | None = None) -> None:
+        """Put tensors into a tier; those that the part had elsewhere are let go of."""
+        tier = tier or self.device
+        self._remove(part)
+        part.tensors, part.tier, part.nbytes = tensors, tier.name, storage_bytes(tensors.values())
+        if tier is self.device:
+            part.way = None
+        tier.put(part)
+        part.node.was_full = True
+        self._touched.add(part.node.home.tenant)
+
+    def _remove(self, part: Part) -> None:
+        if part.tier:
+            self._tier(part).take(part)
+            part.tensors, part.tier, part.nbytes = None, NOWHERE, 0
+
+    def promote(self, part: Part) -> None:
+        """Bring a part back to the device; what it stands on is there."""
+        if part.tier == HOST:
+            self.place(part, self._carrier.back(part))
+            self.promotions += 1
+
+    def _demote(self, part: Part) -> None:
+        room = self.host_budget if self.quota is None else min(self.host_budget, self.quota)
+        if part.nbytes > room:
+            self._drop(part)
+            return
+        self.place(part, self._carrier.out(part), self.host)
+        self.demotions += 1
+
+    def _drop(self, part: Part) -> None:
+        """Let a part go, after all that stands on it."""
+        if not part.tier:
+            return
+        if part.on_device or part.on_host:
+            for other in part.standing_on_it():
+                self._drop(other)
+        self._remove(part)
+        self.evictions += 1
+        self._haunt(part.node)
+
+    def _lower(self, part: Part, away: Callable[[Part], None], whose: str | None = None) -> None:
+        """One part out of its tier. Rows that nothing needs without their state go with it."""
+        node, tier = part.node, self._tier(part)
+        value = worth(node.floors[whose is not None], node.uses, node.cost, part.nbytes)
+        if whose is None:
+            self._floor = max(self._floor, value)
+        else:
+            self._floors[whose] = max(self._floors[whose], value)
+        away(part)
+        if part is node.state and tier.may_go(node.rows):
+            away(node.rows)
+
+    # -- letting go ------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Keep the budgets, at once where that costs no copy, else after the turn."""
+        self.late = True
+        slack = self.budget // SLACK if self.host_budget else 0
+        if self.device.nbytes > self.budget + slack or not self.host_budget:
+            self.settle()
+
+    def settle(self) -> None:
+        """Keep budgets, quotas and times to live: the least useful goes a tier down, or goes."""
+        self.late = False
+        self.expire()
+        down = self._demote if self.host_budget else self._drop
+        for tier, budget, away in (
+            (self.device, self.budget, down),
+            (self.host, self.host_budget, self._drop),
+        ):
+            while tier.nbytes > budget and (part := tier.least()) is not None:
+                self._lower(part, away)
+            for tenant in list(self._touched) if self.quota is not None else ():
+                self._keep_quota(tier, tenant, away)
+        self._touched.clear()
+        self._prune_ghosts()
+
+    def _keep_quota(self, tier: Tier, tenant: str, away: Callable[[Part], None]) -> None:
+        while tier.bytes_of.get(tenant, 0) > (self.quota or 0):
+            part = tier.least(tenant)
+            if part is None:
+                return
+            self._lower(part, away, tenant)
+
+    def evict(self, nbytes: int) -> int:
+        """Free at least so many bytes of memory if that many are evictable; the bytes freed."""
+        start = self.device.nbytes + self.host.nbytes
+        for tier in (self.host, self.device):
+            while start - self.device.nbytes - self.host.nbytes < nbytes:
+                part = tier.least()
+                if part is None:
+                    break
+                self._lower(part, self._drop)
+        self._prune_ghosts()
+        return start - self.device.nbytes - self.host.nbytes
+
+    def demote(self, nbytes: int) -> int:
+        """Move at least so many bytes off the device if that many may go; the bytes moved."""
+        start = self.device.nbytes
+        while start - self.device.nbytes < nbytes and (part := self.device.least()) is not None:
+            self._lower(part, self._demote if self.host_budget else self._drop)
+        self.settle()
+        return start - self.device.nbytes
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Forget everything that no turn holds, pinned or not, of everyone or of one tenant."""
+        for node in list(self.nodes(tenant)):
+            if node.pinned:
+                node.pinned = False
+                self._let(node)
+        for node in reversed(list(self.nodes(tenant))):
+            if not node.holds:
+                for part in node.parts:
+                    self._drop(part)
+        self.roots = {
+            name: root
+            for name, root in self.roots.items()
+            if root.home.holds or tenant not in (None, root.home.tenant)
+        }
+        alive = set(self.nodes())
+        self._ghosts = {node: None for node in self._ghosts if node in alive}
+        self._expiring = [entry for entry in self._expiring if entry[2] in alive]
+        heapq.heapify(self._expiring)
+
+    # -- forgetting ------------------------------------------------------------------------------
+
+    def forget(self, node: Node) -> int:
+        """Remove a node and all that stands on it as if they had never been; the bytes freed.
+
+        What a turn in flight holds can be reached no more, and its bytes go when it is released.
+        Nothing is remembered behind it.
+        """
+        if node.parent is None or node.gone:
+            return 0
+        start = self.device.nbytes + self.host.nbytes
+        node.parent.disown(node)
+        below = list(node.below())
+        for n in below:
+            n.gone = True
+            self._ghosts.pop(n, None)
+        for n in reversed(below):
+            if n.pinned:
+                n.pinned = False
+                self._let(n)
+            if n.holds:
+                self.detached.add(n)
+                continue
+            for part in n.parts:
+                self._drop(part)
+        self._haunt(node.parent)
+        self.on_forget()
+        return start - self.device.nbytes - self.host.nbytes
+
+    def forget_media(self, image_key: str, tenant: str = "") -> int:
+        """Forget all that holds anything of an image, for one tenant; the bytes freed in memory.
+
+        A turn that began before remembers nothing of it either.
+        """
+        for name in self.namespaces(tenant):
+            home = self.roots[name].home
+            if home.holds:
+                home.barred[image_key] = self.tick
+        found = [n for n in self.nodes(tenant) if any(s.key == image_key for s in n.spans)]
+        freed = sum(self.forget(node) for node in found)
+        self.on_forget()
+        return freed
+
+    def expire(self) -> None:
+        """Forget what is older than its time to live. The clock may jump: it only ever shortens."""
+        while self._expiring and self._expiring[0][0] <= self._now():
+            self.forget(heapq.heappop(self._expiring)[2])
+
+    def _will_expire(self, node: Node) -> None:
+        if self.ttl is not None:
+            node.expires = self._now() + self.ttl
+            heapq.heappush(self._expiring, (node.expires, next(self._number), node))
+
+    def _haunt(self, node: Node) -> None:
+        """Note a node that holds nothing any more but the memory of having been there."""
+        if _is_ghost(node):
+            self._ghosts.pop(node, None)
+            self._ghosts[node] = None
+
+    def _prune_ghosts(self) -> None:
+        while len(self._ghosts) > MAX_GHOSTS:
+            node = next(iter(self._ghosts))
+            del self._ghosts[node]
+            if _is_ghost(node) and node.parent is not None:
+                node.gone = True
+                node.parent.disown(node)
+                self._haunt(node.parent)
+
+    # -- the books -------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the model's device."""
+        return self.device.nbytes
+
+    def bytes_of(self, tenant: str = "") -> int:
+        """Bytes of one tenant in all tiers of memory."""
+        return sum(tier.bytes_of.get(tenant, 0) for tier in (self.device, self.host))
+
+    def held_bytes(self) -> int:
+        """Bytes that a `hold` or a pin protects."""
+        return self.device.held + self.host.held
+
+    def evictable_bytes(self) -> int:
+        """Bytes that could be freed now, all standing on what is freed first."""
+        return self.device.nbytes + self.host.nbytes - self.held_bytes()
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Bytes and snapshots per tier."""
+        budgets = ((self.device, self.budget), (self.host, self.host_budget))
+        return {
+            tier.name: {
+                "bytes": tier.nbytes,
+                "budget": budget,
+                "held_bytes": tier.held,
+                "evictable_bytes": tier.nbytes - tier.held,
+                "snapshots": tier.snapshots,
+            }
+            for tier, budget in budgets
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError where the books or the laws are broken."""
+        audit(self)
+
+
+def _is_ghost(node: Node) -> bool:
+    """Whether it holds nothing and nothing is behind it. A root is never one."""
+    held = node.holds or node.children or node.gone or node.parent is None
+    return not held and not any(part.tier for part in node.parts)
