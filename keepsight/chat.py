@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from keepsight import tensorfile
-from keepsight.errors import DamagedFile, InputError, KeepsightError
+from keepsight.calls import Call
+from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
 from keepsight.medium import Medium
 from keepsight.node import Node
 from keepsight.package import Package
@@ -24,6 +25,7 @@ from keepsight.prefix import Tree
 from keepsight.prompt import Prompt
 from keepsight.render import Message, user_message
 from keepsight.report import Piece, Reply
+from keepsight.vision import Vision
 
 FORMAT = 1
 KIND = "session"
@@ -32,8 +34,8 @@ KIND = "session"
 class Session:
     """One conversation. `messages` is its history, with named media in place of pictures."""
 
-    def __init__(self, vlm: Any, system: str | None = None) -> None:
-        self._vlm = vlm
+    def __init__(self, vlm: Any, system: str | None = None, tenant: str = "") -> None:
+        self._vlm, self.tenant = vlm, tenant
         self.messages: list[Message] = []
         self.notes: list[str] = []
         if system is not None:
@@ -89,14 +91,19 @@ class Session:
 
     def fork(self) -> Session:
         """A conversation with the same past and a future of its own."""
-        other = Session(self._vlm)
+        other = Session(self._vlm, tenant=self.tenant)
         other.messages = copy.copy(self.messages)
         other.notes = list(self.notes)
         return other
 
     def _answer(self, asked: list[Message], options: dict[str, Any]) -> Iterator[Piece]:
+        whose = options.pop("tenant", None)
+        if whose is not None and whose != self.tenant:
+            raise InputError(f"this session is of tenant {self.tenant!r}, not of {whose!r}")
         text = ""
-        for piece in self._vlm.stream(asked, **options):
+        for piece in self._vlm._stream(asked, self.tenant, options):
+            if piece.report is not None:
+                piece.report.notes += self.notes
             text += piece.text
             if piece.usage is not None:
                 # The history as the template will render it; prefilled with the next turn.
@@ -107,14 +114,25 @@ class Session:
         """The message with its pictures named once, for this and every later turn."""
         with self._vlm._lock:
             self._vlm._open()
-            self._vlm.memory.refresh()
+            self._vlm.memory.refresh(tenant=self.tenant)
             parts = [
-                dict(part, image=self._vlm.memory.vision.name(part["image"]))
+                dict(part, image=self._vision.name(part["image"]))
                 if part["type"] == "image"
                 else part
                 for part in message["content"]
             ]
         return dict(message, content=parts)
+
+    @property
+    def _vision(self) -> Vision:
+        vision: Vision = self._vlm.memory.vision_of(self.tenant)
+        return vision
+
+    def _prompt(self) -> Prompt:
+        """The history as it will be rendered next time."""
+        call = Call(True, self.tenant, {}, {})
+        prompt: Prompt = self._vlm._rendered(self.messages, call, generate=False)
+        return prompt
 
     def _user_turn(self, turn: int) -> int:
         spots = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
@@ -131,7 +149,7 @@ class Session:
         vlm = self._vlm
         with vlm._lock:
             vlm._open()
-            namespace = vlm.memory.refresh()
+            namespace = vlm.memory.refresh(tenant=self.tenant)
             tensors: dict[str, torch.Tensor] = {}
             media, messages = self._flatten(tensors)
             snapshots = self._snapshots(namespace, tensors) if self.messages else []
@@ -139,10 +157,10 @@ class Session:
                 "messages": messages,
                 "media": media,
                 "snapshots": snapshots,
-                "namespace": namespace,
                 "weights": vlm.memory.weights.all,
                 "vision_weights": vlm.memory.weights.vision,
-                "about": vlm.memory.vision.about,
+                "about": self._vision.about,
+                "made": vlm.memory.circumstances(),
             }
             tensorfile.save(path, KIND, FORMAT, tensors, record)
         return path
@@ -168,18 +186,18 @@ class Session:
     ) -> dict[str, Any]:
         if part.get("type") != "image":
             return part
-        medium = self._vlm.memory.vision.name(part["image"])
+        medium = self._vision.name(part["image"])
         if medium.feature_id not in numbers:
             number = numbers[medium.feature_id] = len(media)
-            package = self._vlm.memory.vision.encode(medium)
+            package = self._vision.encode(medium)
             media.append(package.record())
-            tensors |= {f"media/{number}/{k}": t for k, t in package.tensors.items()}
+            tensors |= {f"media/{number}/{k}": t for k, t in package.stored.items()}
         return {"type": "image", "medium": numbers[medium.feature_id]}
 
     def _snapshots(self, namespace: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
         """The snapshots of the history as it will be rendered next time."""
         memory = self._vlm.memory
-        prompt: Prompt = self._vlm.render(self.messages, generate=False)
+        prompt = self._prompt()
         cuts = prompt.boundaries(memory.rule)
         after = dict(zip([0, *cuts], cuts, strict=False))
         match = memory.tree.match(namespace, prompt, after.get)
@@ -195,26 +213,43 @@ class Session:
             memory.tree.release(node)
 
     @classmethod
-    def load(cls, vlm: Any, path: Path) -> Session:
+    def load(
+        cls, vlm: Any, path: Path, tenant: str = "", accept_features: str | None = None
+    ) -> Session:
         """Read a `.keep` file. Other vision weights are refused; other circumstances mean that
-        the packages are used and the prefixes computed again, which `notes` says."""
+        the packages are used and the prefixes computed again, which `notes` and reports say."""
+        if accept_features not in (None, "same", "any"):
+            raise InputError(f"accept_features={accept_features!r}; expected 'same' or 'any'")
         tensors, record = tensorfile.read(path, KIND, FORMAT)
-        session = cls(vlm)
+        session = cls(vlm, tenant=tenant)
         with vlm._lock:
-            namespace = vlm.memory.refresh()
+            namespace = vlm.memory.refresh(tenant=tenant)
             try:
-                media = _media_of(vlm, tensors, record, path)
+                media = _media_of(session, tensors, record, path, accept_features)
                 session.messages = [_with_media(m, media) for m in record["messages"]]
-                if record["namespace"] == namespace:
-                    _put_back(session, namespace, tensors, record["snapshots"])
+                # What a tenant is called is nobody's business but its own: the file names none.
+                differs = _other_circumstances(vlm.memory, record)
+                if differs:
+                    session.notes.append(f"prefixes are computed again: {differs}")
                 else:
-                    why = "settings" if record["weights"] == vlm.memory.weights.all else "weights"
-                    session.notes.append(f"prefixes are computed again: made under other {why}")
+                    _put_back(session, namespace, tensors, record["snapshots"])
             except KeepsightError:
                 raise
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise DamagedFile(f"{path}: the record lacks something: {error!r}") from error
         return session
+
+
+def _other_circumstances(memory: Any, record: dict[str, Any]) -> str:
+    """What is not as it was where the file was written; empty when all is the same."""
+    if record["weights"] != memory.weights.all:
+        return "made under other weights"
+    there, here = record.get("made", {}), memory.circumstances()
+    if there == here:
+        return ""
+    names = [name for name in here if here[name] != there.get(name)]
+    changes = [f"{name} {there.get(name)!r} there, {here[name]!r} here" for name in names]
+    return "made elsewhere: " + ("; ".join(changes) or "under another version")
 
 
 def _text(text: str) -> dict[str, str]:
@@ -231,13 +266,25 @@ def _put_node(node: Node, number: int, tensors: dict[str, torch.Tensor]) -> dict
 
 
 def _media_of(
-    vlm: Any, tensors: dict[str, torch.Tensor], record: dict[str, Any], path: Path
+    session: Session,
+    tensors: dict[str, torch.Tensor],
+    record: dict[str, Any],
+    path: Path,
+    accept_features: str | None,
 ) -> list[Medium]:
     media = []
     for number, described in enumerate(record["media"]):
         own = _under(tensors, f"media/{number}/")
         package = Package.from_record(own, described, f"{path}, medium {number}")
-        media.append(vlm.memory.vision.admit(package))
+        elsewhere = session._vision.differences(package)
+        if elsewhere and accept_features == "same":
+            raise MadeElsewhere(
+                f"{path}: the features of medium {number} were made elsewhere ({elsewhere}); "
+                "resume it with accept_features='any' to use them as they are"
+            )
+        if elsewhere:
+            session.notes.append(f"features of medium {number} were made elsewhere: {elsewhere}")
+        media.append(session._vision.admit(package))
     return media
 
 
@@ -256,9 +303,8 @@ def _put_back(
     session: Session, namespace: str, tensors: dict[str, torch.Tensor], snapshots: list[Any]
 ) -> None:
     """Snapshots into the tree, after comparing each with the history it claims to hold."""
-    vlm = session._vlm
-    tree: Tree = vlm.memory.tree
-    prompt: Prompt = vlm.render(session.messages, generate=False)
+    tree: Tree = session._vlm.memory.tree
+    prompt = session._prompt()
     node = tree.root(namespace)
     tree.hold(node)
     try:

@@ -20,6 +20,7 @@ from keepsight.media import Source, read_bytes
 
 DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
 MAX_FRAMES = 100_000
+MAX_DECODED = 4 << 30  # bytes of one video or sound: a small file may hold hours of nothing
 
 
 def open_clip(clip: Any, modality: str, fetched: dict[str, bytes]) -> Source:
@@ -91,9 +92,11 @@ def _decode_video(data: bytes) -> tuple[np.ndarray, float]:
             stream = container.streams.video[0]
             rate = float(stream.average_rate or DEFAULT_FPS)
             frames: list[np.ndarray] = []
+            held = 0
             for frame in container.decode(stream):
-                if len(frames) == MAX_FRAMES:
-                    raise ValueError(f"more than {MAX_FRAMES} frames")
+                held += 3 * frame.width * frame.height
+                if len(frames) == MAX_FRAMES or held > MAX_DECODED:
+                    raise ValueError(f"more than {MAX_FRAMES} frames, or {MAX_DECODED} bytes")
                 frames.append(frame.to_ndarray(format="rgb24"))
             return np.stack(frames), rate
     except (av.FFmpegError, IndexError, ValueError) as error:
@@ -128,6 +131,9 @@ def _decode_sound(data: bytes) -> tuple[np.ndarray, int]:
     except ImportError:
         raise MissingExtra.named("soundfile", "audio") from None
     try:
+        info = soundfile.info(io.BytesIO(data))
+        if 4 * info.frames * info.channels > MAX_DECODED:
+            raise ValueError(f"more than {MAX_DECODED} bytes of samples")
         samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except (RuntimeError, ValueError) as error:
         raise ImageError(f"the sound cannot be decoded: {error}") from error

@@ -16,11 +16,13 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   ├── NotKeepsightFile               not one of ours, or truncated before its header
     │   ├── WrongFormatVersion             written by another version of the format
     │   ├── DamagedFile                    truncated, flipped bits, or a header that lies
-    │   └── WrongIdentity                  sound, but made for other weights, settings or model
+    │   ├── WrongIdentity                  sound, but made for other weights, settings or model
+    │   └── MadeElsewhere                  made in another way, where the caller allows only ours
     ├── StoreError (OSError)               a store folder that cannot be used
     ├── ModelError (RuntimeError)          the model itself
     │   ├── UnsupportedModel               a family or cache layer not (yet) shown to be exact
     │   └── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
+    ├── Busy (RuntimeError)                as many requests are in flight as are allowed
     ├── Closed (RuntimeError)              used after `close()`
     └── MissingExtra (ImportError)         an optional library is not installed
 """
@@ -104,6 +106,10 @@ class WrongIdentity(FileError):
         )
 
 
+class MadeElsewhere(FileError):
+    """Features made on another device, in another dtype or by other versions, and not allowed."""
+
+
 class StoreError(KeepsightError, OSError):
     """A store cannot be used."""
 
@@ -118,6 +124,17 @@ class UnsupportedModel(ModelError):
 
 class UnreadableWeights(ModelError):
     """Weights that cannot be read cannot be fingerprinted."""
+
+
+class Busy(KeepsightError, RuntimeError):
+    """Too many requests are in flight. `retry_after` is an estimate in seconds."""
+
+    def __init__(self, in_flight: int, retry_after: float) -> None:
+        self.in_flight, self.retry_after = in_flight, retry_after
+        super().__init__(
+            f"{in_flight} requests are in flight, and no more are taken; try again in about "
+            f"{retry_after:.0f} s"
+        )
 
 
 class Closed(KeepsightError, RuntimeError):

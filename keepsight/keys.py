@@ -20,6 +20,8 @@ from blake3 import blake3
 
 SCHEMA = "keepsight-1"
 
+_FEW = 4096  # values looked at first
+
 Part = str | bytes | int | float | bool | None | np.ndarray | torch.Tensor
 
 
@@ -43,9 +45,38 @@ def canonical_json(value: Any) -> str:
 
 
 def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest of named tensors over all their bytes, whatever their order."""
-    named = sorted((name, digest("weight", tensor)) for name, tensor in tensors)
-    return digest("weights", *(part for pair in named for part in pair))
+    """The digest of named tensors over all their values, whatever their order.
+
+    Values and not bytes: a checkpoint in bfloat16 that is loaded in float32 has the same weights.
+    Which dtype they are held in is a circumstance, and is recorded as one.
+    """
+    return fingerprint_of((name, weight_digest(tensor)) for name, tensor in tensors)
+
+
+def weight_digest(tensor: torch.Tensor) -> str:
+    """The digest of one weight's values."""
+    return digest("weight", narrowest(tensor))
+
+
+def fingerprint_of(digests: Iterable[tuple[str, str]]) -> str:
+    """The digest of named weights, each of which was digested before."""
+    return digest("weights", *(part for pair in sorted(digests) for part in pair))
+
+
+def narrowest(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in the first of bfloat16 and float16 that holds every one of them."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        return tensor
+    flat = tensor.detach().reshape(-1)
+    for dtype in (torch.bfloat16, torch.float16):
+        # Most tensors that do not fit say so at once.
+        if tensor.dtype == dtype or (_fits(flat[:_FEW], dtype) and _fits(flat, dtype)):
+            return tensor.detach().to(dtype)
+    return tensor
+
+
+def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(values.to(dtype).to(values.dtype), values)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -2,56 +2,44 @@
 
 `refresh` runs before each call: it looks at the weights and the settings that change results, and
 gives the namespace. Two calls share a namespace only if a snapshot of one is bit for bit what the
-other would compute.
+other would compute, and only if they are of one tenant. Each tenant has names, packages and paths
+of its own; what they share is the model, and the budget.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import PIL
-import torch
-import transformers
 from transformers import PreTrainedModel
 
 from keepsight import keys
+from keepsight.circumstances import backend_version, circumstances
 from keepsight.engine import Engine
-from keepsight.errors import InputError, ModelError, UnknownOption, UnsupportedModel
+from keepsight.errors import ModelError
 from keepsight.families import Family
+from keepsight.medium import Medium
+from keepsight.naming import Namer
 from keepsight.prefix import Tree
 from keepsight.prompt import Rule
+from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.state import Shape
-from keepsight.store import DiskStore, parse_bytes
-from keepsight.vision import Vision
+from keepsight.store import Store, parse_bytes
+from keepsight.vision import Shelves, Vision
 from keepsight.weights import Weights
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
+MAX_TENANTS = 10_000  # known in memory at a time; a store knows them all
+HOST_BUDGET = "4GiB"  # for what falls out of an accelerator's memory
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the caller chose. Sizes are bytes, as a number or as in "2GiB"."""
+class Made:
+    """Under what the snapshots of a namespace were made, and for whom."""
 
-    grain: int | None = None
-    cache_budget: int | str = "2GiB"  # prefixes in memory
-    vision_budget: int | str = "2GiB"  # features and waiting pixels in memory
-    store: str | None = None
-    store_budget: int | str | None = None
-    accept_features: str = "same"
-    image_options: tuple[tuple[str, Any], ...] = ()
-
-    def check(self) -> None:
-        """Refuse what makes no sense, by name."""
-        if self.grain is not None and (not isinstance(self.grain, int) or self.grain < 1):
-            raise InputError(f"grain={self.grain!r}; expected a number of tokens, at least 1")
-        if self.accept_features not in ("same", "any"):
-            raise InputError(
-                f"accept_features={self.accept_features!r}; expected 'same' (only features made "
-                "as this model would make them) or 'any'"
-            )
+    weights: str
+    tenant: str
 
 
 class Memory:
@@ -64,25 +52,20 @@ class Memory:
         processor: Any,
         weights: Weights,
         settings: Settings,
-        store: DiskStore | None,
+        store: Store | None,
     ) -> None:
         settings.check()
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
-        _refuse_stretching_rope(model)
+        refuse_stretching_rope(model)
+        self._quota = None if settings.tenant_quota is None else parse_bytes(settings.tenant_quota)
+        self._ttl = None if settings.ttl is None else parse_seconds(settings.ttl)
+        self.image_options = image_options(processor, dict(settings.image_options))
+        self.shelves = Shelves.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
+        self._visions: dict[str, Vision] = {}
+        self.tree = self._tree(model)
         shape = Shape.of(model)
-        budget = parse_bytes(settings.cache_budget)
-        self.tree = Tree(budget, shape.has_fixed, store)
-        self.engine = Engine(model, family, self.tree, shape, budget)
-        self.image_options = _image_options(processor, dict(settings.image_options))
-        self.vision = Vision(
-            family,
-            processor,
-            self.image_options,
-            parse_bytes(settings.vision_budget),
-            store,
-            settings.accept_features,
-        )
+        self.engine = Engine(model, family, self.tree, shape, parse_bytes(settings.cache_budget))
         default = CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
         tokenizer = getattr(processor, "tokenizer", None)
         self.rule = Rule(
@@ -92,12 +75,58 @@ class Memory:
             family.reuse,
             family.media_ends,
         )
-        self.made_under: dict[str, str] = {}  # namespace -> weights, to say why a path is not here
-        self._about(model)
+        self.made_under: dict[str, Made] = {}  # by namespace, to say why a path is not here
 
-    def _about(self, model: PreTrainedModel) -> None:
-        config: Any = model.config
-        self.vision.about = {
+    def _tree(self, model: PreTrainedModel) -> Tree:
+        host = self.settings.host_budget
+        if host is None:  # where the model computes on the host there is no second memory
+            host = 0 if model.device.type == "cpu" else HOST_BUDGET
+        return Tree(
+            parse_bytes(self.settings.cache_budget),
+            Shape.of(model).has_fixed,
+            self.store,
+            host_budget=parse_bytes(host),
+            quota=self._quota,
+            ttl=self._ttl,
+        )
+
+    @property
+    def vision(self) -> Vision:
+        """The vision of nobody in particular."""
+        return self.vision_of("")
+
+    def vision_of(self, tenant: str) -> Vision:
+        """The names and packages of one tenant; another's cannot be seen through it."""
+        if tenant in self._visions:
+            self._visions[tenant] = self._visions.pop(tenant)  # the latest stands last
+        else:
+            self._make_room_for_a_tenant()
+            store = self.store_of(tenant)
+            namer = Namer(self.family, self.processor, self.image_options, store, self._ttl)
+            accept, codec = self.settings.accept_features, self.settings.feature_codec
+            vision = Vision(
+                self.family, namer, self.shelves, store, accept, tenant, self._ttl, codec
+            )
+            vision.about = self._about()
+            self._visions[tenant] = vision
+        return self._visions[tenant]
+
+    def _make_room_for_a_tenant(self) -> None:
+        """Whoever may name tenants may name any number: the one longest unheard of is let go."""
+        while len(self._visions) >= MAX_TENANTS:
+            oldest = next(iter(self._visions))
+            self.tree.clear(oldest)
+            self._visions.pop(oldest).clear()
+            kept = {n: made for n, made in self.made_under.items() if made.tenant != oldest}
+            self.made_under = kept
+
+    def store_of(self, tenant: str) -> Store | None:
+        """The store as one tenant sees it."""
+        return self.store.tenant(tenant) if self.store is not None and tenant else self.store
+
+    def _about(self) -> dict[str, Any]:
+        config: Any = self.model.config
+        return {
             "model_type": config.model_type,
             # The last part only: a package may travel, and a local path is nobody's business.
             "name": str(getattr(config, "_name_or_path", "")).rstrip("/").split("/")[-1] or None,
@@ -105,145 +134,98 @@ class Memory:
             "image_processor": type(getattr(self.processor, "image_processor", None)).__name__,
         }
 
-    def refresh(self, exact: bool = True, remembered: dict[str, str] | None = None) -> str:
+    def refresh(
+        self, exact: bool = True, tenant: str = "", remembered: dict[str, str] | None = None
+    ) -> str:
         """Look at everything that results depend on; the namespace they give."""
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
         self.weights.refresh(remembered)
-        self.vision.bind(self.weights.vision, self._provenance())
+        self.vision_of(tenant).bind(self.weights.vision, self._provenance())
         namespace = keys.digest(
             "namespace",
             self.weights.all,
             self.weights.config,
-            self._circumstances(),
+            circumstances(self.model, self.weights.dtype),
             self.rule.record(),
             "exact" if exact else "with decoded state",
+            tenant,
         )
-        self.made_under[namespace] = self.weights.all
+        if namespace not in self.made_under:
+            self.made_under[namespace] = Made(self.weights.all, tenant)
+            self.tree.root(namespace, tenant, self.store_of(tenant))
         return namespace
 
-    def _circumstances(self) -> dict[str, Any]:
-        """What changes bits beside weights and input."""
-        model = self.model
-        on_cpu = model.device.type == "cpu"
-        return {
-            "device": _device_class(model.device),
-            "dtype": str(model.dtype),
-            "attention": _attention(model.config),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "threads": torch.get_num_threads() if on_cpu else None,
-            "precision": _precision(),
-            "autocast": _autocast(model.device.type),
-        }
+    def others(self, namespace: str, tenant: str) -> Iterator[tuple[str, str]]:
+        """Other namespaces of a tenant, and why what they know is of no use in this one."""
+        mine = self.weights.all
+        for other, made in self.made_under.items():
+            if other != namespace and made.tenant == tenant:
+                yield other, "other settings" if made.weights == mine else "other weights"
+
+    def circumstances(self) -> dict[str, Any]:
+        """All that a snapshot depends on beside weights and input, as plain data for a file."""
+        told = circumstances(self.model, self.weights.dtype)
+        return {**told, "rule": self.rule.record(), "config": self.weights.config}
 
     def _provenance(self) -> dict[str, Any]:
         """How features made now are made."""
         processor = getattr(self.processor, "image_processor", None)
         backend = str(getattr(processor, "backend", None) or "tensors")
         return dict(
-            self._circumstances(),
+            circumstances(self.model, self.weights.vision_dtype),
             maker="torch",
             codec="exact",
-            image_backend=f"{backend} ({_backend_version(backend)})",
+            image_backend=f"{backend} ({backend_version(backend)})",
         )
 
-    def why_elsewhere(self, namespace: str) -> str:
-        """Why what another namespace knows is of no use here."""
-        other = self.made_under.get(namespace)
-        return "other settings" if other == self.weights.all else "other weights"
+    def forget(self, medium: Medium, tenant: str) -> int:
+        """Drop all that any tier holds of an image; the bytes freed."""
+        freed = self.vision_of(tenant).forget(medium)
+        freed += self.tree.forget_media(medium.key, tenant)
+        store = self.store_of(tenant)
+        return freed + (store.delete_media(medium.key) if store is not None else 0)
 
-    def clear(self) -> None:
-        """Forget everything in memory that nobody holds."""
+    def clear(self, tenant: str | None = None) -> None:
+        """Forget everything in memory that nobody holds, of everyone or of one tenant."""
         self.engine.lanes.clear()
-        self.tree.clear()
-        self.vision.clear()
+        self.tree.clear(tenant)
+        for name, vision in self._visions.items():
+            if tenant in (None, name):
+                vision.clear()
 
-    def stats(self) -> dict[str, Any]:
-        """Bytes and counts per tier."""
-        nodes = list(self.tree.nodes())
-        return {
-            "prefix": {
-                "bytes": self.tree.nbytes,
-                "budget": self.tree.budget,
-                "held_bytes": self.tree.held_bytes(),
-                "evictable_bytes": self.tree.evictable_bytes(),
-                "snapshots": sum(node.kv is not None for node in nodes),
-                "evictions": self.tree.evictions,
-                "lane_bytes": self.engine.lanes.nbytes,
-            },
-            "features": {
-                "bytes": self.vision.packages.nbytes,
-                "budget": self.vision.packages.budget,
-                "packages": len(self.vision.packages),
-                **self.vision.counts,
-            },
-            "engine": {
-                "prefill_tokens": self.engine.prefill_tokens,
-                "decode_steps": self.engine.decode_steps,
-            },
-            "store": None if self.store is None else self.store.stats(),
+    def stats(self, tenant: str | None = None) -> dict[str, Any]:
+        """Bytes and counts per tier: of everyone, or of one tenant alone."""
+        told = {"features": self._feature_stats(tenant)}
+        if tenant is not None:
+            store = self.store_of(tenant)
+            told["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
+            return {**told, "store": None if store is None else store.stats()}
+        tree = self.tree
+        tiers = tree.stats()
+        told["prefix"] = {
+            **tiers["memory"],
+            "host": tiers["host"],
+            "evictions": tree.evictions,
+            "demotions": tree.demotions,
+            "promotions": tree.promotions,
+            "lane_bytes": self.engine.lanes.nbytes,
         }
+        told["engine"] = {
+            "prefill_tokens": self.engine.prefill_tokens,
+            "decode_steps": self.engine.decode_steps,
+        }
+        return {**told, "store": None if self.store is None else self.store.stats()}
 
-
-def _refuse_stretching_rope(model: PreTrainedModel) -> None:
-    """Rope whose frequencies depend on total length rewrites the past when a prompt grows."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    layers = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in [rope, *layers]:
-        kind = parameters.get("rope_type", parameters.get("type"))
-        if kind in ("dynamic", "longrope"):
-            raise UnsupportedModel(
-                f"rope type {kind!r} changes its frequencies with the length of the prompt, so a "
-                "remembered prefix would be wrong for a longer one; load the model with "
-                "rope_parameters={'rope_type': 'default', ...} or use it without Keepsight"
-            )
-
-
-def _image_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The image processor's options as the composite processor passes them, and the caller's."""
-    if processor is None:
-        return given
-    image_processor = processor.image_processor
-    known = set(getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", given))
-    known |= set(vars(image_processor))
-    if set(given) - known:
-        raise UnknownOption.among(given, known, "image_options")
-    if not hasattr(processor, "_merge_kwargs"):  # an image processor alone
-        return given
-    merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **given)
-    options = dict(merged["images_kwargs"])
-    options.pop("return_tensors", None)
-    return options
-
-
-def _backend_version(backend: str) -> str:
-    """The library that turns pixels into what the tower takes."""
-    if backend == "torchvision":
-        return f"torchvision {importlib.metadata.version('torchvision')}"
-    return f"pillow {PIL.__version__}"
-
-
-def _device_class(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"cuda {torch.cuda.get_device_name(device)}"
-    if device.type == "cpu":
-        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return device.type
-
-
-def _attention(config: Any) -> dict[str, Any]:
-    parts = {"model": config, "text": config.get_text_config()}
-    parts["vision"] = getattr(config, "vision_config", None)
-    return {name: getattr(c, "_attn_implementation", None) for name, c in parts.items()}
-
-
-def _precision() -> list[str]:
-    backends: Any = torch.backends
-    places = (backends, backends.mkldnn.matmul, backends.cuda.matmul)
-    found = [str(getattr(place, "fp32_precision", "")) for place in places]
-    return [torch.get_float32_matmul_precision(), *found]
-
-
-def _autocast(device: str) -> str | None:
-    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    def _feature_stats(self, tenant: str | None) -> dict[str, Any]:
+        shelf = self.shelves.packages
+        of = list(self._visions) if tenant is None else [tenant]
+        counts: dict[str, int] = {}
+        for vision in map(self.vision_of, of):
+            counts = {name: counts.get(name, 0) + n for name, n in vision.counts.items()}
+        return {
+            "bytes": shelf.nbytes if tenant is None else shelf.bytes_of(tenant),
+            "budget": shelf.budget if tenant is None else shelf.quota,
+            "packages": len(shelf) if tenant is None else sum(1 for _ in shelf.items(tenant)),
+            **counts,
+        }

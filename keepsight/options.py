@@ -34,6 +34,13 @@ Store = Annotated[
     str | None,
     typer.Option(envvar="KEEPSIGHT_STORE", help="Folder to remember in. Default: memory only."),
 ]
+Remote = Annotated[
+    str | None,
+    typer.Option(envvar="KEEPSIGHT_REMOTE", help="Address behind it, such as s3://bucket/name."),
+]
+Tenant = Annotated[
+    str | None, typer.Option(help="Whose memory this is; tenants of a store share nothing.")
+]
 Grain = Annotated[int | None, typer.Option(min=1, help="Least tokens between snapshots.")]
 MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge smaller images to this.")]
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink larger images to this.")]
@@ -48,6 +55,8 @@ def load(
     store: str | None = None,
     grain: int | None = None,
     pixels: tuple[int | None, int | None] = (None, None),
+    remote: str | None = None,
+    tenant: str | None = None,
     **options: Any,
 ) -> VLM:
     """The model that the options speak of."""
@@ -58,13 +67,14 @@ def load(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if any(pixels):
-        options["image_options"] = {"size": _pixel_limits(model, *pixels)}
+        options["image_options"] = {"size": pixel_limits(model, *pixels)}
     if grain is not None:
         options["grain"] = grain
-    return ks.load(model, dtype=dtype, device_map=device_map, store=store or "", **options)
+    options |= {"store": store or "", "remote": remote or "", "tenant": tenant}
+    return ks.load(model, dtype=dtype, device_map=device_map, **options)
 
 
-def _pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, int]:
+def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, int]:
     """Limits in pixels as Qwen's image processors want them; others mean something else by it."""
     from keepsight import loading
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,15 @@ from keepsight.errors import (
     UnsupportedInput,
 )
 from keepsight.families import Family, Pixels
-from keepsight.generation import DEFAULT_GENERATE_TOKENS, known_options
+from keepsight.generation import DEFAULT_GENERATE_TOKENS as _TOKENS
+from keepsight.generation import known_options
+from keepsight.lock import FairLock
 from keepsight.medium import Medium
 from keepsight.memory import Memory
 from keepsight.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 from keepsight.turn import Turn
+from keepsight.vision import Vision
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)
@@ -68,7 +70,9 @@ class _Row:
     turn: Turn
 
 
-def generate(memory: Memory, lock: RLock, inputs: Any, options: dict[str, Any]) -> Any:
+def generate(
+    memory: Memory, lock: FairLock, inputs: Any, options: dict[str, Any], tenant: str = ""
+) -> Any:
     """`model.generate` for a batch of prompts: prefilled one by one, decoded together."""
     tensors, options = _sort(memory, inputs, options)
     exact = options.pop("exact", True)
@@ -82,11 +86,15 @@ def generate(memory: Memory, lock: RLock, inputs: Any, options: dict[str, Any]) 
     if streamer is not None and len(ids) > 1:
         raise InputError("a streamer takes one prompt at a time, as in Transformers")
     with lock:
-        memory.refresh(bool(exact))
-        prompts = _prompts(memory, tensors, ids, mask)
+        memory.refresh(bool(exact), tenant)
+        prompts = _prompts(memory, memory.vision_of(tenant), tensors, ids, mask)
     if streamer is not None:
         streamer.put(ids.cpu())
-    rows = _run(memory, lock, prompts, options, bool(exact), streamer)
+    turns = [
+        Turn(memory, lock, partial(_same, p), dict(options), bool(exact), _TOKENS, tenant)
+        for p in prompts
+    ]
+    rows = _run(memory, lock, turns, streamer)
     if streamer is not None:
         streamer.end()
     sequences = _join(ids, rows, memory)
@@ -151,7 +159,7 @@ def _check_mask(mask: Any, ids: torch.Tensor) -> np.ndarray:
 
 
 def _prompts(
-    memory: Memory, tensors: dict[str, Any], ids: torch.Tensor, mask: np.ndarray
+    memory: Memory, vision: Vision, tensors: dict[str, Any], ids: torch.Tensor, mask: np.ndarray
 ) -> list[Prompt]:
     family = memory.family
     all_ids = ids.cpu().numpy().astype(np.int64)
@@ -159,7 +167,7 @@ def _prompts(
     _check_placeholders(memory, tensors, np.concatenate(rows))
     waiting: dict[str, list[Medium]] = {kind: [] for kind in family.placeholders}
     for pixels in _split(memory, tensors, rows):
-        waiting[pixels.modality].append(memory.vision.name_pixels(pixels))
+        waiting[pixels.modality].append(vision.name_pixels(pixels))
     prompts, used = [], dict.fromkeys(waiting, 0)
     for i, row in enumerate(rows):
         placed: list[tuple[tuple[Range, ...], Medium]] = []
@@ -262,18 +270,7 @@ def _check_claims(
             )
 
 
-def _run(
-    memory: Memory,
-    lock: RLock,
-    prompts: list[Prompt],
-    options: dict[str, Any],
-    exact: bool,
-    streamer: Any,
-) -> list[_Row]:
-    turns = [
-        Turn(memory, lock, partial(_same, prompt), dict(options), exact, DEFAULT_GENERATE_TOKENS)
-        for prompt in prompts
-    ]
+def _run(memory: Memory, lock: FairLock, turns: list[Turn], streamer: Any) -> list[_Row]:
     if len(turns) > 1:
         return _run_together(memory, lock, turns)
     tokens = []
@@ -288,7 +285,7 @@ def _same(prompt: Prompt) -> Prompt:
     return prompt
 
 
-def _run_together(memory: Memory, lock: RLock, turns: list[Turn]) -> list[_Row]:
+def _run_together(memory: Memory, lock: FairLock, turns: list[Turn]) -> list[_Row]:
     try:
         runs = [turn.ready() for turn in turns]
         logits = torch.cat([run.logits for run in runs if run.logits is not None])

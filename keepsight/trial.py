@@ -12,7 +12,6 @@ how anyone gets more.
 from __future__ import annotations
 
 import dataclasses
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,11 @@ from PIL import Image
 
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.families import Family
+from keepsight.lock import FairLock
 from keepsight.medium import Medium, entry_of
-from keepsight.memory import Memory, Settings
+from keepsight.memory import Memory
 from keepsight.render import Renderer
+from keepsight.settings import Settings
 from keepsight.tensors import Generated, generate
 from keepsight.weights import Weights
 
@@ -178,5 +179,5 @@ def _ours(memory: Memory, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         "return_dict_in_generate": True,
         "output_logits": True,
     }
-    out = generate(memory, RLock(), None, options)
+    out = generate(memory, FairLock(), None, options)
     return out.logits or () if isinstance(out, Generated) else ()

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from keepsight.engine import Run
 from keepsight.errors import KeepsightError
 from keepsight.generation import Sampler, Taker, check_length, decode, sampler
+from keepsight.lock import FairLock
 from keepsight.memory import Memory
 from keepsight.node import Node
 from keepsight.package import Package
@@ -34,20 +34,26 @@ class Turn:
     def __init__(
         self,
         memory: Memory,
-        lock: RLock,
+        lock: FairLock,
         render: Callable[[], Prompt],
         options: dict[str, Any],
         exact: bool = True,
         default_tokens: int = 1,
+        tenant: str = "",
     ) -> None:
+        self._tenant, self._vision = tenant, memory.vision_of(tenant)
         self._memory, self._lock, self._render = memory, lock, render
         self._options, self._exact, self._default_tokens = options, exact, default_tokens
         self.milliseconds: dict[str, float] = {}
         self._sources: dict[int, str] = {}
+        self._notes: dict[int, str] = {}
+        self._taken_over: list[tuple[int, int, str]] = []  # (from, to, tier) behind the match
+        self.asked: float | None = None  # when the caller asked, where that was before `begin`
         self.generated: list[int] = []
         self.sampler: Sampler | None = None
         self._run: Run | None = None
         self._first: float | None = None
+        self._reached: Node | None = None
         self._waiting: Node | None = None  # held by the match until a run takes it over
 
     def tokens(self) -> Iterator[int]:
@@ -60,7 +66,7 @@ class Turn:
             for token in decode(self.sampler, ids, run.logits, self._step):  # 5 decode
                 self._note_token(token)
                 yield token  # 6 emit
-            self._keep_decoded()  # 7 remember the turn: prefilled with the next, or kept as it is
+            self.keep_decoded()  # 7 remember the turn: prefilled with the next, or kept as it is
         finally:
             self.finish()
 
@@ -81,14 +87,15 @@ class Turn:
 
     def begin(self, sample: bool = True) -> None:
         """Hops 1 and 2."""
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() if self.asked is None else self.asked
+        self._taken_over.clear()
         memory = self._memory
         with self._stage("check"):
-            self.namespace = memory.refresh(self._exact)
+            self.namespace = memory.refresh(self._exact, self._tenant)
         with self._stage("render"):
             self.prompt = self._render()
         check_length(memory.model, len(self.prompt))
-        if sample:
+        if sample and self.sampler is None:
             ids = torch.from_numpy(self.prompt.ids)[None].to(memory.model.device)
             tokenizer = getattr(memory.processor, "tokenizer", None)
             self.sampler = sampler(
@@ -142,24 +149,95 @@ class Turn:
 
         return next_cut
 
+    @property
+    def reached(self) -> Node:
+        """The deepest snapshot on this prompt's path, once it is prefilled."""
+        return self._reached if self._reached is not None else self.match.node
+
     def prefill(self, keep: bool = True) -> Run:
         """Hops 3 and 4: what is left of the prompt, boundary by boundary."""
-        engine = self._memory.engine
+        for _ in self.work(keep):
+            pass
+        return self.run
+
+    def out_of_date(self) -> bool:
+        """Whether weights or settings were changed since the turn began."""
+        return self._memory.refresh(self._exact, self._tenant) != self.namespace
+
+    @property
+    def stands(self) -> int:
+        """How much of the prompt need not be computed any more."""
+        return self.match.length if self._run is None else self._run.lane.length
+
+    @property
+    def run(self) -> Run:
+        """The prompt on its lane, from the first piece of work to the end of the turn."""
+        if self._run is None:
+            raise KeepsightError("this turn has no lane: it was not begun, or it is over")
+        return self._run
+
+    def work(self, keep: bool = True, shared: bool = False) -> Iterator[int]:
+        """Hops 3 and 4 in pieces: after each, a pass of the tower or of the language model over so
+        many tokens, others may have the model. With `shared` they do, and what they put in the tree
+        meanwhile is taken and not computed again."""
+        engine, end = self._memory.engine, len(self.prompt)
+        for span in self.prompt.clip(self.match.length, end):
+            self._vision.require(self.prompt.media[span.medium])  # before anything is computed
         room = self.sampler.max_new_tokens if self.sampler is not None else 0
         with self._stage("restore"):
             self._run = run = engine.start(self.prompt, self.match, min(room, 4096))
             self._waiting = None
-        with self._stage("prefill"):
-            for _ in engine.prefill(run, self.cuts, self._fetch, keep):
-                pass
-        self.milliseconds["prefill"] -= self.milliseconds.get("encode", 0.0)
-        return run
+        self.milliseconds.setdefault("prefill", 0.0)
+        packages: dict[int, Package] = {}
+        while run.lane.length < end:
+            if shared and self._catch_up(run):
+                continue
+            start = run.lane.length
+            cut = next((cut for cut in self.cuts if cut > start), end)
+            media = {span.medium for span in self.prompt.clip(start, cut)}
+            if missing := sorted(media - packages.keys()):
+                packages[missing[0]] = self._fetch(missing[0])
+                if self._sources[missing[0]] == "tower":
+                    yield self.prompt.media[missing[0]].tokens
+                continue
+            with self._stage("prefill"):
+                engine.prefill(run, cut, packages.__getitem__, keep)
+            packages.clear()
+            yield cut - start
+        self._reached = run.node
+
+    def _catch_up(self, run: Run) -> bool:
+        """Whether another turn has come further on this path meanwhile; then go on from there."""
+        tree, start = self._memory.tree, run.lane.length
+        match = tree.match(self.namespace, self.prompt, self._next_cut(), loose=self._loose)
+        begun = run.node.parent is not None
+        if match.length <= start or (begun and run.node not in match.node.chain()):
+            return False
+        tree.hold(match.node)
+        with self._stage("load"):
+            if not tree.load(match.node, self.prompt):
+                tree.release(match.node)
+                return False
+        with self._stage("restore"):
+            self._memory.engine.go_on(run, match)
+        tier = "whole prompt" if match.node.terminal else match.tier
+        self._taken_over.append((start, match.length, tier))
+        return True
 
     def _fetch(self, medium: int) -> Package:
         with self._stage("encode"):
-            package, where = self._memory.vision.package(self.prompt.media[medium])
+            package, where = self._vision.package(self.prompt.media[medium])
+        if medium not in self._sources and where != "tower":
+            self._note_making(medium, package)
         self._sources.setdefault(medium, where)
         return package
+
+    def _note_making(self, medium: int, package: Package) -> None:
+        """Features may be of another's making, where the caller allows it: the report says so."""
+        if elsewhere := self._vision.differences(package):
+            self._notes[medium] = f"features of medium {medium} made elsewhere: {elsewhere}"
+            if package.packed is not None:
+                self._notes[medium] += f"; kept as {package.codec}"
 
     def _step(self, token: int) -> torch.Tensor:
         if self._run is None:
@@ -173,7 +251,8 @@ class Turn:
             self._first = time.perf_counter()
             self.milliseconds["first_token"] = 1e3 * (self._first - self._started)
 
-    def _keep_decoded(self) -> None:
+    def keep_decoded(self) -> None:
+        """Remember the answer as it was decoded, where the caller gave up exactness for that."""
         if not self._loose or self._run is None:
             return
         with self._lock:
@@ -194,6 +273,11 @@ class Turn:
 
     # -- telling ---------------------------------------------------------------------------------
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were remembered, at first or by the time they were needed."""
+        return self.match.length + sum(end - start for start, end, _ in self._taken_over)
+
     def usage(self) -> Usage:
         """Counts so far."""
         images = len(self.prompt.media)
@@ -201,7 +285,7 @@ class Turn:
         return Usage(
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.generated),
-            cached_tokens=self.match.length,
+            cached_tokens=self.cached_tokens,
             images=images,
             images_encoded=encoded,
             images_reused=images - encoded,
@@ -213,25 +297,32 @@ class Turn:
             segments=list(self._segments()),
             milliseconds=dict(self.milliseconds),
             prompt_tokens=len(self.prompt),
-            cached_tokens=self.match.length,
+            cached_tokens=self.cached_tokens,
             grain=self._memory.rule.grain,
             exact=self._exact,
+            notes=[self._notes[medium] for medium in sorted(self._notes)],
         )
 
     def _segments(self) -> Iterator[Segment]:
-        reasons = self._reasons()
-        edges = sorted({0, self.match.length, *(start for start, _ in reasons), len(self.prompt)})
-        tier = "whole prompt" if self.match.logits is not None else self.match.tier
-        for start, end in itertools.pairwise(edges):
-            reused = end <= self.match.length
-            why = tier if reused else next(r for s, r in reversed(reasons) if s <= start)
+        reasons, reused = self._reasons(), self._reused()
+        edges = {0, len(self.prompt), *(start for start, _ in reasons)}
+        edges |= {edge for start, end, _ in reused for edge in (start, end)}
+        for start, end in itertools.pairwise(sorted(edges)):
+            tier = next((tier for a, b, tier in reused if a <= start and end <= b), None)
+            why = tier or next(r for s, r in reversed(reasons) if s <= start)
             for a, b, medium in self.prompt.pieces(start, end):
-                yield self._segment(a, b, medium, reused, why)
+                yield self._segment(a, b, medium, tier is not None, why)
+
+    def _reused(self) -> list[tuple[int, int, str]]:
+        """(from, to, tier) of all that was not computed here."""
+        tier = "whole prompt" if self.match.node.terminal else self.match.tier
+        first = [(0, self.match.length, tier)] if self.match.length else []
+        return first + self._taken_over
 
     def _segment(self, a: int, b: int, medium: int | None, reused: bool, why: str) -> Segment:
         features = None
         if medium is not None and not reused:
-            vision = self._memory.vision
+            vision = self._vision
             features = self._sources.get(medium) or vision.where(self.prompt.media[medium])
             if features == "tower" and vision.made_elsewhere(self.prompt.media[medium]):
                 why = "made elsewhere"
@@ -277,12 +368,11 @@ class Turn:
 
     def _known_elsewhere(self) -> tuple[int, str] | None:
         """The longest prefix known under other weights or settings, and which of the two."""
-        tree, best = self._memory.tree, None
-        for namespace in tree.roots:
-            if namespace != self.namespace:
-                until = tree.known(namespace, self.prompt).until
-                if until and (best is None or until > best[0]):
-                    best = (until, self._memory.why_elsewhere(namespace))
+        best = None
+        for namespace, why in self._memory.others(self.namespace, self._tenant):
+            until = self._memory.tree.known(namespace, self.prompt).until
+            if until and (best is None or until > best[0]):
+                best = (until, why)
         return best
 
     @contextmanager

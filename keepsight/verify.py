@@ -123,8 +123,8 @@ def _fresh_logits(vlm: Any, messages: list[Any]) -> torch.Tensor:
     mine: Memory = vlm.memory
     fresh = Memory(mine.model, mine.family, mine.processor, mine.weights, mine.settings, None)
     fresh.rule = mine.rule
-    fresh.refresh()
-    prompt = vlm._renderer.render(messages, fresh.vision.name)
+    fresh.refresh(tenant=vlm.tenant)
+    prompt = vlm._renderer.render(messages, fresh.vision_of(vlm.tenant).name)
     return _last_logits(vlm, fresh, prompt)[0].float()
 
 
@@ -149,11 +149,10 @@ def verify(vlm: Any, messages: list[Any], stock: bool) -> Verification:
     mine: Memory = vlm.memory
     fresh = Memory(mine.model, mine.family, mine.processor, mine.weights, mine.settings, None)
     fresh.rule = mine.rule
-
-    mine.refresh()
-    fresh.refresh()
+    mine.refresh(tenant=vlm.tenant)
+    fresh.refresh(tenant=vlm.tenant)
     prompt: Prompt = vlm.render(messages)
-    cold_prompt = vlm._renderer.render(messages, fresh.vision.name)
+    cold_prompt = vlm._renderer.render(messages, fresh.vision_of(vlm.tenant).name)
     cold, _ = _last_logits(vlm, fresh, cold_prompt)
     _last_logits(vlm, mine, prompt)  # whatever was remembered before, now it is
     warm, cached = _last_logits(vlm, mine, prompt)
@@ -170,7 +169,7 @@ def verify(vlm: Any, messages: list[Any], stock: bool) -> Verification:
 
 def _last_logits(vlm: Any, memory: Memory, prompt: Prompt) -> tuple[torch.Tensor, int]:
     """Logits behind the prompt, prefilled from the deepest boundary (never the whole prompt)."""
-    turn = Turn(memory, vlm._lock, lambda: prompt, {})
+    turn = Turn(memory, vlm._lock, lambda: prompt, {}, tenant=vlm.tenant)
     try:
         turn.begin(sample=False)
         turn.from_boundary()
@@ -188,7 +187,7 @@ def _against_stock(vlm: Any, prompt: Prompt, warm: torch.Tensor, found: Verifica
     model = vlm.model
     pixels = [medium.recall() for medium in prompt.media if callable(medium.recall)]
     from_pixels = len(pixels) == len(prompt.media)  # a package has none to go back to
-    inputs = vlm._stock_inputs(prompt, features=not from_pixels)
+    inputs = vlm._stock_inputs(prompt, not from_pixels, vlm.tenant)
     if from_pixels:
         joined = vlm.memory.family.join_pixels(pixels)
         inputs |= {name: tensor.to(model.device) for name, tensor in joined.items()}

@@ -1,141 +1,106 @@
 """Images to packages: named first, looked up, and encoded by the tower only when nobody has.
 
-Naming is cheap for a known image: its bytes are hashed and nothing is decoded or preprocessed.
-Encoding is one image to one forward pass, so no neighbour and no budget changes a bit, and so the
-tower's memory is that of one image. `budget` bounds what is kept between: half for pixel values
-that wait for the tower, half for packages.
+Naming is cheap for a known image (naming.py). Encoding is one image to one forward pass, so no
+neighbour and no budget changes a bit, and so the tower's memory is that of one image. The budget
+bounds what is kept between: half for pixel values that wait for the tower, half for packages.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from keepsight import keys
-from keepsight.clips import open_clip
-from keepsight.errors import (
-    FileError,
-    ImageError,
-    KeepsightError,
-    UnsupportedInput,
-    WrongIdentity,
-)
+from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
 from keepsight.families import Family, Pixels
-from keepsight.media import Source, open_source
-from keepsight.medium import (
-    PROCESSORS,
-    Medium,
-    entry_of,
-    is_entry,
-    is_plain,
-    medium_in,
-    without_arrays,
-)
+from keepsight.families.absent import LEFT_OUT
+from keepsight.medium import Medium, entry_of, medium_in
+from keepsight.naming import Looked, Namer
 from keepsight.package import Package, check_shapes, feature_id, identity
-from keepsight.store import DiskStore, Recent
+from keepsight.shelf import Shelf
+from keepsight.store import About, Store
 
-_MAX_ALIASES = 200_000  # an alias is a few hundred bytes
+
+@dataclass
+class Shelves:
+    """What the tenants of one model keep in memory of their media."""
+
+    pixels: Shelf[Pixels]
+    packages: Shelf[Package]
+
+    @classmethod
+    def of(cls, budget: int, quota: int | None = None, ttl: float | None = None) -> Shelves:
+        """Half of the budget for each."""
+        part = None if quota is None else quota // 2
+        waiting: Shelf[Pixels] = Shelf(budget // 2, lambda p: p.nbytes, part, ttl)
+        return cls(waiting, Shelf(budget - budget // 2, lambda p: p.nbytes, part, ttl))
 
 
 class Vision:
-    """The namer and the encoder of one model."""
+    """The namer and the encoder of one model, for one tenant."""
 
     def __init__(
         self,
         family: Family,
-        processor: Any,
-        options: dict[str, Any],
-        budget: int,
-        store: DiskStore | None,
+        namer: Namer,
+        shelves: Shelves,
+        store: Store | None,
         accept_features: str = "same",
+        tenant: str = "",
+        ttl: float | None = None,
+        codec: str = "exact",
     ) -> None:
-        self._family, self._processor, self._options = family, processor, options
+        self._codec = codec
+        self._family, self.namer, self._shelves = family, namer, shelves
         self._store, self._accept = store, accept_features
-        self._pixels: Recent[Pixels] = Recent(budget // 2, lambda p: p.nbytes)
-        self.packages: Recent[Package] = Recent(budget - budget // 2, lambda p: p.nbytes)
-        self._aliases: dict[str, dict[str, Any]] = {}
-        self._fetched: dict[str, bytes] = {}
+        self._tenant, self._ttl = tenant, ttl
         self._made: dict[str, str] = {}  # feature id -> content, of packages that we gave out
-        self.counts = {"named": 0, "preprocessed": 0, "encoded": 0, "memory": 0, "disk": 0}
+        self._counts = {"named": 0, "encoded": 0, "memory": 0, "disk": 0}
         self._weights = self._vision_settings = ""
-        self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
         self._provenance: dict[str, Any] = {}
-        self._bound: Any = None  # what the processor's settings were when they were digested
         self.about: dict[str, Any] = {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often what was done."""
+        return {**self._counts, "preprocessed": self.namer.preprocessed}
 
     def bind(self, weights: str, provenance: dict[str, Any]) -> None:
         """Say whose features these are; called before each use with the current truth."""
         if weights != self._weights:
             self._vision_settings = self._family.vision_settings()
-        now: Any = None
-        if self._processor is not None:
-            parts = [getattr(self._processor, name, None) for name in PROCESSORS.values()]
-            seen = [(type(part), without_arrays(part)) for part in parts if part is not None]
-            now = (seen, self._own_settings(), provenance)
-        if now != self._bound:
-            self._settings.clear()
-            self._bound = copy.deepcopy(now)
+        self.namer.bind(provenance)
         self._weights, self._provenance = weights, provenance
-
-    def settings(self, modality: str = "image", must: bool = True) -> str:
-        """The digest of everything that changes what the processor makes of a medium.
-
-        Empty where there is no processor and none is needed: tensors need none.
-        """
-        if self._processor is None:
-            return ""
-        if modality not in self._settings:
-            part = getattr(self._processor, PROCESSORS[modality], None)
-            if part is None or not hasattr(part, "to_dict"):
-                if not must:
-                    return ""
-                raise UnsupportedInput(
-                    f"the processor has no {PROCESSORS[modality]} (upstream's need torchvision); "
-                    f"{modality} cannot be prepared here"
-                )
-            self._settings[modality] = keys.digest(
-                "processor settings",
-                type(part).__name__,
-                part.to_dict(),
-                self._own_settings(),
-                self._options if modality == "image" else {},
-                self._provenance["transformers"],
-                self._provenance["image_backend"],
-            )
-        return self._settings[modality]
-
-    def _own_settings(self) -> dict[str, Any]:
-        """Plain settings of the composite processor: some shape pixels, some an image's text."""
-        own = vars(self._processor).items()
-        return {k: v for k, v in own if k != "chat_template" and is_plain(v)}
 
     # -- naming ----------------------------------------------------------------------------------
 
     def name(self, image: Any, modality: str = "image") -> Medium:
         """The medium behind any form of image, or of video or sound."""
-        self.counts["named"] += 1
+        self._counts["named"] += 1
         if isinstance(image, Medium | Package) and image.modality != modality:
             raise ImageError(f"this is a package of {image.modality!r}, given as {modality!r}")
         if isinstance(image, Medium):
             return self._medium_again(image)
         if isinstance(image, Package):
             return self._medium_of_package(image)
-        if self._processor is None:
-            raise ImageError("this model was wrapped without a processor: pass tensors to generate")
-        settings = self.settings(modality)
-        if modality == "image":
-            source = open_source(image, self._fetched)
-        else:
-            source = open_clip(image, modality, self._fetched)
-        alias = self._alias(keys.digest("alias", source.name, settings))
-        if alias is None:
-            alias = self._look_closer(source)
-        source.fresh.clear()
-        return self._medium(alias, lambda: self._preprocess(source))
+        return self.admit_looked(self.namer.look(image, modality))
+
+    def admit_looked(self, looked: Looked) -> Medium:
+        """The medium of a look that some thread had; from now on it is known."""
+        if looked.pixels is not None:
+            self._shelves.pixels.put(self._tenant, looked.entry["key"], looked.pixels)
+        self.namer.learn(looked)
+        return self.medium_of(looked)
+
+    def medium_of(self, looked: Looked) -> Medium:
+        """The medium of a look of which nothing is remembered yet. Safe in several threads."""
+        source = looked.source
+        return self._medium(looked.entry, lambda: self.namer.preprocess(source))
 
     def name_pixels(self, pixels: Pixels) -> Medium:
         """The medium behind a processor's output for one image."""
@@ -169,7 +134,7 @@ class Vision:
             if mine != its:
                 raise WrongIdentity(field, mine, its)
         made_with = package.about.get("processor_settings")
-        mine = self.settings(package.modality, must=False) if made_with else ""
+        mine = self.namer.settings(package.modality, must=False) if made_with else ""
         if mine and made_with != mine:
             raise WrongIdentity("processor settings", mine, made_with)
         check_shapes(package, "the package")
@@ -196,7 +161,7 @@ class Vision:
 
     def _any_made(self, what: str, made: str) -> str:
         """Our own making where it exists, else any making in the store."""
-        if made in self.packages or self._store is None or self._store.has("package", made):
+        if self._holds(made) or self._store is None or self._store.has("package", made):
             return made
         note = self._store.note("made", what)
         found = note.get("feature_id") if note else None
@@ -209,94 +174,75 @@ class Vision:
         note = self._store.note("made", medium.identity)
         return note is not None and note.get("feature_id") != medium.feature_id
 
+    def differences(self, package: Package) -> str:
+        """In what a package's making differs from ours, for people; empty when in nothing."""
+        there, here = package.provenance, self._provenance
+        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        said = [f"{name} {there.get(name)!r}, here {here.get(name)!r}" for name in sorted(names)]
+        return "; ".join(said)
+
     def fits(self, package: Package) -> bool:
         """Whether encoding the same image now would give this package again."""
         ours = identity(package.key, self._weights, self._vision_settings)
         if self._accept != "any":
             ours = feature_id(ours, self._provenance)
         same = ours in (package.identity, package.feature_id)
-        return same and package.about.get("processor_settings") == self.settings(package.modality)
-
-    def _look_closer(self, source: Source) -> dict[str, Any]:
-        """Decode an image whose bytes are new; its pixels may still be known."""
-        decoded = source.decode()
-        settings = self.settings(source.modality)
-        digest = source.digest(decoded, settings)
-        alias = self._alias(digest)
-        if alias is None:
-            pixels = self._run_processor(decoded, source)
-            self._pixels.put(pixels.key, pixels)
-            alias = entry_of(pixels, source=digest)
-            self._remember_alias(digest, alias)
-        self._remember_alias(keys.digest("alias", source.name, settings), alias)
-        return alias
-
-    def _alias(self, digest: str) -> dict[str, Any] | None:
-        entry = self._aliases.get(digest)
-        if entry is None and self._store is not None:
-            entry = self._store.note("alias", digest)
-            if entry is not None and not is_entry(entry):
-                self._store.reject("alias", digest, "it does not describe an image")
-                entry = None
-            if entry is not None:
-                self._aliases[digest] = entry
-        return entry
-
-    def _remember_alias(self, digest: str, entry: dict[str, Any]) -> None:
-        if len(self._aliases) >= _MAX_ALIASES:
-            del self._aliases[next(iter(self._aliases))]
-        self._aliases[digest] = entry
-        if self._store is not None:
-            self._store.put_note("alias", digest, entry)
-
-    def _preprocess(self, source: Source) -> Pixels:
-        return self._run_processor(source.decode(), source)
-
-    def _run_processor(self, decoded: Any, source: Source) -> Pixels:
-        self.counts["preprocessed"] += 1
-        try:
-            if source.modality != "image":
-                return self._family.preprocess_other(self._processor, decoded, {}, source.modality)
-            return self._family.preprocess(self._processor, decoded, self._options)
-        except KeepsightError:
-            raise
-        except Exception as error:  # processors raise whatever their arithmetic runs into
-            size = getattr(decoded, "size", None) or getattr(decoded, "shape", None)
-            raise ImageError(
-                f"{source.label} ({size}): the image processor refused it: {error}"
-            ) from error
+        return same and package.about.get("processor_settings") == self.namer.settings(
+            package.modality
+        )
 
     # -- features --------------------------------------------------------------------------------
+
+    def _holds(self, feature_id: str) -> bool:
+        return self._shelves.packages.has(self._tenant, feature_id)
 
     def where(self, medium: Medium) -> str:
         """Where the features would come from, without getting them."""
         if isinstance(medium.recall, Package):
             return "caller"
-        if medium.feature_id in self.packages:
+        if self._holds(medium.feature_id):
             return "memory"
-        if self._store is not None and self._store.has("package", medium.feature_id):
-            return "disk"
-        return "tower"
+        tier = self._store.tier("package", medium.feature_id) if self._store is not None else None
+        return tier or "tower"
+
+    def require(self, medium: Medium) -> None:
+        """Refuse, by name, features that only a tower which was left out could make."""
+        if self._family.tower_absent and self.where(medium) == "tower":
+            raise UnsupportedInput(f"{medium.modality} {medium.key[:12]}… is not known: {LEFT_OUT}")
 
     def package(self, medium: Medium) -> tuple[Package, str]:
         """The features of a medium and where they came from."""
         if isinstance(medium.recall, Package):
             return medium.recall, "caller"
-        package = self.packages.get(medium.feature_id)
+        package = self._shelves.packages.get(self._tenant, medium.feature_id)
         if package is not None:
-            self.counts["memory"] += 1
+            self._counts["memory"] += 1
             return package, "memory"
+        start, tier = time.perf_counter(), self.where(medium)
         package = self._from_store(medium)
         if package is not None:
-            self.counts["disk"] += 1
-            self.packages.put(medium.feature_id, package)
-            return package, "disk"
+            self._counts["disk"] += 1
+            self._keep(package, 1e3 * (time.perf_counter() - start))
+            return package, tier
+        start = time.perf_counter()
         package = self._encode(medium)
-        self.packages.put(package.feature_id, package)
+        cost = 1e3 * (time.perf_counter() - start)
+        self._keep(package, cost)
         if self._store is not None:
-            self._store.put("package", package.feature_id, package.tensors, package.record())
-            self._store.put_note("made", package.identity, {"feature_id": package.feature_id})
+            self.store_package(package, cost)
         return package, "tower"
+
+    def store_package(self, package: Package, cost: float) -> Package:
+        """Hand a package to the store, in the form that the caller chose for stores."""
+        kept = package.pack(self._codec)  # itself where nothing is lost
+        if self._store is not None:
+            about = About(cost=cost, media=(kept.key,), ttl=self._ttl)
+            self._store.put("package", kept.feature_id, kept.stored, kept.record(), about)
+            self._store.put_note("made", kept.identity, {"feature_id": kept.feature_id}, about)
+        return kept
+
+    def _keep(self, package: Package, cost: float) -> None:
+        self._shelves.packages.put(self._tenant, package.feature_id, package, cost)
 
     def _from_store(self, medium: Medium) -> Package | None:
         found = self._store.get("package", medium.feature_id) if self._store is not None else None
@@ -313,13 +259,16 @@ class Vision:
         self._store.reject("package", medium.feature_id, why)  # type: ignore[union-attr]
         return None
 
+    def encode_medium(self, medium: Medium) -> Package:
+        """The features, computed now and kept nowhere: for who keeps them in another form."""
+        return self._encode(medium)
+
     def _encode(self, medium: Medium) -> Package:
-        pixels = self._pixels.get(medium.key) or medium.recall()  # type: ignore[operator]
-        self._pixels.pop(medium.key)
-        if pixels.key != medium.key:
-            raise ImageError("the image processor gave other pixels than when it was named")
-        self.counts["encoded"] += 1
+        self.require(medium)
+        pixels = self._pixels_of(medium)
+        self._counts["encoded"] += 1
         tensors, container = self._run_tower(pixels)
+        settings = self.namer.settings(medium.modality, must=False)
         package = Package(
             tensors=tensors,
             key=medium.key,
@@ -331,7 +280,7 @@ class Vision:
             container=container,
             modality=medium.modality,
             source=medium.source,
-            about=dict(self.about, processor_settings=self.settings(medium.modality, must=False)),
+            about=dict(self.about, processor_settings=settings),
         )
         try:
             check_shapes(package, "the features")
@@ -340,6 +289,19 @@ class Vision:
                 error
             )
         return package
+
+    def _pixels_of(self, medium: Medium) -> Pixels:
+        """Those that wait under this key, or made again, which must give the key again."""
+        pixels = self._shelves.pixels.get(self._tenant, medium.key)
+        self._shelves.pixels.pop(self._tenant, medium.key)
+        if pixels is not None:
+            return pixels
+        if isinstance(medium.recall, Package):
+            raise ImageError("a package was handed in: there are no pixels to encode")
+        pixels = medium.recall()
+        if pixels.key != medium.key:
+            raise ImageError("the image processor gave other pixels than when it was named")
+        return pixels
 
     def _run_tower(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
         try:
@@ -370,12 +332,29 @@ class Vision:
         self._made[package.feature_id] = _content(given)
         return given
 
+    def pin(self, medium: Medium, pinned: bool = True) -> bool:
+        """Keep a medium's package in memory and in the store, whatever their budgets say."""
+        held = self._shelves.packages.pin(self._tenant, medium.feature_id, pinned)
+        if self._store is None:
+            return held
+        return self._store.pin("package", medium.feature_id, pinned) or held
+
+    def forget(self, medium: Medium) -> int:
+        """Drop all that memory holds of an image, in whichever making; the bytes freed."""
+        packages, freed = self._shelves.packages, 0
+        for made, package in packages.items(self._tenant):
+            if package.key == medium.key:
+                freed += packages.pop(self._tenant, made)
+                self._made.pop(made, None)
+        freed += self._shelves.pixels.pop(self._tenant, medium.key)
+        self.namer.forget(medium.key)
+        return freed
+
     def clear(self) -> None:
-        """Forget everything held in memory."""
-        self._pixels.clear()
-        self.packages.clear()
-        self._aliases.clear()
-        self._fetched.clear()
+        """Forget everything held in memory for this tenant."""
+        self._shelves.pixels.clear(self._tenant)
+        self._shelves.packages.clear(self._tenant)
+        self.namer.clear()
 
 
 def _content(package: Package) -> str:

@@ -8,33 +8,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from threading import RLock
 from types import TracebackType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from keepsight import loading
+from keepsight import loading, towerless
+from keepsight.calls import Call
 from keepsight.chat import Session
 from keepsight.errors import Closed, InputError, ModelError, UnknownOption, UnsupportedInput
 from keepsight.families import family_of
-from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, known_options
-from keepsight.memory import Memory, Settings
+from keepsight.generation import DEFAULT_CHAT_TOKENS
+from keepsight.keeping import delete, pin
+from keepsight.lock import FairLock
+from keepsight.memory import Memory
 from keepsight.package import Package
+from keepsight.pieces import pieces
 from keepsight.prompt import Prompt
 from keepsight.render import Message, Renderer, user_message
 from keepsight.report import Piece, Reply, Report
-from keepsight.store import DiskStore, parse_bytes
+from keepsight.settings import Settings, chosen_store, tenant_name
 from keepsight.tensors import Generated, generate
 from keepsight.trial import settle
 from keepsight.turn import Turn
 from keepsight.verify import Verification, verify
 from keepsight.weights import Weights
-
-_CHAT_OPTIONS = ("exact", "tenant", "tools", "template_kwargs")
 
 
 def load(
@@ -43,17 +43,20 @@ def load(
     device_map: Any = None,
     dtype: Any = "auto",
     revision: str | None = None,
+    vision: bool = True,
     **options: Any,
 ) -> VLM:
     """A model by name: `"demo"`, `"demo-hybrid"`, a folder, or a hub id.
 
-    Further options are those of `wrap`.
+    With `vision=False` the vision tower is left out: its weights take no memory, and all images
+    must come from packages or from a store that has them. Further options are those of `wrap`.
     """
     _check_options(options)
     path = loading.model_path(os.fspath(name))
     if str(name) in loading.DEMO:
         options.setdefault("grain", loading.DEMO_GRAIN)
-    model = loading.load_model(path, dtype, device_map, revision)
+    load_model = loading.load_model if vision else towerless.load_model
+    model = load_model(path, dtype, device_map, revision)
     processor = loading.load_processor(path, revision)
     return VLM(model, processor, files=loading.files_digest(path, model.dtype), **options)
 
@@ -61,8 +64,9 @@ def load(
 def wrap(model: PreTrainedModel, processor: Any = None, **options: Any) -> VLM:
     """A live Transformers model. Without a processor only `generate` with tensors works.
 
-    Options: `grain`, `cache_budget`, `vision_budget`, `store`, `store_budget`, `accept_features`,
-    `chat_template`, `image_options`; docs/quickstart.md explains each.
+    Options: `grain`, `cache_budget`, `host_budget`, `vision_budget`, `store`, `store_budget`,
+    `remote`, `tenant`, `tenant_quota`, `ttl`, `accept_features`, `feature_codec`, `chat_template`,
+    `image_options`; docs/quickstart.md explains each.
     """
     _check_options(options)
     return VLM(model, processor, **options)
@@ -72,11 +76,16 @@ _WRAP_OPTIONS = (
     "accept_features",
     "cache_budget",
     "chat_template",
+    "feature_codec",
     "grain",
+    "host_budget",
     "image_options",
+    "remote",
     "store",
     "store_budget",
     "tenant",
+    "tenant_quota",
+    "ttl",
     "vision_budget",
 )
 
@@ -84,35 +93,6 @@ _WRAP_OPTIONS = (
 def _check_options(options: dict[str, Any]) -> None:
     if set(options) - set(_WRAP_OPTIONS):
         raise UnknownOption.among(options, _WRAP_OPTIONS, "load")
-
-
-@dataclass
-class _Call:
-    """The options of one chat call, sorted by who listens to them."""
-
-    exact: bool
-    template: dict[str, Any]
-    decoding: dict[str, Any]
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> _Call:
-        known = [*known_options(), *_CHAT_OPTIONS]
-        if set(options) - set(known):
-            raise UnknownOption.among(options, known, "chat")
-        options = dict(options)
-        _refuse_tenant(options.pop("tenant", None))
-        exact = options.pop("exact", True)
-        template = dict(options.pop("template_kwargs", None) or {})
-        if (tools := options.pop("tools", None)) is not None:
-            template["tools"] = tools
-        return cls(bool(exact), template, options)
-
-    @classmethod
-    def before_decoding(cls, options: dict[str, Any], where: str) -> _Call:
-        """For calls that decode nothing: what only decoding listens to is refused, not ignored."""
-        if set(options) - set(_CHAT_OPTIONS):
-            raise UnknownOption.among(options, _CHAT_OPTIONS, where)
-        return cls.of(options)
 
 
 class VLM:
@@ -126,28 +106,24 @@ class VLM:
         chat_template: str | None = None,
         store: str | os.PathLike[str] | None = None,
         store_budget: int | str | None = None,
+        remote: str | None = None,
         image_options: dict[str, Any] | None = None,
         tenant: str | None = None,
         files: str | None = None,
         **settings: Any,
     ) -> None:
-        _refuse_tenant(tenant)
+        self.tenant = tenant_name(tenant)
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"expected a Transformers model, got a {type(model).__name__}")
         family = family_of(model)
         self.model, self.processor = model, family.processor(processor)
         processor = self.processor
         _check_processor(processor, family.answers)
-        self._lock = RLock()
+        self._lock = FairLock()
         self._closed = False
-        folder = store if store is not None else os.environ.get("KEEPSIGHT_STORE")
-        budget = None if store_budget is None else parse_bytes(store_budget)
-        self._store = DiskStore(Path(folder), budget) if folder else None
-        chosen = Settings(
-            store=str(folder) if folder else None,
-            image_options=tuple((image_options or {}).items()),
-            **settings,
-        )
+        chosen = Settings(image_options=tuple((image_options or {}).items()), **settings)
+        chosen.check()
+        self._store = chosen_store(store, store_budget, remote, chosen.tenant_quota)
         weights = Weights(model, family)
         if not family.proven:
             settle(model, family, processor, weights)
@@ -167,7 +143,7 @@ class VLM:
         self.memory.refresh(remembered=known)
         if self._store and files and known is None:
             weights = self.memory.weights
-            self._store.put_note("weights", files, {"all": weights.all, "vision": weights.vision})
+            self._store.put_note("weights", files, weights.record())
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -188,28 +164,16 @@ class VLM:
 
     def stream(self, messages: list[Message], **options: Any) -> Iterator[Piece]:
         """Pieces of the answer as they come; the last one carries usage and report."""
-        call = _Call.of(options)
-        turn = self._turn(messages, call)
-        return self._pieces(turn)
+        return self._stream(messages, self.tenant, options)
 
-    def _pieces(self, turn: Turn) -> Iterator[Piece]:
-        tokens = turn.tokens()
-        try:
-            detokenizer = None
-            for token in tokens:
-                if detokenizer is None:
-                    stop = turn.sampler.stop if turn.sampler else []
-                    detokenizer = Detokenizer(self._tokenizer(), stop)
-                yield Piece(detokenizer.push(token), token)
-            rest = detokenizer.rest() if detokenizer is not None else ""
-            reason = turn.sampler.finish_reason if turn.sampler else "stop"
-            yield Piece(rest, None, turn.usage(), turn.report(), reason)
-        finally:
-            tokens.close()  # type: ignore[attr-defined]
+    def _stream(
+        self, messages: list[Message], tenant: str, options: dict[str, Any]
+    ) -> Iterator[Piece]:
+        return pieces(self._turn(messages, Call.of(options, tenant)), self._tokenizer())
 
     def prepare(self, messages: list[Message], **options: Any) -> Report:
         """Encode and prefill now, answer later: the same call to `chat` then only decodes."""
-        turn = self._turn(messages, _Call.before_decoding(options, "prepare"))
+        turn = self._turn(messages, Call.before_decoding(options, self.tenant, "prepare"))
         with self._lock:
             try:
                 turn.begin(sample=False)
@@ -220,7 +184,7 @@ class VLM:
 
     def explain(self, messages: list[Message], **options: Any) -> Report:
         """The report that `chat` would give, computing nothing with the model."""
-        turn = self._turn(messages, _Call.before_decoding(options, "explain"))
+        turn = self._turn(messages, Call.before_decoding(options, self.tenant, "explain"))
         with self._lock:
             try:
                 turn.begin(sample=False)
@@ -234,23 +198,29 @@ class VLM:
         with self._lock:
             return verify(self, messages, stock)
 
-    def session(self, system: str | None = None) -> Session:
+    def session(self, system: str | None = None, *, tenant: str | None = None) -> Session:
         """A conversation that keeps its own history."""
         self._answering()
-        return Session(self, system)
+        return Session(self, system, self._whose(tenant))
 
-    def resume(self, path: str | Path) -> Session:
-        """A conversation saved with `session.save`."""
+    def resume(
+        self, path: str | Path, *, tenant: str | None = None, accept_features: str | None = None
+    ) -> Session:
+        """A conversation saved with `session.save`.
+
+        Its packages are used whoever made them, as any package handed in, and reported as what they
+        are; `accept_features="same"` refuses those that this model would make otherwise.
+        """
         self._answering()
-        return Session.load(self, Path(path))
+        return Session.load(self, Path(path), self._whose(tenant), accept_features)
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def generate(self, inputs: Any = None, **options: Any) -> torch.Tensor | Generated:
         """Tensors in, tensors out, as `model.generate`: a processor's outputs and its options."""
         self._answering()
-        _refuse_tenant(options.pop("tenant", None))
-        found: torch.Tensor | Generated = generate(self.memory, self._lock, inputs, options)
+        whose = self._whose(options.pop("tenant", None))
+        found: torch.Tensor | Generated = generate(self.memory, self._lock, inputs, options, whose)
         return found
 
     def inputs(self, messages: list[Message], **options: Any) -> dict[str, Any]:
@@ -260,19 +230,21 @@ class VLM:
         each call, because `generate` changes the ones it is given.
         """
         self._answering()
+        call = Call.before_decoding(options, self.tenant, "inputs")
         with self._lock:
-            self.memory.refresh()
-            call = _Call.before_decoding(options, "inputs")
-            prompt = self.render(messages, **call.template)
+            self.memory.refresh(tenant=call.tenant)
+            prompt = self._rendered(messages, call)
             if prompt.media and not self.memory.family.feeds_stock:
                 raise UnsupportedInput(
                     f"stock generate takes no features of {self.model.config.model_type} (it would "
                     "feed them again with each token); answer with generate, chat or ask"
                 )
-            return self._stock_inputs(prompt)
+            return self._stock_inputs(prompt, True, call.tenant)
 
-    def _stock_inputs(self, prompt: Prompt, features: bool = True) -> dict[str, Any]:
-        family, vision = self.memory.family, self.memory.vision
+    def _stock_inputs(
+        self, prompt: Prompt, features: bool = True, tenant: str = ""
+    ) -> dict[str, Any]:
+        family, vision = self.memory.family, self.memory.vision_of(tenant)
         device = self.model.device
         ids = torch.from_numpy(prompt.ids)[None].to(device)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -283,37 +255,69 @@ class VLM:
             inputs |= family.feature_inputs(parts, ids)
         return inputs
 
-    def encode(self, image: Any) -> Package | list[Package]:
+    def encode(self, image: Any, *, tenant: str | None = None) -> Package | list[Package]:
         """The package of an image, or of each of several; encoded only if nobody has yet."""
         self._open()
+        whose = self._whose(tenant)
         with self._lock:
-            self.memory.refresh()
+            self.memory.refresh(tenant=whose)
+            vision = self.memory.vision_of(whose)
             if isinstance(image, list | tuple):
-                return [self.memory.vision.encode(one) for one in image]
-            return self.memory.vision.encode(image)
+                return [vision.encode(one) for one in image]
+            return vision.encode(image)
 
     def render(self, messages: list[Message], generate: bool = True, **template: Any) -> Prompt:
         """The prompt of a conversation: ids, media and their ranges. Nothing is encoded."""
+        return self._rendered(messages, Call(True, self.tenant, template, {}), generate)
+
+    def _rendered(self, messages: list[Message], call: Call, generate: bool = True) -> Prompt:
         if self._renderer is None:
             raise InputError("this model was wrapped without a processor: use generate(**tensors)")
-        return self._renderer.render(messages, self.memory.vision.name, generate, **template)
+        name = self.memory.vision_of(call.tenant).name
+        return self._renderer.render(messages, name, generate, **call.template)
 
     # -- housekeeping ----------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, Any]:
-        """Bytes and counts per tier."""
+    def stats(self, tenant: str | None = None) -> dict[str, Any]:
+        """Bytes and counts per tier: of all that this object serves, or of one tenant alone."""
         with self._lock:
-            return self.memory.stats()
+            whose = self._whose(tenant)
+            return self.memory.stats(whose if tenant is not None or self.tenant else None)
+
+    def pin(self, what: Any, pinned: bool = True, **options: Any) -> None:
+        """Keep an image's features, or all of a conversation's prompt, whatever the budgets say.
+
+        What is not there yet is computed. `pinned=False` lets it go the way of all else again.
+        """
+        self._open()
+        call = Call.before_decoding(options, self.tenant, "pin")
+        with self._lock:
+            pin(self, what, pinned, call)
+
+    def delete(self, what: Any, **options: Any) -> int:
+        """Remove an image and all that was computed from it, or all the images of a conversation
+        and what was prefilled of it, from every tier; the bytes freed."""
+        self._open()
+        call = Call.before_decoding(options, self.tenant, "delete")
+        with self._lock:
+            return delete(self, what, call)
 
     def flush(self) -> None:
         """Return when all that was remembered so far is on the disk (with a store)."""
         if self._store is not None:
             self._store.flush()
 
-    def clear(self) -> None:
-        """Forget everything in memory; a store keeps what it has."""
+    def clear(self, *, store: bool = False, tenant: str | None = None) -> None:
+        """Forget everything in memory, and with `store` also on disk and everywhere behind it.
+
+        Of everybody, or of one tenant alone (`""` is nobody in particular).
+        """
         with self._lock:
-            self.memory.clear()
+            whose = (self.tenant or None) if tenant is None else tenant and tenant_name(tenant)
+            self.memory.clear(whose)
+            kept = self._store if whose is None else self.memory.store_of(whose)
+            if store and kept is not None:
+                kept.clear()
 
     def close(self) -> None:
         """Finish writing and let go of everything. The model itself is left alone."""
@@ -335,22 +339,26 @@ class VLM:
     ) -> None:
         self.close()
 
-    def _turn(self, messages: list[Message], call: _Call) -> Turn:
+    def _turn(self, messages: list[Message], call: Call) -> Turn:
         self._answering()
         self._tokenizer()
         return Turn(
             self.memory,
             self._lock,
-            lambda: self.render(messages, **call.template),
+            lambda: self._rendered(messages, call),
             call.decoding,
             call.exact,
             DEFAULT_CHAT_TOKENS,
+            call.tenant,
         )
 
     def _tokenizer(self) -> Any:
         if self.processor is None:
             raise InputError("this model was wrapped without a processor: use generate(**tensors)")
         return self.processor.tokenizer
+
+    def _whose(self, tenant: str | None) -> str:
+        return self.tenant if tenant is None else tenant_name(tenant)
 
     def _open(self) -> None:
         if self._closed:
@@ -375,8 +383,3 @@ def _check_processor(processor: Any, answers: bool) -> None:
             "the checkpoint's own (transformers.AutoProcessor.from_pretrained), or None to use "
             "tensors only"
         )
-
-
-def _refuse_tenant(tenant: Any) -> None:
-    if tenant is not None:
-        raise UnsupportedInput("tenants are not supported yet; use one store for each tenant")

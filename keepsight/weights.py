@@ -1,10 +1,10 @@
 """Bound to weights, not to names: fingerprints, and noticing on each call that they still hold.
 
-A fingerprint covers every byte of every weight, once. After that a call only looks: is each module
-the same object with the same children, each tensor the same object at the same address with the
-same version counter, and do a few bytes of it read the same? The bytes are there because writing
-through `.data` moves no version counter. Adapters count as weights; which one is active is looked
-at too.
+A fingerprint covers every value of every weight, once; the dtypes that hold them are kept beside
+it, as circumstances. After that a call only looks: is each module the same object with the same
+children, each tensor the same object at the same address with the same version counter, and do a
+few bytes of it read the same? The bytes are there because writing through `.data` moves no version
+counter. Adapters count as weights; which one is active is looked at too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from keepsight import keys
 from keepsight.errors import UnreadableWeights
 from keepsight.families import Family
+from keepsight.families.absent import AbsentWeight, Source, absent_parts
 
 _PROBE = 16  # bytes read at the head, the middle and the tail of a weight
 
@@ -30,6 +31,8 @@ class Weights:
         self._seen: tuple[Any, ...] = ()
         self._adapters: list[Any] = []
         self.all = self.vision = self.config = ""
+        self.dtype = self.vision_dtype = ""
+        self._source: Source | None = None
 
     def refresh(self, remembered: dict[str, str] | None = None) -> bool:
         """Look; recompute what changed. True when the fingerprints are new.
@@ -43,14 +46,39 @@ class Weights:
             self.all, self.vision = remembered["all"], remembered["vision"]
         else:
             adapters = repr(self._adapter_states())
-            self.all = keys.digest("model", keys.fingerprint(self._named()), adapters)
-            vision = _persistent(self._model, self._family.vision_weights())
-            self.vision = keys.digest("vision", keys.fingerprint(vision), adapters)
+            digests = {name: keys.weight_digest(tensor) for name, tensor in self._named()}
+            absent = [(name, digest) for name, digest, _ in self._absent()]
+            vision = [(name, digests[name]) for name, _ in self._vision()]
+            whole = keys.fingerprint_of([*digests.items(), *absent])
+            self.all = keys.digest("model", whole, adapters)
+            self.vision = keys.digest("vision", keys.fingerprint_of([*vision, *absent]), adapters)
+        self._note_dtypes(remembered or {})
         config = self._model.config.to_dict()
         drop = ("transformers_version", "_name_or_path")
         self.config = keys.digest("config", {k: v for k, v in config.items() if k not in drop})
         self._seen = self._look()
         return True
+
+    def record(self) -> dict[str, str]:
+        """What `refresh` takes as remembered."""
+        names = ("all", "vision", "dtype", "vision_dtype")
+        return {name: getattr(self, name) for name in names}
+
+    def _note_dtypes(self, remembered: dict[str, str]) -> None:
+        """Which dtypes hold the weights. Those of an absent tower stand in its files."""
+        if self._source is not None and {"dtype", "vision_dtype"} <= remembered.keys():
+            self.dtype, self.vision_dtype = remembered["dtype"], remembered["vision_dtype"]
+            return
+        absent = [(name, dtype) for name, _, dtype in self._absent() if dtype]
+        self.dtype = _dtype(self._named(), absent)
+        self.vision_dtype = _dtype(self._vision(), absent)
+
+    def _vision(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from _persistent(self._model, self._family.vision_weights())
+
+    def _absent(self) -> list[AbsentWeight]:
+        """The weights of a tower that was left out, named without being here."""
+        return [] if self._source is None else self._source.weights()
 
     def _watch(self) -> None:
         """Collect what `_look` goes over, so that looking costs no walk over the model."""
@@ -59,6 +87,7 @@ class Weights:
         self._homes = [home for m in modules for home in (m._parameters, m._buffers) if home]
         self._tensors = [tensor for _, tensor in self._named()]
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
+        self._source = next((part.source for part in absent_parts(self._model)), None)
         for tensor in self._tensors:
             if tensor.is_meta:
                 raise UnreadableWeights(
@@ -85,6 +114,14 @@ class Weights:
         """Which adapters each layer of PEFT's kind applies right now."""
         names = ("_active_adapter", "_disable_adapters", "merged_adapters")
         return [repr([getattr(m, name, None) for name in names]) for m in self._adapters]
+
+
+def _dtype(named: Iterator[tuple[str, torch.Tensor]], absent: list[tuple[str, str]]) -> str:
+    """The dtype that all floating weights have, or a digest of which has which."""
+    here = ((name, str(t.dtype)) for name, t in named if t.is_floating_point())
+    held = sorted([*here, *absent])
+    dtypes = {dtype for _, dtype in held}
+    return dtypes.pop() if len(dtypes) == 1 else keys.digest("dtypes", held)
 
 
 def _persistent(

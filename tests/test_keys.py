@@ -172,7 +172,7 @@ def test_the_form_has_not_changed() -> None:
 
 
 GOLDEN = "4d408681f2d0b518fcb708c356366d9a40f71c14ed45c304123779fcfe8a800d"
-GOLDEN_WEIGHTS = "612dc7bbea89fc5d16047db46b16f7631b58630ee66312301c873751cba276c2"
+GOLDEN_WEIGHTS = "2a476d6ce78e313122af903fb48f9d808f1ad61db3007730c9f3459a980a74d6"
 
 
 # -- fingerprints ------------------------------------------------------------------------------
@@ -196,6 +196,21 @@ def test_every_single_bit_of_the_weights_counts() -> None:
             names.add(keys.fingerprint(changed.items()))
             total += 1
     assert len(names) == total + 1 == 8 * (8 + 4 + 2) + 1
+
+
+def test_values_count_and_not_the_dtype_that_holds_them() -> None:
+    """What fits bfloat16 (or float16) has one name in every wider dtype; what does not, another."""
+    half = torch.randn(300, generator=torch.manual_seed(0)).bfloat16()
+    small = (torch.arange(4097) / 4096).half()  # eleven bits of mantissa: too fine for bfloat16
+    for values in (half, small):
+        names = {keys.fingerprint([("a", values.to(t))]) for t in (values.dtype, torch.float32)}
+        assert len(names | {keys.fingerprint([("a", values.double())])}) == 1
+    finer = half.float()
+    finer[-1] += finer[-1].abs() * 2**-20
+    assert keys.fingerprint([("a", finer)]) != keys.fingerprint([("a", half)])
+    late = torch.zeros(10_000)
+    late[-1] = 1 / 3  # beyond what is looked at first
+    assert keys.narrowest(late) is late and keys.narrowest(late[:-1]).dtype == torch.bfloat16
 
 
 def test_names_and_homes_of_weights_count_but_not_their_order() -> None:

@@ -164,7 +164,7 @@ def test_a_known_image_is_neither_decoded_nor_preprocessed(
     path.write_bytes(encoded(picture(5)))
     first = vlm.memory.vision.name(path)
     monkeypatch.setattr(media, "decode_bytes", None)
-    monkeypatch.setattr(vlm.memory.vision, "_run_processor", None)
+    monkeypatch.setattr(vlm.memory.vision.namer, "run_processor", None)
     path.rename(tmp_path / "moved.png")
     again = vlm.memory.vision.name(tmp_path / "moved.png")
     assert (again.key, again.feature_id, again.layout) == (

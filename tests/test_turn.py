@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from models import build, picture, turn
 from test_exact import Catch, logits
 
 import keepsight as ks
-from keepsight.errors import InputError, PromptTooLong, UnknownOption, UnsupportedInput
+from keepsight.errors import InputError, PromptTooLong, UnknownOption
 
 LONG = "Please look at this picture very carefully and then tell me all that you see in it."
 
@@ -351,8 +352,9 @@ def test_unknown_and_impossible_options(demo: Any) -> None:
             call(messages, temperature=0.5)
     with pytest.raises(InputError, match="num_beams"):
         demo.chat(messages, num_beams=4)
-    with pytest.raises(UnsupportedInput, match="tenant"):
-        demo.chat(messages, tenant="someone")
+    for tenant in ("", 7, "x" * 2000):
+        with pytest.raises(InputError, match="tenant"):
+            demo.chat(messages, tenant=tenant)
     with pytest.raises(InputError, match="max_new_tokens"):
         demo.chat(messages, max_new_tokens=0)
     assert demo.chat(messages).text
@@ -390,3 +392,20 @@ def test_tensor_paths_of_one_image_agree(demo: Any) -> None:
     out = demo.generate(**{**inputs, **pixels}, max_new_tokens=1, return_dict_in_generate=True)
     assert out.usage.cached_tokens == out.usage.prompt_tokens
     assert np.array_equal(out.sequences[0, :-1], inputs["input_ids"][0])
+
+
+def test_a_stop_string_that_upstream_misses_ends_the_answer(
+    demo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's criterion does not see some strings that end inside a token."""
+    messages = [turn("Describe the picture.", picture(2))]
+    whole = demo.chat(messages, max_new_tokens=16)
+    word = whole.text.split()[1]
+    monkeypatch.setattr(
+        transformers.StopStringCriteria,
+        "__call__",
+        lambda self, ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool),
+    )
+    reply = demo.chat(messages, max_new_tokens=16, stop=[word])
+    assert reply.text == whole.text[: whole.text.index(word)]
+    assert reply.finish_reason == "stop" and len(reply.tokens) < len(whole.tokens)

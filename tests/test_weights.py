@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from models import build, folder_of, picture, turn
+from safetensors.torch import load_file, save_file
 from test_exact import cold, logits
 
 import keepsight as ks
+from keepsight import loading
 from keepsight.errors import ModelError, UnreadableWeights, UnsupportedModel, WrongIdentity
 
 MESSAGES = [turn("Please look at this picture very carefully and tell what it is.", picture(1))]
@@ -203,3 +207,23 @@ def test_half_a_processor_is_refused() -> None:
     for part in (processor.tokenizer, processor.image_processor, object()):
         with pytest.raises(ModelError, match="without"):
             ks.wrap(model, part)
+
+
+def test_two_models_under_one_name_share_a_store_and_nothing_else(tmp_path: Path) -> None:
+    """A folder whose weights were exchanged, even with size and time of the files as before."""
+    folder, store = tmp_path / "model", tmp_path / "store"
+    shutil.copytree(loading.model_path("demo"), folder)
+    file = folder / "model.safetensors"
+    first = load_file(file)
+    other = {name: tensor + tensor for name, tensor in first.items()}  # no bit lost: it goes back
+    told = []
+    for weights in (first, other, first):
+        status = file.stat()
+        file.unlink()
+        save_file(weights, file, metadata={"format": "pt"})
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with ks.load(folder, dtype="float32", store=store) as vlm:
+            reply = vlm.ask(picture(1), "What is this?", max_new_tokens=4)
+            told.append((reply.usage.images_encoded, reply.usage.cached_tokens > 0, reply.text))
+    assert told[0][:2] == told[1][:2] == (1, False)
+    assert told[2] == (0, True, told[0][2])

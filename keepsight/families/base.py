@@ -25,6 +25,7 @@ from keepsight.errors import (
     UnsupportedModel,
     WrongIdentity,
 )
+from keepsight.families.absent import absent_parts
 from keepsight.families.pixels import (
     SWITCHES,
     Part,
@@ -69,6 +70,7 @@ class Family:
     # Ids that close a medium whose framing tokens are seen by those before them: a boundary stands
     # behind the first of these, not behind the last placeholder.
     media_ends: frozenset[int] = frozenset()
+    beside_the_tower: tuple[str, ...] = ()  # parts that forward runs on features that it is given
     also_takes: tuple[str, ...] = ()  # tensors of a processor beside what the encoder itself takes
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -126,9 +128,7 @@ class Family:
 
     def vision_settings(self) -> str:
         """The digest of the configuration that the tower and its projector run under."""
-        config = self.model.config.to_dict()
-        drop = ("text_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
-        return keys.digest("vision settings", {k: v for k, v in config.items() if k not in drop})
+        return keys.digest("vision settings", _settled(self.model.config.to_dict()))
 
     def turn_ends(self, tokenizer: Any) -> frozenset[int]:
         """Ids after which a turn is over."""
@@ -233,6 +233,11 @@ class Family:
         return {name: torch.cat([m.tensors[name] for m in media]) for name in names}
 
     # -- the tower -------------------------------------------------------------------------------
+
+    @property
+    def tower_absent(self) -> bool:
+        """Whether the model was loaded without its tower."""
+        return bool(absent_parts(self.model))
 
     def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
         """One medium through the tower, alone. Its features, and how the model wants several.
@@ -376,3 +381,10 @@ class Family:
         """The grids of all media in the form `get_rope_index` takes."""
         rows = [row for grid in grids for row in grid.get("image_grid_thw", [])]
         return {"image_grid_thw": rows} if rows else {}
+
+
+def _settled(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without what the language model, a version or a dtype puts in it."""
+    drop = ("text_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
+    kept = {name: value for name, value in config.items() if name not in drop}
+    return {n: _settled(v) if isinstance(v, dict) else v for n, v in kept.items()}

@@ -1,0 +1,47 @@
+"""The options of one call, sorted by who listens to them; what nobody listens to is refused.
+
+Each call goes through here before anything else happens, so that no option is taken and ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keepsight.errors import UnknownOption
+from keepsight.generation import known_options
+from keepsight.settings import tenant_name
+
+CHAT_OPTIONS = ("exact", "tenant", "tools", "template_kwargs")
+
+
+@dataclass
+class Call:
+    """One call that renders messages."""
+
+    exact: bool
+    tenant: str
+    template: dict[str, Any]
+    decoding: dict[str, Any]
+
+    @classmethod
+    def of(cls, options: dict[str, Any], tenant: str) -> Call:
+        """Of a call that answers. `tenant` is whose call it is where the options do not say."""
+        known = [*known_options(), *CHAT_OPTIONS]
+        if set(options) - set(known):
+            raise UnknownOption.among(options, known, "chat")
+        options = dict(options)
+        asked = options.pop("tenant", None)
+        exact = options.pop("exact", True)
+        template = dict(options.pop("template_kwargs", None) or {})
+        if (tools := options.pop("tools", None)) is not None:
+            template["tools"] = tools
+        whose = tenant if asked is None else tenant_name(asked)
+        return cls(bool(exact), whose, template, options)
+
+    @classmethod
+    def before_decoding(cls, options: dict[str, Any], tenant: str, where: str) -> Call:
+        """For calls that decode nothing: what only decoding listens to is refused, not ignored."""
+        if set(options) - set(CHAT_OPTIONS):
+            raise UnknownOption.among(options, CHAT_OPTIONS, where)
+        return cls.of(options, tenant)

@@ -1,0 +1,94 @@
+"""Pinned, or gone: what a caller says of one image or of one conversation.
+
+Both reach every tier: memory, the store's folder, and whatever lies behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keepsight.calls import Call
+from keepsight.medium import Medium
+from keepsight.node import Node
+from keepsight.prompt import Prompt
+from keepsight.turn import Turn
+
+
+def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:
+    """Keep (or no longer keep) an image's features, or a conversation's features and prefix."""
+    vision = vlm.memory.vision_of(call.tenant)
+    vlm.memory.refresh(call.exact, call.tenant)
+    if _is_conversation(what):
+        media = _pin_path(vlm, what, pinned, call)
+    else:
+        media = tuple(_named(vision, what))
+    for medium in media:
+        vision.package(medium)
+        vision.pin(medium, pinned)
+
+
+def _pin_path(vlm: Any, messages: Any, pinned: bool, call: Call) -> tuple[Medium, ...]:
+    """Prefill a conversation's prompt and pin its path before anything else can take its place."""
+    memory, store = vlm.memory, vlm.memory.store_of(call.tenant)
+    turn = _turn(vlm, call, lambda: vlm._rendered(messages, call))
+    try:
+        turn.begin(sample=False)
+        turn.prefill()
+        memory.tree.pin(turn.reached, pinned)
+        for node in turn.reached.chain() if store is not None else ():
+            store.pin("snapshot", node.digest, pinned)
+            store.pin("state", node.digest, pinned)
+    finally:
+        turn.finish()
+    return turn.prompt.media
+
+
+def _turn(vlm: Any, call: Call, render: Callable[[], Prompt]) -> Turn:
+    return Turn(vlm.memory, vlm._lock, render, {}, call.exact, tenant=call.tenant)
+
+
+def delete(vlm: Any, what: Any, call: Call) -> int:
+    """Remove images and all that was computed from them; the bytes freed."""
+    memory, tenant = vlm.memory, call.tenant
+    memory.refresh(call.exact, tenant)
+    if not _is_conversation(what):
+        media = list(_named(memory.vision_of(tenant), what))
+        return sum(memory.forget(medium, tenant) for medium in media)
+    prompt: Prompt = vlm._rendered(what, call)
+    freed: int = sum(memory.forget(medium, tenant) for medium in prompt.media)
+    return freed + _forget_path(vlm, prompt, call)
+
+
+def _forget_path(vlm: Any, prompt: Prompt, call: Call) -> int:
+    """The snapshots of a prompt that no other prompt goes through, deepest first."""
+    memory, freed = vlm.memory, 0
+    turn = _turn(vlm, call, lambda: prompt)
+    try:
+        turn.begin(sample=False)
+        node: Node | None = turn.match.node
+    finally:
+        turn.finish()
+    store = memory.store_of(call.tenant)
+    while node is not None and node.parent is not None and not _stood_on(node):
+        above = node.parent
+        freed += int(memory.tree.forget(node))
+        if store is not None:
+            freed += store.delete("snapshot", node.digest)
+        node = above
+    return freed
+
+
+def _stood_on(node: Node) -> bool:
+    """Whether anything that is kept stands on this snapshot."""
+    return any(child.rows.tier or child.on_disk for child in node.children.values())
+
+
+def _named(vision: Any, what: Any) -> list[Medium]:
+    """The media behind one image in any form, or behind a list of them."""
+    images = what if isinstance(what, list | tuple) else [what]
+    return [vision.name(image, getattr(image, "modality", "image")) for image in images]
+
+
+def _is_conversation(what: Any) -> bool:
+    return isinstance(what, list | tuple) and bool(what) and isinstance(what[0], dict)

@@ -1,0 +1,187 @@
+"""What a medium is called: its bytes are hashed, and nothing is decoded that was seen before.
+
+A name leads from the bytes of a file to its pixels, from the pixels to what the tower would take in
+(the key). Both steps are remembered as aliases, so a known image costs one hash. `look` computes
+and changes nothing, so several threads may look at different images; `learn` remembers.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from keepsight import keys
+from keepsight.clips import open_clip
+from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
+from keepsight.families import Family, Pixels
+from keepsight.media import Source, open_source
+from keepsight.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
+from keepsight.store import About, Store
+
+_MAX_ALIASES = 200_000  # an alias is a few hundred bytes
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a look at a medium found: its entry, and what is new of it."""
+
+    source: Source
+    entry: dict[str, Any]
+    aliases: tuple[str, ...] = ()  # names that lead to the entry and were not known
+    pixels: Pixels | None = None  # where it had to be preprocessed
+
+
+class Namer:
+    """The names of media under one processor, for one tenant."""
+
+    def __init__(
+        self,
+        family: Family,
+        processor: Any,
+        options: dict[str, Any],
+        store: Store | None,
+        ttl: float | None = None,
+    ) -> None:
+        self._family, self._processor, self._options = family, processor, options
+        self._store, self._ttl = store, ttl
+        self._aliases: dict[str, dict[str, Any]] = {}
+        self._fetched: dict[str, bytes] = {}
+        self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
+        self._makers_of: dict[str, str] = {}
+        self._made_by: dict[str, Any] = {}  # library versions, which change pixels
+        self.bound: Any = None  # what the processor's settings were when they were digested
+        self.preprocessed = 0
+
+    def bind(self, provenance: dict[str, Any]) -> None:
+        """Look at the processor's settings, which may be changed at any time."""
+        now: Any = None
+        if self._processor is not None:
+            parts = [getattr(self._processor, name, None) for name in PROCESSORS.values()]
+            seen = [(type(part), without_arrays(part)) for part in parts if part is not None]
+            now = (seen, self._own_settings(), provenance)
+        if now != self.bound:
+            self._settings.clear()
+            self._makers_of.clear()
+            self.bound = copy.deepcopy(now)
+            self._made_by = {k: provenance[k] for k in ("transformers", "image_backend")}
+
+    def settings(self, modality: str = "image", must: bool = True) -> str:
+        """The digest of every setting that changes what the processor makes of a medium.
+
+        Empty where there is no processor and none is needed: tensors need none.
+        """
+        if self._processor is None:
+            return ""
+        if modality not in self._settings:
+            part = getattr(self._processor, PROCESSORS[modality], None)
+            if part is None or not hasattr(part, "to_dict"):
+                if not must:
+                    return ""
+                raise UnsupportedInput(
+                    f"the processor has no {PROCESSORS[modality]} (upstream's need torchvision); "
+                    f"{modality} cannot be prepared here"
+                )
+            self._settings[modality] = keys.digest(
+                "processor settings",
+                type(part).__name__,
+                part.to_dict(),
+                self._own_settings(),
+                self._options if modality == "image" else {},
+            )
+        return self._settings[modality]
+
+    def _own_settings(self) -> dict[str, Any]:
+        """Plain settings of the composite processor: some shape pixels, some an image's text."""
+        own = vars(self._processor).items()
+        return {k: v for k, v in own if k != "chat_template" and is_plain(v)}
+
+    def _makers(self, modality: str) -> str:
+        """Settings and the libraries that follow them: with both the same, pixels are the same."""
+        if modality not in self._makers_of:
+            settings = self.settings(modality)
+            self._makers_of[modality] = keys.digest("processing", settings, self._made_by)
+        return self._makers_of[modality]
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def look(self, image: Any, modality: str = "image") -> Looked:
+        """Find or make the entry of a medium in any form. Safe in several threads at once."""
+        if self._processor is None:
+            raise ImageError("this model was wrapped without a processor: pass tensors to generate")
+        makers = self._makers(modality)
+        if modality == "image":
+            source = open_source(image, self._fetched)
+        else:
+            source = open_clip(image, modality, self._fetched)
+        name = keys.digest("alias", source.name, makers)
+        entry = self._alias(name)
+        if entry is not None:
+            return Looked(source, entry)
+        decoded = source.decode()
+        digest = source.digest(decoded, makers)
+        entry = self._alias(digest)  # other bytes may have these pixels
+        if entry is not None:
+            return Looked(source, entry, (name,))
+        pixels = self.run_processor(decoded, source)
+        return Looked(source, entry_of(pixels, source=digest), (digest, name), pixels)
+
+    def learn(self, looked: Looked) -> None:
+        """Remember what a look found."""
+        for name in looked.aliases:
+            self._remember(name, looked.entry)
+        self.preprocessed += looked.pixels is not None
+        looked.source.fresh.clear()
+
+    def preprocess(self, source: Source) -> Pixels:
+        """The pixels of a known medium again."""
+        self.preprocessed += 1
+        return self.run_processor(source.decode(), source)
+
+    def run_processor(self, decoded: Any, source: Source) -> Pixels:
+        """What the tower would take in."""
+        try:
+            if source.modality != "image":
+                return self._family.preprocess_other(self._processor, decoded, {}, source.modality)
+            return self._family.preprocess(self._processor, decoded, self._options)
+        except KeepsightError:
+            raise
+        except Exception as error:  # processors raise whatever their arithmetic runs into
+            size = getattr(decoded, "size", None) or getattr(decoded, "shape", None)
+            raise ImageError(
+                f"{source.label} ({size}): the image processor refused it: {error}"
+            ) from error
+
+    # -- aliases ---------------------------------------------------------------------------------
+
+    def _alias(self, digest: str) -> dict[str, Any] | None:
+        entry = self._aliases.get(digest)
+        if entry is None and self._store is not None:
+            entry = self._store.note("alias", digest)
+            if entry is not None and not is_entry(entry):
+                self._store.reject("alias", digest, "it does not describe an image")
+                entry = None
+            if entry is not None:
+                self._keep(digest, entry)
+        return entry
+
+    def _remember(self, digest: str, entry: dict[str, Any]) -> None:
+        self._keep(digest, entry)
+        if self._store is not None:
+            about = About(cost=1.0, media=(entry["key"],), ttl=self._ttl)
+            self._store.put_note("alias", digest, entry, about)
+
+    def _keep(self, digest: str, entry: dict[str, Any]) -> None:
+        while len(self._aliases) >= _MAX_ALIASES:
+            self._aliases.pop(next(iter(self._aliases)), None)
+        self._aliases[digest] = entry
+
+    def forget(self, key: str) -> None:
+        """Drop every name that leads to a key, and what URLs gave: one of them may be it."""
+        self._aliases = {n: e for n, e in self._aliases.items() if e["key"] != key}
+        self._fetched.clear()
+
+    def clear(self) -> None:
+        """Drop every name."""
+        self._aliases.clear()
+        self._fetched.clear()

@@ -1,0 +1,33 @@
+"""The answer of a turn as text, piece by piece, in the order in which its tokens come.
+
+Each piece is handed out as soon as its token exists, before the next one is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from keepsight.generation import Detokenizer
+from keepsight.report import Piece
+from keepsight.turn import Turn
+
+
+def pieces(turn: Turn, tokenizer: Any) -> Iterator[Piece]:
+    """The text of a turn as its tokens come; the last piece carries usage and report."""
+    tokens = turn.tokens()
+    detokenizer: Detokenizer | None = None
+    try:
+        for token in tokens:
+            if detokenizer is None:
+                detokenizer = Detokenizer(tokenizer, turn.sampler.stop if turn.sampler else [])
+            yield Piece(detokenizer.push(token), token)
+            if detokenizer.stopped:  # upstream's criterion misses some strings inside a token
+                break
+        rest = detokenizer.rest() if detokenizer is not None else ""
+        reason = turn.sampler.finish_reason if turn.sampler else "stop"
+        if detokenizer is not None and detokenizer.stopped:
+            reason = "stop"
+        yield Piece(rest, None, turn.usage(), turn.report(), reason)
+    finally:
+        tokens.close()  # type: ignore[attr-defined]

@@ -1,0 +1,122 @@
+"""What the caller chose, checked before anything is loaded or computed.
+
+Sizes are bytes, as a number or as in "2GiB"; times are seconds, or as in "7d".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from keepsight.codecs import check_codec
+from keepsight.errors import InputError, UnknownOption, UnsupportedModel
+from keepsight.store import Store, open_store, parse_bytes
+
+_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_LONGEST_NAME = 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a VLM that its memory listens to."""
+
+    grain: int | None = None
+    cache_budget: int | str = "2GiB"  # prefixes on the model's device
+    host_budget: int | str | None = None  # prefixes that fell out of that, in the host's memory
+    vision_budget: int | str = "2GiB"  # features and waiting pixels in memory
+    tenant_quota: int | str | None = None  # of each of these, for one tenant
+    ttl: int | float | str | None = None  # seconds, or as in "7d"
+    accept_features: str = "same"
+    feature_codec: str = "exact"  # how a store keeps packages
+    image_options: tuple[tuple[str, Any], ...] = ()
+
+    def check(self) -> None:
+        """Refuse what makes no sense, by name."""
+        check_codec(self.feature_codec)
+        if self.ttl is not None:
+            parse_seconds(self.ttl)
+        if self.grain is not None and (not isinstance(self.grain, int) or self.grain < 1):
+            raise InputError(f"grain={self.grain!r}; expected a number of tokens, at least 1")
+        if self.accept_features not in ("same", "any"):
+            raise InputError(
+                f"accept_features={self.accept_features!r}; expected 'same' (only features made "
+                "as this model would make them) or 'any'"
+            )
+
+
+def parse_seconds(time: float | str) -> float:
+    """`"7d"`, `"36 h"`, `"90s"` or a plain number of seconds."""
+    value = -1.0
+    if isinstance(time, int | float) and not isinstance(time, bool):
+        value = float(time)
+    elif isinstance(time, str):
+        text = time.strip().lower().replace(" ", "")
+        number = text.rstrip("smindhw")
+        with contextlib.suppress(ValueError, KeyError):
+            value = float(number) * _UNITS[text[len(number) :]]
+    if not 0 < value < float("inf"):
+        raise InputError(f"{time!r} is not a time; write seconds as a number, or as in '7d'")
+    return value
+
+
+def tenant_name(tenant: Any) -> str:
+    """The name of a tenant; None is nobody in particular."""
+    if tenant is None:
+        return ""
+    if not isinstance(tenant, str) or not 0 < len(tenant) <= _LONGEST_NAME:
+        raise InputError(
+            f"tenant={str(tenant)[:80]!r}; expected a text of 1 to {_LONGEST_NAME} characters"
+        )
+    return tenant
+
+
+def chosen_store(
+    store: str | os.PathLike[str] | None,
+    budget: int | str | None,
+    remote: str | None,
+    quota: int | str | None,
+) -> Store | None:
+    """What was named, or what the environment names; nothing is kept where nobody said so."""
+    near = (store if store is not None else os.environ.get("KEEPSIGHT_STORE")) or None
+    far = (remote if remote is not None else os.environ.get("KEEPSIGHT_REMOTE")) or None
+    if near is None and far is None:
+        if budget is not None:
+            raise InputError(f"store_budget={budget!r} without a store; name one with store=")
+        return None
+    bytes_of = [None if b is None else parse_bytes(b) for b in (budget, quota)]
+    return open_store(None if near is None else os.fspath(near), bytes_of[0], far, bytes_of[1])
+
+
+def refuse_stretching_rope(model: PreTrainedModel) -> None:
+    """Rope whose frequencies depend on total length rewrites the past when a prompt grows."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    layers = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in [rope, *layers]:
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if kind in ("dynamic", "longrope"):
+            raise UnsupportedModel(
+                f"rope type {kind!r} changes its frequencies with the length of the prompt, so a "
+                "remembered prefix would be wrong for a longer one; load the model with "
+                "rope_parameters={'rope_type': 'default', ...} or use it without Keepsight"
+            )
+
+
+def image_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The image processor's options as the composite processor passes them, and the caller's."""
+    if processor is None:
+        return given
+    image_processor = processor.image_processor
+    known = set(getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", given))
+    known |= set(vars(image_processor))
+    if set(given) - known:
+        raise UnknownOption.among(given, known, "image_options")
+    if not hasattr(processor, "_merge_kwargs"):  # an image processor alone
+        return given
+    merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **given)
+    options = dict(merged["images_kwargs"])
+    options.pop("return_tensors", None)
+    return options

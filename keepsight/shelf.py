@@ -1,0 +1,206 @@
+"""What several tenants keep in memory under one budget of bytes: the least useful goes first.
+
+What that is says `worth` in store/sizes.py, for memory as for disks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from keepsight.store import worth
+
+T = TypeVar("T")
+Place = tuple[str, str]  # tenant and key
+
+
+@dataclass
+class _Kept(Generic[T]):
+    """One thing on the shelf."""
+
+    item: T
+    nbytes: int
+    cost: float
+    made: float
+    uses: int = 1
+    worth: float = 0.0
+    pinned: bool = False
+    mark: int = field(default=0)  # which entry of the heap speaks of it
+
+
+class Shelf(Generic[T]):
+    """Things under a tenant and a key. `quota` bounds one tenant's bytes, `ttl` a thing's seconds.
+
+    What is pinned stays whatever the budget says, until it is unpinned, removed or expired.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        size: Callable[[T], int],
+        quota: int | None = None,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.budget, self.quota, self.ttl = budget, quota, ttl
+        self._size, self._clock = size, clock
+        self._kept: dict[Place, _Kept[T]] = {}
+        self._heaps: dict[str, list[tuple[float, int, str]]] = {}
+        self._marks = itertools.count(1)
+        self._floor = 0.0
+        self._swept = clock()
+        self._of: dict[str, int] = {}
+        self.nbytes = 0
+        self.evictions = 0
+
+    def get(self, tenant: str, key: str) -> T | None:
+        """The thing, which is worth more from now on."""
+        kept = self._kept.get((tenant, key))
+        if kept is None:
+            return None
+        if self._expired(kept):
+            self.pop(tenant, key)
+            return None
+        kept.uses += 1
+        self._weigh(tenant, key, kept)
+        return kept.item
+
+    def has(self, tenant: str, key: str) -> bool:
+        """Whether `get` would find it; asking makes nothing more useful."""
+        kept = self._kept.get((tenant, key))
+        return kept is not None and not self._expired(kept)
+
+    def put(self, tenant: str, key: str, item: T, cost: float = 0.0) -> None:
+        """Keep it if it can fit, letting go of the least useful."""
+        self._sweep()
+        before = self._kept.get((tenant, key))
+        pinned = before is not None and before.pinned
+        self.pop(tenant, key)
+        size = self._size(item)
+        if not pinned and size > min(self.budget, self.quota or self.budget):
+            return
+        kept = _Kept(item, size, cost, self._clock(), pinned=pinned)
+        self._kept[tenant, key] = kept
+        self.nbytes += size
+        self._count(tenant, size)
+        self._weigh(tenant, key, kept)
+        self._fit(tenant)
+
+    def pop(self, tenant: str, key: str) -> int:
+        """Let it go, if it is there; its bytes."""
+        kept = self._kept.pop((tenant, key), None)
+        if kept is None:
+            return 0
+        self.nbytes -= kept.nbytes
+        self._count(tenant, -kept.nbytes)
+        return kept.nbytes
+
+    def _count(self, tenant: str, nbytes: int) -> None:
+        self._of[tenant] = self._of.get(tenant, 0) + nbytes
+        if not self._of[tenant]:
+            del self._of[tenant]
+
+    def pin(self, tenant: str, key: str, pinned: bool = True) -> bool:
+        """Keep it whatever comes, or no longer; False when it is not there."""
+        kept = self._kept.get((tenant, key))
+        if kept is None:
+            return False
+        kept.pinned = pinned
+        self._weigh(tenant, key, kept)
+        self._fit(tenant)
+        return True
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Let go of everything, or of everything of one tenant."""
+        for owner, key in list(self._kept):
+            if tenant is None or owner == tenant:
+                self.pop(owner, key)
+
+    def bytes_of(self, tenant: str) -> int:
+        """What one tenant keeps here."""
+        return self._of.get(tenant, 0)
+
+    def items(self, tenant: str) -> Iterator[tuple[str, T]]:
+        """Keys and things of one tenant."""
+        for (owner, key), kept in list(self._kept.items()):
+            if owner == tenant and not self._expired(kept):
+                yield key, kept.item
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _expired(self, kept: _Kept[T]) -> bool:
+        return self.ttl is not None and self._clock() - kept.made >= self.ttl
+
+    def _sweep(self) -> None:
+        """Drop what has expired, now and then: nobody may ever ask for it again."""
+        if self.ttl is not None and self._clock() - self._swept >= self.ttl / 8:
+            self._swept = self._clock()
+            for place, kept in list(self._kept.items()):
+                if self._expired(kept):
+                    self.pop(*place)
+
+    def _weigh(self, tenant: str, key: str, kept: _Kept[T]) -> None:
+        kept.worth = worth(self._floor, kept.uses, kept.cost, kept.nbytes)
+        kept.mark = next(self._marks)
+        heap = self._heaps.setdefault(tenant, [])
+        heapq.heappush(heap, (kept.worth, kept.mark, key))
+        if len(heap) > 64 + 4 * len(self._kept):  # mostly of worths that hold no longer
+            self._heaps[tenant] = [
+                (k.worth, k.mark, name)
+                for (owner, name), k in self._kept.items()
+                if owner == tenant
+            ]
+            heapq.heapify(self._heaps[tenant])
+
+    def _fit(self, tenant: str) -> None:
+        while self.quota is not None and self.bytes_of(tenant) > self.quota:
+            if not self._let_go([tenant]):
+                break
+        while self.nbytes > self.budget:
+            if not self._let_go(list(self._heaps)):
+                break
+
+    def _let_go(self, tenants: list[str]) -> bool:
+        """Drop the least useful thing of some tenants; False where all is pinned."""
+        least = [(found, tenant) for tenant in tenants if (found := self._least(tenant))]
+        if not least:
+            return False
+        (worth, _, key), tenant = min(least)
+        self.pop(tenant, key)
+        self._floor = max(self._floor, worth)
+        self.evictions += 1
+        return True
+
+    def _least(self, tenant: str) -> tuple[float, int, str] | None:
+        heap = self._heaps.get(tenant, [])
+        while heap:
+            _, mark, key = heap[0]
+            kept = self._kept.get((tenant, key))
+            if kept is not None and kept.mark == mark and not kept.pinned:
+                return heap[0]
+            heapq.heappop(heap)  # unpinning weighs a thing anew
+        self._heaps.pop(tenant, None)
+        return None
+
+    def check(self) -> None:
+        """The books must agree with the shelves."""
+        sizes: dict[str, int] = {}
+        for (tenant, _), kept in self._kept.items():
+            if kept.nbytes != self._size(kept.item):
+                raise AssertionError("a thing changed its size on the shelf")
+            sizes[tenant] = sizes.get(tenant, 0) + kept.nbytes
+        sizes = {tenant: size for tenant, size in sizes.items() if size}
+        if sizes != self._of or sum(sizes.values()) != self.nbytes:
+            raise AssertionError(f"counted {self._of} ({self.nbytes}), kept {sizes}")
+        loose = [p for p, kept in self._kept.items() if not kept.pinned]
+        if self.nbytes > self.budget and loose:
+            raise AssertionError(f"{self.nbytes} bytes over a budget of {self.budget}")
+        for tenant, nbytes in sizes.items():
+            over = self.quota is not None and nbytes > self.quota
+            if over and any(owner == tenant for owner, _ in loose):
+                raise AssertionError(f"tenant {tenant!r} keeps {nbytes} over {self.quota}")

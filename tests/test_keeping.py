@@ -1,0 +1,202 @@
+"""Pinned, expired, deleted: what a caller says of one image or conversation, in every tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_parts import picture
+
+import keepsight as ks
+from keepsight.errors import InputError, MadeElsewhere
+
+QUESTION = "What is in this picture, and where does it stand?"
+MODELS = ["demo", "demo-hybrid"]
+
+
+@pytest.fixture(params=MODELS)
+def name(request: Any) -> str:
+    return str(request.param)
+
+
+def load(name: str, **options: Any) -> Any:
+    return ks.load(name, dtype="float32", **options)
+
+
+def conversation(seed: int) -> list[Any]:
+    parts = [{"type": "image", "image": picture(seed)}, {"type": "text", "text": QUESTION}]
+    return [{"role": "user", "content": parts}]
+
+
+def entries(vlm: Any) -> set[tuple[str, str]]:
+    vlm.flush()
+    return {(entry.kind, entry.key) for entry in vlm._store.entries()}
+
+
+# -- pins --------------------------------------------------------------------------------------
+
+
+def test_what_is_pinned_stays_in_memory(name: str) -> None:
+    with load(name, cache_budget="700KB", vision_budget="300KB") as vlm:
+        vlm.pin(conversation(1))
+        encoded = vlm.stats()["features"]["encoded"]
+        for seed in range(2, 12):
+            vlm.chat(conversation(seed), max_new_tokens=1)
+        told = vlm.explain(conversation(1))
+        assert told.cached_tokens == told.prompt_tokens
+        vlm.encode(picture(1))
+        assert vlm.stats()["features"]["encoded"] == encoded + 10
+        vlm.memory.tree.evict(1 << 40)
+        assert vlm.explain(conversation(1)).cached_tokens == told.prompt_tokens
+        vlm.memory.tree.check()
+        vlm.pin(conversation(1), False)
+        vlm.memory.tree.evict(1 << 40)
+        assert vlm.explain(conversation(1)).cached_tokens == 0
+        vlm.memory.tree.check()
+
+
+def test_what_is_pinned_stays_on_disk(name: str, tmp_path: Path) -> None:
+    with load(name, store=tmp_path, store_budget="1MB") as vlm:
+        vlm.pin(picture(1))
+        for seed in range(2, 12):
+            vlm.chat(conversation(seed), max_new_tokens=1)
+            vlm.flush()
+    with load(name, store=tmp_path, store_budget="1MB") as vlm:
+        assert vlm.chat(conversation(1), max_new_tokens=1).usage.images_encoded == 0
+        assert vlm.stats()["store"]["bytes"] <= 1_000_000
+
+
+# -- gone --------------------------------------------------------------------------------------
+
+
+def test_delete_means_gone_from_every_tier(name: str, tmp_path: Path) -> None:
+    near, far = tmp_path / "near", f"file://{tmp_path / 'far'}"
+    with load(name, store=near, remote=far, host_budget="1GiB") as vlm:
+        before = {tier: count(tmp_path / tier) for tier in ("near", "far")}
+        vlm.chat(conversation(1), max_new_tokens=2)
+        vlm.chat([*conversation(2), *said(), *conversation(1)], max_new_tokens=2)
+        vlm.flush()
+        assert vlm.delete(picture(1)) > 0
+        vlm.flush()
+        again = vlm.explain(conversation(1))
+        assert again.cached_tokens == 0 and {s.features for s in again.segments} == {None, "tower"}
+        # What stood before the deleted image is still there.
+        kept = vlm.explain([*conversation(2), *said()])
+        assert kept.cached_tokens > 0
+        assert vlm.delete([picture(1), picture(2)]) > 0  # naming it to explain left its name
+        vlm.delete([{"role": "user", "content": "Hello!"}])
+        vlm.flush()
+        for tier, start in before.items():
+            assert count(tmp_path / tier) == start, tier
+        vlm.memory.tree.check()
+        fresh = vlm.chat(conversation(1), max_new_tokens=2)
+        assert fresh.usage.images_encoded == 1 and fresh.usage.cached_tokens == 0
+
+
+def test_delete_touches_no_other_tenant(name: str, tmp_path: Path) -> None:
+    with load(name, store=tmp_path) as vlm:
+        for tenant in ("a", "b"):
+            vlm.chat(conversation(1), max_new_tokens=1, tenant=tenant)
+        vlm.flush()
+        vlm.delete(picture(1), tenant="a")
+        vlm.delete(picture(1))  # nobody's: there is none
+        assert vlm.explain(conversation(1), tenant="a").cached_tokens == 0
+        assert vlm.explain(conversation(1), tenant="b").cached_tokens > 0
+        vlm.clear()
+        assert vlm.explain(conversation(1), tenant="a").cached_tokens == 0
+        assert vlm.explain(conversation(1), tenant="b").cached_tokens > 0
+
+
+def test_delete_during_an_answer(name: str, tmp_path: Path) -> None:
+    """The answer goes on to its end; nothing of the image is left behind by it."""
+    with load(name, store=tmp_path) as vlm:
+        whole = vlm.chat(conversation(1), max_new_tokens=8).text
+        vlm.clear(store=True)
+        pieces = vlm.stream(conversation(1), max_new_tokens=8)
+        text = next(pieces).text
+        vlm.delete(picture(1))
+        assert text + "".join(piece.text for piece in pieces) == whole
+        told = vlm.explain(conversation(1))
+        assert told.cached_tokens == 0 and told.segments[-1].reason == "new"
+        vlm.memory.tree.check()
+
+
+def said() -> list[Any]:
+    return [{"role": "assistant", "content": [{"type": "text", "text": "A picture."}]}]
+
+
+def count(folder: Path) -> int:
+    """Files of entries about images or prompts: not the store's own marker, book and weights."""
+    kinds = ("package", "snapshot", "state", "alias", "made")
+    return sum(len(list(folder.glob(f"**/{kind}/??/*"))) for kind in kinds)
+
+
+# -- time --------------------------------------------------------------------------------------
+
+
+def test_what_has_expired_is_used_by_nobody(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    with load(name, store=tmp_path, ttl="1h") as vlm:
+        vlm.chat(conversation(1), max_new_tokens=1)
+        vlm.flush()
+        assert vlm.explain(conversation(1)).cached_tokens > 0
+    now = [0.0]
+    import time
+
+    for clock in ("time", "monotonic"):
+        true = getattr(time, clock)
+        monkeypatch.setattr(time, clock, lambda true=true: true() + now[0])
+    with load(name, store=tmp_path, ttl="1h") as vlm:
+        now[0] = 1800.0
+        assert vlm.chat(conversation(1), max_new_tokens=1).usage.images_encoded == 0
+        now[0] = 3700.0
+        late = vlm.chat(conversation(1), max_new_tokens=1)
+        assert late.usage.images_encoded == 1 and late.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("ttl", [0, -1, "soon", "1y", True, float("inf"), float("nan"), ""])
+def test_a_time_is_seconds_or_a_text(ttl: Any) -> None:
+    with pytest.raises(InputError, match="not a time"):
+        ks.load("demo", ttl=ttl)
+
+
+# -- sessions elsewhere ------------------------------------------------------------------------
+
+
+def test_a_session_goes_on_in_another_dtype(name: str, tmp_path: Path) -> None:
+    """Its packages are used as they are, its prefix is computed again, and the reports say so."""
+    file = tmp_path / "talk.keep"
+    with load(name) as vlm:
+        chat = vlm.session()
+        chat.ask(QUESTION, images=[picture(1)], max_new_tokens=8)
+        chat.save(file)
+    with ks.load(name, dtype="bfloat16") as vlm:
+        with pytest.raises(MadeElsewhere, match="dtype 'torch.float32', here 'torch.bfloat16'"):
+            vlm.resume(file, accept_features="same")
+        with pytest.raises(InputError, match="accept_features"):
+            vlm.resume(file, accept_features="some")
+        chat = vlm.resume(file)
+        reply = chat.ask("And what is its colour?", max_new_tokens=4)
+        assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens == 0
+        notes = " | ".join(reply.report.notes)
+        assert "medium 0 were made elsewhere" in notes and "prefixes are computed again" in notes
+        # What came in with other features never meets what this model makes itself.
+        own = vlm.chat(conversation(1), max_new_tokens=1)
+        assert own.usage.images_encoded == 1
+        features = own.report.segments
+        assert all(segment.reason != "memory" or segment.kind == "text" for segment in features)
+
+
+def test_a_session_is_of_the_tenant_that_resumes_it(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "talk.keep"
+    with load(name) as vlm:
+        chat = vlm.session(tenant="a")
+        chat.ask(QUESTION, images=[picture(1)], max_new_tokens=4)
+        chat.save(file)
+        assert b"tenant" not in file.read_bytes()
+    with load(name) as vlm:
+        chat = vlm.resume(file, tenant="b")
+        assert not chat.notes and chat.tenant == "b"
+        assert chat.ask("And?", max_new_tokens=2).usage.cached_tokens > 0
+        assert vlm.explain(conversation(1), tenant="a").cached_tokens == 0
+        assert vlm.explain(conversation(1)).cached_tokens == 0

@@ -1,0 +1,116 @@
+"""What is kept in memory for several tenants, against a plain model of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from keepsight.shelf import Shelf
+
+TENANTS, KEYS = st.sampled_from(["", "a", "b"]), st.sampled_from("klmno")
+
+
+class Shelves(RuleBasedStateMachine):
+    """Anything may be gone, but nothing may come back changed, to another, or after its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.shelf: Shelf[bytes] = Shelf(100, len, quota=60, ttl=50, clock=lambda: self.now)
+        self.model: dict[Any, tuple[bytes, float]] = {}
+        self.pinned: set[Any] = set()
+
+    @rule(tenant=TENANTS, key=KEYS, size=st.integers(0, 70), cost=st.floats(0, 9))
+    def put(self, tenant: str, key: str, size: int, cost: float) -> None:
+        item = bytes([len(self.model) % 256]) * size
+        self.shelf.put(tenant, key, item, cost)
+        self.model[tenant, key] = (item, self.now)
+        if not self.shelf.has(tenant, key):
+            self.pinned.discard((tenant, key))
+
+    @rule(tenant=TENANTS, key=KEYS)
+    def get(self, tenant: str, key: str) -> None:
+        had = self.shelf.has(tenant, key)
+        found = self.shelf.get(tenant, key)
+        assert (found is not None) == had
+        if found is not None:
+            item, made = self.model[tenant, key]
+            assert found == item and self.now - made < 50
+        else:
+            self.pinned.discard((tenant, key))
+
+    @rule(tenant=TENANTS, key=KEYS, on=st.booleans())
+    def pin(self, tenant: str, key: str, on: bool) -> None:
+        if self.shelf.pin(tenant, key, on) and on and self.shelf.has(tenant, key):
+            self.pinned.add((tenant, key))
+        else:
+            self.pinned.discard((tenant, key))
+
+    @rule(tenant=TENANTS, key=KEYS)
+    def pop(self, tenant: str, key: str) -> None:
+        self.shelf.pop(tenant, key)
+        self.pinned.discard((tenant, key))
+        assert not self.shelf.has(tenant, key)
+
+    @rule(seconds=st.integers(0, 30))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @rule(tenant=TENANTS)
+    def clear(self, tenant: str) -> None:
+        self.shelf.clear(tenant)
+        self.pinned = {place for place in self.pinned if place[0] != tenant}
+        assert self.shelf.bytes_of(tenant) == 0 and not list(self.shelf.items(tenant))
+
+    @invariant()
+    def the_books(self) -> None:
+        self.shelf.check()
+        for place in self.pinned:
+            if self.now - self.model[place][1] < 50:
+                assert self.shelf.has(*place), "what is pinned stays"
+
+
+Shelves.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestShelves = Shelves.TestCase
+
+
+def shelf(budget: int, **more: Any) -> Shelf[bytes]:
+    return Shelf(budget, len, **more)
+
+
+def test_the_least_useful_goes_first() -> None:
+    kept = shelf(100)
+    kept.put("", "dear", bytes(40), cost=100)
+    kept.put("", "cheap", bytes(40), cost=1)
+    kept.put("", "new", bytes(40), cost=10)
+    assert [key for key, _ in kept.items("")] == ["dear", "new"]
+    small = shelf(100)
+    small.put("", "large", bytes(80), cost=10)
+    small.put("", "small", bytes(10), cost=10)
+    small.put("", "next", bytes(20), cost=10)
+    assert not small.has("", "large") and small.has("", "small")
+
+
+def test_what_is_asked_for_stays_and_what_was_useful_once_sinks() -> None:
+    kept = shelf(30)
+    for key in "abc":
+        kept.put("", key, bytes(10), cost=1)
+    kept.get("", "a")
+    kept.put("", "d", bytes(10), cost=1)
+    assert kept.has("", "a") and not kept.has("", "b")
+    for number in range(40):  # nobody asks for `a` any more
+        kept.put("", f"n{number}", bytes(10), cost=1)
+    assert not kept.has("", "a")
+
+
+def test_a_tenant_over_its_quota_loses_its_own() -> None:
+    kept = shelf(100, quota=30)
+    kept.put("a", "one", bytes(20), cost=1)
+    for number in range(5):
+        kept.put("b", str(number), bytes(10), cost=50)
+    assert kept.has("a", "one") and kept.bytes_of("b") == 30
+    kept.put("b", "too large", bytes(31))
+    assert not kept.has("b", "too large") and kept.bytes_of("b") == 30
