@@ -5,19 +5,21 @@ from, and feeding it to the wrong model gives fluent nonsense. A package carries
 refuses by name where it does not fit. docs/package-format.md is the page; tests hold golden bytes.
 
 `identity` names what was encoded and by which weights; `provenance` says how it was computed;
-`feature_id` is both. Two packages with one feature id hold the same bits.
+`feature_id` is both. Two packages with one feature id hold the same bits. A package packed by a
+lossy codec (codecs.py) is another making of the same image: its features are floats like any
+other, and its file holds what they were unpacked from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keepsight import keys, tensorfile
-from keepsight.errors import DamagedFile
+from keepsight import codecs, handover, keys, tensorfile
+from keepsight.errors import DamagedFile, InputError
 
 FORMAT = 1
 KIND = "package"
@@ -41,6 +43,7 @@ class Package:
     modality: str = "image"
     source: str | None = None
     about: dict[str, Any] = field(default_factory=dict)  # for people: model type, hub id, settings
+    packed: dict[str, torch.Tensor] | None = None  # what a lossy codec made of `tensors`
 
     @property
     def tokens(self) -> int:
@@ -60,13 +63,64 @@ class Package:
     @property
     def nbytes(self) -> int:
         """Unique storage bytes: a view pins all of the tensor it looks into."""
-        return storage_bytes(self.tensors.values())
+        return storage_bytes([*self.tensors.values(), *(self.packed or {}).values()])
+
+    @property
+    def codec(self) -> str:
+        """The codec's name, with its measured error where it loses something."""
+        return codecs.describe(self.provenance.get("codec", codecs.EXACT))
+
+    def pack(self, codec: str) -> Package:
+        """The same features in fewer bytes: `"exact"`, `"bf16"`, or `"int8"` with a scale per row.
+
+        Where the codec loses something the result says how much, and has a feature id of its own;
+        where it does not make the features smaller, the package is given back as it is.
+        """
+        codecs.check_codec(codec)
+        before = self.provenance.get("codec", codecs.EXACT)
+        if before != codecs.EXACT:
+            if codec == (before["name"] if codecs.is_lossy(before) else before):
+                return self
+            raise InputError(
+                f"this package was packed before ({codecs.describe(before)}); what was lost cannot "
+                f"be had back, and its error as {codec} could not be measured: encode again"
+            )
+        kept, said = codecs.pack(self.tensors, codec)
+        if not said:
+            return self
+        floats = codecs.unpack(kept, said, "the package")
+        placed = {name: floats[name].to(tensor.device) for name, tensor in self.tensors.items()}
+        provenance = dict(self.provenance, codec=said)
+        return replace(self, tensors=placed, provenance=provenance, packed=kept)
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The tensors that files and stores keep, beside `record()`."""
+        codec = self.provenance.get("codec")
+        if not codecs.is_lossy(codec):
+            return self.tensors
+        true = codecs.unpack(self.packed or {}, codec, "the package")
+        same = true.keys() == self.tensors.keys()
+        if not same or not all(_same_bits(true[name], t) for name, t in self.tensors.items()):
+            raise InputError(
+                "the features were changed after they were packed; give the package the provenance "
+                "of what made them (codec 'exact') and pack it again"
+            )
+        return self.packed or {}
 
     def save(self, path: str | Path) -> Path:
         """Write one `.sight` file, atomically."""
         path = Path(path)
-        tensorfile.save(path, KIND, FORMAT, self.tensors, self.record())
+        tensorfile.save(path, KIND, FORMAT, self.stored, self.record())
         return path
+
+    def to_vllm(self) -> dict[str, Any]:
+        """The `multi_modal_data` of a vLLM request with this image (several: `fleet.to_vllm`)."""
+        return handover.to_vllm([self])
+
+    def to_sglang(self) -> dict[str, Any]:
+        """The `image_data` of an SGLang request with this image (several: `fleet.to_sglang`)."""
+        return handover.to_sglang([self])
 
     def record(self) -> dict[str, Any]:
         """All but the tensors, as JSON."""
@@ -96,6 +150,9 @@ class Package:
     ) -> Package:
         """A package from its parts, after checking that they agree with each other."""
         _check_record(record, where)
+        codec, packed = record["provenance"].get("codec"), None
+        if codecs.is_lossy(codec):
+            tensors, packed = codecs.unpack(tensors, codec, where), tensors
         package = cls(
             tensors=tensors,
             key=record["key"],
@@ -108,6 +165,7 @@ class Package:
             modality=record["modality"],
             source=record["source"],
             about=record["about"],
+            packed=packed,
         )
         check_shapes(package, where)
         return package
@@ -131,6 +189,11 @@ def storage_bytes(tensors: Any) -> int:
     """Bytes of the distinct storages behind some tensors."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    same = one.dtype == two.dtype and one.shape == two.shape
+    return same and bool(keys.tensor_bytes(one) == keys.tensor_bytes(two))
 
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {

@@ -83,6 +83,7 @@ def _package(path: Path, tensors: dict[str, torch.Tensor], record: Record) -> Re
         "key": loaded.key,
         "identity": loaded.identity,
         "feature_id": loaded.feature_id,
+        "codec": loaded.codec,
         "bound_to": {
             "model": about.get("model_type"),
             "name": about.get("name"),
@@ -111,9 +112,8 @@ def _session(path: Path, tensors: dict[str, torch.Tensor], record: Record) -> Re
                 "commit": about.get("commit"),
                 "weights": record["weights"],
                 "vision weights": record["vision_weights"],
-                "namespace": record["namespace"],
             },
-            "provenance": media[0]["provenance"] if media else {},
+            "provenance": media[0]["provenance"] if media else record.get("made", {}),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedFile(f"{path}: the record lacks something: {error!r}") from error
@@ -174,7 +174,8 @@ def _facts(described: Record) -> RenderableType:
         "integrity": described["integrity"],
         "reading": f"record {ms['record']:.1f} ms, everything {everything:.1f} ms ({speed}/s)",
     }
-    for name in ("tokens", "images", "image_tokens", "prefilled_tokens", "grid", "key", "identity"):
+    shown_facts = ("tokens", "images", "image_tokens", "prefilled_tokens", "grid", "codec")
+    for name in (*shown_facts, "key", "identity"):
         if name in described:
             facts[name.replace("_", " ")] = _text(described[name])
     shown = table("", "")

@@ -1,0 +1,40 @@
+"""Packages for engines that serve elsewhere: vLLM and SGLang, by request or through a store.
+
+`to_vllm` and `to_sglang` put features into a request. Where vLLM reads a Keepsight store as its
+encoder cache (`connector_config`), requests carry names of features only (`named_for_vllm`).
+Nothing is imported until it is used: inside vLLM there is another Transformers than ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "checkpoint_digest": "fleet.checkpoint",
+    "connector_config": "fleet.binding",
+    "identifier": "handover",
+    "named_for_vllm": "handover",
+    "to_sglang": "handover",
+    "to_vllm": "handover",
+}
+
+__all__ = [
+    "checkpoint_digest",
+    "connector_config",
+    "identifier",
+    "named_for_vllm",
+    "to_sglang",
+    "to_vllm",
+]
+
+if TYPE_CHECKING:
+    from keepsight.fleet.binding import connector_config
+    from keepsight.fleet.checkpoint import checkpoint_digest
+    from keepsight.handover import identifier, named_for_vllm, to_sglang, to_vllm
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"keepsight.{_HOMES[name]}"), name)

@@ -1,0 +1,53 @@
+"""What ties a store of features to the checkpoint that another engine serves.
+
+That engine has the weights in shapes of its own, so our fingerprint cannot be taken from it. Both
+sides can read the checkpoint's files, though: `connector_config` loads them once with Keepsight and
+writes down which features fit them, beside a digest over every byte of the files, and the connector
+compares that digest with the files that its engine serves.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from keepsight import loading, vlm
+from keepsight.fleet.checkpoint import checkpoint_digest
+
+CONNECTOR = "KeepsightConnector"
+MODULE = "keepsight.fleet.vllm_connector"
+
+
+def connector_config(
+    name: str | os.PathLike[str],
+    store: str | os.PathLike[str],
+    *,
+    tenant: str | None = None,
+    lossy: bool = False,
+) -> dict[str, Any]:
+    """The `--ec-transfer-config` under which vLLM takes features of this checkpoint from a store.
+
+    Loads the model once. `lossy` also admits packages that a codec made smaller.
+    """
+    address = os.fspath(store)
+    if "://" not in address:
+        address = str(Path(address).expanduser().resolve())
+    path = loading.model_path(os.fspath(name))
+    with vlm.load(name) as live:
+        weights = live.memory.weights.vision
+        settings = live.memory.family.vision_settings()
+    extra = {
+        "store": address,
+        "tenant": tenant,
+        "weights": weights,
+        "settings": settings,
+        "checkpoint": checkpoint_digest(path),
+        "lossy": bool(lossy),
+    }
+    return {
+        "ec_connector": CONNECTOR,
+        "ec_connector_module_path": MODULE,
+        "ec_role": "ec_consumer",
+        "ec_connector_extra_config": extra,
+    }

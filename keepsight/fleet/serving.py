@@ -1,0 +1,137 @@
+"""A store as another engine's encoder cache: which of its features may be given out, and as what.
+
+Everything that decides lives here, and knows no engine. A request names features by `identifier`:
+a feature id says what was seen, by which weights, under which settings and how it was computed, so
+what is found under it cannot be the features of anything else. What does not fit is not given out,
+and why is logged once for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from keepsight import codecs, handover
+from keepsight.errors import FileError, InputError, UnknownOption, UnsupportedInput
+from keepsight.package import Package
+from keepsight.store import Recent, Store
+
+logger = logging.getLogger(__name__)
+
+_NAMED = re.compile(re.escape(handover.PREFIX) + r"([0-9a-f]{64})")
+HELD = 256 << 20  # bytes of packages kept between being asked for and being taken
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What the features of a store must be bound to; `connector_config` writes these down."""
+
+    store: str
+    weights: str
+    settings: str
+    checkpoint: str
+    tenant: str | None = None
+    lossy: bool = False
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Binding:
+        """From the engine's configuration; a missing or unknown field is named."""
+        known = [field.name for field in fields(cls)]
+        if set(given) - set(known):
+            raise UnknownOption.among(given, known, "the connector")
+        missing = [name for name in known[:4] if not isinstance(given.get(name), str)]
+        if missing:
+            raise InputError(
+                f"the connector was not told {', '.join(missing)}; make its configuration with "
+                "keepsight.fleet.connector_config(checkpoint, store)"
+            )
+        return cls(**given)
+
+
+class Serving:
+    """Features of one store for one checkpoint."""
+
+    def __init__(self, store: Store, binding: Binding) -> None:
+        self._store, self._binding = store, binding
+        self._held: Recent[Package] = Recent(HELD, lambda package: package.nbytes)
+        self._told: set[str] = set()
+        self.counts = {"given": 0, "absent": 0, "refused": 0}
+
+    @staticmethod
+    def ours(name: str) -> bool:
+        """Whether a name is one of ours at all."""
+        return _NAMED.fullmatch(name) is not None
+
+    def find(self, name: str) -> Package | None:
+        """The package behind a name, where there is one that may be given out."""
+        match = _NAMED.fullmatch(name)
+        if match is None:
+            return None
+        held = self._held.get(name)
+        if held is not None:
+            return held
+        found = self._store.get("package", match[1])
+        if found is None:
+            self.counts["absent"] += 1
+            return None
+        try:
+            package = Package.from_record(*found, where=f"the store's package {match[1]}")
+            why = self._why_not(package, match[1])
+        except FileError as error:
+            why = str(error)
+        if why:
+            self.counts["refused"] += 1
+            self._tell(name, why)
+            return None
+        self._held.put(name, package)
+        return package
+
+    def _why_not(self, package: Package, feature_id: str) -> str:
+        if package.feature_id != feature_id:
+            return "it is the package of something else"
+        for field in ("weights", "settings"):
+            if getattr(package, field) != getattr(self._binding, field):
+                return f"it was made with other vision {field} than the checkpoint served here"
+        codec = package.provenance.get("codec", codecs.EXACT)
+        if codec != codecs.EXACT and not self._binding.lossy:
+            return f"it was packed with loss ({codecs.describe(codec)}); lossy=True admits it"
+        return ""
+
+    def misfit(self, name: str, tokens: int, grid: list[int] | None) -> str:
+        """Why a request cannot have these features in this place; empty where it can."""
+        package = self.find(name)
+        if package is None:
+            return "the store has no features of that name that fit"
+        if package.tokens != tokens:
+            return f"the prompt has room for {tokens} tokens, the features are {package.tokens}"
+        mine = package.grid.get("image_grid_thw")
+        if grid is not None and mine is not None and mine != [grid]:
+            return f"the request says grid {grid}, the features have {mine[0] if mine else mine}"
+        return ""
+
+    def rows(self, name: str) -> torch.Tensor | None:
+        """The features behind a name, as one row for each token."""
+        package = self.find(name)
+        if package is None:
+            return None
+        try:
+            found = handover.rows(package)
+        except UnsupportedInput as error:
+            self._tell(name, str(error))
+            return None
+        self.counts["given"] += 1
+        return found
+
+    def _tell(self, name: str, why: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning("%s is not given out: %s", name, why)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._held.clear()
+        self._store.close()

@@ -1,0 +1,164 @@
+"""What other engines take in place of an image: the features of packages, in each one's own shape.
+
+An engine that gets features in a shape it does not expect crashes at best, so nothing is guessed
+here: for each model type the table says what the engine was seen to take, in the version that was
+read (docs/fleets.md), and what it does not take is refused by name. Most of it was run as well:
+`bench/results/fleet/` holds answers from features beside answers from pixels.
+
+This module knows shapes, not engines: it imports none of them, and gives plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from keepsight.errors import InputError, UnsupportedInput
+
+VLLM_READ = "0.32.0"
+SGLANG_READ = "0.5.23"
+PREFIX = "keepsight-"  # of the names by which requests ask a connector for features
+
+
+class Features(Protocol):
+    """What is needed of a package."""
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+    @property
+    def grid(self) -> dict[str, list[Any]]: ...
+    @property
+    def weights(self) -> str: ...
+    @property
+    def settings(self) -> str: ...
+    @property
+    def modality(self) -> str: ...
+    @property
+    def about(self) -> dict[str, Any]: ...
+    @property
+    def feature_id(self) -> str: ...
+
+
+# "grid": all features in one tensor, with the grids beside them, from which the engine counts the
+# tokens of each image. "rows": one tensor for each image, its tokens counted by its rows.
+_GRID, _ROWS = "grid", "rows"
+_VLLM: dict[str, str] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _GRID),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen2_5_omni_thinker"), _GRID),
+    **dict.fromkeys(("llava", "llava_next", "llava_onevision", "internvl", "paligemma"), _ROWS),
+}
+_NO_GRID = "its parser takes no grid beside features, and the prompt cannot be built without one"
+_NO_FEATURES = "its model code takes pixels only"
+_VLLM_REFUSES: dict[str, str] = {
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "ernie4_5_vl_moe"), _NO_GRID),
+    **dict.fromkeys(("idefics3", "smolvlm"), "its prompt is built from the image's own size"),
+    **dict.fromkeys(("gemma3", "cohere2_vision", "mistral3", "paddleocr_vl"), _NO_FEATURES),
+    "qwen3_omni_moe_thinker": "its parser takes features of sound, and none of images",
+}
+_SGLANG: dict[str, str] = dict.fromkeys(
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _GRID
+)
+_SGLANG_REFUSES: dict[str, str] = {
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe", "glm46v"),
+        "it would compute their positions without the grid that is handed over, silently",
+    ),
+}
+
+
+def to_vllm(packages: Sequence[Features]) -> dict[str, Any]:
+    """The `multi_modal_data` of a vLLM request whose images, in prompt order, are these packages.
+
+    The prompt holds one placeholder for each image, as with pixels. The engine must run with
+    `enable_mm_embeds`; it keys its caches by the bytes of what it gets.
+    """
+    kind = _kind(packages, "vLLM", VLLM_READ, _VLLM, _VLLM_REFUSES)
+    if kind == _ROWS:
+        return {"image": [rows(package) for package in packages]}
+    return {"image": {"image_embeds": torch.cat(list(map(rows, packages))), **_grids(packages)}}
+
+
+def named_for_vllm(packages: Sequence[Features]) -> dict[str, Any]:
+    """The same by name only, for a vLLM that reads a store which has these packages.
+
+    What the request carries is the grids, from which vLLM counts tokens, and the names.
+    """
+    kind = _kind(packages, "vLLM", VLLM_READ, _VLLM, _VLLM_REFUSES)
+    if kind == _ROWS:
+        raise UnsupportedInput(
+            f"vLLM {VLLM_READ} counts the tokens of {packages[0].about['model_type']} by rows or "
+            "pixels; give it the image beside its name (`multi_modal_uuids`), or the features"
+        )
+    names = [identifier(package) for package in packages]
+    return {
+        "multi_modal_data": {"image": _grids(packages)},
+        "multi_modal_uuids": {"image": names},
+    }
+
+
+def identifier(package: Features) -> str:
+    """The name by which a request asks a connector for these features."""
+    return PREFIX + package.feature_id
+
+
+def to_sglang(packages: Sequence[Features]) -> dict[str, Any]:
+    """The `image_data` of an SGLang request whose images, in prompt order, are these packages.
+
+    All images travel in one item, which is the only form that SGLang takes them in. The request
+    also needs `input_ids` with every placeholder written out: `vlm.render(messages).ids.tolist()`.
+    """
+    _kind(packages, "SGLang", SGLANG_READ, _SGLANG, _SGLANG_REFUSES)
+    # Not its format "precomputed_embedding": features would stand where pixels do, and Qwen3-VL
+    # would send them through the tower.
+    item = {"format": "processor_output", "modality": "image"}
+    features = {"precomputed_embeddings": torch.cat(list(map(rows, packages)))}
+    return {"image_data": [{**item, **features, **_grids(packages)}]}
+
+
+def rows(package: Features) -> torch.Tensor:
+    """The features as one row for each token; deepstack levels stand behind, side by side."""
+    if "indicator" in package.tensors:
+        raise UnsupportedInput("features with indicator tokens are taken by Keepsight only")
+    levels = sum(name.startswith("deepstack.") for name in package.tensors)
+    names = ["features", *(f"deepstack.{level}" for level in range(levels))]
+    return torch.cat([package.tensors[name].flatten(0, -2) for name in names], dim=-1)
+
+
+def _grids(packages: Sequence[Features]) -> dict[str, torch.Tensor]:
+    grid = [row for package in packages for row in package.grid.get("image_grid_thw", [])]
+    if len(grid) != len(packages):
+        raise InputError(
+            f"{len(packages)} packages have {len(grid)} grids (image_grid_thw); expected one each"
+        )
+    return {"image_grid_thw": torch.tensor(grid, dtype=torch.int64)}
+
+
+def _kind(
+    packages: Sequence[Features],
+    engine: str,
+    version: str,
+    takes: dict[str, str],
+    refuses: dict[str, str],
+) -> str:
+    """How the engine takes the features of this model type, after checking that all go together."""
+    if not packages:
+        raise InputError("there are no packages to hand over")
+    for field in ("weights", "settings", "modality"):
+        if len({getattr(package, field) for package in packages}) > 1:
+            raise InputError(f"the packages differ in their {field}: they cannot share a request")
+    if packages[0].modality != "image":
+        raise UnsupportedInput(
+            f"{engine} is handed features of images only; this is a package of "
+            f"{packages[0].modality!r}"
+        )
+    model_type = packages[0].about.get("model_type")
+    if model_type is None:
+        raise InputError(f"the package does not say its model type, so not what {engine} takes")
+    if model_type not in takes:
+        why = refuses.get(model_type, "nobody has looked at it yet")
+        raise UnsupportedInput(
+            f"{engine} {version} takes no features of {model_type}: {why}; give it the image"
+        )
+    return takes[model_type]
