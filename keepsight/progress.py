@@ -1,33 +1,40 @@
-"""How far an encoding run is: the numbers, and a bar that shows them.
+"""How far an encoding run is: the numbers, and a bar or lines that show them.
 
-Rates count what this run did, so a run that resumes does not look faster than it is.
+Rates count what this run did, so a run that resumes does not look faster than it is. The time that
+is left goes by all images that were dealt with, because those that are known cost time too.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from keepsight.terminal import bytes_text
 
 if TYPE_CHECKING:
     from keepsight.encode import Encoded
 
+_STATUSES = ("encoded", "kept", "duplicate", "skipped", "broken")
+_MOST_TOLD = 1000  # broken images that are listed at the end; a file takes any number
+_LINES = 10.0  # seconds between two lines, where there is no terminal
+Problem = tuple[str, str, str]  # name, status, reason
+
 
 @dataclass
 class Tally:
     """What became of the images so far."""
 
-    total: int
+    total: int | None = None  # as soon as somebody knows
     counts: dict[str, int] = field(default_factory=dict)
     tokens: int = 0  # encoded in this run
     nbytes: int = 0  # written in this run
-    broken: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
 
@@ -37,26 +44,45 @@ class Tally:
         if result.status == "encoded":
             self.tokens += result.tokens
             self.nbytes += result.nbytes
-        if result.status == "broken":
-            self.broken.append((str(result.image), result.error or ""))
+        if result.error is not None and len(self.problems) < _MOST_TOLD:
+            self.problems.append((result.image, result.status, result.error))
         self.seconds = time.perf_counter() - self.started
+
+    @property
+    def done(self) -> int:
+        """Images dealt with."""
+        return sum(self.counts.values())
+
+    @property
+    def broken(self) -> int:
+        """Images that could not be used."""
+        return self.counts.get("broken", 0)
 
     def rates(self) -> tuple[float, float]:
         """Images and tokens a second, of those that were encoded."""
         seconds = max(self.seconds, 1e-9)
         return self.counts.get("encoded", 0) / seconds, self.tokens / seconds
 
+    def left(self) -> float | None:
+        """Seconds until the end at the pace so far, where the number of images is known."""
+        if self.total is None or not self.done:
+            return None
+        return max(0, self.total - self.done) * self.seconds / self.done
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         images, tokens = self.rates()
+        left = self.left()
         return {
-            "images": self.total,
+            "images": self.done,
+            "total": self.total,
             **{name: self.counts.get(name, 0) for name in _STATUSES},
             "tokens": self.tokens,
             "bytes": self.nbytes,
             "seconds": round(self.seconds, 3),
             "images_per_second": round(images, 3),
             "tokens_per_second": round(tokens, 1),
+            "seconds_left": None if left is None else round(left, 1),
         }
 
     def __str__(self) -> str:
@@ -68,23 +94,56 @@ class Tally:
         images, tokens = self.rates()
         return f"{images:.1f} images/s, {tokens:.0f} tokens/s, {bytes_text(self.nbytes)} written"
 
+    def line(self) -> str:
+        """All of it on one line, for a log."""
+        left = self.left()
+        rest = "" if left is None else f", {duration(left)} left"
+        return f"{self.done}/{self.total or '?'} images: {self}{rest}"
 
-_STATUSES = ("encoded", "kept", "duplicate", "broken")
+
+def duration(seconds: float) -> str:
+    """`5025` as `1:23:45`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def shown(results: Iterable[Encoded], tally: Tally, console: Console) -> Iterator[Encoded]:
-    """The results as they come, counted, with a bar on the console."""
+def shown(
+    results: Iterable[Encoded], tally: Tally, console: Console, as_json: bool = False
+) -> Iterator[Encoded]:
+    """The results as they come, counted: a bar on a terminal, else a line now and then."""
+    tally.started = time.perf_counter()
+    if console.is_terminal and not as_json:
+        yield from _with_bar(results, tally, console)
+    else:
+        yield from _with_lines(results, tally, console, as_json)
+
+
+def _with_bar(results: Iterable[Encoded], tally: Tally, console: Console) -> Iterator[Encoded]:
     columns = (
         TextColumn("encoding"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[pace]}"),
-        TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("encoding", total=tally.total, pace="")
-        tally.started = time.perf_counter()
         for result in results:
             tally.add(result)
-            bar.update(task, advance=1, pace=tally.pace())
+            left = tally.left()
+            rest = "" if left is None else f", {duration(left)} left"
+            bar.update(task, total=tally.total, completed=tally.done, pace=tally.pace() + rest)
             yield result
+
+
+def _with_lines(
+    results: Iterable[Encoded], tally: Tally, console: Console, as_json: bool
+) -> Iterator[Encoded]:
+    told = tally.started
+    for result in results:
+        tally.add(result)
+        if tally.started + tally.seconds - told >= _LINES:
+            told = tally.started + tally.seconds
+            text = json.dumps({"progress": tally.to_dict()}) if as_json else tally.line()
+            console.out(text, highlight=False)
+        yield result

@@ -1,0 +1,92 @@
+"""Many images to packages: found, opened and preprocessed ahead, encoded once, and kept safe.
+
+`sources` says what a user may name, `items` what one image is, `run` keeps the tower busy, and
+`to_store` and `to_files` are the two places where packages go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from keepsight.encode.items import Item, Reading
+from keepsight.encode.results import STATUSES, Encoded, Target
+from keepsight.encode.run import run
+from keepsight.encode.sources import Found, Piece, count, find, items
+from keepsight.encode.to_files import ToFiles
+from keepsight.encode.to_store import ToStore
+from keepsight.errors import InputError
+from keepsight.settings import tenant_name
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+__all__ = [
+    "STATUSES",
+    "Encoded",
+    "Found",
+    "Item",
+    "Piece",
+    "Reading",
+    "count",
+    "encode",
+    "find",
+    "items",
+    "parse_shard",
+    "run",
+    "target_of",
+]
+
+
+def encode(
+    sources: Sequence[str | os.PathLike[str]],
+    vlm: VLM,
+    *,
+    files: str | os.PathLike[str] | None = None,
+    column: str = "image",
+    dpi: int = 144,
+    fps: float | None = None,
+    shard: str | None = None,
+    max_tokens: int | None = None,
+    codec: str = "exact",
+    tenant: str | None = None,
+    threads: int | None = None,
+) -> Iterator[Encoded]:
+    """Every image behind `sources` into the model's store, or as `.sight` files into a folder.
+
+    What became of each comes in order. An image that cannot be used is a result like any other.
+    """
+    reading = Reading(column, dpi, fps)
+    reading.check()
+    part = parse_shard(shard)
+    found = find(sources, column)
+    target = target_of(vlm, files, tenant=tenant, codec=codec, most=max_tokens)
+    return run(items(found.pieces, reading), target, part, threads)
+
+
+def target_of(
+    vlm: VLM,
+    files: str | os.PathLike[str] | None = None,
+    *,
+    tenant: str | None = None,
+    codec: str = "exact",
+    most: int | None = None,
+) -> Target:
+    """The model's store, or a folder of files, as the place for packages."""
+    whose: Any = vlm.tenant if tenant is None else tenant_name(tenant)
+    if most is not None and most < 1:
+        raise InputError(f"max_tokens={most}; expected at least 1")
+    if files is not None:
+        return ToFiles(vlm, files, whose, codec, most)
+    return ToStore(vlm, whose, codec, most)
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """`"2/8"`: the second of eight machines that share the work."""
+    if text is None:
+        return None
+    number, slash, count_ = text.partition("/")
+    if slash and number.isdecimal() and count_.isdecimal() and 1 <= int(number) <= int(count_):
+        return int(number), int(count_)
+    raise InputError(f"shard {text!r}; expected i/n with i from 1 to n, such as 2/8")

@@ -1,0 +1,159 @@
+"""Work done ahead, in threads, on what will be asked for next: in order, and bounded in bytes.
+
+While the model's tower runs, other images are read, decoded and preprocessed. Nothing here knows
+what the work is.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+_DEEP = 16  # things that may wait for each thread, whatever their bytes
+_TOGETHER, _LIGHT = 64, 1 << 20  # at most so many, of so many bytes, in one go
+# Python threads take turns, and a tower gives its turn away at each of its hundreds of small steps.
+# With the usual 5 ms until it may have it back, threads that work ahead would slow it down.
+_TURN = 0.0002
+
+
+def usual_threads() -> int:
+    """One for each processor beside the one that feeds the tower, and not very many."""
+    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(8, (have or 1) - 1))
+
+
+@dataclass(frozen=True)
+class _Going(Generic[R]):
+    """Some things that a thread works on, one after the other."""
+
+    sizes: list[int]
+    results: Future[list[R]]
+
+
+class _Window:
+    """How much is on its way. Whoever adds waits while it is full; one thing always fits."""
+
+    def __init__(self, most: int, budget: int) -> None:
+        self._most, self._budget = most, budget
+        self._count = self._bytes = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def enter(self, count: int, nbytes: int) -> bool:
+        """Wait for room; False when nobody wants anything any more."""
+        with self._changed:
+            while not self._closed and self._full():
+                self._changed.wait()
+            self._count += count
+            self._bytes += nbytes
+            return not self._closed
+
+    def _full(self) -> bool:
+        return self._count >= self._most or (self._count > 0 and self._bytes >= self._budget)
+
+    def grow(self, nbytes: int) -> None:
+        with self._changed:
+            self._bytes += nbytes
+
+    def leave(self, nbytes: int) -> None:
+        with self._changed:
+            self._count -= 1
+            self._bytes -= nbytes
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Ahead(Generic[T, R]):
+    """`work` on each of some things, done in threads before the result is asked for.
+
+    `before` and `after` tell the bytes that a thing holds while it waits and what its work adds.
+    Where work adds none, it was only a look-up: then more and more things go in one go, because
+    handing one over costs as much as looking one up.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[T], R],
+        before: Callable[[T], int],
+        after: Callable[[R], int],
+        threads: int,
+        budget: int,
+    ) -> None:
+        self._work, self._before, self._after = work, before, after
+        self._threads, self._window = threads, _Window(_DEEP * threads, budget)
+        self._lane: queue.SimpleQueue[_Going[R] | Exception | None] = queue.SimpleQueue()
+        self._together = 1
+
+    def over(self, things: Iterable[T]) -> Iterator[R]:
+        """The results, in the order of the things."""
+        pool = ThreadPoolExecutor(self._threads, "keepsight-ahead")
+        feeder = threading.Thread(
+            target=self._feed, args=(iter(things), pool), name="keepsight-ahead-feed", daemon=True
+        )
+        with _short_turns():
+            feeder.start()
+            try:
+                while (found := self._lane.get()) is not None:
+                    if isinstance(found, Exception):
+                        raise found
+                    for nbytes, result in zip(found.sizes, found.results.result(), strict=True):
+                        yield result
+                        self._window.leave(nbytes + self._after(result))
+            finally:
+                self._window.close()
+                pool.shutdown(cancel_futures=True)
+                feeder.join()
+
+    def _feed(self, things: Iterator[T], pool: ThreadPoolExecutor) -> None:
+        try:
+            while group := self._group(things):
+                sizes = [self._before(thing) for thing in group]
+                if not self._window.enter(len(group), sum(sizes)):
+                    return
+                self._lane.put(_Going(sizes, pool.submit(self._work_on, group)))
+            self._lane.put(None)
+        except Exception as error:  # whoever asks for results gets it in its place
+            self._lane.put(error)
+
+    def _group(self, things: Iterator[T]) -> list[T]:
+        group: list[T] = []
+        nbytes, most = 0, self._together
+        for thing in things:
+            group.append(thing)
+            nbytes += self._before(thing)
+            if len(group) >= most or nbytes > _LIGHT:
+                break
+        return group
+
+    def _work_on(self, group: list[T]) -> list[R]:
+        results, added = [], 0
+        for thing in group:
+            results.append(self._work(thing))
+            size = self._after(results[-1])
+            self._window.grow(size)
+            added += size
+        self._together = 1 if added else min(_TOGETHER, 2 * self._together)
+        return results
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

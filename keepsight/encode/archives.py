@@ -1,0 +1,149 @@
+"""Tar and zip archives: images are read where they lie, and nothing is ever unpacked to a disk.
+
+The name of a member is a label and never a path. Members are read one at a time and up to a bound,
+whatever an archive claims of their size; links and devices are refused.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+from keepsight.encode.items import Item, broken, of_bytes
+from keepsight.errors import ImageError
+from keepsight.media import MAX_BYTES
+
+MAX_MEMBERS = 10_000_000
+MAX_UNPACKED = 1 << 40  # of a compressed tar; members cannot be skipped there without unpacking
+_BLOCK = 512
+_TORN = (tarfile.TarError, EOFError, zlib.error, zipfile.BadZipFile, OSError, ValueError)
+
+
+def zip_items(path: str, place: str, images: Any) -> Iterator[Item]:
+    """The images in a zip archive; `images` tells them by their names."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            if len(members) > MAX_MEMBERS:
+                raise ImageError(f"{path} has more than {MAX_MEMBERS} members")
+            for member in members:
+                if images(member.filename) and not member.is_dir():
+                    yield _zip_item(archive, member, path, place)
+    except (*_TORN, ImageError, NotImplementedError) as error:
+        yield broken(path, place, f"{path} cannot be read as a zip archive: {error}")
+
+
+def _zip_item(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str, place: str) -> Item:
+    name, place = f"{path}#{member.filename}", f"{place}#{member.filename}"
+    if member.flag_bits & 1:
+        return broken(name, place, f"{name} is encrypted; unpack it first")
+    if member.file_size > MAX_BYTES:
+        return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
+    try:
+        with archive.open(member) as file:
+            data = file.read(MAX_BYTES + 1)
+    except (*_TORN, NotImplementedError, RuntimeError) as error:
+        return broken(name, place, f"{name} cannot be unpacked: {error}")
+    return of_bytes(data, name, place)
+
+
+def tar_items(path: str, place: str, images: Any) -> Iterator[Item]:
+    """The images in a tar archive, plain or compressed by gzip or bzip2."""
+    try:
+        with closing(_Bounded(path)) as file:
+            # `r:` reads headers where they are; the bounded file does the unpacking.
+            with tarfile.open(fileobj=file, mode="r:", errorlevel=2) as archive:  # type: ignore[call-overload]
+                yield from _members(archive, path, place, images)
+                _check_end(archive, file)
+    except (*_TORN, ImageError) as error:
+        yield broken(path, place, f"{path} cannot be read further as a tar archive: {error}")
+
+
+def _members(archive: tarfile.TarFile, path: str, place: str, images: Any) -> Iterator[Item]:
+    for number, member in enumerate(archive):
+        if number == MAX_MEMBERS:
+            raise ImageError(f"more than {MAX_MEMBERS} members")
+        archive.members = []  # type: ignore[attr-defined]  # or it would remember them all
+        if not member.isdir() and images(member.name):
+            yield _tar_item(archive, member, f"{path}#{member.name}", f"{place}#{member.name}")
+
+
+def _tar_item(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str, place: str) -> Item:
+    if not member.isreg():
+        return broken(name, place, f"{name} is a link or a device and not a file; left alone")
+    if member.size > MAX_BYTES:
+        return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
+    file = archive.extractfile(member)
+    data = file.read(MAX_BYTES) if file is not None else b""
+    if len(data) != member.size:
+        raise ImageError(f"it ends in the middle of {member.name}")
+    return of_bytes(data, name, place)
+
+
+def _check_end(archive: tarfile.TarFile, file: _Bounded) -> None:
+    """An archive ends with a block of zeros; `tarfile` also takes a torn header for its end."""
+    file.seek(archive.offset)
+    found = file.read(_BLOCK)
+    if found != bytes(_BLOCK):
+        raise ImageError("it breaks off, or what follows the last member is damaged")
+
+
+class _Bounded(io.RawIOBase):
+    """A file, unpacked while it is read, that never gives more at once than a member may have.
+
+    Long names and other headers of a tar are read whole, and a small compressed file may unpack to
+    one of any size.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._raw = open(path, "rb")  # noqa: SIM115  (closed by `close`)
+        head = self._raw.read(4)
+        self._raw.seek(0)
+        self._file: Any = self._raw
+        self._packed = True
+        if head.startswith(b"\x1f\x8b"):
+            self._file = gzip.GzipFile(fileobj=self._raw)
+        elif head.startswith(b"BZh"):
+            self._file = bz2.BZ2File(self._raw)
+        elif head.startswith((b"\xfd7zX", b"\x28\xb5\x2f\xfd")):
+            self._raw.close()
+            raise ImageError("it is packed by xz or zstd, which is not read; unpack it first")
+        else:
+            self._packed = False
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Some bytes from here on."""
+        if size is None or not 0 <= size <= MAX_BYTES:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        data: bytes = self._file.read(size)
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a place from the start."""
+        if self._packed and offset > MAX_UNPACKED:
+            raise tarfile.ReadError(f"it unpacks to more than {MAX_UNPACKED} bytes")
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        """The place."""
+        return int(self._file.tell())
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is, forwards at the cost of unpacking."""
+        return True
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._raw.close()
+        super().close()

@@ -1,0 +1,114 @@
+"""The same run on Ray: workers that each load the model, and pieces that they take from a queue.
+
+Only names travel: sources and the store must be in reach of every worker. A worker that dies costs
+nothing but time, because what it had finished is in the store and the rest is given to another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from keepsight.encode.items import Reading
+from keepsight.encode.mapping import Encoder
+from keepsight.encode.results import Encoded
+from keepsight.encode.sources import Piece, items
+from keepsight.errors import InputError, KeepsightError, MissingExtra, StoreError
+
+_TOGETHER = 32  # files or lines that are given out at once; an archive or a table goes alone
+_SMALL = ("image", "text", "broken")
+Shard = tuple[int, int] | None
+
+
+class Worker:
+    """One process of the cluster: a model, and what it makes of the pieces it is given."""
+
+    def __init__(self, options: dict[str, Any], reading: dict[str, Any], shard: Shard) -> None:
+        self._encoder = Encoder(**options)
+        self._reading, self._shard = Reading(**reading), shard
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        """What became of every image in some pieces."""
+        pieces = [Piece(**piece) for group in batch["pieces"] for piece in json.loads(group)]
+        mine = (item for item in items(pieces, self._reading) if item.in_shard(self._shard))
+        return {"result": [json.dumps(r.to_dict()) for r in self._encoder.encode(mine)]}
+
+
+def run_on_ray(
+    pieces: Iterable[Piece],
+    reading: Reading,
+    options: dict[str, Any],
+    *,
+    shard: Shard = None,
+    workers: int | None = None,
+) -> Iterator[Encoded]:
+    """What became of each image, in the order in which workers finish."""
+    ray = _ray()
+    # As JSON, because names of files may hold what no table takes as text.
+    groups = [{"pieces": json.dumps([vars(p) for p in group])} for group in grouped(pieces)]
+    if not groups:
+        return
+    # A worker that computed with another number of threads would make other features.
+    options = {"torch_threads": torch.get_num_threads(), **options}
+    started = not ray.is_initialized()
+    if started:
+        # The cluster that RAY_ADDRESS names or that runs here, else one of this machine's own.
+        ray.init(log_to_driver=False, include_dashboard=None, logging_level=logging.ERROR)
+    try:
+        yield from _results(ray, groups, (options, vars(reading), shard), workers)
+    except ray.exceptions.RayTaskError as error:
+        raise _plain_error(error) from error
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _results(
+    ray: Any, groups: list[dict[str, str]], arguments: tuple[Any, ...], workers: int | None
+) -> Iterator[Encoded]:
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    have = ray.cluster_resources()
+    on_gpu = arguments[0].get("device_map") is not None and have.get("GPU", 0) > 0
+    most = int(have.get("GPU" if on_gpu else "CPU", 1))
+    count = min(len(groups), workers or most)
+    found = ray.data.from_items(groups, override_num_blocks=len(groups)).map_batches(
+        Worker,
+        fn_constructor_args=arguments,
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=max(1, count)),
+        **({"num_gpus": 1} if on_gpu else {"num_cpus": 1}),
+    )
+    for row in found.iter_rows():
+        yield Encoded(**json.loads(row["result"]))
+
+
+def _plain_error(error: Any) -> KeepsightError:
+    """What a worker refused, as it would have been refused here."""
+    cause: Any = error
+    while cause is not None and not isinstance(cause, KeepsightError):
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    kind = next((k for k in (MissingExtra, StoreError) if isinstance(cause, k)), InputError)
+    return kind(str(cause) if cause is not None else f"a worker failed: {error}")
+
+
+def grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces to be given out together."""
+    for small, run in itertools.groupby(pieces, lambda piece: piece.kind in _SMALL):
+        size = _TOGETHER if small else 1
+        while group := list(itertools.islice(run, size)):
+            yield group
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise MissingExtra.named("ray[data]", "ray") from None
+    return ray

@@ -1,0 +1,202 @@
+"""PDF pages and videos as images.
+
+A page is named by the document's bytes, its number and the resolution, so a page that was seen
+before is not drawn again. Both formats are read by libraries that are imported here and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+from PIL import Image
+
+from keepsight import keys
+from keepsight.clips import MAX_FRAMES, open_clip
+from keepsight.encode.items import Item, broken
+from keepsight.errors import ImageError, MissingExtra
+from keepsight.media import MAX_PIXELS, Source, open_source
+
+MAX_DOCUMENT = 1 << 30
+MAX_PAGES = 100_000
+MAX_CLIP = 4 << 30  # bytes of one decoded video
+# The library is not safe in two threads at once. Reentrant, because a document may be let go of by
+# the garbage collector at any moment, also while this thread draws.
+PDFIUM = threading.RLock()
+_POINTS = 72  # to an inch
+
+
+def pdfium() -> Any:
+    try:
+        import pypdfium2
+    except ImportError:
+        raise MissingExtra.named("pypdfium2", "pdf") from None
+    return pypdfium2
+
+
+class _Document:
+    """An open PDF. Pages are drawn in any thread, one at a time."""
+
+    def __init__(self, path: str) -> None:
+        self._library = pdfium()
+        self.path = path
+        try:
+            if Path(path).stat().st_size > MAX_DOCUMENT:
+                raise ImageError(f"{path} is larger than {MAX_DOCUMENT} bytes")
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise ImageError(f"{path} cannot be read: {error.strerror}") from None
+        self.name = keys.digest("pdf", data, self._version())
+        try:
+            with PDFIUM:
+                self._open = self._library.PdfDocument(data)
+                self.pages = len(self._open)
+        except self._library.PdfiumError as error:
+            hint = "; it is encrypted, save it without a password first" if _locked(error) else ""
+            raise ImageError(f"{path} cannot be opened as a PDF: {error}{hint}") from None
+        if not 0 < self.pages <= MAX_PAGES:
+            raise ImageError(f"{path} has {self.pages} pages, expected 1 to {MAX_PAGES}")
+
+    def _version(self) -> str:
+        return f"{self._library.PDFIUM_INFO} {PIL.__version__}"
+
+    def __del__(self) -> None:
+        if hasattr(self, "_open"):
+            with PDFIUM:
+                self._open.close()
+
+    def draw(self, number: int, dpi: int) -> Image.Image:
+        """A page, counted from 0, as an RGB image."""
+        label = f"{self.path}#page={number + 1}"
+        try:
+            with PDFIUM:
+                page = self._open[number]
+                try:
+                    scale = dpi / _POINTS
+                    width, height = (side * scale for side in page.get_size())
+                    if not (width >= 1 and height >= 1 and width * height <= MAX_PIXELS):
+                        raise ImageError(
+                            f"{label} is {width:.0f}x{height:.0f} pixels at {dpi} dpi, expected 1 "
+                            f"to {MAX_PIXELS} pixels; choose another dpi"
+                        )
+                    drawn: Image.Image = page.render(scale=scale, rev_byteorder=True).to_pil()
+                    return drawn.convert("RGB") if drawn.mode != "RGB" else drawn.copy()
+                finally:
+                    page.close()
+        except self._library.PdfiumError as error:
+            raise ImageError(f"{label} cannot be drawn: {error}") from None
+
+    def source(self, number: int, dpi: int) -> Source:
+        """A page that is drawn only if nobody knows it."""
+        name = keys.digest("pdf page", self.name, number, dpi)
+        label = f"{self.path}#page={number + 1}"
+        return Source(name, lambda: self.draw(number, dpi), label, [])
+
+
+def _locked(error: Exception) -> bool:
+    code = getattr(error, "err_code", None)
+    return code == 4 or "assword" in str(error)  # FPDF_ERR_PASSWORD
+
+
+def page_count(path: str) -> int | None:
+    """The pages of a PDF, or None where it cannot be opened."""
+    library = pdfium()
+    with PDFIUM:
+        try:
+            document = library.PdfDocument(path)
+        except (library.PdfiumError, OSError):
+            return None
+        try:
+            return len(document)
+        finally:
+            document.close()
+
+
+def pdf_items(path: str, place: str, dpi: int) -> Iterator[Item]:
+    """The pages of a PDF, each as an image."""
+    try:
+        document = _Document(path)
+    except ImageError as error:
+        yield broken(path, place, error)
+        return
+    for number in range(document.pages):
+        yield _page(document, number, place, dpi)
+
+
+def _page(document: _Document, number: int, place: str, dpi: int) -> Item:
+    spot = f"#page={number + 1}"
+    return Item(document.path + spot, place + spot, lambda: document.source(number, dpi))
+
+
+# -- videos --------------------------------------------------------------------------------------
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise MissingExtra.named("av", "video") from None
+    return av
+
+
+def clip_items(path: str, place: str) -> Iterator[Item]:
+    """A video as one medium, where the family takes videos."""
+    _av()
+    yield Item(path, place, lambda: _clip(path), modality="video")
+
+
+def _clip(path: str) -> Source:
+    """All frames, up to a bound of bytes, with the rate that the file says."""
+    frames: list[np.ndarray] = []
+    held, rate = 0, 0.0
+    for frame, its_rate in _frames(path):
+        held, rate = held + frame.nbytes, its_rate
+        if held > MAX_CLIP or len(frames) == MAX_FRAMES:
+            raise ImageError(f"{path} decodes to more than {MAX_CLIP} bytes; cut it, or take --fps")
+        frames.append(frame)
+    if not frames:
+        raise ImageError(f"{path} holds no frames")
+    clip = {"frames": np.stack(frames), "fps": rate}
+    return open_clip(clip, "video", {})
+
+
+def frame_items(path: str, place: str, fps: float) -> Iterator[Item]:
+    """Frames of a video as images, `fps` of them for each second of it."""
+    _av()
+    due = 0.0
+    try:
+        for number, (frame, rate) in enumerate(_frames(path)):
+            if number / rate + 1e-9 < due:
+                continue
+            due += 1 / fps
+            yield _frame(frame, f"{path}#frame={number}", f"{place}#frame={number}")
+    except ImageError as error:
+        yield broken(path, place, error)
+
+
+def _frame(frame: np.ndarray, name: str, place: str) -> Item:
+    def opened() -> Source:
+        return open_source(Image.fromarray(frame), {})
+
+    return Item(name, place, opened, frame.nbytes)
+
+
+def _frames(path: str) -> Iterator[tuple[np.ndarray, float]]:
+    av = _av()
+    try:
+        with av.open(path) as container:
+            stream = container.streams.video[0]
+            rate = float(stream.average_rate or 24.0)
+            for frame in container.decode(stream):
+                if frame.width * frame.height > MAX_PIXELS:
+                    raise ImageError(f"{path}: a frame of more than {MAX_PIXELS} pixels")
+                yield frame.to_ndarray(format="rgb24"), rate
+    except (av.FFmpegError, IndexError, ValueError, OSError) as error:
+        if isinstance(error, ImageError):
+            raise
+        raise ImageError(f"{path} cannot be decoded as a video: {error}") from error

@@ -1,0 +1,119 @@
+"""One image of a source: its name, and how to open it when its turn comes.
+
+An item's name says where the image lies, such as `scans.pdf#page=3`, and is the same in every run
+and on every machine that is given the same sources; its `place` leaves out where a source folder
+lies on this machine, so that several machines agree on who takes what. Names are labels: nothing
+is ever written under them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepsight import keys
+from keepsight.errors import ImageError, InputError, KeepsightError
+from keepsight.media import MAX_BYTES, Source, decode_bytes, open_source, read_bytes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How sources are read."""
+
+    column: str = "image"  # of tables
+    dpi: int = 144  # of PDF pages
+    fps: float | None = None  # frames a second to take of videos; None: videos stay videos
+
+    def check(self) -> None:
+        """Refuse what makes no sense, by name."""
+        if not 18 <= self.dpi <= 1200:
+            raise InputError(f"dpi={self.dpi}; expected 18 to 1200 dots an inch")
+        if self.fps is not None and not 0 < self.fps <= 1000:
+            raise InputError(f"fps={self.fps}; expected frames a second, up to 1000")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image, or one video, that somebody wants encoded."""
+
+    name: str
+    place: str
+    open: Callable[[], Source]  # called in a thread; what cannot be opened raises a KeepsightError
+    nbytes: int = 0  # held in memory while it waits
+    modality: str = "image"
+
+    def in_shard(self, shard: tuple[int, int] | None) -> bool:
+        """Whether the machine of this number, of so many, takes it."""
+        if shard is None:
+            return True
+        number, count = shard
+        return int(keys.digest("shard", self.place)[:16], 16) % count == number - 1
+
+
+def broken(name: str, place: str, error: str | Exception) -> Item:
+    """An item that cannot be opened, so that it is listed and the rest goes on."""
+    reason = error if isinstance(error, KeepsightError) else ImageError(str(error))
+
+    def refuse() -> Source:
+        raise reason
+
+    return Item(name, place, refuse)
+
+
+def of_file(path: str, place: str) -> Item:
+    """A file that holds one image."""
+    return Item(path, place, lambda: open_source(Path(path), {}))
+
+
+def of_bytes(data: bytes, name: str, place: str) -> Item:
+    """An image as the bytes of a file."""
+    if len(data) > MAX_BYTES:
+        return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
+
+    def named() -> Source:
+        # Named as the bytes are named elsewhere; only messages speak of where they lay.
+        return dataclasses.replace(
+            open_source(data, {}), label=name, decode=lambda: decode_bytes(data, name)
+        )
+
+    return Item(name, place, named, len(data))
+
+
+def of_text(text: str, folder: str, name: str, place: str) -> Item:
+    """An image behind a path (from `folder` on), a URL or a data URI."""
+    if not text.strip():
+        return broken(name, place, f"{name}: there is no path in it")
+    if text.startswith(("http://", "https://", "data:")):
+        # What a URL gave is not kept: a list may have any number of them.
+        return Item(name, place, lambda: of_bytes(read_bytes(text, {}), name, place).open())
+    if text.startswith("file://"):
+        return Item(name, place, lambda: open_source(text, {}))
+    return dataclasses.replace(of_file(os.path.join(folder, text), place), name=name)
+
+
+def of_value(value: Any, folder: str, name: str, place: str) -> list[Item]:
+    """The images in a cell of a table: bytes, {bytes, path}, a path, a URL, or a list of those."""
+    if isinstance(value, list | tuple):
+        parts = [of_value(v, folder, f"{name}#{i}", f"{place}#{i}") for i, v in enumerate(value)]
+        return [item for part in parts for item in part]
+    if isinstance(value, dict):
+        data, path = value.get("bytes"), value.get("path")
+        value = data if data is not None else path
+    if isinstance(value, bytes | bytearray | memoryview):
+        return [of_bytes(bytes(value), name, place)]
+    if isinstance(value, str):
+        return [of_text(value, folder, name, place)]
+    if value is None:
+        return [broken(name, place, f"{name}: the cell is empty")]
+    return [
+        broken(
+            name,
+            place,
+            f"{name}: the cell holds a {type(value).__name__}, expected the bytes of an image "
+            "file, {'bytes': ..., 'path': ...}, a path or a URL",
+        )
+    ]

@@ -1,0 +1,121 @@
+"""`Encoder`: the same run as a callable over batches of a table, in any number of processes.
+
+`datasets.Dataset.map(Encoder(...), batched=True)` and Ray Data's `map_batches(Encoder, ...)` take
+it as it is. It travels as its options: each process loads the model when the first batch comes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from keepsight.encode.items import Item, of_value
+from keepsight.encode.results import Encoded, Target
+from keepsight.encode.run import run
+from keepsight.encode.to_store import ToStore
+from keepsight.errors import InputError
+from keepsight.media import open_source
+from keepsight.settings import tenant_name
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+COLUMNS = ("feature_id", "tokens", "status", "error")
+Batch = dict[str, Any]
+
+
+class Encoder:
+    """Encodes a column of images into a store, and adds columns that say what became of each.
+
+    `feature_id` and `tokens` name the package, `status` is as in `keepsight encode`, and `error`
+    says why an image could not be used. What a returned batch speaks of is safe in the store.
+    Further options are those of `load`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "demo",
+        *,
+        store: str | os.PathLike[str],
+        column: str = "image",
+        prefix: str = "",
+        max_tokens: int | None = None,
+        codec: str = "exact",
+        threads: int | None = None,
+        torch_threads: int | None = None,
+        tenant: str | None = None,
+        **options: Any,
+    ) -> None:
+        if not os.fspath(store):
+            raise InputError("store='' is no place for packages; name a folder or an address")
+        self._load = {"name": os.fspath(model), "store": os.fspath(store), **options}
+        self._column, self._prefix, self._threads = column, prefix, threads
+        self._codec, self._most, self._tenant = codec, max_tokens, tenant_name(tenant)
+        # How many threads a CPU computes with is part of how features are made: workers that are to
+        # make the same ones must be told the number.
+        self._torch_threads = torch_threads
+        self._vlm: VLM | None = None
+        self._target: Target | None = None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch, with four more columns."""
+        if self._column not in batch:
+            raise InputError(
+                f"the batch has no column {self._column!r}, only: {', '.join(map(str, batch))}"
+            )
+        added = [self._prefix + name for name in COLUMNS]
+        taken = set(added) & set(batch)
+        if taken:
+            raise InputError(f"the batch has a column {sorted(taken)[0]!r} already; give a prefix=")
+        results = list(self.encode(list(_cells(batch[self._column], self._column))))
+        rows = [(r.feature_id, r.tokens, r.status, r.error) for r in results]
+        columns = list(zip(*rows, strict=True)) or [()] * len(added)
+        return {**batch, **{n: list(c) for n, c in zip(added, columns, strict=True)}}
+
+    def encode(self, items: Any) -> Iterator[Encoded]:
+        """What became of some items, once that is safe."""
+        return run(items, self._ready(), None, self._threads)
+
+    def _ready(self) -> Target:
+        """The model's store; loaded when it is needed first, once in each process."""
+        if self._target is None:
+            from keepsight.vlm import load
+
+            if self._torch_threads is not None:
+                torch.set_num_threads(self._torch_threads)
+            options: dict[str, Any] = dict(self._load)
+            self._vlm = load(options.pop("name"), **options)
+            self._target = ToStore(self._vlm, self._tenant, self._codec, self._most)
+        return self._target
+
+    def close(self) -> None:
+        """Let go of the model; the next batch would load it again."""
+        if self._vlm is not None:
+            self._vlm.close()
+        self._vlm = self._target = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: a model is not sent anywhere, and does not change what this is."""
+        return {**vars(self), "_vlm": None, "_target": None}
+
+
+def _cells(values: Any, column: str) -> Iterator[Item]:
+    """One item for each row, whatever form the column comes in."""
+    for row, value in enumerate(values):
+        name = f"{column}, row {row} of the batch"
+        if isinstance(value, Image.Image | np.ndarray | torch.Tensor):
+            yield _in_memory(value, name)
+            continue
+        found = of_value(value, "", name, name)
+        if len(found) != 1 or isinstance(value, list | tuple):
+            raise InputError(f"{name}: expected one image, got a list; explode the column first")
+        yield found[0]
+
+
+def _in_memory(image: Any, name: str) -> Item:
+    return Item(name, name, lambda: open_source(image, {}))

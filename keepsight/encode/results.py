@@ -1,0 +1,79 @@
+"""What becomes of an image, and what a place for packages must do.
+
+Nothing here knows where packages go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from keepsight.encode.items import Item
+
+STATUSES = ("encoded", "kept", "duplicate", "skipped", "broken")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What became of one image."""
+
+    image: str  # its name
+    status: str  # "encoded", "kept" (was there before), "duplicate" (of this run), or one of:
+    # "skipped" (more tokens than wanted) and "broken", where `error` says why
+    feature_id: str | None = None
+    tokens: int = 0
+    nbytes: int = 0  # written by this image
+    error: str | None = None
+    package: Path | None = None  # where packages are files
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        package = None if self.package is None else str(self.package)
+        return {**vars(self), "package": package}
+
+
+class Look(Protocol):
+    """What a thread has found out of an item before its turn."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it holds, beside those of the item."""
+
+
+class Target(Protocol):
+    """Where packages go."""
+
+    def look(self, item: Item) -> Any:
+        """All that can be done beside the tower: open, name, decode, preprocess. In a thread."""
+
+    def settle(self, look: Any) -> Encoded:
+        """The rest, in the order of the items: the tower, and handing the package over."""
+
+    def flush(self) -> None:
+        """Return when all that was settled is safe."""
+
+
+class Once:
+    """Which packages this run has counted, up to a number: memory must not grow without end."""
+
+    def __init__(self, most: int = 1_000_000) -> None:
+        self._most = most
+        self._seen: dict[bytes, None] = {}
+
+    def first(self, feature_id: str) -> bool:
+        """Whether this is the first time; after a million others it may be told so again."""
+        mark = bytes.fromhex(feature_id)
+        if mark in self._seen:
+            return False
+        if len(self._seen) >= self._most:
+            del self._seen[next(iter(self._seen))]
+        self._seen[mark] = None
+        return True
+
+
+def too_many(tokens: int, most: int | None) -> str | None:
+    """Why an image is skipped, or None where it is not."""
+    if most is None or tokens <= most:
+        return None
+    return f"{tokens} tokens, more than {most}; --max-pixels would make it smaller"

@@ -1,0 +1,49 @@
+"""The run itself: items in, what became of each out, in order, with the tower kept busy.
+
+Results come once what they speak of is safe: whoever saw an image reported as encoded will find it,
+whatever happens afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from keepsight.encode.ahead import Ahead, usual_threads
+from keepsight.encode.items import Item
+from keepsight.encode.results import Encoded, Target
+
+BUDGET = 512 << 20  # bytes of images and pixels that wait for the tower
+_SECONDS, _BYTES = 1.0, 64 << 20  # between two acknowledgements
+
+
+def run(
+    items: Iterable[Item],
+    target: Target,
+    shard: tuple[int, int] | None = None,
+    threads: int | None = None,
+    budget: int = BUDGET,
+) -> Iterator[Encoded]:
+    """What became of each item. One that cannot be used is a result like any other."""
+    mine = (item for item in items if item.in_shard(shard))
+    ahead: Ahead[Item, Any] = Ahead(
+        target.look,
+        lambda item: item.nbytes,
+        lambda look: int(look.nbytes),
+        threads or usual_threads(),
+        budget,
+    )
+    waiting: list[Encoded] = []
+    written, since = 0, time.monotonic()
+    for look in ahead.over(mine):
+        result = target.settle(look)
+        waiting.append(result)
+        written += result.nbytes
+        if written > _BYTES or time.monotonic() - since > _SECONDS:
+            target.flush()
+            yield from waiting
+            waiting.clear()
+            written, since = 0, time.monotonic()
+    target.flush()
+    yield from waiting

@@ -1,0 +1,139 @@
+"""Tables: a column of a Parquet or Arrow file, and folders written by `datasets.save_to_disk`.
+
+Rows are read in small batches, and only the one column. A table that breaks off is named with the
+row it broke at, and what was read before stays good.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from keepsight.encode.items import Item, broken, of_value
+from keepsight.errors import InputError, MissingExtra
+
+_ROWS = 64  # at a time
+MAX_ROW_GROUP = 16 << 30
+
+
+def arrow() -> Any:
+    """pyarrow, or how to get it."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise MissingExtra.named("pyarrow", "data") from None
+    return pyarrow
+
+
+def parquet_items(path: str, place: str, column: str) -> Iterator[Item]:
+    """The images in a column of a Parquet file, row by row."""
+    arrow()
+    yield from _rows(path, place, column, _parquet_batches(path, column))
+
+
+def arrow_items(path: str, place: str, column: str) -> Iterator[Item]:
+    """The same for an Arrow file, in the format of files or of streams."""
+    arrow()
+    yield from _rows(path, place, column, _arrow_batches(path, column))
+
+
+def row_count(path: str) -> int | None:
+    """The rows that a Parquet file says it has."""
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return int(file.metadata.num_rows)
+    except (arrow().ArrowException, OSError):
+        return None
+
+
+def _rows(path: str, place: str, column: str, batches: Iterator[Any]) -> Iterator[Item]:
+    row, folder = 0, os.path.dirname(path)
+    try:
+        for batch in batches:
+            # Arrow's buffers are shared: what is turned into Python values stands on its own.
+            for value in batch.column(0).to_pylist():
+                spot = f"#row={row}"
+                yield from of_value(value, folder, path + spot, place + spot)
+                row += 1
+    except (arrow().ArrowException, OSError, UnicodeDecodeError) as error:
+        spot = f"#row={row}" if row else ""
+        reason = " ".join(str(error).split())
+        yield broken(
+            path + spot, place + spot, f"{path} cannot be read from row {row} on: {reason}"
+        )
+
+
+def _parquet_batches(path: str, column: str) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        _check_column(path, column, file.schema_arrow.names)
+        for number in range(file.num_row_groups):
+            if file.metadata.row_group(number).total_byte_size > MAX_ROW_GROUP:
+                raise OSError(f"row group {number} unpacks to more than {MAX_ROW_GROUP} bytes")
+        # Without threads of its own: what is read ahead is bounded by whoever asks.
+        yield from file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False)
+
+
+def _arrow_batches(path: str, column: str) -> Iterator[Any]:
+    with _arrow_reader(path) as reader:
+        _check_column(path, column, reader.schema.names)
+        for batch in _batches(reader):
+            for start in range(0, batch.num_rows, _ROWS):
+                yield batch.select([column]).slice(start, _ROWS)
+
+
+@contextmanager
+def _arrow_reader(path: str) -> Iterator[Any]:
+    import pyarrow.ipc
+
+    with pyarrow.memory_map(path) as file:
+        try:
+            reader = pyarrow.ipc.open_file(file)
+        except pyarrow.ArrowInvalid:
+            file.seek(0)
+            reader = pyarrow.ipc.open_stream(file)
+        yield reader
+
+
+def _batches(reader: Any) -> Iterator[Any]:
+    if not hasattr(reader, "num_record_batches"):
+        yield from reader
+        return
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)
+
+
+def _check_column(path: str, column: str, names: list[str]) -> None:
+    if column not in names:
+        raise InputError(
+            f"{path} has no column {column!r}; name one of these with --column: {', '.join(names)}"
+        )
+
+
+# -- folders of `datasets` -----------------------------------------------------------------------
+
+
+def saved_tables(folder: str) -> list[str] | None:
+    """The Arrow files of a folder written by `save_to_disk`, or None where it is no such folder."""
+    state = Path(folder) / "state.json"
+    if not state.is_file() or not (Path(folder) / "dataset_info.json").is_file():
+        return None
+    try:
+        said = json.loads(state.read_bytes())
+        names = [str(entry["filename"]) for entry in said["_data_files"]]
+        reordered = said.get("_indices_data_files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{state} is not what datasets.save_to_disk writes: {error}") from None
+    if reordered:
+        raise InputError(f"{folder} has rows in another order; save it after flatten_indices()")
+    for name in names:
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise InputError(f"{state} names a table outside of its folder: {name!r}")
+    return [os.path.join(folder, name) for name in names]

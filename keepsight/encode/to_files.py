@@ -1,0 +1,208 @@
+"""Packages as a flat folder of `.sight` files, one for each different image, named after it.
+
+What is already there is found by what the files say of themselves (content, weights, settings and
+circumstances), never by their names: a folder may be resumed, renamed, or shared by several models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keepsight import keys, tensorfile
+from keepsight.codecs import EXACT, check_codec
+from keepsight.encode.items import Item
+from keepsight.encode.results import Encoded, too_many
+from keepsight.errors import FileError, InputError, KeepsightError, StoreError
+from keepsight.media import Source
+from keepsight.naming import Looked
+from keepsight.package import KIND, Package
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+_IN_NAME = 12  # hex characters of the digest in a file's name; identity is inside the file
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a thread found: a source that the folder may have, or all that the tower needs."""
+
+    item: Item
+    source: Source | None = None
+    looked: Looked | None = None
+    error: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pixels that wait for the tower."""
+        pixels = self.looked.pixels if self.looked is not None else None
+        return pixels.nbytes if pixels is not None else 0
+
+
+class ToFiles:
+    """A folder of package files as the place for packages."""
+
+    def __init__(
+        self,
+        vlm: VLM,
+        folder: str | os.PathLike[str],
+        tenant: str = "",
+        codec: str = EXACT,
+        most: int | None = None,
+    ) -> None:
+        self._vlm, self._tenant, self._codec, self._most = vlm, tenant, check_codec(codec), most
+        self._folder = Path(folder).expanduser()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self._folder} cannot be made: {error.strerror}") from error
+        self._refresh()
+        self._shelf = _Files(vlm, self._folder, tenant, codec)
+
+    def _refresh(self) -> None:
+        with self._vlm._lock:
+            self._vlm.memory.refresh(tenant=self._tenant)
+            self._vision = self._vlm.memory.vision_of(self._tenant)
+
+    def look(self, item: Item) -> Opened:
+        """Open, and where no file speaks of these bytes: decode and preprocess."""
+        try:
+            source = item.open()
+            if source.name in self._shelf.by_file:
+                return Opened(item, source)
+            return Opened(item, source, self._vision.namer.look(source, item.modality))
+        except KeepsightError as error:
+            return Opened(item, error=str(error))
+
+    def settle(self, look: Opened) -> Encoded:
+        """By the file's bytes, then by its pixels, then by the tower."""
+        item, source = look.item, look.source
+        if source is None:
+            return Encoded(item.name, "broken", error=look.error)
+        found = self._shelf.find(self._shelf.by_file, source.name)
+        if found is not None:
+            return _known(item, found)
+        try:
+            with self._vlm._lock:
+                return self._encode(item, source, look.looked)
+        except InputError as error:
+            return Encoded(item.name, "broken", error=str(error))
+
+    def _encode(self, item: Item, source: Source, looked: Looked | None) -> Encoded:
+        self._vlm._open()
+        self._refresh()
+        if looked is None:
+            looked = self._vision.namer.look(source, item.modality)
+        medium = self._vision.admit_looked(looked)
+        found = self._shelf.find(self._shelf.by_key, medium.key)
+        if found is not None:
+            return _known(item, found)
+        skipped = too_many(medium.tokens, self._most)
+        if skipped is not None:
+            return Encoded(item.name, "skipped", tokens=medium.tokens, error=skipped)
+        package, _ = self._vision.package(medium)
+        about = dict(package.about, file=source.name)
+        return self._shelf.add(
+            item, source, dataclasses.replace(package.pack(self._codec), about=about)
+        )
+
+    def flush(self) -> None:
+        """Each file was whole when it got its name."""
+
+
+def _known(item: Item, found: tuple[str, Path, Package]) -> Encoded:
+    status, path, package = found
+    return Encoded(item.name, status, package.feature_id, package.tokens, package=path)
+
+
+@dataclass
+class _Files:
+    """The packages in one folder, by what they say of themselves."""
+
+    vlm: VLM
+    folder: Path
+    tenant: str
+    codec: str
+    by_file: dict[str, list[Path]] = field(default_factory=dict)
+    by_key: dict[str, list[Path]] = field(default_factory=dict)
+    sound: dict[Path, Package] = field(default_factory=dict)  # read or written; without tensors
+    kept: set[Path] = field(default_factory=set)  # those that were counted once
+
+    def __post_init__(self) -> None:
+        for path in sorted(self.folder.glob("*.sight")):
+            if path.name.startswith("."):
+                continue  # half of a file, from a process that was killed
+            try:
+                record = tensorfile.read_record(path)
+            except (FileError, OSError):
+                continue  # not ours or damaged: whatever it was of is encoded again
+            if record.get("kind") == KIND:
+                self._list(path, record)
+
+    def _list(self, path: Path, record: dict[str, Any]) -> None:
+        about = record.get("about")
+        file = about.get("file") if isinstance(about, dict) else None
+        self.by_file.setdefault(str(file), []).append(path)
+        self.by_key.setdefault(str(record.get("key")), []).append(path)
+
+    def find(self, index: dict[str, list[Path]], name: str) -> tuple[str, Path, Package] | None:
+        """(status, path, package) of a sound package that encoding would only make again."""
+        for path in index.get(name, []):
+            if path not in self.sound and not self._check(path):
+                continue
+            status = "duplicate" if path in self.kept else "kept"
+            self.kept.add(path)
+            return status, path, self.sound[path]
+        return None
+
+    def _check(self, path: Path) -> bool:
+        try:
+            package = Package.load(path)  # every byte: a damaged package is made again
+        except (FileError, OSError):
+            return False
+        fits = self._fits(package)
+        if fits:
+            self.sound[path] = dataclasses.replace(package, tensors={}, packed=None)
+        return fits
+
+    def _fits(self, package: Package) -> bool:
+        """Whether encoding the same image now, with this codec, would give this package again."""
+        codec = package.provenance.get("codec")
+        if (codec["name"] if isinstance(codec, dict) else codec) != self.codec:
+            return False
+        if self.codec != EXACT:
+            package = dataclasses.replace(
+                package, provenance={**package.provenance, "codec": EXACT}
+            )
+        return self.vlm.memory.vision_of(self.tenant).fits(package)
+
+    def add(self, item: Item, source: Source, package: Package) -> Encoded:
+        """Write a package, named for people and without collisions."""
+        digest = keys.digest("package file", source.name, package.feature_id)
+        stem = _stem(item.name)
+        path = self.folder / f"{stem}-{digest[:_IN_NAME]}.sight"
+        if path in self.sound:
+            path = path.with_stem(f"{stem}-{digest}")
+        try:
+            package.save(path)
+            size = path.stat().st_size
+        except OSError as error:
+            raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+        self._list(path, package.record())
+        self.sound[path] = dataclasses.replace(package, tensors={}, packed=None)
+        self.kept.add(path)
+        return Encoded(item.name, "encoded", package.feature_id, package.tokens, size, package=path)
+
+
+def _stem(name: str) -> str:
+    """A file name from an item's name, which may hold anything: no folders, no hidden files."""
+    last = re.split(r"[/\\]", name)[-1]
+    base, spot = re.match(r"(.*?)(#.*)?$", last, re.S).groups()  # type: ignore[union-attr]
+    text = os.path.splitext(base)[0] + re.sub(r"[^\w.=-]", "_", (spot or "").replace("#", "-"))
+    text = "".join(c if c.isprintable() else "_" for c in text).lstrip(".")
+    return text.encode(errors="replace")[:120].decode(errors="ignore") or "image"

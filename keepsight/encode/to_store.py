@@ -1,0 +1,162 @@
+"""Packages into the model's own store, with all that lets `ks.load(store=...)` find them again.
+
+Beside each package lie the names that lead to it, from the bytes of the file and from its pixels,
+so a run that resumes neither decodes nor preprocesses what is done: it hashes and looks up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keepsight import keys
+from keepsight.codecs import EXACT, check_codec
+from keepsight.encode.items import Item
+from keepsight.encode.results import Encoded, Once, too_many
+from keepsight.errors import InputError, KeepsightError
+from keepsight.medium import Medium
+from keepsight.naming import Looked
+from keepsight.package import Package
+from keepsight.store import About
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a thread found: the medium and whether its package is there, or why it is of no use."""
+
+    item: Item
+    looked: Looked | None = None
+    medium: Medium | None = None
+    there: str | None = None  # the feature id under which it is
+    error: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pixels that wait for the tower."""
+        pixels = self.looked.pixels if self.looked is not None else None
+        return pixels.nbytes if pixels is not None else 0
+
+
+class ToStore:
+    """The store of a model as the place for packages, for one tenant."""
+
+    def __init__(
+        self, vlm: VLM, tenant: str = "", codec: str = EXACT, most: int | None = None
+    ) -> None:
+        self._vlm, self._tenant, self._codec, self._most = vlm, tenant, check_codec(codec), most
+        store = vlm.memory.store_of(tenant)
+        if store is None:
+            raise InputError("this model has no store: load it with store=, or encode to files")
+        self._store = store
+        self._once = Once()
+        self._refresh()
+
+    def _refresh(self) -> None:
+        with self._vlm._lock:
+            self._vlm.memory.refresh(tenant=self._tenant)
+            self._vision = self._vlm.memory.vision_of(self._tenant)
+
+    # -- in a thread -------------------------------------------------------------------------------
+
+    def look(self, item: Item) -> Seen:
+        """Open, name, and where nobody has the package: decode and preprocess."""
+        try:
+            return self._look(item)
+        except KeepsightError as error:
+            return Seen(item, error=str(error))
+
+    def _look(self, item: Item) -> Seen:
+        namer = self._vision.namer
+        looked = namer.look(item.open(), item.modality)
+        medium = self._vision.medium_of(looked)
+        there = self._there(medium)
+        wanted = there is None and too_many(medium.tokens, self._most) is None
+        if wanted and looked.pixels is None:
+            # Known by name, but its package is gone: the pixels are made here and not in its turn.
+            pixels = namer.run_processor(looked.source.decode(), looked.source)
+            looked = dataclasses.replace(looked, pixels=pixels)
+        if not wanted:
+            looked.source.fresh.clear()
+            looked = dataclasses.replace(looked, pixels=None)
+        return Seen(item, looked, medium, there)
+
+    def _there(self, medium: Medium) -> str | None:
+        if self._codec == EXACT:
+            made = medium.feature_id
+        else:
+            note = self._store.note("made", self._packed_as(medium))
+            found = note.get("feature_id") if note else None
+            if not isinstance(found, str):
+                return None
+            made = found
+        return made if self._store.has("package", made) else None
+
+    def _packed_as(self, medium: Medium) -> str:
+        """Where the feature id of a packed package is noted: it holds the error, measured later."""
+        return keys.digest("packed as", medium.feature_id, self._codec)
+
+    # -- in its turn -------------------------------------------------------------------------------
+
+    def settle(self, look: Seen) -> Encoded:
+        """Count it if it is there, else run the tower and hand the package over."""
+        name = look.item.name
+        if look.looked is None or look.medium is None:
+            return Encoded(name, "broken", error=look.error)
+        if look.there is None:
+            skipped = too_many(look.medium.tokens, self._most)
+            if skipped is not None:
+                return Encoded(name, "skipped", tokens=look.medium.tokens, error=skipped)
+            try:
+                with self._vlm._lock:
+                    return self._encode(name, look.looked)
+            except InputError as error:
+                return Encoded(name, "broken", error=str(error))
+        if look.looked.aliases:
+            with self._vlm._lock:
+                self._vision.namer.learn(look.looked)
+        return self._known(name, look.there, look.medium.tokens)
+
+    def _known(self, name: str, feature_id: str, tokens: int) -> Encoded:
+        status = "kept" if self._once.first(feature_id) else "duplicate"
+        return Encoded(name, status, feature_id, tokens)
+
+    def _encode(self, name: str, looked: Looked) -> Encoded:
+        self._vlm._open()
+        self._refresh()  # weights may be changed at any time, and that is noticed here
+        medium = self._vision.admit_looked(looked)
+        there = self._there(medium)  # its twin may have come in between
+        if there is not None:
+            return self._known(name, there, medium.tokens)
+        if self._codec == EXACT:
+            package, tier = self._vision.package(medium)
+            if tier == "memory":  # the store has lost what memory still holds
+                self._put(package, 0.0)
+        else:
+            package = self._packed(medium)
+        self._once.first(package.feature_id)
+        size = sum(tensor.nbytes for tensor in package.stored.values())
+        return Encoded(name, "encoded", package.feature_id, package.tokens, size)
+
+    def _packed(self, medium: Medium) -> Package:
+        start = time.perf_counter()
+        package = self._vision.encode_medium(medium).pack(self._codec)
+        about = self._put(package, 1e3 * (time.perf_counter() - start))
+        note = {"feature_id": package.feature_id}
+        self._store.put_note("made", self._packed_as(medium), note, about)
+        return package
+
+    def _put(self, package: Package, cost: float) -> About:
+        about = About(cost=cost, media=(package.key,))
+        made = package.feature_id
+        self._store.put("package", made, package.stored, package.record(), about)
+        self._store.put_note("made", package.identity, {"feature_id": made}, about)
+        return about
+
+    def flush(self) -> None:
+        """Return when all that was settled is safe in the store, or say that it is not."""
+        self._store.flush()

@@ -1,0 +1,243 @@
+"""The `encode` command: what a user asked for, checked, run, shown and written down.
+
+Everything that is done to images is done in `keepsight.encode`; here are only words and files.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from keepsight import progress
+from keepsight.errors import InputError, MissingExtra, StoreError
+from keepsight.options import (
+    DeviceMap,
+    Dtype,
+    Json,
+    MaxPixels,
+    MinPixels,
+    Model,
+    Tenant,
+    load,
+    pixel_limits,
+)
+from keepsight.terminal import console, json_line, plain
+
+# Packages in memory are of no use to a run that looks at each image once.
+_VISION_BUDGET = "512MiB"
+_SOURCES = (
+    "Images, folders, globs, lists (.txt, .csv, .jsonl), PDFs, videos, Parquet and Arrow files, "
+    "folders of datasets.save_to_disk, tar and zip archives."
+)
+
+
+def encode(
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help=_SOURCES)],
+    to: Annotated[
+        str, typer.Option("--to", help="The store: a folder, or an address such as s3://b/name.")
+    ],
+    files: Annotated[
+        bool, typer.Option("--files", help="--to is a folder of .sight files, one for each image.")
+    ] = False,
+    model: Model = "demo",
+    dtype: Dtype = "auto",
+    device_map: DeviceMap = None,
+    store: Annotated[
+        str | None, typer.Option(help="With --files: where to look for packages first.")
+    ] = None,
+    min_pixels: MinPixels = None,
+    max_pixels: MaxPixels = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens-per-image", min=1, help="Skip images that take more."),
+    ] = None,
+    column: Annotated[str, typer.Option(help="Where a table has the images.")] = "image",
+    dpi: Annotated[int, typer.Option(help="Resolution of PDF pages.")] = 144,
+    fps: Annotated[
+        float | None, typer.Option(help="Videos as images, so many a second, and not as videos.")
+    ] = None,
+    codec: Annotated[str, typer.Option(help="exact, bf16 or int8.")] = "exact",
+    tenant: Tenant = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="This machine's share, such as 2/8.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="That prepare images ahead.")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="On a Ray cluster, or a local one.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="With --ray: how many.")] = None,
+    errors: Annotated[
+        Path | None, typer.Option(help="Write a line of JSON here for each image left out.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Images to packages in a store, each different one once; run it again to resume."""
+    pixels = (min_pixels, max_pixels)
+    which = (sources, to, files, store, model, dtype, device_map, pixels, column, dpi, fps, shard)
+    raise typer.Exit(
+        run(Asked(*which, max_tokens, codec, tenant, threads, ray, workers, errors, as_json))
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command."""
+
+    sources: list[str]
+    to: str
+    files: bool = False
+    store: str | None = None
+    model: str = "demo"
+    dtype: str = "auto"
+    device_map: str | None = None
+    pixels: tuple[int | None, int | None] = (None, None)
+    column: str = "image"
+    dpi: int = 144
+    fps: float | None = None
+    shard: str | None = None
+    max_tokens: int | None = None
+    codec: str = "exact"
+    tenant: str | None = None
+    threads: int | None = None
+    ray: bool = False
+    workers: int | None = None
+    errors: Path | None = None
+    as_json: bool = False
+
+    def check(self) -> None:
+        """Refuse what cannot be meant, before anything is loaded."""
+        if self.store is not None and not self.files:
+            raise InputError("--store goes with --files; without --files, --to is the store")
+        if not self.files and "://" not in self.to and Path(self.to).expanduser().is_file():
+            raise StoreError(f"{self.to} cannot be made a store: it is a file")
+        if self.workers is not None and not self.ray:
+            raise InputError("--workers goes with --ray; --threads is for one machine")
+        if self.ray and self.files:
+            raise InputError("--ray writes to a store, which workers share; leave out --files")
+
+
+def run(asked: Asked) -> int:
+    """Do it; 1 where an image could not be used."""
+    from keepsight import encode as room
+    from keepsight.codecs import check_codec
+
+    asked.check()
+    check_codec(asked.codec)
+    reading = room.Reading(asked.column, asked.dpi, asked.fps)
+    reading.check()
+    shard = room.parse_shard(asked.shard)
+    err = console(stderr=True)
+    found = room.find(asked.sources, asked.column)
+    if found.left_out:
+        err.print(f"{found.left_out} files of other kinds left out")
+    tally = progress.Tally()
+    _count_aside(tally, found.pieces, reading, shard)
+    with ExitStack() as stack:
+        log = _error_log(stack, asked.errors)
+        results = stack.enter_context(_closing(_results(asked, found.pieces, reading, shard)))
+        for result in progress.shown(results, tally, err, asked.as_json):
+            if asked.as_json:
+                json_line(result.to_dict())
+            if log is not None and result.error is not None:
+                log.write(json.dumps(result.to_dict()) + "\n")
+    _tell(tally, asked)
+    return 1 if tally.broken else 0
+
+
+def _results(asked: Asked, pieces: Any, reading: Any, shard: Any) -> Iterator[Any]:
+    from keepsight import encode as room
+
+    if asked.ray:
+        from keepsight.encode.cluster import run_on_ray
+
+        yield from run_on_ray(pieces, reading, _worker(asked), shard=shard, workers=asked.workers)
+        return
+    store = asked.store if asked.files else asked.to
+    with load(
+        asked.model,
+        asked.dtype,
+        asked.device_map,
+        store,
+        pixels=asked.pixels,
+        tenant=asked.tenant,
+        vision_budget=_VISION_BUDGET,
+    ) as vlm:
+        target = room.target_of(
+            vlm, asked.to if asked.files else None, codec=asked.codec, most=asked.max_tokens
+        )
+        yield from room.run(room.items(pieces, reading), target, shard, asked.threads)
+
+
+def _worker(asked: Asked) -> dict[str, Any]:
+    """What a worker on another machine needs to load the same model."""
+    sized = {"size": pixel_limits(asked.model, *asked.pixels)} if any(asked.pixels) else None
+    return {
+        "model": asked.model,
+        "store": asked.to,
+        "dtype": asked.dtype,
+        "device_map": asked.device_map,
+        "image_options": sized,
+        "codec": asked.codec,
+        "max_tokens": asked.max_tokens,
+        "tenant": asked.tenant,
+        "vision_budget": _VISION_BUDGET,
+        "threads": asked.threads,
+    }
+
+
+class _closing:
+    """Close a generator at once when the command ends, so that what it holds is let go of."""
+
+    def __init__(self, results: Iterator[Any]) -> None:
+        self._results: Any = results
+
+    def __enter__(self) -> Iterator[Any]:
+        results: Iterator[Any] = self._results
+        return results
+
+    def __exit__(self, *_: object) -> None:
+        self._results.close()
+
+
+def _count_aside(tally: progress.Tally, pieces: Any, reading: Any, shard: Any) -> None:
+    """Find out in a thread how many images there are: documents have to be opened for that."""
+    from keepsight import encode as room
+
+    def count() -> None:
+        try:
+            total = room.count(pieces, reading)
+        except MissingExtra:
+            return  # the run itself says so
+        # Shards are of about one size, not of exactly one.
+        tally.total = total if total is None or shard is None else round(total / shard[1])
+
+    threading.Thread(target=count, name="keepsight-count", daemon=True).start()
+
+
+def _error_log(stack: ExitStack, path: Path | None) -> IO[str] | None:
+    if path is None:
+        return None
+    try:
+        return stack.enter_context(open(path, "w", encoding="utf-8", buffering=1))
+    except OSError as error:
+        raise InputError(f"--errors {path} cannot be written: {error.strerror}") from None
+
+
+def _tell(tally: progress.Tally, asked: Asked) -> None:
+    err = console(stderr=True)
+    tally.total = tally.done  # whatever was thought before
+    if asked.as_json:
+        json_line(tally.to_dict())
+    else:
+        console().print(f"{tally}\nin {asked.to}")
+    for name, status, error in tally.problems:
+        err.print(plain(f"{status}: {name}: {error}"), style="red" if status == "broken" else None)
+    untold = tally.broken + tally.counts.get("skipped", 0) - len(tally.problems)
+    if untold > 0:
+        where = asked.errors or "a file, with --errors FILE"
+        err.print(f"and {untold} more; all are listed in {where}")

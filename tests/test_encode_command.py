@@ -1,0 +1,167 @@
+"""`keepsight encode` as people use it: one store, a list of what was left out, exit codes.
+
+What becomes of images is tested in test_encode_store.py; here it is words, files and refusals.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encode_parts import png, table, tar
+from rich.console import Console
+from typer.testing import CliRunner
+
+import keepsight as ks
+from keepsight import encoding, progress
+from keepsight.cli import app
+from keepsight.encode import Encoded
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Features depend on the number of threads, and tests compare runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two pictures, a broken one, and an archive, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate("ab"):
+        Path(f"{name}.png").write_bytes(png(number, (96, 96)))
+    Path("bad.png").write_bytes(b"not an image")
+    tar(Path("c.tar"), [("x.png", png(5)), ("a.png", png(0, (96, 96)))])
+    return tmp_path
+
+
+def run(*words: str, code: int = 0) -> Any:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["encode", *words])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def refused(*words: str) -> str:
+    """The one line on stderr of a command that is refused."""
+    result = run(*words, code=2)
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.strip().splitlines()]
+
+
+def test_a_store_is_filled_and_then_answers(folder: Path) -> None:
+    result = run(".", "--to", "store", "--errors", "left.jsonl", code=1)
+    assert "3 encoded, 1 duplicate, 1 broken" in result.stdout and "in store" in result.stdout
+    assert "broken: bad.png: bad.png is not an image" in result.stderr
+    (left,) = lines(Path("left.jsonl").read_text())
+    assert left["image"] == "bad.png" and left["status"] == "broken" and left["error"]
+    Path("bad.png").unlink()
+    told = lines(run(".", "--to", "store", "--json").stdout)
+    assert [row["status"] for row in told[:-1]] == ["kept", "kept", "kept", "duplicate"]
+    assert told[-1]["images"] == told[-1]["total"] == 4 and told[-1]["seconds_left"] == 0
+    with ks.load("demo", store="store") as vlm:
+        for image in (Path("a.png"), Path("b.png"), png(5)):
+            assert vlm.ask(image, "Describe the picture.").usage.images_encoded == 0
+        assert vlm.stats()["features"]["preprocessed"] == 0
+
+
+def test_options_reach_the_run(folder: Path) -> None:
+    table(Path("t.parquet"), {"photo": [png(1, (128, 96)), png(2, (64, 64))]})
+    source = ("t.parquet", "--column", "photo", "--to", "store", "--json")
+    told = lines(run(*source, "--max-tokens-per-image", "11").stdout)
+    assert [row["status"] for row in told[:-1]] == ["skipped", "encoded"]
+    packed = lines(run(*source, "--codec", "int8").stdout)
+    assert {row["status"] for row in packed[:-1]} == {"encoded"}
+    assert packed[1]["nbytes"] < told[1]["nbytes"]
+    other = lines(run(*source, "--tenant", "ann", "--threads", "1").stdout)
+    assert other[-1]["encoded"] == 2
+    smaller = lines(run(*source, "--max-pixels", "9216").stdout)
+    assert smaller[0]["tokens"] < told[0]["tokens"]
+    halves = [lines(run(*source, "--shard", f"{n}/2").stdout) for n in (1, 2)]
+    assert sum(half[-1]["images"] for half in halves) == 2
+
+
+def test_what_makes_no_sense_is_refused_by_name(folder: Path) -> None:
+    to = ("--to", "store")
+    assert "there is no such file" in refused("nope", *to)
+    assert "cannot be made a store" in refused("a.png", "--to", "a.png")
+    assert "--store goes with --files" in refused("a.png", *to, "--store", "x")
+    assert "--workers goes with --ray" in refused("a.png", *to, "--workers", "2")
+    assert "leave out --files" in refused("a.png", *to, "--ray", "--files")
+    assert "no codec 'zip'" in refused("a.png", *to, "--codec", "zip")
+    assert "expected i/n" in refused("a.png", *to, "--shard", "3/2")
+    assert "dpi=5" in refused("a.png", *to, "--dpi", "5")
+    table(Path("t.parquet"), {"photo": [b""]})
+    assert "no column 'image'" in refused("t.parquet", *to)
+    assert "cannot be written" in refused("a.png", *to, "--errors", "no/such/folder")
+    assert not list(Path("store").rglob("*.sight")), "nothing was encoded by any of these"
+
+
+def test_files_may_come_from_a_store(folder: Path) -> None:
+    run("a.png", "--to", "store")
+    told = lines(run("a.png", "--files", "--to", "packs", "--store", "store", "--json").stdout)
+    assert told[0]["status"] == "encoded"
+    assert ks.Package.load(told[0]["package"]).feature_id == told[0]["feature_id"]
+
+
+# -- progress ----------------------------------------------------------------------------------
+
+
+def results(count: int) -> Iterator[Encoded]:
+    for number in range(count):
+        yield Encoded(f"{number}.png", "encoded", "ab" * 32, 10, 1 << 20)
+    yield Encoded("bad.png", "broken", error="it is torn")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_progress_tells_rates_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: float(next(clock)))
+    out = io.StringIO()
+    tally = progress.Tally(total=20)
+    assert len(list(progress.shown(results(5), tally, Console(file=out), as_json))) == 6
+    first = out.getvalue().splitlines()[0]
+    if as_json:
+        told = json.loads(first)["progress"]
+        assert (told["images"], told["total"], told["tokens"]) == (3, 20, 30)
+        assert told["images_per_second"] == 0.25 and told["seconds_left"] == 68
+    else:
+        assert first == (
+            "3/20 images: 3 encoded; 0.2 images/s, 2 tokens/s, 3.0 MiB written, 1:08 left"
+        )
+    assert tally.broken == 1 and tally.problems == [("bad.png", "broken", "it is torn")]
+
+
+def test_a_bar_is_shown_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    tally = progress.Tally()
+    list(progress.shown(results(3), tally, console))
+    assert "images/s" in out.getvalue() and "3.0 MiB" in out.getvalue()
+    assert tally.left() is None and tally.to_dict()["total"] is None
+    assert progress.duration(5025) == "1:23:45" and progress.duration(65) == "1:05"
+
+
+def test_a_list_without_end_is_not_told_in_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_MOST_TOLD", 2)
+    tally = progress.Tally()
+    for number in range(5):
+        tally.add(Encoded(f"{number}.png", "broken", error="torn"))
+    encoding._tell(tally, encoding.Asked(["x"], "store"))
+    told = capsys.readouterr().err
+    assert told.count("torn") == 2 and "and 3 more" in told and "--errors FILE" in told
