@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import transformers
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from keepsight import keys
-from keepsight.errors import InputError, ModelError
+from keepsight.errors import InputError, KeepsightError, ModelError
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 DEMO_GRAIN = 16
@@ -32,19 +34,35 @@ def model_path(name: str) -> str:
 
 def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> Any:
     """The model, in eval mode."""
-    options: dict[str, Any] = {"dtype": parse_dtype(dtype)}
-    if device_map is not None:
-        options["device_map"] = device_map
-    if revision is not None:
-        options["revision"] = revision
-    try:
+    options = load_options(dtype, device_map, revision)
+    with named_refusal(path):
         model = AutoModelForImageTextToText.from_pretrained(path, **options)
+    return thinking(model).eval()
+
+
+def load_options(dtype: Any, device_map: Any, revision: str | None) -> dict[str, Any]:
+    """What `from_pretrained` is told."""
+    given = {"device_map": device_map, "revision": revision}
+    told = {name: value for name, value in given.items() if value is not None}
+    return {"dtype": parse_dtype(dtype), **told}
+
+
+@contextmanager
+def named_refusal(path: str) -> Iterator[None]:
+    """Whatever upstream raises for a checkpoint that it cannot load, as one error."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, AssertionError, RuntimeError) as error:
+        if isinstance(error, KeepsightError):
+            raise
         raise ModelError(
             f"{path!r} cannot be loaded as an image-text-to-text model: {error}"
-        ) from (error)
-    # An Omni model also talks; what sees, hears and answers is its thinker.
-    return getattr(model, "thinker", model).eval()
+        ) from error
+
+
+def thinking(model: Any) -> Any:
+    """An Omni model also talks; what sees, hears and answers is its thinker."""
+    return getattr(model, "thinker", model)
 
 
 def parse_dtype(dtype: Any) -> Any:
@@ -153,6 +171,9 @@ def files_digest(path: str, dtype: Any) -> str | None:
     for file in files:
         if file.exists():
             status = file.stat()
-            rows.append([file.name, status.st_size, status.st_mtime_ns, status.st_ino])
+            # The change time too: a new file may get the inode of the one it replaces, and anybody
+            # can set the time of modification back.
+            times = [status.st_mtime_ns, status.st_ctime_ns]
+            rows.append([file.name, status.st_size, *times, status.st_ino])
     versions = [torch.__version__, transformers.__version__]
     return keys.digest("weight files", str(folder.resolve()), rows, str(dtype), versions)

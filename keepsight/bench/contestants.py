@@ -177,6 +177,10 @@ class Limit:
         self._cache: Any = None
         self._cached = 0
 
+    def know(self, features: dict[str, Any]) -> None:
+        """Have the features of some media, by their feature ids, as if they had been seen."""
+        self._seen.update(features)
+
     def prepare(self, name: str, messages: list[Message]) -> None:
         """Make ready all that a perfect memory would have; not measured."""
         if name not in self._prompts:

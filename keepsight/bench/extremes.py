@@ -138,7 +138,7 @@ def _again(vlm: VLM, folder: str | Path) -> VLM:
 def _one_restart(vlm: VLM, folder: Path, messages: list[Any], drop: bool) -> dict[str, float]:
     with _again(vlm, folder) as second:
         if drop:
-            _drop(folder.glob("*/*/*"))
+            forget_files(folder.glob("*/*/*"))
         start = now()
         pieces = second.stream(messages, max_new_tokens=2, min_new_tokens=2)
         next(pieces)
@@ -146,11 +146,11 @@ def _one_restart(vlm: VLM, folder: Path, messages: list[Any], drop: bool) -> dic
         report = list(pieces)[-1].report
         if report is None:
             raise RuntimeError("an answer came without its report")
-        files = _files(second, folder, report.cached_tokens)
+        files = files_of(second, folder, report.cached_tokens)
         second.flush()
     if drop:
-        _drop(files)
-    read, size = _read(files)
+        forget_files(files)
+    read, size = read_files(files)
     load = report.milliseconds["load"]
     return {
         "first_token_ms": first,
@@ -164,7 +164,7 @@ def _one_restart(vlm: VLM, folder: Path, messages: list[Any], drop: bool) -> dic
     }
 
 
-def _files(vlm: VLM, folder: Path, cached_tokens: int) -> list[Path]:
+def files_of(vlm: VLM, folder: Path, cached_tokens: int) -> list[Path]:
     """What was read: the snapshots up to the match, and the fixed states where it ends."""
     files = []
     for node in vlm.memory.tree.nodes():
@@ -174,7 +174,7 @@ def _files(vlm: VLM, folder: Path, cached_tokens: int) -> list[Path]:
     return files
 
 
-def _drop(files: Iterable[Path]) -> None:
+def forget_files(files: Iterable[Path]) -> None:
     """Take files out of the page cache; they were written and synced."""
     for file in files:
         handle = os.open(file, os.O_RDONLY)
@@ -184,7 +184,7 @@ def _drop(files: Iterable[Path]) -> None:
             os.close(handle)
 
 
-def _read(files: list[Path]) -> tuple[float, int]:
+def read_files(files: list[Path]) -> tuple[float, int]:
     """Milliseconds to read these files into memory, and their bytes."""
     start, size = now(), 0
     for file in files:

@@ -24,6 +24,8 @@ from keepsight.families.pixels import Part, Pixels
 class Indicators(Framed):
     """Tiles framed by tokens that mean what the tower says."""
 
+    beside_the_tower = ("visual_embeddings_table",)
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         config: Any = model.config

@@ -21,6 +21,8 @@ from keepsight.families.pixels import Part, Pixels, own, rows_of
 class RawTiles(Framed):
     """Tiles of unprojected features."""
 
+    beside_the_tower = ("multi_modal_projector",)
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         # Upstream takes the positions of its attention temperature from the length of the cache,

@@ -1,0 +1,392 @@
+"""Training from packages: what a model's forward takes in place of pixels, ready for a DataLoader.
+
+Encoding inside a training loop makes every epoch pay for the tower, and most loops wait for it. So
+packages are made beforehand (`keepsight encode`, or `vlm.encode`), and a loop reads them: the tower
+never runs and need not even be loaded (`ks.load(..., vision=False)`). Prompts are laid out once,
+when the dataset is made; its workers read packages and pad, and hold nothing of the model.
+
+    data = PackageDataset(vlm, [(messages, answer), ...], packages="packages/")
+    loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=data.collator())
+    loss = vlm.model(**batch).loss
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from keepsight import tensorfile
+from keepsight.errors import (
+    FileError,
+    InputError,
+    MessagesError,
+    StoreError,
+    UnsupportedInput,
+    WrongIdentity,
+)
+from keepsight.families import Family
+from keepsight.families.absent import LEFT_OUT
+from keepsight.generation import check_length
+from keepsight.media import open_source
+from keepsight.medium import Medium
+from keepsight.package import KIND, Package, feature_id, identity
+from keepsight.prompt import Prompt
+from keepsight.render import Message
+from keepsight.store import open_store
+from keepsight.vlm import VLM
+
+IGNORED = -100  # what upstream's losses leave out
+Record = tuple[list[Message], str]  # a conversation, and the answer to learn
+# One value for each token of a row; everything else describes media, and is put end to end.
+_PER_TOKEN = ("mm_token_type_ids", "moe_mm_token_type_ids", "position_ids", "token_type_ids")
+_NOT_SHOWN = {
+    "mllama": "its features go into every layer, and stock forward has no way to take them",
+    "ovis2": "its table of visual words is trained with the rest, and features are made with it",
+    "paligemma": "its attention mask in training depends on where the answer begins",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the package of one medium lies: in a file, in the store, or at hand."""
+
+    identity: str
+    path: str | None = None
+    feature_id: str | None = None  # its key in the store
+    package: Package | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its answer, laid out: nothing about it has to be asked of the model again."""
+
+    ids: np.ndarray
+    answer: int  # where the answer begins; it goes on to the end
+    places: tuple[Place, ...]
+    inputs: dict[str, torch.Tensor]  # what forward takes beside ids and features
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An example and the packages of its media, as the collator takes them."""
+
+    example: Example
+    packages: list[Package]
+
+
+class Features(SimpleNamespace):
+    """What stands for the output of the tower in a batch; it moves as a tensor does."""
+
+    def to(self, device: Any, **options: Any) -> Features:
+        """A copy on another device."""
+        return self._each(lambda tensor: tensor.to(device, **options))
+
+    def pin_memory(self) -> Features:
+        """A copy in memory that an accelerator reads faster."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Any) -> Features:
+        def changed(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return change(value)
+            if isinstance(value, list | tuple):
+                return type(value)(map(changed, value))
+            return value
+
+        return Features(**{name: changed(value) for name, value in vars(self).items()})
+
+
+class PackageDataset(Dataset[Loaded]):
+    """(messages, answer) records whose media come from packages.
+
+    A medium is a `.sight` file, a `Package`, or an image that has one: in the folder `packages`
+    (with all that is in it), in the store at the address `store`, or in `vlm`'s memory. An image
+    that has none is an error here, and not a pause in the middle of an epoch.
+    """
+
+    def __init__(
+        self,
+        vlm: VLM,
+        records: Iterable[Record],
+        *,
+        packages: str | os.PathLike[str] | None = None,
+        store: str | os.PathLike[str] | None = None,
+        tenant: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        _check_family(vlm.memory.family)
+        self._address = (None if store is None else os.fspath(store), tenant)
+        self._opened: Any = None
+        layout = _Layout(vlm, Shelf.of(packages), self._store(), template_kwargs or {})
+        with vlm._lock:
+            vlm.memory.refresh()
+            self._examples = [layout.example(i, record) for i, record in enumerate(records)]
+        self._close()
+        tokenizer = vlm.processor.tokenizer
+        pad = tokenizer.pad_token_id
+        self._collator = Collator(_alone(vlm.memory.family), 0 if pad is None else int(pad))
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Loaded:
+        example = self._examples[index]
+        return Loaded(example, [self._package(place) for place in example.places])
+
+    def collator(self) -> Collator:
+        """What makes batches of these examples."""
+        return self._collator
+
+    def lengths(self) -> list[int]:
+        """Tokens of each example, for samplers that group by length."""
+        return [len(example.ids) for example in self._examples]
+
+    def _package(self, place: Place) -> Package:
+        if place.package is not None:
+            return place.package
+        if place.path is not None:
+            package = Package.load(place.path)  # every byte is checked
+        else:
+            found = self._store().get("package", place.feature_id)
+            if found is None:
+                raise StoreError(
+                    f"the store lost the package {str(place.feature_id)[:12]}… since the dataset "
+                    "was made; encode the images again"
+                )
+            package = Package.from_record(found[0], found[1], "the store")
+        if package.identity != place.identity:
+            raise WrongIdentity("identity", place.identity, package.identity)
+        return package
+
+    def _store(self) -> Any:
+        """The store, opened by each process for itself."""
+        address, tenant = self._address
+        if self._opened is None and address is not None:
+            opened = open_store(address)
+            self._opened = opened if tenant is None else opened.tenant(tenant)
+        return self._opened
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+
+@dataclass
+class Shelf:
+    """The packages in a folder, by what they say of themselves; their headers are read, no more."""
+
+    by_identity: dict[str, Path] = field(default_factory=dict)
+    by_file: dict[str, Path] = field(default_factory=dict)
+    records: dict[Path, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: str | os.PathLike[str] | None) -> Shelf:
+        """All sound `.sight` files in and below a folder."""
+        shelf = cls()
+        if folder is None:
+            return shelf
+        root = Path(folder).expanduser()
+        if not root.is_dir():
+            raise InputError(f"packages={os.fspath(folder)!r} is no folder")
+        for path in sorted(root.rglob("*.sight")):
+            if path.name.startswith("."):
+                continue  # half of a file, from a process that was killed
+            try:
+                shelf.read(path)
+            except FileError:
+                continue  # damaged, or not ours: an image that needs it is reported as missing
+        return shelf
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """The record of one file, and its names on the shelf."""
+        if path not in self.records:
+            record = tensorfile.read_record(path)
+            if record.get("kind") != KIND:
+                raise InputError(f"{path} is no package")
+            self.records[path] = record
+            what = identity(record["key"], record["weights"], record["settings"])
+            self.by_identity.setdefault(what, path)
+            file = record["about"].get("file")
+            if isinstance(file, str):
+                self.by_file.setdefault(file, path)
+        return self.records[path]
+
+
+class _Layout:
+    """Records to examples; the only place that asks anything of the model."""
+
+    def __init__(self, vlm: VLM, shelf: Shelf, store: Any, template: dict[str, Any]) -> None:
+        self._vlm, self._shelf, self._store, self._template = vlm, shelf, store, template
+        self._family, self._vision = vlm.memory.family, vlm.memory.vision
+        self._places: dict[int, Place] = {}
+        self._fits: set[str] = set()  # kinds of making that were compared with the model
+
+    def example(self, number: int, record: Record) -> Example:
+        """One record, laid out."""
+        try:
+            messages, answer = record
+        except (TypeError, ValueError):
+            raise MessagesError(f"record {number} is no pair of messages and answer") from None
+        if not isinstance(answer, str) or not answer:
+            raise MessagesError(f"record {number} has no text to learn as its answer")
+        prompt = self._render(messages, True)
+        said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+        whole = self._render([*messages, said], False)
+        begin = len(prompt)
+        if len(whole) <= begin or not np.array_equal(whole.ids[:begin], prompt.ids):
+            raise MessagesError(
+                f"record {number}: the chat template writes the prompt in another way once it is "
+                "answered; set template_kwargs so that both agree, such as enable_thinking=False"
+            )
+        end = self._end(whole.ids, begin)
+        whole = Prompt(whole.ids[:end], whole.media, whole.ranges)
+        check_length(self._vlm.model, len(whole))
+        places = tuple(self._place(medium, number) for medium in whole.media)
+        inputs = self._family.prompt_inputs(whole.ids, whole.types, whole.grids)
+        return Example(whole.ids.astype(np.int32), begin, places, inputs)
+
+    def _render(self, messages: Sequence[Message], generate: bool) -> Prompt:
+        renderer = self._vlm._renderer
+        if renderer is None:
+            raise InputError("this model was wrapped without a processor, which renders prompts")
+        return renderer.render(list(messages), self._name, generate, **self._template)
+
+    def _end(self, ids: np.ndarray, begin: int) -> int:
+        """Behind the end of the answer's turn; what a template writes after it says nothing."""
+        ends = np.flatnonzero(np.isin(ids[begin:], list(self._vlm.memory.rule.turn_ends)))
+        return begin + int(ends[0]) + 1 if len(ends) else len(ids)
+
+    # -- where packages are ----------------------------------------------------------------------
+
+    def _name(self, image: Any, modality: str) -> Medium:
+        """The medium, noting where its package lies if that is known already."""
+        if isinstance(image, Package):
+            medium = self._vision.name(image, modality)
+            self._places[id(medium)] = Place(medium.identity, package=image)
+            return medium
+        path = self._file_of(image, modality)
+        return self._vision.name(image, modality) if path is None else self._of_file(path, modality)
+
+    def _file_of(self, image: Any, modality: str) -> Path | None:
+        if isinstance(image, str | os.PathLike) and os.fspath(image).endswith(".sight"):
+            return Path(image)
+        if modality != "image" or not self._shelf.by_file or isinstance(image, Medium):
+            return None
+        return self._shelf.by_file.get(open_source(image, {}).name)
+
+    def _of_file(self, path: Path, modality: str) -> Medium:
+        """The medium that a package's header describes; its tensors are read in training."""
+        record = self._shelf.read(path)
+        if record["modality"] != modality:
+            raise InputError(
+                f"{path} is a package of {record['modality']!r}, given as {modality!r}"
+            )
+        made = repr([record["weights"], record["settings"], record["about"], record["provenance"]])
+        if made not in self._fits:
+            self._vision.name(Package.load(path), modality)  # refused by field where it is not ours
+            self._fits.add(made)
+        what = identity(record["key"], record["weights"], record["settings"])
+        made = feature_id(what, record["provenance"])
+        layout, about = tuple(record["layout"]), (record["source"], _unread, modality)
+        medium = Medium(record["key"], what, made, record["grid"], layout, *about)
+        self._places[id(medium)] = Place(what, path=str(path.absolute()))
+        return medium
+
+    def _place(self, medium: Medium, number: int) -> Place:
+        if medium.modality == "audio":
+            raise UnsupportedInput(
+                f"record {number} has sound, which no test has shown in training"
+            )
+        known = self._places.get(id(medium))
+        path = self._shelf.by_identity.get(medium.identity)
+        if known is not None:
+            return known
+        if path is not None:
+            return Place(medium.identity, path=str(path.absolute()))
+        if self._store is not None and self._store.has("package", medium.feature_id):
+            return Place(medium.identity, feature_id=medium.feature_id)
+        if self._vision.where(medium) == "tower":
+            raise InputError(
+                f"record {number}: its {medium.modality} {medium.key[:12]}… has no package; make "
+                "all packages first, with keepsight encode or vlm.encode"
+            )
+        return Place(medium.identity, package=self._vision.package(medium)[0])
+
+
+def _unread() -> Any:
+    raise UnsupportedInput(LEFT_OUT)
+
+
+@dataclass
+class Collator:
+    """Examples to one batch: padded on the right, the prompt masked in the labels."""
+
+    family: Family  # without its model
+    pad: int
+
+    def __call__(self, rows: Sequence[Loaded]) -> dict[str, Any]:
+        """What `model(**batch)` takes, with a loss."""
+        examples = [row.example for row in rows]
+        length = max(len(example.ids) for example in examples)
+        ids = torch.full((len(rows), length), self.pad)
+        labels = torch.full((len(rows), length), IGNORED)
+        mask = torch.zeros((len(rows), length), dtype=torch.long)
+        for i, example in enumerate(examples):
+            n = len(example.ids)
+            ids[i, :n] = torch.from_numpy(example.ids.astype(np.int64))
+            labels[i, example.answer : n] = ids[i, example.answer : n]
+            mask[i, :n] = 1
+        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        batch |= _joined([example.inputs for example in examples], length)
+        parts = [(package, 0, package.tokens) for row in rows for package in row.packages]
+        given = self.family.feature_inputs(parts, ids) if parts else {}
+        for name, outputs in given.items():
+            batch[name] = {kind: Features(**vars(value)) for kind, value in outputs.items()}
+        return batch
+
+
+def _joined(inputs: list[dict[str, torch.Tensor]], length: int) -> dict[str, torch.Tensor]:
+    """Values for each token in one rectangle; descriptions of media one after another."""
+    found: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for row in inputs for name in row):
+        tensors = [row[name] for row in inputs if name in row]
+        if name in _PER_TOKEN:
+            pad = torch.nn.functional.pad
+            rows = [pad(tensor, (0, length - tensor.shape[-1])) for tensor in tensors]
+            found[name] = torch.cat(rows, dim=-2)
+        else:
+            found[name] = torch.cat(tensors)
+    return found
+
+
+def _check_family(family: Family) -> None:
+    """Refuse what no test has trained, with the reason."""
+    kind = family.model.config.model_type
+    if kind in _NOT_SHOWN:
+        raise UnsupportedInput(f"{kind} is not trained from packages: {_NOT_SHOWN[kind]}")
+    if not family.proven or not family.answers or not family.feeds_stock:
+        raise UnsupportedInput(f"{kind} is not trained from packages: no test has shown it")
+
+
+def _alone(family: Family) -> Family:
+    """The family without its model, to be sent to other processes."""
+    alone = copy.copy(family)
+    place: Any = SimpleNamespace(device=torch.device("cpu"), dtype=family.model.dtype)
+    alone.model, alone.core = place, None
+    for name, value in list(vars(alone).items()):
+        if callable(value) or name == "tower_tensors":
+            setattr(alone, name, None)  # bound methods and tables of the model
+    return alone

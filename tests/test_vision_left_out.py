@@ -1,0 +1,218 @@
+"""A model without its vision tower is the same model: same names, same bits, less memory.
+
+Its tower's weights are named from the files, one by one; what only a tower could do is refused by
+name before anything is computed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ALL, build, folder_of, picture, turn
+from safetensors.torch import load_file, save_file
+from test_exact import logits
+
+import keepsight as ks
+from keepsight import loading, towerless
+from keepsight.errors import ModelError, UnreadableWeights, UnsupportedInput, UnsupportedModel
+from keepsight.families import SUPPORTED
+from keepsight.families.absent import AbsentTower, absent_parts
+
+TEXT = "Please look at this picture very carefully and tell what it is."
+
+
+def parts_of(kind: str, path: Path, dtype: str = "float32") -> tuple[Any, Any]:
+    """The same checkpoint, wrapped whole and wrapped without its tower."""
+    folder = str(folder_of(kind, path))
+    _, processor = build(kind)
+    whole = loading.load_model(folder, dtype, None, None)
+    part = towerless.load_model(folder, dtype, None, None)
+    return ks.wrap(whole, processor, grain=16), ks.wrap(part, processor, grain=16)
+
+
+def same_names(one: Any, other: Any) -> bool:
+    return bool(one.memory.weights.record() == other.memory.weights.record())
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_names_and_answers_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    whole, part = parts_of(kind, tmp_path)
+    assert same_names(whole, part)
+    assert part.model.num_parameters() < whole.model.num_parameters()
+    assert type(part.model) is type(whole.model)
+    packages = whole.encode([picture(1), picture(2, 128, 64)])
+    messages = [turn(TEXT, *packages)]
+    assert torch.equal(logits(part, messages), logits(whole, messages))
+    before = part.stats()["engine"]["prefill_tokens"]
+    with pytest.raises(UnsupportedInput, match="left out"):
+        part.chat([turn(TEXT, packages[1], packages[0], picture(3))], max_new_tokens=1)
+    assert part.stats()["engine"]["prefill_tokens"] == before
+    assert torch.equal(logits(part, messages), logits(whole, messages))
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", "qwen3_5", "llava", "gemma3", "ovis2", "qwen3_vl_moe"]
+)
+def test_names_are_equal_in_half_precision(kind: str, tmp_path: Path) -> None:
+    whole, part = parts_of(kind, tmp_path, "bfloat16")
+    assert same_names(whole, part)
+    assert part.model.dtype == torch.bfloat16
+    packages = whole.encode([picture(1)])
+    assert torch.equal(
+        logits(part, [turn(TEXT, *packages)]), logits(whole, [turn(TEXT, *packages)])
+    )
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-hybrid"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_demo_models_answer_from_packages(name: str, dtype: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with ks.load(name, dtype=dtype, store=store) as whole:
+        package = whole.encode(picture(1))
+        expected = logits(whole, [turn(TEXT, picture(1))])
+        whole.flush()
+        with ks.load(name, dtype=dtype, vision=False) as part:
+            assert same_names(whole, part)
+            assert torch.equal(logits(part, [turn(TEXT, package)]), expected)
+            with pytest.raises(UnsupportedInput, match="left out"):
+                part.ask(picture(1), TEXT)
+            with pytest.raises(UnsupportedInput, match="left out"):
+                part.encode(picture(1))
+    with ks.load(name, dtype=dtype, vision=False, store=store) as part:
+        assert torch.equal(logits(part, [turn(TEXT, picture(1))]), expected)
+        assert part.encode(picture(1)).feature_id == package.feature_id
+        with pytest.raises(UnsupportedInput, match="left out"):
+            part.ask(picture(2), TEXT)
+
+
+def test_no_weight_of_the_tower_is_there_and_its_settings_are() -> None:
+    model = towerless.load_model(loading.model_path("demo"), "float32", None, None)
+    whole = loading.load_model(loading.model_path("demo"), "float32", None, None)
+    assert not list(model.base_model.visual.parameters())
+    assert not list(model.base_model.visual.buffers())
+    merge = whole.base_model.visual.spatial_merge_size
+    assert model.base_model.visual.spatial_merge_size == merge
+    text = {name: t for name, t in whole.named_parameters() if ".visual." not in name}
+    kept = dict(model.named_parameters())
+    assert kept.keys() == text.keys()
+    assert all(torch.equal(kept[name], text[name]) for name in text)
+
+
+def test_stock_forward_refuses_pixels_by_name() -> None:
+    path = loading.model_path("demo")
+    model = towerless.load_model(path, "float32", None, None)
+    processor = loading.load_processor(path, None)
+    pixels = processor.image_processor([picture(1)], return_tensors="pt")
+    with pytest.raises(UnsupportedInput, match="left out"):
+        model.get_image_features(**pixels)
+    with pytest.raises(UnsupportedInput, match="left out"):
+        model.base_model.visual(pixels["pixel_values"])
+
+
+def test_names_that_the_store_remembers_need_no_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, store = folder_of("qwen3_vl", tmp_path / "model"), tmp_path / "store"
+    messages = [turn(TEXT, picture(1))]
+    with ks.load(folder, dtype="float32", grain=16, store=store) as whole:
+        expected, names = logits(whole, messages), whole.memory.weights.record()
+
+    def read(self: Any) -> Any:
+        raise UnreadableWeights("the tower was read")
+
+    monkeypatch.setattr(towerless.TowerFiles, "_read", read)
+    with ks.load(folder, dtype="float32", grain=16, store=store, vision=False) as part:
+        assert part.memory.weights.record() == names
+        assert torch.equal(logits(part, messages), expected)
+    with pytest.raises(UnreadableWeights, match="was read"):
+        ks.load(folder, dtype="float32", grain=16, vision=False)
+
+
+def test_another_tower_has_another_name(tmp_path: Path) -> None:
+    whole, _ = parts_of("qwen3_vl", tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if "visual" in name and tensors[name].dim() > 1)
+    tensors[name].view(-1)[-1] += 1e-3
+    save_file(tensors, file, {"format": "pt"})
+    part = ks.wrap(towerless.load_model(str(tmp_path), "float32", None, None), whole.processor)
+    assert part.memory.weights.vision != whole.memory.weights.vision
+    assert part.memory.weights.all != whole.memory.weights.all
+
+
+def test_changed_files_are_noticed_where_they_have_to_be_read(tmp_path: Path) -> None:
+    folder = folder_of("qwen3_vl", tmp_path / "model")
+    model = towerless.load_model(str(folder), "float32", None, None)
+    (file,) = folder.glob("*.safetensors")
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(UnreadableWeights, match="changed since"):
+        ks.wrap(model, build("qwen3_vl")[1])
+
+
+def test_a_checkpoint_without_a_weight_of_its_tower_is_refused(tmp_path: Path) -> None:
+    folder = folder_of("qwen3_vl", tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if "visual" in name)]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UnreadableWeights, match="lacks 1 weights"):
+        ks.wrap(towerless.load_model(str(folder), "float32", None, None), build("qwen3_vl")[1])
+
+
+def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
+    folder = folder_of("qwen3_vl", tmp_path / "model")
+    model, processor = build("qwen3_vl")
+    next(folder.glob("*.safetensors")).unlink()
+    model.save_pretrained(folder, max_shard_size="200KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    part = ks.wrap(towerless.load_model(str(folder), "float32", None, None), processor, grain=16)
+    assert same_names(ks.wrap(model, processor, grain=16), part)
+
+
+def test_changes_of_the_language_model_are_noticed(tmp_path: Path) -> None:
+    whole, part = parts_of("qwen3_vl", tmp_path)
+    messages = [turn(TEXT, whole.encode(picture(1)))]
+    first = logits(part, messages)
+    for vlm in (whole, part):
+        with torch.no_grad():
+            vlm.model.get_decoder().layers[1].self_attn.q_proj.weight.mul_(1.05)
+    changed = logits(part, messages)
+    assert not torch.equal(changed, first)
+    assert torch.equal(changed, logits(whole, messages))
+    assert same_names(whole, part)
+
+
+def test_a_tower_put_back_is_noticed(tmp_path: Path) -> None:
+    whole, part = parts_of("qwen3_vl", tmp_path)
+    with torch.no_grad():
+        whole.model.base_model.visual.merger.linear_fc2.weight.mul_(1.05)
+    whole.memory.refresh()
+    part.model.base_model.visual = whole.model.base_model.visual
+    part.memory.refresh()
+    assert not absent_parts(part.model)
+    assert same_names(whole, part)
+
+
+def test_models_that_no_test_has_shown_exact_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("qwen3_vl", tmp_path)
+    monkeypatch.delitem(SUPPORTED, "qwen3_vl")
+    with pytest.raises(UnsupportedModel, match="without its tower"):
+        ks.load(folder, vision=False)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        ks.load(tmp_path / "nothing", vision=False)
+
+
+def test_a_stand_in_has_plain_settings_only() -> None:
+    part = torch.nn.Linear(2, 3)
+    part.note = "kept"  # type: ignore[assignment]
+    stand_in = AbsentTower(torch.nn.Sequential(part))
+    assert stand_in.get_submodule("0").in_features == 2
+    assert stand_in.get_submodule("0").note == "kept"
+    assert not stand_in.state_dict()
+    assert os.environ.get(towerless._ONE_BY_ONE) is None
