@@ -1,13 +1,18 @@
-"""Several sequences that decode together: one forward pass for all of them each step.
+"""Sequences that decode together: one forward pass for all of them each step, while some come and
+others go.
 
 Each was prefilled alone, on its own lane (law 2). Here their states are laid side by side, aligned
 at the right, as one left-padded prefill would have left them. Sums over padded rows are ordered in
 another way, so a batch promises the greedy tokens of float32 and not the bits.
+
+Who joins or leaves costs one copy; a step copies nothing. Rows lie in seats: the first ones are
+taken, so a step works on a view of the buffers, and a row that leaves gives its seat to the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +21,11 @@ from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
 
 from keepsight.engine import Run, grouped_queries
 from keepsight.families import Family
+from keepsight.package import storage_bytes
 from keepsight.state import CrossLayer, LaneLayer, restore_linear
+
+_WASTE = 4  # columns that nobody needs: one in so many may be left, then all move up
+_ROUND = 64
 
 
 class Taker(Protocol):
@@ -28,48 +37,246 @@ class Taker(Protocol):
         """The next token; `over` is true after the last."""
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where the states of one sequence are: a row of some layers."""
+
+    layers: Sequence[Any]
+    row: int
+    length: int  # its tokens
+    beside: int  # rows of the media beside it
+
+    def tail(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer that keeps them, without padding: (heads, n, width)."""
+        layer = self.layers[index]
+        if isinstance(layer, CrossLayer):
+            return layer.keys[self.row, :, : self.beside], layer.values[self.row, :, : self.beside]
+        first = max(0, layer.keys.shape[-2] - self.length)
+        return layer.keys[self.row, :, first:], layer.values[self.row, :, first:]
+
+
+class _Seats(LaneLayer):
+    """A full-attention layer of several sequences; the rows behind the last one are free seats."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self._all = keys, values
+
+    def seat(self, rows: int, length: int) -> None:
+        """Let the first rows be those that a step works on."""
+        keys, values = self._all
+        self.hold(keys[:rows], values[:rows], length)
+
+    def put(self, row: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """One sequence into its seat, aligned at `end`; zeros before it, whoever sat there."""
+        for room, states in zip(self._all, (keys, values), strict=True):
+            room[row, :, : end - states.shape[-2]] = 0
+            room[row, :, end - states.shape[-2] : end] = states
+
+
 class Batch:
-    """The memory of some sequences and their next positions."""
+    """The memory of the sequences that decode together, and their next positions."""
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, runs: Sequence[Run], room: int
+        self, model: PreTrainedModel, family: Family, runs: Sequence[Run] = (), room: int = 0
     ) -> None:
         self._model, self._family = model, family
-        lengths = torch.tensor([run.lane.length for run in runs])
-        self._positions = torch.cat([run.next_positions for run in runs], dim=-2)
-        self.length = int(lengths.max())
-        padded = self.length - lengths[:, None]
-        self._mask = (torch.arange(self.length + room) >= padded).long().to(model.device)
-        self._media = _padded([self._seen(run) for run in runs])
+        self.runs: list[Run] = []
+        self.length = 0  # columns in use
+        self.columns = self.seats = 0  # what there is
+        self.copies = 0  # how often all rows were laid anew
+        self._lengths: list[int] = []
+        self._beside: list[int] = []
+        self._seen: list[dict[str, torch.Tensor]] = []
+        self._positions = torch.empty(0)
         self.cache = DynamicCache(config=model.config)
-        for index, layer in enumerate(runs[0].lane.cache.layers):
-            lanes = [run.lane.cache.layers[index] for run in runs]
-            if isinstance(layer, DummyLayer):
-                continue
-            if isinstance(layer, CrossLayer):
-                self.cache.layers[index] = _cross(lanes)
-            elif isinstance(layer, LaneLayer):
-                self.cache.layers[index] = _full(lanes, self.length + room)
-            else:
-                _fixed(self.cache.layers[index], lanes, self.length)
+        if runs:
+            self.join(runs, room)
 
-    def _seen(self, run: Run) -> dict[str, torch.Tensor]:
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self._lengths, default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states, free seats and columns included."""
+        tensors: list[Any] = []
+        for layer in self.cache.layers:
+            tensors += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+            tensors += [state for _, _, state in _linear(layer)]
+        return storage_bytes(t for t in tensors if t is not None and t.numel())
+
+    # -- who comes and who goes ------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def join(self, runs: Sequence[Run], room: int) -> None:
+        """Take in sequences, each as it stands on its lane. `room`: tokens that will follow."""
+        came = [_on_lane(run) for run in runs]
+        count = len(self.runs) + len(runs)
+        longest = max(source.length for source in came)
+        fits = count <= self.seats and self.length + min(room, _ROUND) <= self.columns
+        if fits and longest <= self.length:
+            for row, source in enumerate(came, len(self.runs)):
+                self._put(row, source)
+            self._rearrange([*self._sources(), *came])
+        else:
+            self._lay([*self._sources(), *came], count, room)
+        self._note(runs, came)
+        self._follow()
+
+    @torch.inference_mode()
+    def absorb(self, other: Batch, room: int) -> None:
+        """Take in all rows of another batch, which is of no use afterwards."""
+        came = other._sources()
+        self._lay([*self._sources(), *came], len(self.runs) + len(came), room)
+        positions = torch.cat([self._positions, other._positions], dim=-2)
+        self._note(other.runs, came, other._seen)
+        self._positions = positions
+        self._follow()
+
+    @torch.inference_mode()
+    def leave(self, run: Run) -> None:
+        """Let a sequence go; its seat is taken by the last."""
+        row = self.runs.index(run)
+        order = list(range(len(self.runs)))
+        order[row] = order[-1]
+        order.pop()
+        sources = self._sources()
+        if order and row < len(order):
+            self._put(row, sources[order[row]])
+        for name in ("runs", "_lengths", "_beside", "_seen"):
+            held = getattr(self, name)
+            setattr(self, name, [held[number] for number in order])
+        self._positions = self._positions[..., order, :]
+        if not order:
+            return
+        kept = [sources[number] for number in order]
+        if (self.length - self.longest) * _WASTE > self.length:
+            self._lay(kept, len(kept), self.columns - self.length)
+        else:
+            self._rearrange(kept)
+        self._follow()
+
+    @torch.inference_mode()
+    def put_back(self, run: Run) -> None:
+        """Let the lane of a sequence hold all that the sequence has become here."""
+        source = self._sources()[self.runs.index(run)]
+        lane, end = run.lane, source.length
+        for index, layer in enumerate(lane.cache.layers):
+            theirs = source.layers[index]
+            if isinstance(layer, CrossLayer | DummyLayer):
+                continue
+            if isinstance(layer, LaneLayer):
+                keys, values = source.tail(index)
+                start = layer.length
+                layer.write(start, keys[None, :, start:], values[None, :, start:])
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                keys, values = source.tail(index)
+                layer.keys, layer.values = keys[None].clone(), values[None].clone()
+                layer.cumulative_length = end
+            for what, number, state in _linear(theirs):
+                restore_linear(layer, what, number, state[source.row : source.row + 1])
+        lane.length = end
+
+    def _sources(self) -> list[_Source]:
+        both = zip(self._lengths, self._beside, strict=True)
+        # The list is copied: its layers are exchanged while rows are moved.
+        layers = list(self.cache.layers)
+        return [_Source(layers, row, length, beside) for row, (length, beside) in enumerate(both)]
+
+    def _note(
+        self,
+        runs: Iterable[Run],
+        came: Sequence[_Source],
+        seen: list[dict[str, torch.Tensor]] | None = None,
+    ) -> None:
+        runs = list(runs)
+        have = [self._positions] if self.runs else []
+        self._positions = torch.cat([*have, *(run.next_positions for run in runs)], dim=-2)
+        self.runs += runs
+        self._lengths += [source.length for source in came]
+        self._beside += [source.beside for source in came]
+        self._seen += seen if seen is not None else [self._see(run) for run in runs]
+
+    def _see(self, run: Run) -> dict[str, torch.Tensor]:
         """What the tokens behind a prompt see of its media."""
-        end = run.lane.length
+        end = len(run.prompt)
         return self._family.media_inputs(run.prompt.ids, run.prompt.grids, end, end + 1)
+
+    # -- where everything lies -------------------------------------------------------------------
+
+    def _put(self, row: int, source: _Source) -> None:
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, _Seats):
+                layer.put(row, self.length, *source.tail(index))
+
+    def _lay(self, sources: Sequence[_Source], seats: int, room: int) -> None:
+        """Lay all rows anew, with seats and columns for more; where that fails all stays as is."""
+        before = self.length, self.columns, self.seats
+        self.copies += 1
+        self.length = max(source.length for source in sources)
+        self.columns = -(-(self.length + max(1, room)) // _ROUND) * _ROUND
+        self.seats = 1 << (seats - 1).bit_length() if self.runs else seats
+        try:
+            layers = list(self.cache.layers)
+            for index, layer in enumerate(sources[0].layers):
+                if isinstance(layer, LaneLayer) and not isinstance(layer, CrossLayer):
+                    layers[index] = self._seated(index, sources)
+            self._rearrange(sources, layers)
+        except BaseException:
+            self.length, self.columns, self.seats = before
+            raise
+
+    def _seated(self, index: int, sources: Sequence[_Source]) -> _Seats:
+        """A full-attention layer of all sequences, in new buffers."""
+        keys, values = sources[0].layers[index].keys, sources[0].layers[index].values
+        rooms = (
+            x.new_zeros(self.seats, x.shape[1], self.columns, x.shape[3]) for x in (keys, values)
+        )
+        layer = _Seats(*rooms)
+        for row, source in enumerate(sources):
+            layer.put(row, self.length, *source.tail(index))
+        return layer
+
+    def _rearrange(self, sources: Sequence[_Source], layers: list[Any] | None = None) -> None:
+        """Put together what has a row for each sequence and no free seats."""
+        fresh = DynamicCache(config=self._model.config).layers
+        layers = list(self.cache.layers) if layers is None else layers
+        for index, layer in enumerate(layers):
+            theirs = sources[0].layers[index]
+            if isinstance(theirs, CrossLayer):
+                layers[index] = _cross(index, sources)
+            elif not isinstance(layer, _Seats) and not isinstance(theirs, DummyLayer):
+                layers[index] = _fixed(fresh[index], index, sources, self.length)
+        for layer in layers:  # only now: from here on nothing can fail
+            if isinstance(layer, _Seats):
+                layer.seat(len(sources), self.length)
+        self.cache.layers = layers
+
+    def _follow(self) -> None:
+        """Mask and media inputs follow the rows."""
+        padded = self.length - torch.tensor(self._lengths)[:, None]
+        device = self._model.device
+        self._mask = (torch.arange(self.columns) >= padded).long().to(device)
+        media = _padded(self._seen)
+        self._media = {name: tensor.to(device) for name, tensor in media.items()}
+
+    # -- stepping --------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """One token of each sequence through the model; the logits behind them, a row for each."""
         device = self._model.device
+        if self.length == self.columns:
+            self._lay(self._sources(), len(self.runs), self.length // 2)
+            self._follow()
         self.length += 1
-        if self.length > self._mask.shape[1]:
-            longer = self._mask.new_ones(len(self._mask), self._mask.shape[1])
-            self._mask = torch.cat([self._mask, longer], dim=1)
         extra = self._family.step_inputs(len(tokens), self.length)
         with grouped_queries(device):
             output = self._model(
-                **{n: tensor.to(device) for n, tensor in {**extra, **self._media}.items()},
+                **{name: tensor.to(device) for name, tensor in extra.items()},
+                **self._media,
                 input_ids=torch.tensor([[token] for token in tokens], device=device),
                 position_ids=self._positions,
                 attention_mask=self._mask[:, : self.length],
@@ -77,46 +284,39 @@ class Batch:
                 use_cache=True,
                 logits_to_keep=1,
             )
+        self._lengths = [length + 1 for length in self._lengths]
         self._positions = self._positions + 1
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
 
-def _aligned(rows: Sequence[torch.Tensor], length: int, room: int) -> torch.Tensor:
-    """Keys or values of several sequences below each other, aligned at `length`, zeros around."""
-    first = rows[0]
-    joined = first.new_zeros(len(rows), first.shape[1], room, first.shape[3])
-    for number, row in enumerate(rows):
-        joined[number, :, length - row.shape[-2] : length] = row[0]
-    return joined
+def _on_lane(run: Run) -> _Source:
+    lane = run.lane
+    beside = max((layer.length for layer in lane.cross), default=0)
+    return _Source(lane.cache.layers, 0, lane.length, beside)
 
 
-def _full(lanes: Sequence[Any], room: int) -> LaneLayer:
-    length = max(lane.length for lane in lanes)
-    layer = LaneLayer()
-    layer.hold(
-        _aligned([lane.keys for lane in lanes], length, room),
-        _aligned([lane.values for lane in lanes], length, room),
-        length,
-    )
-    return layer
+def _linear(layer: Any) -> Iterable[tuple[str, int, torch.Tensor]]:
+    """The convolution and recurrent states of a layer."""
+    for what in ("conv", "recurrent"):
+        for number, state in getattr(layer, f"{what}_states", {}).items():
+            if state is not None:
+                yield what, number, state
 
 
-def _cross(lanes: Sequence[Any]) -> CrossLayer:
+def _cross(index: int, sources: Sequence[_Source]) -> CrossLayer:
     """The media of several sequences, aligned at the left; nobody sees the zeros behind them."""
     layer = CrossLayer()
-    longest = max(lane.length for lane in lanes)
-    filled = next((lane for lane in lanes if lane.length), None)
+    longest = max(source.beside for source in sources)
+    filled = next((source for source in sources if source.beside), None)
     if filled is None:
         return layer
     keys, values = (
-        x.new_zeros(len(lanes), x.shape[1], longest, x.shape[3])
-        for x in (filled.keys, filled.values)
+        x.new_zeros(len(sources), x.shape[0], longest, x.shape[2]) for x in filled.tail(index)
     )
-    for row, lane in enumerate(lanes):
-        if lane.length:
-            keys[row, :, : lane.length] = lane.keys[0]
-            values[row, :, : lane.length] = lane.values[0]
+    for row, source in enumerate(sources):
+        if source.beside:
+            keys[row, :, : source.beside], values[row, :, : source.beside] = source.tail(index)
     layer.hold(keys, values, longest)
     return layer
 
@@ -137,19 +337,22 @@ def _padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def _fixed(layer: Any, lanes: Sequence[Any], length: int) -> None:
-    """Sliding, convolution and recurrent states side by side."""
-    if isinstance(layer, DynamicSlidingWindowLayer) and lanes[0].is_initialized:
-        width = max(lane.keys.shape[-2] for lane in lanes)
-        keys = _aligned([lane.keys for lane in lanes], width, width)
-        values = _aligned([lane.values for lane in lanes], width, width)
+def _fixed(layer: Any, index: int, sources: Sequence[_Source], length: int) -> Any:
+    """Sliding, convolution and recurrent states side by side, in a new layer."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        tails = [source.tail(index) for source in sources]
+        width = min(length, layer.sliding_window - 1)
+        keys, values = (t.new_zeros(len(sources), t.shape[0], width, t.shape[2]) for t in tails[0])
+        for row, (some_keys, some_values) in enumerate(tails):
+            first = width - some_keys.shape[-2]
+            keys[row, :, first:], values[row, :, first:] = some_keys, some_values
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values, layer.cumulative_length = keys, values, length
-    for what in ("conv", "recurrent"):
-        for number, state in getattr(lanes[0], f"{what}_states", {}).items():
-            if state is not None:
-                states = [getattr(lane, f"{what}_states")[number] for lane in lanes]
-                restore_linear(layer, what, number, torch.cat(states))
+    for what, number, _ in _linear(sources[0].layers[index]):
+        states = [getattr(s.layers[index], f"{what}_states")[number] for s in sources]
+        rows = [x[s.row : s.row + 1] for x, s in zip(states, sources, strict=True)]
+        restore_linear(layer, what, number, torch.cat(rows))
+    return layer
 
 
 def decode_together(batch: Batch, takers: Sequence[Taker], logits: torch.Tensor) -> int:

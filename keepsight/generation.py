@@ -105,19 +105,22 @@ def sampler(
         if tokenizer is None:
             raise InputError("stop strings need a tokenizer; wrap the model with its processor")
         config.stop_strings = stop
-    processors = model._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=length,
-        encoder_input_ids=ids,
-        prefix_allowed_tokens_fn=ours.get("prefix_allowed_tokens_fn"),
-        logits_processor=ours.get("logits_processor") or [],
-        device=str(ids.device),
-    )
-    criteria = model._get_stopping_criteria(
-        generation_config=config,
-        stopping_criteria=ours.get("stopping_criteria") or [],
-        tokenizer=tokenizer,
-    )
+    try:
+        processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=length,
+            encoder_input_ids=ids,
+            prefix_allowed_tokens_fn=ours.get("prefix_allowed_tokens_fn"),
+            logits_processor=ours.get("logits_processor") or [],
+            device=str(ids.device),
+        )
+        criteria = model._get_stopping_criteria(
+            generation_config=config,
+            stopping_criteria=ours.get("stopping_criteria") or [],
+            tokenizer=tokenizer,
+        )
+    except (ValueError, TypeError) as error:  # values that only upstream's processors look at
+        raise InputError(f"an option of decoding was refused: {error}") from error
     generator = None
     if ours.get("seed") is not None:
         generator = torch.Generator(ids.device).manual_seed(int(ours["seed"]))

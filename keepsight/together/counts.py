@@ -1,0 +1,52 @@
+"""What the scheduler counts. It knows numbers and the clock, and nothing of requests.
+
+Written by the scheduler's thread and read by any; each number is right by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+_WINDOW = 10.0  # seconds that the rate of tokens looks back
+
+
+class Counts:
+    """Counts since the start, and rates of the last seconds."""
+
+    def __init__(self) -> None:
+        self.finished = self.cancelled = self.failed = self.refused = 0
+        self.chunks = self.towers = self.steps = self.tokens = 0
+        self._recent: deque[tuple[float, int]] = deque()
+        self._seconds = 1.0  # that a request takes, averaged with a bias to the last ones
+
+    def took(self, tokens: int) -> None:
+        """Note tokens that were handed out in one step."""
+        now = time.monotonic()
+        self.tokens += tokens
+        self._recent.append((now, tokens))
+        while self._recent and self._recent[0][0] < now - _WINDOW:
+            self._recent.popleft()
+
+    def ended(self, outcome: str, seconds: float) -> None:
+        """Note how a request ended, and how long after it was ready."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
+        if outcome == "finished":
+            self._seconds += 0.2 * (seconds - self._seconds)
+
+    def wait(self, ahead: int, places: int) -> float:
+        """Seconds until one of so many requests ahead has probably left its place."""
+        return max(1.0, self._seconds * (1 + ahead // max(1, places)))
+
+    def told(self) -> dict[str, Any]:
+        """As plain data."""
+        recent = list(self._recent)
+        now = time.monotonic()
+        fresh = [(when, tokens) for when, tokens in recent if when >= now - _WINDOW]
+        span = max(1e-3, now - fresh[0][0]) if fresh else 1.0
+        names = ("finished", "cancelled", "failed", "refused", "chunks", "towers", "steps")
+        told: dict[str, Any] = {name: getattr(self, name) for name in names}
+        told["tokens"] = self.tokens
+        told["tokens_per_second"] = round(sum(tokens for _, tokens in fresh) / span, 2)
+        return told

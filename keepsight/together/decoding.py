@@ -1,0 +1,185 @@
+"""Who decodes with whom: sequences of like length in one batch, one forward pass for each step.
+
+A sequence alone decodes on its own lane, as a direct call would. Where one is so much longer than
+the others that a step would read more padding than weights, it goes by itself. When a pass fails,
+its sequences are computed again, each alone, so that only the one whose fault it was has to end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.batch import Batch
+from keepsight.engine import Engine, Run
+from keepsight.errors import KeepsightError
+from keepsight.families import Family
+from keepsight.together.pace import Sizes
+
+logger = logging.getLogger(__name__)
+
+_ROOM = 256  # columns kept free when rows are laid side by side
+
+Group = Batch | Run
+
+
+class Decoding:
+    """The sequences that decode now."""
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, engine: Engine, sizes: Sizes
+    ) -> None:
+        self._model, self._family, self._engine, self._sizes = model, family, engine, sizes
+        self.groups: list[Group] = []
+        self._loners: set[Run] = set()  # decode alone to their end
+        self._unsound: list[Batch] = []
+        self._keep: set[Run] = set()  # need their lanes back at the end
+        self.passes = self.rows = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all batches and of the lanes of those who decode alone."""
+        return sum(
+            group.lane.nbytes if isinstance(group, Run) else group.nbytes for group in self.groups
+        )
+
+    def planned(self, columns: Callable[[Run], int]) -> int:
+        """Bytes when all have become as long as they may; `columns` says how long that is."""
+        return sum(
+            self._sizes.of(len(runs), max(map(columns, runs))) for runs in map(_runs, self.groups)
+        )
+
+    # -- who comes and who goes ------------------------------------------------------------------
+
+    def join(self, run: Run, keeps_lane: bool = False) -> None:
+        """Take in a sequence that is prefilled."""
+        if keeps_lane:
+            self._keep.add(run)
+        if not self._family.decodes_together:
+            self._loners.add(run)
+        self._settle(run)
+
+    def leave(self, run: Run, ended: bool = True) -> None:
+        """Let a sequence go, at its end or before it: then nobody wants its lane."""
+        group = next((group for group in self.groups if run in _runs(group)), None)
+        if isinstance(group, Batch):
+            if ended and run in self._keep:
+                group.put_back(run)
+            try:
+                group.leave(run)
+            except Exception as error:  # its rows are in disorder: the next step sets them apart
+                logger.warning("a batch could not be laid anew: %s", error)
+                group.runs = [other for other in group.runs if other is not run]
+                self._unsound += [group] if group.runs else []
+        if group is run or (isinstance(group, Batch) and not group.runs):
+            self.groups.remove(group)
+        self._loners.discard(run)
+        self._keep.discard(run)
+        self._merge()
+
+    def _settle(self, group: Group) -> None:
+        """Put a sequence, or several, where the next steps read least."""
+        best, gain = None, 0
+        for other in self.groups:
+            less = self._gain(group, other)
+            if less > gain:
+                best, gain = other, less
+        if best is None or (joined := self._joined(best, group)) is None:
+            self.groups.append(group)
+        else:
+            self.groups[self.groups.index(best)] = joined
+
+    def _merge(self) -> None:
+        """Put groups together that became alike."""
+        for one, other in itertools.combinations(list(self.groups), 2):
+            joined = self._joined(one, other) if self._gain(one, other) > 0 else None
+            if joined is not None:
+                self.groups[self.groups.index(one)] = joined
+                self.groups.remove(other)
+                self._merge()
+                return
+
+    def _gain(self, one: Group, other: Group) -> int:
+        """How many bytes a step reads less when two groups become one."""
+        if self._loners & {*_runs(one), *_runs(other)} or {one, other} & {*self._unsound}:
+            return -1
+        rows, columns = [len(_runs(g)) for g in (one, other)], [_columns(one), _columns(other)]
+        apart = sum(map(self._sizes.cost, rows, columns))
+        return apart - self._sizes.cost(sum(rows), max(columns))
+
+    def _joined(self, one: Group, other: Group) -> Batch | None:
+        """Both in one batch, or None where there is no memory to lay them side by side."""
+        if isinstance(one, Run):
+            one, other = other, one
+        try:
+            if isinstance(one, Run) and isinstance(other, Run):
+                batch = Batch(self._model, self._family, [other, one], _ROOM)
+            elif isinstance(one, Batch):
+                batch = one
+                if isinstance(other, Run):
+                    batch.join([other], _ROOM)
+                else:
+                    batch.absorb(other, _ROOM)
+        except Exception as error:  # memory above all; apart they can go on as they are
+            logger.warning("sequences go on apart, they could not be laid together: %s", error)
+            return None
+        for run in (one, other):
+            if isinstance(run, Run) and run not in self._keep:
+                self._engine.leave_lane(run)
+        return batch
+
+    # -- stepping --------------------------------------------------------------------------------
+
+    def step(
+        self, tokens: dict[Run, int], history: Callable[[Run], list[int]]
+    ) -> Iterator[tuple[Run, torch.Tensor | Exception]]:
+        """One token of each sequence through the model: its logits (1, n), or why there are none.
+
+        `history` gives all tokens of an answer so far, for computing it again.
+        """
+        for group in list(self.groups):
+            runs = _runs(group)
+            self.passes += 1
+            self.rows += len(runs)
+            try:
+                if isinstance(group, Run):
+                    yield group, self._engine.step(group, tokens[group])
+                    continue
+                if group in self._unsound:
+                    raise KeepsightError("the rows of this batch are in disorder")
+                logits = group.step([tokens[run] for run in runs])
+                self._engine.decode_steps += 1
+            except Exception as error:  # whatever a forward pass runs into, memory above all
+                if isinstance(group, Run):
+                    yield group, error
+                    continue
+                self.groups.remove(group)
+                self._unsound = [other for other in self._unsound if other is not group]
+                yield from self._one_by_one(runs, tokens, history)
+                continue
+            yield from ((run, logits[row : row + 1]) for row, run in enumerate(runs))
+
+    def _one_by_one(
+        self, runs: Iterable[Run], tokens: dict[Run, int], history: Callable[[Run], list[int]]
+    ) -> Iterator[tuple[Run, torch.Tensor | Exception]]:
+        """After a pass that failed half way nothing in its batch can be trusted."""
+        for run in runs:
+            self.groups.append(run)
+            self._loners.add(run)
+            try:
+                self._engine.again(run, history(run)[:-1])
+                yield run, self._engine.step(run, tokens[run])
+            except Exception as error:  # this one's own fault, or no memory even for it alone
+                yield run, error
+
+
+def _runs(group: Group) -> list[Run]:
+    return [group] if isinstance(group, Run) else list(group.runs)
+
+
+def _columns(group: Group) -> int:
+    return group.lane.length if isinstance(group, Run) else group.longest

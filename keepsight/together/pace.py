@@ -1,0 +1,75 @@
+"""Whose piece of work comes next, and how much fits: the policies of the scheduler, as arithmetic.
+
+The shortest rest of a prompt comes first, so short chats do not wait behind long ones, and of two
+alike the first is finished before the second begins. Each token computed for others while one waits
+counts as a token less of one's own, until that has won one a turn: so a long prompt goes on, a
+chunk at a time, however many short ones come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from transformers import PreTrainedModel
+
+from keepsight.engine import Engine
+
+_OVERHEAD = 64 << 20  # bytes that could be read in the time that a pass costs beside its reading
+
+
+class Waiting(Protocol):
+    """What waits for a turn."""
+
+    number: int
+    passed: int
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to be computed."""
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+def next_of(waiting: Sequence[W]) -> W:
+    """Whose turn it is."""
+    return min(waiting, key=lambda one: (one.remaining - one.passed, one.number))
+
+
+def had_its_turn(chosen: Waiting, others: Iterable[Waiting], tokens: int) -> None:
+    """Note that so many tokens were computed for one while the others waited."""
+    before = chosen.remaining + tokens
+    for other in others:
+        if other is not chosen:
+            other.passed += tokens
+            if other.remaining < before:  # it came before a shorter one: for having waited
+                chosen.passed = 0
+
+
+class Sizes:
+    """What sequences of one model weigh."""
+
+    def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
+        self.column = self.state = 0  # bytes of a token, and of all that does not grow
+        config: Any = model.config.get_text_config()
+        window = getattr(config, "sliding_window", None) or 4096
+        for name, (dtype, *sizes) in engine.snapshot_pattern().items():
+            count = dtype.itemsize
+            for size in sizes:
+                count *= size
+            if name.startswith("kv "):
+                self.column += count
+            else:
+                self.state += count * (window if ".keys." in name or ".values." in name else 1)
+        weights: int = sum(p.nbytes for p in model.get_decoder().parameters())
+        # A pass reads all weights once, whoever takes part in it.
+        self.pass_: int = _OVERHEAD + weights
+
+    def of(self, rows: int, columns: int) -> int:
+        """Bytes of some sequences side by side, padding counted."""
+        return rows * (columns * self.column + self.state)
+
+    def cost(self, rows: int, columns: int) -> int:
+        """Bytes that one step of them reads: what it costs, since reading is what takes time."""
+        return self.pass_ + self.of(rows, columns)

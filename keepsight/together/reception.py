@@ -1,0 +1,162 @@
+"""Where requests are made ready, in the threads of those who send them: options are checked,
+pictures decoded and preprocessed, the prompt is rendered. So a large picture of one client stops
+nobody's tokens, and bad input is refused before it waits for anything.
+
+Only a moment of the model's lock is needed, to see whether weights or settings have changed. What
+was learnt about the pictures is noted when the request begins, by the thread that has the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keepsight.calls import Call
+from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
+from keepsight.generation import Taker as TokenTaker
+from keepsight.medium import Medium
+from keepsight.naming import Looked
+from keepsight.package import Package
+from keepsight.prompt import Prompt
+from keepsight.render import Message, Renderer, parse_messages
+from keepsight.together.ticket import Ticket
+from keepsight.turn import Turn
+from keepsight.vision import Vision
+from keepsight.vlm import VLM
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on its way through the scheduler."""
+
+    ticket: Ticket
+    turn: Turn
+    tokens: int  # of its prompt
+    room: int  # the longest answer; 0 where only the prompt is prefilled
+    number: int = 0
+    passed: int = 0  # tokens of work done for others since it last had its turn
+    ready: float = field(default_factory=time.perf_counter)  # when it began to wait
+    work: Iterator[int] | None = None
+    taker: TokenTaker | None = None
+    detokenizer: Detokenizer | None = None
+    looked_at: int = 0  # the round in which weights and settings were compared last
+    token: int = 0  # the last one, which the next step takes in
+    keeps_lane: bool = False  # decoded state is remembered (`exact=False`)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of the prompt that are still to be computed, as far as one knows."""
+        if self.work is None:
+            return self.tokens
+        return self.tokens - self.turn.stands
+
+
+class Reception:
+    """Makes requests to one model ready. Its methods may be called in many threads."""
+
+    def __init__(self, vlm: VLM, renderer: Renderer) -> None:
+        self._vlm = vlm
+        # A tokenizer is changed while it encodes text with control tokens in it: this one is ours,
+        # and one thread has it at a time.
+        self._tokenizing = threading.Lock()
+        self._renderer = copy.copy(renderer)
+        self._renderer.tokenizer = copy.deepcopy(renderer.tokenizer)
+
+    def receive(
+        self, messages: list[Message], call: Call, ticket: Ticket, sample: bool, asked: float
+    ) -> Request:
+        """A request that is ready to wait for its turn."""
+        order = _Order(self._vlm, messages, call)
+        media = order.look(self._renderer)
+        waiting = iter(media)
+        with self._tokenizing:
+            order.prompt = self._renderer.render(
+                messages, lambda image, kind: next(waiting), **call.template
+            )
+            check_length(self._vlm.model, len(order.prompt))
+            chosen = self._sampler(order.prompt, call) if sample else None
+        order.turn = turn = Turn(
+            self._vlm.memory,
+            self._vlm._lock,
+            order.current,
+            call.decoding,
+            call.exact,
+            DEFAULT_CHAT_TOKENS,
+            call.tenant,
+        )
+        turn.asked, turn.sampler = asked, chosen
+        room = chosen.max_new_tokens if chosen is not None else 0
+        return Request(ticket, turn, len(order.prompt), room, keeps_lane=not call.exact)
+
+    def _sampler(self, prompt: Prompt, call: Call) -> Sampler:
+        model = self._vlm.model
+        ids = torch.from_numpy(prompt.ids)[None].to(model.device)
+        tokenizer = self._renderer.tokenizer
+        return sampler(model, tokenizer, ids, call.decoding, DEFAULT_CHAT_TOKENS)
+
+
+class _Order:
+    """The rendering of one request: done when it comes, looked at again when it begins."""
+
+    def __init__(self, vlm: VLM, messages: list[Message], call: Call) -> None:
+        self._vlm, self._messages, self._call = vlm, messages, call
+        self._looked: list[Looked] = []
+        self._bound: Any = None
+        self._fresh = True
+        self.prompt = _NOTHING
+        self.turn: Turn | None = None
+
+    @property
+    def _vision(self) -> Vision:
+        return self._vlm.memory.vision_of(self._call.tenant)
+
+    def look(self, renderer: Renderer) -> list[Medium]:
+        """The media of the messages, in the order in which they are given."""
+        _, given = parse_messages(self._messages)
+        renderer._refuse_unseen(given)  # before anything of theirs is opened
+        with self._vlm._lock:
+            self._vlm.memory.refresh(self._call.exact, self._call.tenant)
+            vision = self._vision
+            self._bound = vision.namer.bound
+        return [self._look_at(vision, medium, kind) for kind, medium in given]
+
+    def _look_at(self, vision: Vision, medium: Any, kind: str) -> Medium:
+        if isinstance(medium, Medium | Package):
+            return vision.name(medium, kind)
+        looked = vision.namer.look(medium, kind)
+        self._looked.append(looked)
+        return vision.medium_of(looked)
+
+    def current(self) -> Prompt:
+        """The prompt under the weights and settings of now; called by who has the model."""
+        vision = self._vision
+        same = vision.namer.bound is self._bound
+        if not same or not all(self._unchanged(vision, m) for m in self.prompt.media):
+            self.prompt = self._vlm._rendered(self._messages, self._call)
+            self._bound = vision.namer.bound
+            if self.turn is not None:
+                self.turn.sampler = None  # it was made for the length of the other prompt
+        elif self._fresh:
+            for looked in self._looked:
+                self._learn(vision, looked)
+        self._fresh = False
+        self._looked.clear()
+        return self.prompt
+
+    def _unchanged(self, vision: Vision, medium: Medium) -> bool:
+        return vision.name(medium, medium.modality).feature_id == medium.feature_id
+
+    def _learn(self, vision: Vision, looked: Looked) -> None:
+        if vision.where(vision.medium_of(looked)) == "tower":
+            vision.admit_looked(looked)
+        else:  # another request had the same picture: its pixels will not be needed
+            vision.namer.learn(looked)
+
+
+_NOTHING = Prompt(torch.empty(0, dtype=torch.int64).numpy())

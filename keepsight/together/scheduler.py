@@ -1,0 +1,396 @@
+"""Requests to one model, served together on one thread.
+
+Each round is at most one piece of prefill (a chunk of one prompt, or one picture through the tower)
+and one decode step of all running sequences. The lock of the model is taken for each of the two, so
+direct calls of `chat` take their turns between. Which prompt is next, `pace.py` says; a chunk is
+never cut otherwise than the same prompt alone would cut it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from keepsight.calls import Call
+from keepsight.engine import Run
+from keepsight.errors import Busy, Closed, InputError
+from keepsight.generation import Detokenizer
+from keepsight.render import Message
+from keepsight.report import Piece, Report
+from keepsight.store import parse_bytes
+from keepsight.together.counts import Counts
+from keepsight.together.decoding import Decoding
+from keepsight.together.pace import Sizes, had_its_turn, next_of
+from keepsight.together.reception import Reception, Request
+from keepsight.together.ticket import Listener, Ticket
+from keepsight.vlm import VLM
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_ROOM = 4096  # an answer may get longer; this much is planned for
+
+
+class Together:
+    """Serves requests to one model side by side. `vlm` may still be called directly."""
+
+    def __init__(
+        self,
+        vlm: VLM,
+        *,
+        max_running: int = 16,
+        max_waiting: int = 64,
+        batch_tokens: int | None = None,
+    ) -> None:
+        """At most `max_running` requests are computed at a time, and `max_waiting` more are taken.
+
+        `batch_tokens` bounds the tokens, prompts and answers, that those computed have together;
+        without it their states may take as many bytes as `cache_budget`.
+        """
+        for name, value, least in (
+            ("max_running", max_running, 1),
+            ("max_waiting", max_waiting, 0),
+            ("batch_tokens", 1 if batch_tokens is None else batch_tokens, 1),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(f"{name}={value!r}; expected a whole number from {least} on")
+        vlm._answering()
+        vlm._tokenizer()
+        if vlm._renderer is None:
+            raise InputError("requests are messages: wrap the model with its processor")
+        self._vlm, self._memory = vlm, vlm.memory
+        self.max_running, self.max_waiting = max_running, max_waiting
+        with vlm._lock:
+            self._sizes = Sizes(vlm.model, self._memory.engine)
+        self._budget = parse_bytes(self._memory.settings.cache_budget)
+        if batch_tokens is not None:
+            self._budget = batch_tokens * self._sizes.column + max_running * self._sizes.state
+        self._reception = Reception(vlm, vlm._renderer)
+        engine = self._memory.engine
+        self._decoding = Decoding(vlm.model, self._memory.family, engine, self._sizes)
+        self.counts = Counts()
+        self._news = threading.Condition()
+        self._inbox: list[Request] = []
+        self._waiting: list[Request] = []
+        self._prefilling: list[Request] = []
+        self._running: dict[Run, Request] = {}
+        self._in_flight = self._number = self._rounds = 0
+        self._hung_up = self._closed = self._stopped = False
+        self._thread = threading.Thread(target=self._serve, name="keepsight-together", daemon=True)
+        self._thread.start()
+
+    # -- for callers, in any thread --------------------------------------------------------------
+
+    def submit(
+        self,
+        messages: list[Message],
+        *,
+        tenant: str | None = None,
+        on_piece: Listener | None = None,
+        on_done: Callable[[Ticket], None] | None = None,
+        **options: Any,
+    ) -> Ticket:
+        """A request for an answer, with the options of `vlm.chat`.
+
+        Pictures are decoded and the prompt is rendered here, in the caller's thread; what is wrong
+        with them or with an option is raised here. `Busy` is raised when too many are in flight.
+        """
+        call = Call.of({**options, "tenant": tenant}, self._vlm.tenant)
+        return self._enter(messages, call, Ticket(on_piece, on_done), True)
+
+    def prepare(
+        self,
+        messages: list[Message],
+        *,
+        tenant: str | None = None,
+        on_done: Callable[[Ticket], None] | None = None,
+        **options: Any,
+    ) -> Ticket:
+        """Encode and prefill only; the one piece that comes carries usage and report."""
+        given = {**options, "tenant": tenant}
+        call = Call.before_decoding(given, self._vlm.tenant, "prepare")
+        return self._enter(messages, call, Ticket(on_done=on_done), False)
+
+    def explain(self, messages: list[Message], **options: Any) -> Report:
+        """The report that such a request would get, computing nothing with the model."""
+        return self._vlm.explain(messages, **options)
+
+    def stats(self) -> dict[str, Any]:
+        """How many requests are where, and what was done so far."""
+        decoding = self._decoding
+        return {
+            "in_flight": self._in_flight,
+            "waiting": self._in_flight - len(self._prefilling) - len(self._running),
+            "prefilling": len(self._prefilling),
+            "running": len(self._running),
+            "batches": len(decoding.groups),
+            "batch_bytes": decoding.nbytes,
+            "budget": self._budget,
+            "passes": decoding.passes,
+            "rows_per_pass": round(decoding.rows / max(1, decoding.passes), 3),
+            **self.counts.told(),
+        }
+
+    def close(self, drain: float | None = 30.0) -> None:
+        """Take no more requests; finish those in flight, for at most `drain` seconds (None: as
+        long as it takes), and end what is left then with `Closed`. Safe to call twice."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+            self._news.wait_for(lambda: not self._in_flight or self._stopped, drain)
+            self._stopped = True
+            self._news.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(0.0 if error[0] is not None else 30.0)
+
+    def _enter(self, messages: list[Message], call: Call, ticket: Ticket, sample: bool) -> Ticket:
+        asked = time.perf_counter()
+        self._take_place()
+        try:
+            self._vlm._answering()
+            request = self._reception.receive(messages, call, ticket, sample, asked)
+        except BaseException:
+            self._free_place()
+            raise
+        ticket.awake_with(self._someone_hung_up)
+        with self._news:
+            if not self._stopped:
+                self._number += 1
+                request.number = self._number
+                self._inbox.append(request)
+                self._news.notify_all()
+                return ticket
+        self._free_place()
+        raise Closed("requests are no longer taken: the scheduler was closed")
+
+    def _take_place(self) -> None:
+        with self._news:
+            if self._closed or not self._thread.is_alive():
+                raise Closed("requests are no longer taken: the scheduler was closed")
+            if self._in_flight >= self.max_running + self.max_waiting:
+                self.counts.refused += 1
+                wait = self.counts.wait(self.max_waiting, self.max_running)
+                raise Busy(self._in_flight, wait)
+            self._in_flight += 1
+
+    def _free_place(self) -> None:
+        with self._news:
+            self._in_flight -= 1
+            self._news.notify_all()
+
+    def _someone_hung_up(self) -> None:
+        with self._news:
+            self._hung_up = True
+            self._news.notify_all()
+
+    # -- the thread that has the model -----------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(self._something_to_do)
+                came, self._inbox = self._inbox, []
+                stopped = self._stopped
+            self._waiting += came
+            if stopped:
+                break
+            try:
+                self._round()
+            except Exception as error:  # ours, not a request's: nobody may wait for ever
+                logger.exception("the scheduler failed; its requests end with this error")
+                self._end_all(error)
+        self._end_all(Closed("the scheduler was closed before the request was done"))
+
+    def _all(self) -> list[Request]:
+        return [*self._waiting, *self._prefilling, *self._running.values()]
+
+    def _end_all(self, error: Exception) -> None:
+        for request in self._all():
+            self._end(request, error)
+
+    def _something_to_do(self) -> bool:
+        active = self._waiting or self._prefilling or self._running
+        return bool(active or self._inbox or self._hung_up or self._stopped)
+
+    def _round(self) -> None:
+        self._rounds += 1
+        if self._hung_up:
+            self._hung_up = False
+            for request in self._all():
+                if request.ticket.cancelled:
+                    self._end(request, outcome="cancelled")
+        self._admit()
+        if self._prefilling:
+            self._guarded(next_of(self._prefilling), self._prefill)
+        if self._running:
+            with self._vlm._lock:
+                self._step()
+
+    def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
+        """An error of one request ends that one, whatever it is."""
+        with self._vlm._lock:
+            try:
+                work(request)
+            except Exception as error:
+                self._end(request, error)
+
+    # -- admitting -------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Begin waiting requests while there is room for them."""
+        while self._waiting and len(self._prefilling) + len(self._running) < self.max_running:
+            request = next_of(self._waiting)
+            if not self._fits(request):
+                return
+            self._waiting.remove(request)
+            self._prefilling.append(request)
+            self._guarded(request, self._begin)
+
+    def _fits(self, new: Request) -> bool:
+        """Whether its states fit beside the others'; one alone is always let in."""
+        if not self._prefilling and not self._running:
+            return True
+        planned = self._decoding.planned(lambda run: _longest(self._running[run]))
+        coming = [*self._prefilling, new]
+        # They may be laid beside a longer one, and padded to its length.
+        columns = max(map(_longest, [*coming, *self._running.values()]))
+        padded = self._sizes.of(len(coming), columns)
+        return planned + padded <= self._budget
+
+    def _begin(self, request: Request) -> None:
+        request.turn.begin(sample=request.room > 0)
+        request.tokens = len(request.turn.prompt)
+        request.work = request.turn.work(shared=True)
+        request.looked_at = self._rounds
+
+    # -- prefilling ------------------------------------------------------------------------------
+
+    def _prefill(self, request: Request) -> None:
+        """One piece of one prompt."""
+        turn, counts = request.turn, self.counts
+        waited = 1e3 * (time.perf_counter() - request.ready)
+        turn.milliseconds.setdefault("queued", waited)
+        if request.looked_at != self._rounds and turn.out_of_date():
+            # Weights or settings were changed between two pieces: from the beginning.
+            turn.finish()
+            self._begin(request)
+        before = turn.stands
+        tokens = next(request.work, 0) if request.work is not None else 0
+        if tokens and turn.stands == before:
+            counts.towers += 1  # what follows is the chunk that it was for
+        elif tokens:
+            counts.chunks += 1
+            had_its_turn(request, [*self._prefilling, *self._waiting], tokens)
+        if turn.stands == request.tokens:
+            self._prefilled(request)
+
+    def _prefilled(self, request: Request) -> None:
+        turn = request.turn
+        for _ in request.work or ():  # nothing is left of it but to say where it ended
+            pass
+        self._prefilling.remove(request)
+        if turn.sampler is None:
+            self._complete(request)
+            return
+        self._running[turn.run] = request
+        request.taker = turn.taker()
+        request.detokenizer = Detokenizer(self._vlm._tokenizer(), turn.sampler.stop)
+        self.counts.took(1)
+        if turn.run.logits is not None and not self._take(request, turn.run.logits):
+            self._decoding.join(turn.run, request.keeps_lane)
+
+    # -- decoding --------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """One token of every running sequence."""
+        begun = time.perf_counter()
+        tokens = {run: request.token for run, request in self._running.items()}
+        found = list(self._decoding.step(tokens, lambda run: self._running[run].turn.generated))
+        spent = 1e3 * (time.perf_counter() - begun)
+        self.counts.steps += 1
+        self.counts.took(len(found))
+        for run, logits in found:
+            request = self._running[run]
+            stages = request.turn.milliseconds
+            stages["decode"] = stages.get("decode", 0.0) + spent
+            try:
+                if isinstance(logits, Exception):
+                    raise logits
+                self._take(request, logits)
+            except Exception as error:
+                self._end(request, error)
+
+    def _take(self, request: Request, logits: torch.Tensor) -> bool:
+        """Take a token and hand it out; whether it was the last."""
+        if request.taker is None or request.detokenizer is None:
+            raise Closed("this request has not begun to decode")
+        request.token = request.taker.take(logits)
+        request.ticket.put(Piece(request.detokenizer.push(request.token), request.token))
+        # Upstream's criterion misses some stop strings that end inside of a token.
+        over = request.taker.over or request.detokenizer.stopped
+        if over:
+            self._complete(request)
+        return over
+
+    # -- ending ----------------------------------------------------------------------------------
+
+    def _complete(self, request: Request) -> None:
+        turn = request.turn
+        text = request.detokenizer.rest() if request.detokenizer is not None else ""
+        reason = turn.sampler.finish_reason if turn.sampler is not None else None
+        if request.detokenizer is not None and request.detokenizer.stopped:
+            reason = "stop"
+        self._leave(request, ended=True)
+        turn.keep_decoded()
+        turn.finish()
+        request.ticket.put(Piece(text, None, turn.usage(), turn.report(), reason))
+        self._end(request, outcome="finished")
+
+    def _leave(self, request: Request, ended: bool = False) -> None:
+        """Out of every list, and out of the batch."""
+        for place in (self._waiting, self._prefilling):
+            if request in place:
+                place.remove(request)
+        run = next((run for run, other in self._running.items() if other is request), None)
+        if run is not None:
+            del self._running[run]
+            self._decoding.leave(run, ended)
+
+    def _end(
+        self, request: Request, error: BaseException | None = None, outcome: str = "failed"
+    ) -> None:
+        """Everything of a request is let go of, however it ends."""
+        begun = request.work is not None
+        with self._vlm._lock:
+            try:
+                self._leave(request)
+            except Exception as failure:  # it is off every list by then, and has to end
+                logger.exception("a request could not be taken out of its batch")
+                error = error or failure
+            if request.work is not None:
+                request.work.close()  # type: ignore[attr-defined]
+            request.turn.finish()
+        self.counts.ended(outcome, time.perf_counter() - request.ready)
+        self._free_place()
+        try:
+            if begun and outcome == "cancelled":
+                turn = request.turn
+                request.ticket.put(Piece("", None, turn.usage(), turn.report(), outcome))
+            request.ticket.end(error)
+        except Exception:  # of a listener: it is over for that one anyway
+            logger.exception("a listener of a request failed")
+
+
+def _longest(request: Request) -> int:
+    """Tokens that a request may come to have."""
+    return request.tokens + min(request.room, _LONGEST_ROOM)

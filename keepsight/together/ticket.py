@@ -1,0 +1,102 @@
+"""What a caller holds of a request: pieces as they come, the end of it, and a way to hang up.
+
+It knows nothing of how requests are served. Everything here may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from keepsight.errors import KeepsightError
+from keepsight.report import Piece, Reply, Report, Usage
+
+Listener = Callable[[Piece], None]
+
+
+class Ticket:
+    """One request. Iterate over it for its pieces; the last one carries usage and report.
+
+    `on_piece` and `on_done` are called on the scheduler's thread, so they must be quick; they are
+    for servers that hand pieces over to an event loop. With `on_piece` nothing is kept to iterate.
+    """
+
+    def __init__(
+        self,
+        on_piece: Listener | None = None,
+        on_done: Callable[[Ticket], None] | None = None,
+    ) -> None:
+        self._on_piece, self._on_done = on_piece, on_done
+        self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._wake: Callable[[], None] = lambda: None
+        self.cancelled = False
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.usage: Usage | None = None
+        self.report: Report | None = None
+        self.finish_reason: str | None = None
+
+    # -- for the caller --------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Wait for each piece; an error of the request is raised here."""
+        if self._on_piece is not None:
+            raise KeepsightError("this ticket's pieces go to its on_piece; they are not kept")
+        while (piece := self._pieces.get()) is not None:
+            yield piece
+        self._pieces.put(None)  # who comes later finds the end too
+        if self.error is not None:
+            raise self.error
+
+    def result(self) -> Reply:
+        """The whole answer, when it is complete."""
+        text, tokens = "", []
+        for piece in self:
+            text += piece.text
+            tokens += [] if piece.token is None else [piece.token]
+        if self.usage is None or self.report is None:
+            raise KeepsightError("the request was cancelled before it had begun")
+        return Reply(text, self.usage, self.report, tokens, self.finish_reason or "stop")
+
+    def cancel(self) -> None:
+        """Hang up: what is computed now is the last. What was prefilled stays remembered."""
+        self.cancelled = True
+        self._wake()
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.done.is_set():
+            self.cancel()
+
+    # -- for the scheduler -----------------------------------------------------------------------
+
+    def awake_with(self, wake: Callable[[], None]) -> None:
+        """Say whom to tell that the caller hangs up."""
+        self._wake = wake
+
+    def put(self, piece: Piece) -> None:
+        """Hand one piece over."""
+        if piece.usage is not None:
+            self.usage, self.report = piece.usage, piece.report
+            self.finish_reason = piece.finish_reason
+        if self._on_piece is not None:
+            self._on_piece(piece)
+        else:
+            self._pieces.put(piece)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more will come."""
+        self.error = error
+        self.done.set()
+        self._pieces.put(None)
+        if self._on_done is not None:
+            self._on_done(self)

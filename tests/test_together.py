@@ -1,0 +1,744 @@
+"""Requests served together: the same answers as alone, whoever comes and goes, and nothing left.
+
+The scheduler's thread waits for the model's lock, so a test that holds it (`at_once`) decides what
+has arrived before the first piece of work is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import build, picture, turn
+
+import keepsight as ks
+from keepsight.batch import Batch
+from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
+from keepsight.lock import FairLock
+from keepsight.together import Ticket, Together
+from keepsight.together.decoding import Decoding
+from keepsight.together.pace import Sizes, had_its_turn, next_of
+from keepsight.turn import Turn
+
+GREEDY = {"do_sample": False}
+LONG = "One more line of a long text. " * 40
+
+
+def chats() -> list[list[Any]]:
+    """Prompts of quite different lengths, with and without pictures."""
+    return [
+        [turn("Look.", picture(1))],
+        [turn("Only words here.")],
+        [turn("Look at this one. " * 6, picture(2, 160, 96))],
+        [turn("Compare. " * 3, picture(1), picture(2)), turn("And?")],
+        [turn("Words. " * 25)],
+    ]
+
+
+@functools.cache
+def alone(kind: str, count: int = 24) -> list[list[int]]:
+    """What each of the chats is answered by itself."""
+    with ks.wrap(*build(kind), grain=16) as vlm:
+        return [vlm.chat(c, max_new_tokens=count, **GREEDY).tokens for c in chats()]
+
+
+@contextmanager
+def served(kind: str = "qwen3_vl", grain: int = 16, **options: Any) -> Iterator[Together]:
+    """A scheduler over a model with an empty memory; at the end nothing may be held."""
+    with ks.wrap(*build(kind), grain=grain) as vlm:
+        with Together(vlm, **options) as together:
+            yield together
+        check(vlm)
+
+
+def check(vlm: Any) -> None:
+    vlm.memory.tree.check()
+    assert vlm.memory.tree.held_bytes() == 0
+    assert not any(lane.busy for lane in vlm.memory.engine.lanes._idle)
+
+
+# -- the same answers as alone -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", "qwen3_5", "gemma3_sliding", "mllama", "llama4", "lfm2_vl", "molmo2"]
+)
+def test_each_is_answered_as_alone(kind: str) -> None:
+    counts = [6, 17, 3, 24, 11]
+    with served(kind) as together:
+        asked = zip(chats(), counts, strict=True)
+        tickets = [together.submit(c, max_new_tokens=n, **GREEDY) for c, n in asked]
+        replies = [ticket.result() for ticket in tickets]
+        stats = together.stats()
+    for reply, wanted, count in zip(replies, alone(kind), counts, strict=True):
+        assert reply.tokens == wanted[:count]
+    assert stats["finished"] == 5 and stats["failed"] == stats["in_flight"] == 0
+    if kind != "llama4":  # its rows are not what they are alone, so they take turns
+        assert stats["rows_per_pass"] > 1.2
+
+
+@contextmanager
+def prefilled(vlm: Any, which: list[int]) -> Iterator[dict[int, Turn]]:
+    """Turns of some chats, ready to decode."""
+    turns = {}
+    try:
+        for number in which:
+            messages = chats()[number]
+            turns[number] = Turn(
+                vlm.memory, vlm._lock, functools.partial(vlm.render, messages), dict(GREEDY)
+            )
+            turns[number].ready()
+        yield turns
+    finally:
+        for one in turns.values():
+            one.finish()
+
+
+SCHEDULES = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 23)), min_size=5, max_size=5
+)  # for each chat: when it joins, and how many steps it stays
+
+
+@pytest.mark.parametrize("kind", ["sliding", "gemma3_sliding", "qwen3_5", "mllama", "lfm2_vl"])
+def test_whoever_joins_and_leaves(kind: str) -> None:
+    """Random schedules; how dear a pass is decides whether all go together or in groups."""
+    wanted = alone(kind)
+    with ks.wrap(*build(kind), grain=16) as vlm:
+        memory = vlm.memory
+
+        @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(SCHEDULES, st.sampled_from([0, 20_000, 1 << 40]))
+        def try_one(schedule: list[tuple[int, int]], dear: int) -> None:
+            sizes = Sizes(memory.model, memory.engine)
+            sizes.pass_ = dear
+            decoding = Decoding(memory.model, memory.family, memory.engine, sizes)
+            follow(vlm, decoding, schedule, wanted)
+
+        try_one()
+        check(vlm)
+
+
+def follow(
+    vlm: Any, decoding: Decoding, schedule: list[tuple[int, int]], wanted: list[list[int]]
+) -> None:
+    with prefilled(vlm, list(range(len(schedule)))) as turns:
+        runs, given = {n: t.run for n, t in turns.items()}, {n: [] for n in turns}
+        for step in range(40):
+            for n, (start, stays) in enumerate(schedule):
+                if step == start:
+                    given[n].append(int(runs[n].logits.argmax()))
+                    decoding.join(runs[n])
+                elif step == start + stays:
+                    decoding.leave(runs[n])
+            active = {
+                n: run for n, run in runs.items() if schedule[n][0] <= step < sum(schedule[n])
+            }
+            tokens = {run: given[n][-1] for n, run in active.items()}
+            found = dict(decoding.step(tokens, lambda run: []))
+            assert set(found) == set(tokens)
+            for n, run in active.items():
+                given[n].append(int(found[run].argmax()))
+        assert not decoding.groups
+    for n, (_, stays) in enumerate(schedule):
+        assert given[n] == wanted[n][: stays + 1], (n, schedule)
+
+
+def test_a_long_one_goes_by_itself_and_comes_back() -> None:
+    """One long sequence among short ones would make all of them read its length in padding."""
+    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+        memory = vlm.memory
+        sizes = Sizes(memory.model, memory.engine)
+        sizes.pass_ = 60 * sizes.column
+        decoding = Decoding(memory.model, memory.family, memory.engine, sizes)
+        with prefilled(vlm, [0, 1, 4]) as turns:
+            lengths = {n: t.run.lane.length for n, t in turns.items()}
+            assert lengths[4] > lengths[0] + 70
+            for n in (1, 4, 0):
+                decoding.join(turns[n].run)
+            assert sorted(len(getattr(g, "runs", [g])) for g in decoding.groups) == [1, 2]
+            sizes.pass_ = 1 << 40
+            decoding.leave(turns[1].run)
+            assert [len(g.runs) for g in decoding.groups] == [2]
+            for n in (0, 4):
+                decoding.leave(turns[n].run)
+
+
+def test_a_step_copies_nothing_and_a_long_row_leaves_no_padding() -> None:
+    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm, prefilled(vlm, [0, 1, 4]) as turns:
+        runs = [t.run for t in turns.values()]
+        batch = Batch(vlm.model, vlm.memory.family, runs, 40)
+        rooms = [layer.room_k.data_ptr() for layer in batch.cache.layers]
+        for _ in range(20):
+            batch.step([5, 6, 7])
+        assert rooms == [layer.room_k.data_ptr() for layer in batch.cache.layers]
+        assert batch.copies == 1
+        batch.leave(runs[2])
+        assert batch.length == batch.longest == runs[0].lane.length + 20
+
+
+def test_seeds_sample_the_same_tokens() -> None:
+    options = [
+        {"do_sample": True, "temperature": 1.3, "seed": seed, "max_new_tokens": 12}
+        for seed in range(4)
+    ]
+    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+        wanted = [vlm.chat(chats()[i], **o).tokens for i, o in enumerate(options)]
+    with served() as together:
+        tickets = [together.submit(chats()[i], **o) for i, o in enumerate(options)]
+        assert [ticket.result().tokens for ticket in tickets] == wanted
+
+
+# -- once and not twice --------------------------------------------------------------------------
+
+
+def test_one_picture_and_one_prefix_are_computed_once() -> None:
+    """As if the requests had come one after another, each finding what the one before left."""
+    asked = [[turn(LONG, picture(1)), turn(f"Number {n % 3}?")] for n in range(6)]
+    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+        for messages in asked:
+            vlm.chat(messages, max_new_tokens=2, **GREEDY)
+        wanted = vlm.memory.engine.prefill_tokens
+    with served() as together:
+        vlm = together._vlm
+        with vlm._lock:
+            tickets = [together.submit(m, max_new_tokens=2, **GREEDY) for m in asked]
+        replies = [ticket.result() for ticket in tickets]
+        assert vlm.memory.engine.prefill_tokens == wanted
+        assert vlm.stats()["features"]["encoded"] == together.stats()["towers"] == 1
+        assert sum(r.report.computed_tokens for r in replies) == wanted
+        assert sum(r.usage.images_encoded for r in replies) == 1
+        for reply in replies:
+            reused = sum(s.tokens for s in reply.report.segments if s.status == "reused")
+            assert reused == reply.usage.cached_tokens == reply.report.cached_tokens
+
+
+def test_what_another_has_come_to_is_taken_over_half_way() -> None:
+    """Two long prompts that begin together: each chunk is computed by one of them only."""
+    same = [turn(LONG, picture(1)), turn(LONG, picture(2)), turn(LONG)]
+    with served() as together:
+        vlm = together._vlm
+        with vlm._lock:
+            one = together.submit([*same, turn("One?")], max_new_tokens=2, **GREEDY)
+            two = together.submit([*same, turn("Two?")], max_new_tokens=2, **GREEDY)
+        replies = [one.result(), two.result()]
+        computed = sum(r.report.computed_tokens for r in replies)
+        assert computed == vlm.memory.engine.prefill_tokens
+        assert computed < replies[0].usage.prompt_tokens + 40
+        tiers = {s.reason for r in replies for s in r.report.segments if s.status == "reused"}
+        assert tiers == {"memory"}
+        assert [r.usage.images_encoded for r in replies] in ([2, 0], [0, 2], [1, 1])
+
+
+def test_tenants_share_nothing() -> None:
+    with served() as together:
+        vlm = together._vlm
+        with vlm._lock:
+            tickets = [
+                together.submit([turn("Look.", picture(1))], tenant=t, max_new_tokens=2, **GREEDY)
+                for t in ("one", "two")
+            ]
+        replies = [ticket.result() for ticket in tickets]
+        assert [r.usage.images_encoded for r in replies] == [1, 1]
+        assert [r.usage.cached_tokens for r in replies] == [0, 0]
+        assert {s.reason for r in replies for s in r.report.segments} == {"new"}
+
+
+# -- who comes next ------------------------------------------------------------------------------
+
+
+class Waits:
+    def __init__(self, number: int, remaining: int) -> None:
+        self.number, self.remaining, self.passed = number, remaining, 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(1, 4000))
+def test_a_long_prompt_goes_on_however_many_short_ones_come(short: list[int], long: int) -> None:
+    """Between two of its chunks, others get at most its own rest and one turn more."""
+    patient, done, since = Waits(0, long), 0, 0
+    while patient.remaining > 0:
+        other = Waits(done + 1, short[done % len(short)])
+        chosen = next_of([patient, other])
+        step = min(chosen.remaining, 128)
+        if chosen is patient:
+            since = 0
+        else:
+            since += step
+            done += 1
+        assert since <= patient.remaining + 128
+        chosen.remaining -= step
+        had_its_turn(chosen, [patient, other], step)
+
+
+def test_of_prompts_alike_the_first_is_finished_first() -> None:
+    """Each waits for those before it, and not all of them for the last."""
+    order: list[int] = []
+    with served() as together:
+        with together._vlm._lock:
+            tickets = [
+                together.submit(
+                    [turn(f"{LONG}{LONG}{n}", picture(n))],
+                    on_piece=lambda piece, n=n: order.append(n),
+                    max_new_tokens=2,
+                    **GREEDY,
+                )
+                for n in range(3)
+            ]
+        assert all(ticket.done.wait(60) for ticket in tickets)
+    assert order == sorted(order)
+
+
+def test_short_chats_do_not_wait_for_a_long_prefill() -> None:
+    order: list[str] = []
+    with served() as together:
+        vlm = together._vlm
+        with vlm._lock:
+            long = together.submit(
+                [turn(LONG) for _ in range(4)],
+                on_piece=lambda piece: order.append("long"),
+                max_new_tokens=2,
+                **GREEDY,
+            )
+            for number in range(3):
+                together.submit(
+                    [turn(f"Short {number}")],
+                    on_piece=lambda piece, number=number: order.append(f"short {number}"),
+                    max_new_tokens=6,
+                    **GREEDY,
+                )
+        assert long.done.wait(60)
+    firsts = sorted({name: order.index(name) for name in order}.items(), key=lambda x: x[1])
+    assert [name for name, _ in firsts] == ["short 0", "short 1", "short 2", "long"]
+    assert order.index("long") > order.index("short 2") + 4, "tokens come between its chunks"
+
+
+def test_a_request_starts_while_others_decode() -> None:
+    with served() as together:
+        first = together.submit(chats()[1], max_new_tokens=400, **GREEDY, min_new_tokens=400)
+        pieces = iter(first)
+        next(pieces)
+        second = together.submit(chats()[0], max_new_tokens=3, **GREEDY)
+        assert len(second.result().tokens) == 3
+        assert not first.done.is_set()
+        first.cancel()
+
+
+def test_what_does_not_fit_waits() -> None:
+    seen: list[int] = []
+    with served(batch_tokens=330) as together:
+        vlm = together._vlm
+
+        def look(piece: Any) -> None:
+            seen.append(len(together._running))
+
+        with vlm._lock:
+            tickets = [
+                together.submit(chats()[1], on_piece=look, max_new_tokens=100, seed=i)
+                for i in range(6)
+            ]
+        assert all(ticket.done.wait(60) for ticket in tickets)
+        assert [ticket.error for ticket in tickets] == [None] * 6
+    assert 1 < max(seen) <= 3
+
+
+def test_one_that_is_larger_than_the_budget_is_served_alone() -> None:
+    with served(batch_tokens=1) as together:
+        replies = [together.submit(c, max_new_tokens=3, **GREEDY) for c in chats()[:3]]
+        assert [len(r.result().tokens) for r in replies] == [3, 3, 3]
+        assert together.stats()["rows_per_pass"] == 1
+
+
+# -- outside of the scheduler's thread -----------------------------------------------------------
+
+
+def test_pictures_are_prepared_while_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[str] = []
+    with served() as together:
+        vlm, tokens = together._vlm, threading.Semaphore(0)
+        original = vlm.memory.family.preprocess
+
+        def slow(*arguments: Any) -> Any:
+            where.append(threading.current_thread().name)
+            for _ in range(5):  # it takes as long as five tokens of somebody else
+                assert tokens.acquire(timeout=60)
+            return original(*arguments)
+
+        monkeypatch.setattr(vlm.memory.family, "preprocess", slow)
+        talking = together.submit(
+            chats()[1],
+            on_piece=lambda piece: tokens.release(),
+            max_new_tokens=400,
+            min_new_tokens=400,
+            **GREEDY,
+        )
+        reply = together.submit(chats()[0], max_new_tokens=3, **GREEDY).result()
+        assert reply.tokens == alone("qwen3_vl")[0][:3]
+        talking.cancel()
+        assert where == [threading.current_thread().name]
+
+
+def test_bad_input_is_refused_at_once() -> None:
+    with served() as together:
+        ask = functools.partial(together.submit, chats()[1])
+        with pytest.raises(UnknownOption, match="max_new_tokens"):
+            ask(max_new_token=3)
+        with pytest.raises(InputError):
+            ask(temperature=-1.0, do_sample=True)
+        with pytest.raises(InputError, match="num_beams"):
+            ask(num_beams=3)
+        with pytest.raises(ImageError):
+            together.submit([turn("Look.", b"no picture")])
+        with pytest.raises(PromptTooLong):
+            together.submit([turn("word " * 9000)])
+        with pytest.raises(UnknownOption):
+            together.prepare(chats()[1], seed=3)
+        assert together.stats()["in_flight"] == 0
+        assert len(ask(max_new_tokens=2, **GREEDY).result().tokens) <= 2
+
+
+@pytest.mark.parametrize("name", ["max_running", "max_waiting", "batch_tokens"])
+def test_settings_are_checked(name: str) -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm, pytest.raises(InputError, match=name):
+        Together(vlm, **{name: -1})
+
+
+# -- who hangs up, and who fails -----------------------------------------------------------------
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=3, max_size=3))
+def test_who_hangs_up_frees_its_place(when: list[int]) -> None:
+    """Each of three hangs up after some pieces; the other two are answered as alone."""
+    with served() as together:
+        tickets: list[Ticket] = []
+        counts = [0, 0, 0]
+
+        def heard(number: int) -> None:
+            counts[number] += 1
+            if counts[number] == when[number]:
+                tickets[number].cancel()
+
+        with together._vlm._lock:
+            for number in range(3):
+                tickets.append(
+                    together.submit(
+                        chats()[number],
+                        on_piece=lambda piece, number=number: heard(number),
+                        max_new_tokens=16,
+                        **GREEDY,
+                    )
+                )
+                if when[number] == 0:
+                    tickets[number].cancel()
+            stays = [together.submit(c, max_new_tokens=16, **GREEDY) for c in chats()[:2]]
+        for number, ticket in enumerate(stays):
+            assert ticket.result().tokens == alone("qwen3_vl")[number][:16]
+        assert all(ticket.done.wait(60) for ticket in tickets)
+        stats = together.stats()
+        assert stats["cancelled"] + stats["finished"] == 5 and stats["in_flight"] == 0
+        for number, ticket in enumerate(tickets):
+            if 0 < when[number] < len(alone("qwen3_vl")[number][:16]):
+                assert ticket.finish_reason == "cancelled" and ticket.usage.completion_tokens
+                assert ticket.usage.completion_tokens <= when[number] + 1
+
+
+class Breaks:
+    """A logits processor that fails at the third token."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count == 3:
+            raise RuntimeError("a processor of somebody")
+        return scores
+
+
+def test_an_error_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deaf(piece: Any) -> None:
+        raise ValueError("a listener that fails")
+
+    with served() as together:
+        vlm = together._vlm
+        vision = vlm.memory.vision_of("")
+        original = vision.package
+
+        def package(medium: Any) -> Any:
+            if medium.key == broken.media[0].key:
+                raise ImageError("the tower refused it")
+            return original(medium)
+
+        broken = vlm.render([turn("Broken.", picture(7))])
+        monkeypatch.setattr(vision, "package", package)
+        with vlm._lock:
+            processor = together.submit(
+                chats()[1], max_new_tokens=9, logits_processor=[Breaks()], **GREEDY
+            )
+            listener = together.submit(chats()[1], max_new_tokens=9, on_piece=deaf, **GREEDY)
+            tower = together.submit([turn("Broken.", picture(7))], max_new_tokens=9, **GREEDY)
+            good = [together.submit(c, max_new_tokens=12, **GREEDY) for c in chats()[:3]]
+        for number, ticket in enumerate(good):
+            assert ticket.result().tokens == alone("qwen3_vl")[number][:12]
+        with pytest.raises(RuntimeError, match="of somebody"):
+            processor.result()
+        with pytest.raises(ImageError, match="refused"):
+            tower.result()
+        assert listener.done.wait(60) and isinstance(listener.error, ValueError)
+        assert together.stats()["failed"] == 3
+        monkeypatch.undo()
+        assert together.submit([turn("Broken.", picture(7))], max_new_tokens=1).result().tokens
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "gemma3_sliding"])
+def test_a_pass_that_runs_out_of_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the layers have taken the token in by then: all are computed again, one by one."""
+    failed = []
+    original = Batch.step
+
+    def step(self: Batch, tokens: Any) -> torch.Tensor:
+        logits = original(self, tokens)
+        if len(self.runs) == 3 and not failed:
+            failed.append(len(tokens))
+            raise torch.OutOfMemoryError("no room for this pass")
+        return logits
+
+    monkeypatch.setattr(Batch, "step", step)
+    with served(kind) as together:
+        with together._vlm._lock:
+            tickets = [together.submit(c, max_new_tokens=16, **GREEDY) for c in chats()[:3]]
+        replies = [ticket.result() for ticket in tickets]
+        assert together.stats()["failed"] == 0
+    assert failed == [3]
+    for reply, wanted in zip(replies, alone(kind), strict=False):
+        assert reply.tokens == wanted[:16]
+
+
+@pytest.mark.parametrize("when", ["_lay", "leave"])
+def test_rows_that_cannot_be_laid_anew(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room to lay sequences together: they go on apart. No room as one leaves: likewise."""
+    failed = []
+    original = Batch._lay if when == "_lay" else Batch.leave
+
+    def fails(self: Batch, *arguments: Any) -> None:
+        if len(self.runs) == 2:
+            failed.append(when)
+            raise torch.OutOfMemoryError("no room for the copy")
+        original(self, *arguments)
+
+    monkeypatch.setattr(Batch, when, fails)
+    with served("qwen3_vl") as together:
+        with together._vlm._lock:
+            asked = zip(chats(), (16, 9, 12), strict=False)
+            tickets = [together.submit(c, max_new_tokens=n, **GREEDY) for c, n in asked]
+        replies = [ticket.result().tokens for ticket in tickets]
+    wanted = alone("qwen3_vl")
+    assert failed and replies == [wanted[0][:16], wanted[1][:9], wanted[2][:12]]
+
+
+def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as together:
+        engine = together._memory.engine
+        original, original_batch = engine.step, Batch.step
+
+        def step(run: Any, token: int) -> torch.Tensor:
+            if len(run.prompt) == longest and run.lane.length > longest + 2:
+                raise torch.OutOfMemoryError("no room for this one")
+            return original(run, token)
+
+        def batch_step(self: Batch, tokens: Any) -> torch.Tensor:
+            if max(self._lengths) > longest + 2:
+                raise torch.OutOfMemoryError("no room for all of them")
+            return original_batch(self, tokens)
+
+        longest = len(together._vlm.render(chats()[4]))
+        monkeypatch.setattr(engine, "step", step)
+        monkeypatch.setattr(Batch, "step", batch_step)
+        with together._vlm._lock:
+            tickets = [together.submit(chats()[n], max_new_tokens=16, **GREEDY) for n in (0, 4, 1)]
+        for number, ticket in ((0, tickets[0]), (1, tickets[2])):
+            assert ticket.result().tokens == alone("qwen3_vl")[number][:16]
+        with pytest.raises(torch.OutOfMemoryError):
+            tickets[1].result()
+
+
+def test_a_full_house_says_when_to_come_again() -> None:
+    with served(max_running=1, max_waiting=1) as together:
+        with together._vlm._lock:
+            tickets = [together.submit(chats()[1], max_new_tokens=2, **GREEDY) for _ in range(2)]
+            with pytest.raises(Busy) as caught:
+                together.submit(chats()[1])
+        assert caught.value.retry_after >= 1 and caught.value.in_flight == 2
+        assert [len(t.result().tokens) for t in tickets] == [2, 2]
+        assert together.stats()["refused"] == 1
+        assert together.submit(chats()[1], max_new_tokens=1).result().tokens
+
+
+def test_closing_finishes_or_ends_what_is_left() -> None:
+    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+        together = Together(vlm, max_running=1)
+        with vlm._lock:
+            tickets = [together.submit(c, max_new_tokens=4, **GREEDY) for c in chats()[:3]]
+        together.close(60)
+        assert [len(t.result().tokens) for t in tickets] == [4, 4, 4]
+        with pytest.raises(Closed):
+            together.submit(chats()[1])
+        together.close()
+        hasty = Together(vlm, max_running=1)
+        options = {"max_new_tokens": 4000, "min_new_tokens": 4000}
+        with vlm._lock:
+            tickets = [hasty.submit(c, **options, **GREEDY) for c in chats()[:2]]
+        hasty.close(0)
+        for ticket in tickets:
+            with pytest.raises(Closed):
+                ticket.result()
+        check(vlm)
+
+
+# -- with the rest of the house ------------------------------------------------------------------
+
+
+def test_direct_calls_take_their_turns() -> None:
+    wanted = alone("qwen3_vl")
+    found: dict[int, Any] = {}
+    with served() as together:
+        vlm = together._vlm
+
+        def ask(number: int) -> None:
+            found[number] = vlm.chat(chats()[number], max_new_tokens=10, **GREEDY).tokens
+
+        tickets = [together.submit(c, max_new_tokens=20, **GREEDY) for c in chats()[:3]]
+        threads = [threading.Thread(target=ask, args=(n,)) for n in (3, 4)]
+        for thread in threads:
+            thread.start()
+        rows = vlm.generate(torch.tensor([[15, 19, 11], [17, 18, 15]]), max_new_tokens=4, **GREEDY)
+        for thread in threads:
+            thread.join()
+        for number, ticket in enumerate(tickets):
+            assert ticket.result().tokens == wanted[number][:20]
+        assert rows.shape == (2, 7)
+    assert found == {n: wanted[n][:10] for n in (3, 4)}
+
+
+def test_weights_that_change_between_two_chunks() -> None:
+    """The prompt is begun again: no snapshot may be half of the old weights, half of the new."""
+    norm = build("qwen3_vl")[0].get_decoder().layers[0].input_layernorm.weight
+    kept = norm.detach().clone()
+    long = [turn(LONG), turn(LONG), turn("What?")]
+    try:
+        with served() as together:
+            vlm = together._vlm
+            seen: list[int] = []
+
+            def change(piece: Any) -> None:
+                if not seen:
+                    seen.append(together._prefilling[0].turn.stands)
+                    with torch.no_grad():
+                        norm.mul_(1.5)
+
+            with vlm._lock:
+                asked = together.submit(long, max_new_tokens=6, **GREEDY)
+                together.submit(chats()[1], on_piece=change, max_new_tokens=12, **GREEDY)
+            reply = asked.result()
+            vlm.clear()
+            assert vlm.chat(long, max_new_tokens=6, **GREEDY).tokens == reply.tokens
+    finally:
+        with torch.no_grad():
+            norm.copy_(kept)
+
+
+def test_decoded_state_is_kept_where_exactness_is_given_up() -> None:
+    first = chats()[1]
+    for together_too in (False, True):
+        with served() as together:
+            vlm = together._vlm
+            options = {"max_new_tokens": 30, "min_new_tokens": 30, "exact": False, **GREEDY}
+            if together_too:
+                with vlm._lock:
+                    both = [together.submit(first, **options) for first in (first, chats()[4])]
+                reply = both[0].result()
+                both[1].result()
+            else:
+                reply = vlm.chat(first, **options)
+            ids = [*vlm.render(first).ids.tolist(), *reply.tokens[:-1], 9, 9]
+            out = vlm.generate(
+                torch.tensor([ids]), max_new_tokens=2, exact=False, return_dict_in_generate=True
+            )
+            assert out.usage.cached_tokens == len(ids) - 2
+
+
+def test_prepare_and_explain() -> None:
+    with served() as together:
+        ticket = together.prepare(chats()[0])
+        (piece,) = ticket
+        assert piece.token is None and piece.report.computed_tokens == piece.usage.prompt_tokens
+        report = together.explain(chats()[0])
+        assert {s.reason for s in report.segments} == {"whole prompt"}
+        reply = together.submit(chats()[0], max_new_tokens=3, **GREEDY).result()
+        assert reply.usage.cached_tokens == reply.usage.prompt_tokens
+        assert reply.tokens == alone("qwen3_vl")[0][:3]
+
+
+def test_a_report_tells_what_a_direct_call_would() -> None:
+    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+        wanted = vlm.chat(chats()[3], max_new_tokens=5, **GREEDY)
+    with served() as together:
+        ticket = together.submit(chats()[3], max_new_tokens=5, **GREEDY)
+        pieces = list(ticket)
+    reply = pieces[-1]
+    assert reply.usage == wanted.usage and reply.finish_reason == wanted.finish_reason
+    assert reply.report.segments == wanted.report.segments
+    assert "".join(p.text for p in pieces) == wanted.text
+    spent = reply.report.milliseconds
+    assert {"queued", "prefill", "encode", "decode", "first_token"} <= spent.keys()
+    assert spent["first_token"] > spent["queued"] + spent["prefill"] + spent["encode"]
+
+
+def test_stop_strings_and_text() -> None:
+    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+        text = vlm.chat(chats()[1], max_new_tokens=20, **GREEDY).text
+        stop = text[4:7]
+        wanted = vlm.chat(chats()[1], max_new_tokens=20, stop=stop, **GREEDY)
+    with served() as together:
+        tickets = [
+            together.submit(chats()[1], max_new_tokens=20, stop=stop, **GREEDY),
+            together.submit(chats()[4], max_new_tokens=20, **GREEDY),
+        ]
+        reply = tickets[0].result()
+        tickets[1].result()
+    assert (reply.text, reply.finish_reason) == (wanted.text, "stop")
+    assert reply.usage.completion_tokens < 20
+
+
+# -- the lock ------------------------------------------------------------------------------------
+
+
+def test_the_lock_serves_in_order_and_lets_its_holder_in_again() -> None:
+    lock, order = FairLock(), []
+
+    def wait(number: int) -> None:
+        with lock, lock:
+            order.append(number)
+
+    threads = [threading.Thread(target=wait, args=(n,)) for n in range(5)]
+    with lock:
+        for number, thread in enumerate(threads):
+            thread.start()
+            while len(lock._waiting) <= number:
+                time.sleep(0.001)
+        with lock:
+            assert order == []
+    with lock:  # who comes later waits for all who came before
+        assert order == [0, 1, 2, 3, 4]
+    for thread in threads:
+        thread.join()
+    with pytest.raises(RuntimeError, match="does not have it"):
+        lock.release()
