@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Encoder": "encode.mapping",
     "Package": "package",
     "Reply": "report",
     "Report": "report",
     "Session": "chat",
+    "Ticket": "together.ticket",
+    "Together": "together.scheduler",
     "Usage": "report",
     "VLM": "vlm",
     "errors": "errors",
@@ -22,13 +25,29 @@ _HOMES = {
     "wrap": "vlm",
 }
 
-__all__ = ["Package", "Reply", "Report", "Session", "Usage", "VLM", "errors", "load", "wrap"]
+__all__ = [
+    "Encoder",
+    "Package",
+    "Reply",
+    "Report",
+    "Session",
+    "Ticket",
+    "Together",
+    "Usage",
+    "VLM",
+    "errors",
+    "load",
+    "wrap",
+]
 
 if TYPE_CHECKING:
     from keepsight import errors
     from keepsight.chat import Session
+    from keepsight.encode.mapping import Encoder
     from keepsight.package import Package
     from keepsight.report import Reply, Report, Usage
+    from keepsight.together.scheduler import Together
+    from keepsight.together.ticket import Ticket
     from keepsight.vlm import VLM, load, wrap
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from keepsight import __version__, housekeeping, progress
+from keepsight import __version__, encoding, housekeeping, serve_command
 from keepsight.errors import InputError
 from keepsight.options import (
     DeviceMap,
@@ -26,10 +26,12 @@ from keepsight.options import (
     MinPixels,
     Model,
     Prompt,
+    Remote,
     Seed,
     ShowReport,
     Store,
     Temperature,
+    Tenant,
     TopP,
     decoding,
     load,
@@ -103,6 +105,8 @@ def ask(
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
     store: Store = None,
+    remote: Remote = None,
+    tenant: Tenant = None,
     grain: Grain = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
@@ -117,7 +121,8 @@ def ask(
 
     messages = [user_message(question, [open_image(name) for name in images])]
     out = console()
-    with load(model, dtype, device_map, store, grain, (min_pixels, max_pixels)) as vlm:
+    pixels = (min_pixels, max_pixels)
+    with load(model, dtype, device_map, store, grain, pixels, remote, tenant) as vlm:
         if as_json:
             reply = vlm.chat(messages, **options)
             usage, told = vars(reply.usage), reply.report.to_dict()
@@ -158,6 +163,8 @@ def chat(
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
     store: Store = None,
+    remote: Remote = None,
+    tenant: Tenant = None,
     grain: Grain = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
@@ -168,49 +175,21 @@ def chat(
     from keepsight.shell import Shell
 
     history = Path(store).expanduser() / "chat-history" if store else None
-    with load(model, dtype, device_map, store, grain, (min_pixels, max_pixels)) as vlm:
+    pixels = (min_pixels, max_pixels)
+    with load(model, dtype, device_map, store, grain, pixels, remote, tenant) as vlm:
         shell = Shell(vlm, console(), options, history=history, reports=report)
         for name in image or []:
             shell.image(name)
         shell.run()
 
 
+app.command("serve")(serve_command.serve)
+
+
 # -- packages ----------------------------------------------------------------------------------
 
 
-@app.command()
-def encode(
-    sources: Annotated[
-        list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, globs.")
-    ],
-    to: Annotated[Path, typer.Option("--to", help="Folder for the .sight files.")],
-    model: Model = "demo",
-    dtype: Dtype = "auto",
-    device_map: DeviceMap = None,
-    store: Store = None,
-    min_pixels: MinPixels = None,
-    max_pixels: MaxPixels = None,
-    as_json: Json = False,
-) -> None:
-    """Images to .sight files, one for each different image; run it again to resume."""
-    from keepsight import encode as room
-
-    found = room.find_images(sources)
-    if found.left_out:
-        console(stderr=True).print(f"{found.left_out} files without an image suffix left out")
-    with load(model, dtype, device_map, store, pixels=(min_pixels, max_pixels)) as vlm:
-        results = room.encode_paths(found.images, vlm, to)
-        tally = progress.Tally(len(found.images))
-        for result in progress.shown(results, tally, console(stderr=True)):
-            if as_json:
-                json_line(result.to_dict())
-    if as_json:
-        json_line(tally.to_dict())
-    else:
-        console().print(f"{tally}\nin {to}")
-    for path, error in tally.broken:
-        console(stderr=True).print(plain(f"broken: {path}: {error}"), style="red")
-    raise typer.Exit(1 if tally.broken else 0)
+app.command("encode")(encoding.encode)
 
 
 @app.command()

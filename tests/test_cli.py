@@ -111,7 +111,7 @@ def test_ask_reports(folder: Path) -> None:
 
 
 def test_ask_takes_packages_as_images(folder: Path) -> None:
-    run("encode", "a.png", "--to", "packs")
+    run("encode", "a.png", "--files", "--to", "packs")
     package = str(next(Path("packs").glob("*.sight")))
     words = ("Describe the picture.", "--json", "--report")
     told = last_json(run("ask", package, *words).stdout)
@@ -143,7 +143,7 @@ def test_ask_loads_as_told(folder: Path) -> None:
     grown = prompt("--min-pixels", "65536", "--max-pixels", "99999")["usage"]["prompt_tokens"]
     assert grown > tokens + 40
     assert prompt("--grain", "40")["report"]["grain"] == 40
-    run("encode", "a.png", "--to", "f32", "--dtype", "float32")
+    run("encode", "a.png", "--files", "--to", "f32", "--dtype", "float32")
     shown = last_json(run("show", str(next(Path("f32").iterdir())), "--json").stdout)
     assert shown["provenance"]["dtype"] == "torch.float32"
 
@@ -252,14 +252,14 @@ def test_chat_shows_no_control_characters_of_a_model(
 
 
 def test_encode_tells_what_became_of_each_image(folder: Path) -> None:
-    result = run("encode", ".", "--to", "packs", code=1)
+    result = run("encode", ".", "--files", "--to", "packs", code=1)
     assert "2 encoded, 1 broken" in result.stdout and "images/s" in result.stdout
     assert "broken: bad.png: bad.png is not an image" in result.stderr
     Path("bad.png").unlink()
-    told = last_json(run("encode", "*.png", "--to", "packs", "--json").stdout)
+    told = last_json(run("encode", "*.png", "--files", "--to", "packs", "--json").stdout)
     assert (told["encoded"], told["kept"], told["broken"]) == (0, 2, 0)
-    assert "there is no such file" in refused("encode", "nope", "--to", "packs")
-    assert "cannot be made" in refused("encode", "a.png", "--to", "a.png")
+    assert "there is no such file" in refused("encode", "nope", "--files", "--to", "packs")
+    assert "cannot be made" in refused("encode", "a.png", "--files", "--to", "a.png")
 
 
 def test_show_tells_what_a_package_is_bound_to(folder: Path) -> None:
@@ -409,6 +409,56 @@ def test_cache_check_names_damage(folder: Path) -> None:
     path.write_bytes(content)
     said = run("cache", "check", "--store", "memory", code=1).stdout
     assert "1 damaged" in said and path.name[:30] in said
+
+
+def test_cache_check_repairs(folder: Path) -> None:
+    run("ask", "a.png", "b.png", "Hello!", "--store", "memory")
+    path = next(Path("memory/package").rglob("*.sight"))
+    path.write_bytes(path.read_bytes()[:-1])
+    said = run("cache", "check", "--store", "memory", "--repair").stdout
+    assert "1 put right" in said
+    assert "0 damaged" in run("cache", "check", "--store", "memory").stdout
+    told = last_json(run("cache", "check", "--store", "memory", "--json").stdout)
+    assert told["wrong"] == [] and told["entries"] > 0
+
+
+def test_cache_explains_pins_and_deletes_an_entry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("ask", "a.png", "Hello!", "--store", "memory")
+    monkeypatch.setenv("KEEPSIGHT_STORE", "memory")
+    rows = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
+    key = next(row["key"] for row in rows if row["kind"] == "package")
+    told = last_json(run("cache", "explain", f"package/{key[:20]}", "--json").stdout)
+    assert told["key"] == key and told["tokens"] in (9, 12) and told["tier"] == "disk"
+    shown = run("cache", "explain", f"package/{key}").stdout
+    assert "the features of one medium" in shown and "when a budget is exceeded" in shown
+    run("cache", "pin", f"package/{key}")
+    run("cache", "gc", "--budget", "0")
+    left = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
+    assert [(row["key"], row["pinned"]) for row in left] == [(key, True)]
+    assert "never by itself" in run("cache", "explain", key).stdout
+    run("cache", "unpin", key)
+    assert "B freed" in run("cache", "delete", key).stdout
+    assert last_json(run("cache", "stats", "--json").stdout)["bytes"] == 0
+    assert "no such entry" in refused("cache", "explain", key)
+    assert "delete what?" in refused("cache", "delete")
+
+
+def test_cache_looks_after_one_tenant(folder: Path) -> None:
+    from keepsight.store import DiskStore
+
+    store = DiskStore("memory")
+    for tenant, count in ((None, 1), ("one", 2)):
+        for number in range(count):
+            store.tenant(tenant).put_note("alias", f"{number:064x}", {})
+    store.close()
+    arguments = ("cache", "stats", "--store", "memory", "--json")
+    assert last_json(run(*arguments).stdout)["entries"] == 1
+    assert last_json(run(*arguments, "--tenant", "one").stdout)["entries"] == 2
+    run("cache", "clear", "--store", "memory", "--tenant", "one", "--yes")
+    assert last_json(run(*arguments, "--tenant", "one").stdout)["entries"] == 0
+    assert last_json(run(*arguments).stdout)["entries"] == 1
 
 
 @pytest.mark.parametrize(

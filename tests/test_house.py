@@ -24,25 +24,31 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
 errors
-keys
-tensorfile report
+keys lock
+tensorfile report codecs handover
 package
-media store state loading
-clips families
+media store state loading circumstances
+shelf
+clips families settings
 medium
+naming
 vision
 prompt
 node
+tree
 prefix render
 engine weights generation
-memory batch
-turn
-verify tensors chat
+memory batch towerless
+turn calls
+verify tensors chat keeping pieces
 trial
 vlm
+encode together
 __init__
-encode options terminal testing
+options terminal testing training fleet
 progress show shell housekeeping
+encoding server
+serve_command
 demo bench
 cli
 __main__

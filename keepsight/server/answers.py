@@ -1,0 +1,191 @@
+"""From a request to its answers while they come: tickets, read without holding up anybody.
+
+An answer is a stream of `Delta`s; the last one carries usage and report. Whoever stops reading,
+because the client hung up or time is over, cancels the ticket and so frees its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from keepsight.errors import Closed
+from keepsight.report import Piece, Report, Usage
+from keepsight.server.sampling import Likely, Recorder, Sampling
+from keepsight.server.spoken import Said, Speech
+from keepsight.together import Ticket, Together
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request comes to, whichever API it came by."""
+
+    messages: list[dict[str, Any]]
+    tenant: str
+    sampling: Sampling
+    template: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    one_call: bool = False  # no more than one tool call in an answer
+    thinking: bool = False  # the template opened a thought
+    thinks: bool = False
+    choices: int = 1
+    notes: tuple[str, ...] = ()
+
+    @property
+    def whose(self) -> str | None:
+        """The tenant, as the library wants it."""
+        return self.tenant or None
+
+    def rendering(self) -> dict[str, Any]:
+        """The options that decide the prompt."""
+        options: dict[str, Any] = {} if self.tools is None else {"tools": self.tools}
+        return {**options, "template_kwargs": self.template} if self.template else options
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token of the answer with its log probability."""
+
+    chosen: Likely
+    likeliest: list[Likely]
+
+
+@dataclass
+class Delta:
+    """What one step added to an answer."""
+
+    said: list[Said] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    end: End | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """How an answer ended, and what it cost."""
+
+    reason: str  # "stop", "length" or "tool_calls"
+    usage: Usage
+    report: Report
+    reasoning_tokens: int
+    seconds: float
+
+
+class Desk:
+    """Takes requests to the scheduler and brings back what it says."""
+
+    def __init__(self, together: Together) -> None:
+        self.together = together
+        self._threads = ThreadPoolExecutor(8, "keepsight-submit")
+
+    async def submit(self, ask: Ask, choice: int = 0) -> Answer:
+        """Hand in one choice; bad input and a full queue are refused here."""
+        options, recorder = ask.sampling.of(choice)
+        options |= ask.rendering()
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Piece | Ticket] = asyncio.Queue()
+
+        def hand_over(what: Piece | Ticket) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(arrived.put_nowait, what)
+
+        def work() -> Ticket:
+            return self.together.submit(
+                ask.messages, tenant=ask.whose, on_piece=hand_over, on_done=hand_over, **options
+            )
+
+        future = self._threads.submit(work)
+        try:
+            ticket = await asyncio.wrap_future(future, loop=loop)
+        except asyncio.CancelledError:
+            future.add_done_callback(_cancel_late)
+            raise
+        return Answer(ticket, arrived, ask, recorder)
+
+    def prepare(self, messages: Any, **options: Any) -> Report:
+        """Prefill in turn with the others; the report when it is done. Called in a thread."""
+        with self.together.prepare(messages, **options) as ticket:
+            report = next((piece.report for piece in ticket if piece.report is not None), None)
+        if report is None:
+            raise Closed("the server is shutting down")
+        return report
+
+    async def work(self, call: Callable[[], T]) -> T:
+        """Something else that takes time and computes."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def close(self, drain: float) -> None:
+        """Let what runs finish."""
+        self.together.close(drain)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _cancel_late(future: Any) -> None:
+    """A ticket that was made after its client had gone."""
+    if not future.cancelled() and future.exception() is None:
+        future.result().cancel()
+
+
+class Answer:
+    """One choice of one request, as it comes."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        arrived: asyncio.Queue[Piece | Ticket],
+        ask: Ask,
+        recorder: Recorder | None,
+    ) -> None:
+        self._ticket, self._arrived, self._ask, self._recorder = ticket, arrived, ask, recorder
+        self._speech = Speech(ask.thinking, ask.thinks, ask.tools is not None)
+        self._begun = time.perf_counter()
+        self._reasoning = self._calls = 0
+        self.unpaid = 0  # tokens written that no measurements have told of
+
+    def cancel(self) -> None:
+        """Free the place; safe at any time, and twice."""
+        if not self._ticket.done.is_set():
+            self._ticket.cancel()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """What is said, step by step."""
+        try:
+            while isinstance(piece := await self._arrived.get(), Piece):
+                delta = self._delta(piece)
+                if delta.said or delta.scored or delta.end:
+                    yield delta
+            if piece.error is not None:
+                raise piece.error
+        finally:
+            self.cancel()
+
+    def _delta(self, piece: Piece) -> Delta:
+        delta = Delta()
+        if piece.token is not None:
+            self.unpaid += 1
+            self._reasoning += self._speech.thinking
+            if self._recorder is not None:
+                delta.scored.append(Scored(*self._recorder.take(piece.token)))
+        delta.said += self._kept(self._speech.push(piece.text))
+        if piece.usage is not None and piece.report is not None:
+            delta.said += self._kept(self._speech.finish())
+            reason = "tool_calls" if self._calls else piece.finish_reason or "stop"
+            seconds = time.perf_counter() - self._begun
+            piece.report.notes += self._ask.notes
+            self.unpaid = 0
+            delta.end = End(reason, piece.usage, piece.report, self._reasoning, seconds)
+        return delta
+
+    def _kept(self, said: Any) -> list[Said]:
+        kept = []
+        for one in said:
+            self._calls += one.kind == "call"
+            if one.kind != "call" or self._calls == 1 or not self._ask.one_call:
+                kept.append(one)
+        return kept

@@ -1,0 +1,164 @@
+"""The application: routes, errors in one shape, the schema, and the page at `/`.
+
+`build` makes it for a model; `running.py` listens. The schema at `/openapi.json` is what the routes
+check bodies with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from keepsight import __version__
+from keepsight.errors import KeepsightError
+from keepsight.server import cache_api, chat_api, files_api, responses_api
+from keepsight.server.door import Door, told
+from keepsight.server.metrics import CONTENT_TYPE
+from keepsight.server.problems import ApiError, from_validation
+from keepsight.server.service import Service, visit_of
+
+_PAGE = Path(__file__).parent / "page" / "index.html"
+_ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
+
+
+def build(service: Service) -> ASGIApp:
+    """The application for a service, with its door in front."""
+    app = FastAPI(
+        title="Keepsight",
+        version=__version__,
+        description=_ABOUT,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        docs_url="/docs",
+    )
+    for room in (chat_api, responses_api, files_api, cache_api):
+        app.include_router(room.routes(service), responses=_REFUSALS)
+    _plain_routes(app, service)
+    app.openapi_schema = _schema(app, service.subject.name)
+    for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _refused)
+    paths = {"/", "/docs", "/openapi.json", *app.openapi()["paths"]}
+    door: ASGIApp = Door(app, service, paths)
+    if service.config.allow_origin:
+        door = CORSMiddleware(
+            door,
+            allow_origins=service.config.allow_origin,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return door
+
+
+def _schema(app: FastAPI, model: str) -> dict[str, Any]:
+    """The schema, which names the one model that is served."""
+    schema = app.openapi()
+    for part in schema["components"]["schemas"].values():
+        if "model" in part.get("properties", {}):
+            part["properties"]["model"] = {"type": "string", "enum": [model]}
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation.get("responses", {}).pop("422", None)  # what is not valid is a 400
+    return schema
+
+
+def _plain_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        if _PAGE.exists():
+            return FileResponse(_PAGE, headers={"cache-control": "no-cache"})
+        return PlainTextResponse("Keepsight is running; its API is described at /docs\n")
+
+    @app.get("/health", tags=["server"], operation_id="health", responses=_CLOSING)
+    async def health() -> Response:
+        """Whether the server takes requests."""
+        status = "closing" if service.draining else "ok"
+        return JSONResponse({"status": status}, 503 if service.draining else 200)
+
+    @app.get(
+        "/metrics",
+        tags=["server"],
+        operation_id="metrics",
+        response_class=PlainTextResponse,
+        responses=_REFUSALS,
+    )
+    async def metrics(request: Request) -> Response:
+        """Counters and times for Prometheus; with API keys, for those of an administrator."""
+        if not visit_of(request).who().admin:
+            raise ApiError(403, "metrics are of everybody: they need an administrator's key")
+        return Response(await service.desk.work(service.metrics.text), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [service.subject.told()]}
+
+    @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSALS)
+    async def model(name: str) -> dict[str, Any]:
+        """The model by its name."""
+        service.subject.check_name(name)
+        return service.subject.told()
+
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    code: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
+    for code, text in {
+        400: "Something in the request cannot be used.",
+        401: "No key, or not one that is known.",
+        403: "Not with this key.",
+        404: "No such thing, for this key.",
+        408: "The body took too long.",
+        413: "Too large.",
+        429: "Too many requests; see Retry-After.",
+        503: "The server is shutting down or has no room.",
+    }.items()
+}
+
+
+_CLOSING: dict[int | str, dict[str, Any]] = {
+    503: {"description": "The server is shutting down.", "content": {"application/json": {}}}
+}
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Any error, in the shape that clients know."""
+    problem = _problem(request, error) or told(error, visit_of(request))
+    visit_of(request).told["error"] = problem.code
+    return JSONResponse(problem.body(), problem.status, headers=problem.headers())
+
+
+def _problem(request: Request, error: Exception) -> ApiError | None:
+    if isinstance(error, RequestValidationError):
+        return from_validation(error.errors())
+    if not isinstance(error, HTTPException):
+        return None
+    path = request.url.path
+    texts = {404: f"there is nothing at {path[:200]!r}; see /docs", 405: "not with this method"}
+    text = texts.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, text, code=_HTTP_CODES.get(error.status_code))
+
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}

@@ -1,0 +1,53 @@
+"""How large a video or a sound would be when decoded, found out without decoding it.
+
+A few bytes can hold hours of nothing; what would not fit is refused before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+
+from keepsight.errors import ImageError, MissingExtra
+from keepsight.server.problems import ApiError
+
+
+def check_video(data: bytes, most: int) -> None:
+    """Refuse a video whose frames would take more than `most` bytes."""
+    try:
+        import av
+    except ImportError:
+        raise MissingExtra.named("av", "video") from None
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            stream = container.streams.video[0]
+            frame = 3 * stream.codec_context.width * stream.codec_context.height
+            size = 0
+            for packet in container.demux(stream):
+                size += frame if packet.size else 0
+                if size > most:
+                    raise _too_large("a video", most)
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise ImageError(f"a video cannot be read: {type(error).__name__}") from None
+
+
+def check_sound(data: bytes, most: int) -> None:
+    """Refuse a sound whose samples would take more than `most` bytes."""
+    try:
+        import soundfile
+    except ImportError:
+        raise MissingExtra.named("soundfile", "audio") from None
+    try:
+        info = soundfile.info(io.BytesIO(data))
+    except (RuntimeError, ValueError) as error:
+        raise ImageError(f"a sound cannot be read: {type(error).__name__}") from None
+    if 4 * info.frames * info.channels > most:
+        raise _too_large("a sound", most)
+
+
+def _too_large(what: str, most: int) -> ApiError:
+    return ApiError(
+        400,
+        f"{what} would take more than {most} bytes when decoded; send a shorter or smaller one",
+        param="messages",
+        code="media_too_large",
+    )

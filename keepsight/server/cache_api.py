@@ -1,0 +1,230 @@
+"""What is remembered: prepare it, explain it, count it, forget it; for the tenant of the key.
+
+A tenant sees and forgets its own. What is of everybody is for those who run the server: without API
+keys that is everyone who can reach it, with keys an administrator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+
+from keepsight.report import Report
+from keepsight.server.limits import Caller
+from keepsight.server.problems import ApiError
+from keepsight.server.schema import Message, Name, Pixels, Rendering, Strict
+from keepsight.server.service import Service, tools_of, visit_of
+from keepsight.server.wire import report_of, unless_gone
+
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class ResetRequest(Strict):
+    """What to forget: a tenant's own, or with `everyone` all there is; with `store` on disk too."""
+
+    cache_salt: Salt | None = None
+    everyone: bool = False
+    store: bool = False
+
+
+class HeldRequest(Strict):
+    """What to keep or to remove: a conversation, or with `pictures_only` the pictures in it."""
+
+    model: Name
+    messages: Annotated[list[Message], Field(min_length=1)]
+    pictures_only: bool = False
+    max_pixels: Pixels | None = None
+    cache_salt: Salt | None = None
+
+
+class PinRequest(HeldRequest):
+    """What to keep whatever the budgets say; `pinned: false` lets it go the way of all else."""
+
+    pinned: bool = True
+
+
+def routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["cache"])
+    _add_reports(router, service)
+    _add_held(router, service)
+    _add_whole(router, service)
+    return router
+
+
+def _add_reports(router: APIRouter, service: Service) -> None:
+
+    @router.post("/v1/prepare", operation_id="prepare")
+    async def prepare(body: Rendering, request: Request) -> dict[str, Any]:
+        """Encode and prefill now: the same messages are then answered at once."""
+        return await _reported(service, body, request, service.desk.prepare)
+
+    @router.post("/v1/cache/explain", operation_id="explain")
+    async def explain(body: Rendering, request: Request) -> dict[str, Any]:
+        """The report that an answer would get, computing nothing with the model."""
+        return await _reported(service, body, request, service.vlm.explain)
+
+
+def _add_held(router: APIRouter, service: Service) -> None:
+    @router.get("/v1/cache/images", operation_id="cache_images")
+    async def images(
+        request: Request, cache_salt: Annotated[Salt | None, Query()] = None
+    ) -> dict[str, Any]:
+        """The pictures whose features are in memory, by key, for one tenant."""
+        tenant = visit_of(request).who().salted(cache_salt)
+        held = await service.desk.work(lambda: _held(service, tenant))
+        return {"object": "list", "data": held}
+
+    @router.post("/v1/cache/pin", operation_id="cache_pin")
+    async def pin(body: PinRequest, request: Request) -> dict[str, Any]:
+        """Keep pictures, or a whole conversation; what is not there yet is computed."""
+
+        def keep(what: Any, whose: dict[str, str]) -> None:
+            if body.pinned and not body.pictures_only:  # in turn with others, not at their cost
+                service.desk.prepare(what, **whose)
+            service.vlm.pin(what, body.pinned, **whose)
+
+        told = await _on_held(service, body, request, keep)
+        return {"object": "cache.pin", "pinned": body.pinned, "images": told[1]}
+
+    @router.post("/v1/cache/delete", operation_id="cache_delete")
+    async def delete(body: HeldRequest, request: Request) -> dict[str, Any]:
+        """Remove pictures, or a whole conversation, and all that was computed from them."""
+        told = await _on_held(
+            service, body, request, lambda what, whose: service.vlm.delete(what, **whose)
+        )
+        return {"object": "cache.delete", "bytes_freed": told[0], "images": told[1]}
+
+
+def _add_whole(router: APIRouter, service: Service) -> None:
+    @router.get("/v1/cache/stats", operation_id="cache_stats")
+    async def stats(
+        request: Request, cache_salt: Annotated[Salt | None, Query()] = None
+    ) -> dict[str, Any]:
+        """Bytes and counts: a tenant's own; of everybody for an administrator without a salt."""
+        caller = visit_of(request).who()
+        everyone = caller.admin and cache_salt is None
+        whose = None if everyone else caller.salted(cache_salt)
+
+        def work() -> dict[str, Any]:
+            told = service.vlm.stats() if everyone else service.vlm.stats(whose or None)
+            files = [len(f.data) for f in service.files.of(caller.tenant)]
+            told["files"] = {"bytes": sum(files), "files": len(files)}
+            if everyone:
+                told["scheduler"] = service.desk.together.stats()
+            return {"object": "cache.stats", "everyone": everyone, **_plain(told)}
+
+        told: dict[str, Any] = await service.desk.work(work)
+        return told
+
+    @router.post("/v1/cache/reset", operation_id="cache_reset")
+    async def reset(
+        request: Request,
+        body: ResetRequest = ResetRequest(),  # noqa: B008
+    ) -> dict[str, Any]:
+        """Forget what is remembered in memory; with `store`, also on disk."""
+        caller = visit_of(request).who()
+        whose = _whose_to_forget(caller, body)
+        await service.desk.work(lambda: service.vlm.clear(store=body.store, tenant=whose))
+        return {"object": "cache.reset", "everyone": whose is None}
+
+
+def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
+    if body.everyone and not caller.admin:
+        raise ApiError(403, "forgetting what is everybody's needs an administrator's key")
+    if body.everyone and body.cache_salt is not None:
+        raise ApiError(400, "give either everyone or cache_salt", param="everyone")
+    # Without keys and salt there is one nobody in particular, whose is all that is not salted.
+    return None if body.everyone else caller.salted(body.cache_salt) or None
+
+
+async def _on_held(
+    service: Service, body: HeldRequest, request: Request, act: Callable[..., Any]
+) -> tuple[Any, list[str]]:
+    """Do something to what a request speaks of; the result, and the keys of its pictures."""
+    visit = visit_of(request)
+    caller = visit.who()
+    fields = ("model", "messages", "max_pixels", "cache_salt")
+    rendering = Rendering(**{name: getattr(body, name) for name in fields})
+
+    async def work() -> tuple[Any, list[str]]:
+        messages, _, tenant = await service.rendering(rendering, caller)
+        what = [medium for _, medium in _media_in(messages)] if body.pictures_only else messages
+        if not what:
+            raise ApiError(400, "there is no picture in these messages", param="messages")
+        whose = {"tenant": tenant} if tenant else {}
+
+        def both() -> tuple[Any, list[str]]:
+            keys = _keys(service, messages, tenant)
+            return act(what, whose), keys
+
+        return await service.desk.work(both)
+
+    return await unless_gone(request, work(), visit)
+
+
+def _media_in(messages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """(kind, medium) for each medium of gathered messages."""
+    for message in messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] != "text":
+                yield part["type"], part[part["type"]]
+
+
+def _keys(service: Service, messages: list[dict[str, Any]], tenant: str) -> list[str]:
+    """The key of each medium, which is what /v1/cache/images calls it."""
+    vlm = service.vlm
+    with vlm._lock:
+        vlm.memory.refresh(tenant=tenant)
+        vision = vlm.memory.vision_of(tenant)
+        return [vision.name(medium, kind).key for kind, medium in _media_in(messages)]
+
+
+def _held(service: Service, tenant: str) -> list[dict[str, Any]]:
+    vlm = service.vlm
+    with vlm._lock:
+        packages = [package for _, package in vlm.memory.shelves.packages.items(tenant)]
+    return [
+        {
+            "key": package.key,
+            "kind": package.modality,
+            "tokens": package.tokens,
+            "bytes": sum(tensor.nbytes for tensor in package.tensors.values()),
+        }
+        for package in packages
+    ]
+
+
+async def _reported(
+    service: Service, body: Rendering, request: Request, call: Callable[..., Report]
+) -> dict[str, Any]:
+    visit = visit_of(request)
+    caller = visit.who()
+
+    async def work() -> dict[str, Any]:
+        messages, template, tenant = await service.rendering(body, caller)
+        options: dict[str, Any] = {"tenant": tenant} if tenant else {}
+        if template:
+            options["template_kwargs"] = template
+        if body.tools:
+            options["tools"] = tools_of(body.tools)
+        report: Report = await service.desk.work(lambda: call(messages, **options))
+        told = report_of(report)
+        keys = await service.desk.work(lambda: _keys(service, messages, tenant))
+        for image in told["images"]:
+            image["key"] = keys[image["image"]]
+        return {"object": "cache.report", "model": body.model, "report": told}
+
+    return await unless_gone(request, work(), visit)
+
+
+def _plain(told: Any) -> Any:
+    """What JSON can hold."""
+    if isinstance(told, dict):
+        return {str(name): _plain(value) for name, value in told.items()}
+    if isinstance(told, list | tuple):
+        return [_plain(value) for value in told]
+    return told if told is None or isinstance(told, bool | int | float | str) else str(told)

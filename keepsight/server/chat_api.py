@@ -1,0 +1,206 @@
+"""`/v1/chat/completions`: OpenAI's chat API over the service.
+
+Thinking comes as `reasoning_content`, calls of tools as OpenAI's `tool_calls`; `usage` says what
+was reused, `timings` how long it took, and `keepsight`, when asked, why.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from keepsight.server.answers import Answer, Ask, Delta, End, Scored
+from keepsight.server.door import Visit
+from keepsight.server.schema import ChatRequest
+from keepsight.server.service import Service, visit_of
+from keepsight.server.spoken import Said
+from keepsight.server.wire import STREAMED, event_stream, images_of, report_of, timings, unless_gone
+
+
+def routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter(tags=["answers"])
+
+    @router.post("/v1/chat/completions", operation_id="chat", responses=STREAMED)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """An answer to a conversation, whole or as it comes."""
+        visit = visit_of(request)
+        visit.asked(body)
+        ask = await unless_gone(request, service.ask(body, visit.who()), visit)
+        # Before the first byte goes out, so that bad input has a status of its own.
+        answers = await unless_gone(request, service.submit(ask), visit)
+        chat = Chat(service, body, ask, answers, visit)
+        if body.stream:
+            return event_stream(chat.events(), visit)
+        return JSONResponse(await unless_gone(request, chat.whole(), visit))
+
+    return router
+
+
+@dataclass
+class Choice:
+    """One answer as it grows."""
+
+    text: str = ""
+    thought: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    scored: list[dict[str, Any]] = field(default_factory=list)
+    end: End | None = None
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message that may come back."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.thought:
+            made["reasoning_content"] = self.thought
+        if self.calls:
+            made |= {"content": self.text or None, "tool_calls": self.calls}
+        return made
+
+
+class Chat:
+    """One request's way to its response."""
+
+    def __init__(
+        self, service: Service, body: ChatRequest, ask: Ask, answers: list[Answer], visit: Visit
+    ) -> None:
+        self._service, self._body, self._ask, self._visit = service, body, ask, visit
+        self._answers = answers
+        self._choices = [Choice() for _ in answers]
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.subject.name,
+            "service_tier": "default",
+            "system_fingerprint": None,
+        }
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        merged = self._service.merged(self._answers, self._visit.who(), self._visit)
+        async with aclosing(merged) as deltas:
+            async for number, delta in deltas:
+                self._choices[number].end = delta.end
+                yield number, delta
+
+    async def whole(self) -> dict[str, Any]:
+        """The response when it is not streamed."""
+        async for number, delta in self._deltas():
+            choice = self._choices[number]
+            choice.scored += [self._scored(s) for s in delta.scored]
+            for said in delta.said:
+                if said.kind == "call":
+                    choice.calls.append(_call(said))
+                elif said.kind == "thought":
+                    choice.thought += said.text
+                else:
+                    choice.text += said.text
+        choices = [
+            {
+                "index": number,
+                "message": choice.message(),
+                "logprobs": self._logprobs(choice.scored),
+                "finish_reason": choice.end.reason if choice.end else None,
+            }
+            for number, choice in enumerate(self._choices)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, **self._told()}
+
+    async def events(self) -> AsyncGenerator[tuple[str | None, Any], None]:
+        """The chunks of the response when it is streamed."""
+        started: set[int] = set()
+        async for number, delta in self._deltas():
+            parts = [_part(said, self._choices[number]) for said in delta.said]
+            if number not in started:
+                started.add(number)
+                first = parts.pop(0) if parts else {"content": ""}
+                parts.insert(0, {"role": "assistant", **first})
+            scored = self._logprobs([self._scored(s) for s in delta.scored])
+            if scored and not parts:
+                parts = [{}]  # a token without text of its own, such as a part of a character
+            for spot, part in enumerate(parts):
+                yield None, self._chunk(number, part, None, scored if spot == 0 else None)
+            if delta.end is not None:
+                yield None, self._chunk(number, {}, delta.end.reason)
+        told = self._told()
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield None, {**self._head, "object": _CHUNK, "choices": [], **told}
+        elif "keepsight" in told:
+            told.pop("usage")
+            yield None, {**self._head, "object": _CHUNK, "choices": [], **told}
+        yield None, "[DONE]"
+
+    def _chunk(
+        self, number: int, delta: dict[str, Any], reason: str | None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        chunk = {**self._head, "object": _CHUNK, "choices": [choice]}
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _told(self) -> dict[str, Any]:
+        """Usage, timings and, when asked, the report; of several choices the first one's prompt."""
+        ends = [choice.end for choice in self._choices if choice.end is not None]
+        if not ends:
+            return {}
+        first = ends[0]
+        told = {"usage": usage_of(ends), "timings": timings(first)}
+        if self._body.keepsight is not None and self._body.keepsight.report:
+            told["keepsight"] = {"report": report_of(first.report)}
+        return told
+
+    def _logprobs(self, scored: list[dict[str, Any]]) -> dict[str, Any] | None:
+        if not self._ask.sampling.logprobs or not scored:
+            return None
+        return {"content": scored, "refusal": None}
+
+    def _scored(self, scored: Scored) -> dict[str, Any]:
+        return scored_of(scored, self._service)
+
+
+_CHUNK = "chat.completion.chunk"
+
+
+def scored_of(scored: Scored, service: Service) -> dict[str, Any]:
+    """A token with its log probability and those of its rivals."""
+    rows = []
+    for likely in (scored.chosen, *scored.likeliest):
+        text, data = service.subject.token_text(likely.token)
+        rows.append({"token": text, "logprob": likely.logprob, "bytes": data})
+    return {**rows[0], "top_logprobs": rows[1:]}
+
+
+def usage_of(ends: list[End]) -> dict[str, Any]:
+    """What it cost: the prompt counts once, however many answers it got."""
+    usage, written = ends[0].usage, sum(end.usage.completion_tokens for end in ends)
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": written,
+        "total_tokens": usage.prompt_tokens + written,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(e.reasoning_tokens for e in ends)},
+        **images_of(usage),
+    }
+
+
+def _call(said: Said) -> dict[str, Any]:
+    function = {"name": said.name, "arguments": said.text}
+    return {"id": said.id, "type": "function", "function": function}
+
+
+def _part(said: Said, choice: Choice) -> dict[str, Any]:
+    """What is said, as the delta of a chunk."""
+    if said.kind == "thought":
+        return {"reasoning_content": said.text}
+    if said.kind == "text":
+        return {"content": said.text}
+    choice.calls.append(_call(said))
+    return {"tool_calls": [{"index": len(choice.calls) - 1, **choice.calls[-1]}]}

@@ -1,0 +1,283 @@
+"""The door: everything that is decided before a route sees a request.
+
+Who asks and whether they may, how large the body is and how long it took to come, whether the
+server is closing; and afterwards one line of JSON in the log. Never a word or a picture of anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import time
+import traceback
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from keepsight.report import Report, Usage
+from keepsight.server.limits import Caller
+from keepsight.server.problems import ApiError, from_error
+
+if TYPE_CHECKING:
+    from keepsight.server.service import Service
+
+log = logging.getLogger("keepsight.server.requests")
+errors = logging.getLogger("keepsight.server")
+
+_OPEN = {"/", "/health", "/docs", "/openapi.json"}  # without a key: they say nothing of anybody
+_WHILE_CLOSING = {"/health", "/metrics"}
+_READING = 60.0
+_DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens
+_BODIES_HELD = 8  # times the largest body, of all requests together
+
+
+@dataclass
+class Visit:
+    """One request, as the log will tell it."""
+
+    id: str
+    method: str
+    path: str
+    caller: Caller | None = None
+    begun: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    told: dict[str, Any] = field(default_factory=dict)
+    gone: bool = False  # the client hung up
+
+    def who(self) -> Caller:
+        """The caller, who was found at the door."""
+        if self.caller is None:
+            raise ApiError(401, "no API key", code="invalid_api_key")
+        return self.caller
+
+    def asked(self, body: Any) -> None:
+        """Note who asks for what, as far as the client says; nothing of what is said."""
+        self.told |= {"model": body.model, "stream": bool(body.stream)}
+        user = body.safety_identifier or body.user
+        if user is not None:
+            self.told["user"] = user
+
+    def answered(self, usage: Usage, report: Report, reason: str) -> None:
+        """Note an answer; of several choices the counts add up."""
+        counts = {"completion_tokens": usage.completion_tokens, "choices": 1}
+        for name, count in counts.items():
+            self.told[name] = self.told.get(name, 0) + count
+        self.told |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "images": usage.images,
+            "images_encoded": usage.images_encoded,
+            "finish_reason": reason,
+        }
+        for name in ("queued", "first_token"):
+            if name in report.milliseconds:
+                self.told[f"{name}_ms"] = round(report.milliseconds[name], 1)
+
+    def line(self) -> str:
+        """The line of the log."""
+        record = {
+            "time": round(time.time(), 3),
+            "id": self.id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "ms": round(1e3 * (time.perf_counter() - self.begun), 1),
+            "key": self.caller.name if self.caller is not None else None,
+            **self.told,
+        }
+        return json.dumps(record)
+
+
+def told(error: Exception, visit: Visit) -> ApiError:
+    """An error as the client is told of it; what is our own fault goes to the log."""
+    problem = from_error(error)
+    if problem is None:
+        errors.error("%s: %s", visit.id, "".join(traceback.format_exception(error)))
+        problem = ApiError(500, f"internal error; quote {visit.id}", code="internal_error")
+    visit.told["error"] = problem.code
+    return problem
+
+
+class Door:
+    """ASGI around the application."""
+
+    def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
+        self._app, self._service = app, service
+        self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request from its first byte to its line in the log."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = Visit(f"req_{uuid.uuid4().hex}", scope["method"], _shown_path(scope, self._paths))
+        metrics = self._service.metrics
+        metrics.active.inc()
+        try:
+            await self._through(scope, receive, send, visit)
+        finally:
+            metrics.active.dec()
+            seconds = time.perf_counter() - visit.begun
+            if visit.gone:
+                visit.told["hung_up"] = True
+                metrics.hung_up()
+            metrics.finished(visit.path, visit.status or 499, seconds)
+            if self._service.config.log:
+                log.info(visit.line())
+
+    async def _through(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
+        started = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                visit.status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", visit.id.encode()),
+                ]
+            await send(message)
+
+        try:
+            try:
+                self._admit(scope, visit)
+            except ApiError:
+                await self._discard(receive)
+                raise
+            body = await self._body(receive, visit)
+            try:
+                scope.setdefault("state", {})["visit"] = visit
+                # Answers have a limit of their own; this one is for clients that do not read.
+                seconds = self._service.config.seconds("request_timeout") + _READING
+                async with asyncio.timeout(seconds):
+                    await self._app(scope, _replayed(body, receive), send_on)
+            finally:
+                self._held -= len(body)
+        except Exception as error:
+            problem = told(error, visit)
+            if not started and not visit.gone:
+                await respond(send_on, problem)
+
+    def _admit(self, scope: Scope, visit: Visit) -> None:
+        path = scope["path"]
+        if self._service.draining and path not in _WHILE_CLOSING:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+        headers = dict(scope["headers"])
+        self._refuse_other_sites(scope["method"], headers)
+        if path in _OPEN or scope["method"] == "OPTIONS":
+            return
+        shown = headers.get(b"authorization", b"").decode("latin-1")
+        visit.caller = self._service.callers.find(shown or None)
+        if path.startswith("/v1/") and scope["method"] == "POST":
+            visit.caller.admit()
+
+    def _refuse_other_sites(self, method: str, headers: dict[bytes, bytes]) -> None:
+        """A page of another site may make a browser send requests, even if it cannot read answers.
+
+        Where no key is asked for, being able to reach the server is all that it takes.
+        """
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if not origin or method in ("GET", "HEAD", "OPTIONS"):
+            return
+        allowed = self._service.config.allow_origin
+        own = origin.partition("//")[2] == headers.get(b"host", b"").decode("latin-1")
+        if not (own or origin in allowed or "*" in allowed):
+            text = "requests from pages of other sites are not allowed; see --allow-origin"
+            raise ApiError(403, text, code="origin_not_allowed")
+
+    async def _body(self, receive: Receive, visit: Visit) -> bytes:
+        """The whole body, within its limits of size and time."""
+        most = self._service.config.bytes("max_body")
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        visit.gone = True
+                        raise ApiError(400, "the client hung up", code="hung_up")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._held += len(parts[-1])
+                    more = message.get("more_body", False)
+                    if size > most:
+                        raise _too_large(most)
+                    if self._held > _BODIES_HELD * most:
+                        raise ApiError(503, "too many large requests", code="busy", retry_after=2)
+        except BaseException as error:
+            self._held -= size
+            parts.clear()
+            if isinstance(error, TimeoutError):
+                text = "the body took too long to arrive"
+                raise ApiError(408, text, code="body_timeout") from None
+            if more and not visit.gone:
+                await self._discard(receive)
+            raise
+        return b"".join(parts)
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read on for a while: most clients listen to no answer before all is sent."""
+        left = _DISCARDED * self._service.config.bytes("max_body")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+
+
+def _shown_path(scope: Scope, known: set[str]) -> str:
+    """The path for logs and metrics: ids are left out, and what is no route is one label."""
+    path: str = scope["path"]
+    if path in known:
+        return path
+    parts = path.split("/")
+    if path.startswith("/v1/") and len(parts) > 3:
+        parts[3] = "{id}"
+    shown = "/".join(parts)
+    return shown if shown in known else "other"
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {most} bytes; upload pictures to /v1/files, or make them smaller",
+        code="body_too_large",
+    )
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body once, then whatever the connection says."""
+    given = False
+
+    async def receive_again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again
+
+
+async def respond(send: Send, problem: ApiError) -> None:
+    """An error as a response."""
+    body = json.dumps(problem.body()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    if problem.status in (408, 413):
+        headers["connection"] = "close"  # the rest of the body is not read
+    if problem.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    headers |= problem.headers()
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": problem.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,193 @@
+"""Pictures from the web, without letting a request reach into the network around the server.
+
+A name is resolved once; every address that it gives must be public, and the connection goes to one
+of exactly those, so no second answer of the resolver is ever asked for (DNS rebinding). Redirects
+follow the same rule. Bytes and time have caps. Only http and https.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+import urllib.parse
+from dataclasses import dataclass
+
+from keepsight.server.problems import ApiError
+
+_REDIRECTS = 5
+_CHUNK = 1 << 16
+_MOVED = (301, 302, 303, 307, 308)
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_SHARED = ipaddress.ip_network("100.64.0.0/10")
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True)
+class Fetcher:
+    """Fetches under one set of limits."""
+
+    max_bytes: int
+    seconds: float
+    allow_private: bool = False
+
+    def fetch(self, url: str) -> bytes:
+        """The bytes behind a URL; called in a worker thread."""
+        deadline = time.monotonic() + self.seconds
+        for _ in range(_REDIRECTS + 1):
+            answer = self._once(url, deadline)
+            if isinstance(answer, bytes):
+                return answer
+            url = urllib.parse.urljoin(url, answer)
+        raise _problem(f"{_shown(url)}: more than {_REDIRECTS} redirects")
+
+    def _once(self, url: str, deadline: float) -> bytes | str:
+        """What is there, or where it has gone."""
+        parts = _split(url)
+        host = parts.hostname or ""
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        address = self._resolve(host, port, url)
+        left = _left(deadline, self.seconds, url)
+        connection = _Pinned(parts.scheme, host, port, address, left)
+        # Timeouts of a socket begin anew with each byte; this one does not.
+        watch = threading.Timer(left, connection.abort)
+        watch.start()
+        try:
+            path = urllib.parse.quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+            query = urllib.parse.quote(parts.query, safe="/%:@!$&'()*+,;=~-._?")
+            headers = {"User-Agent": "keepsight", "Accept": "image/*,*/*", "Connection": "close"}
+            connection.request("GET", path + (f"?{query}" if query else ""), headers=headers)
+            response = connection.getresponse()
+            if response.status in _MOVED and (target := response.getheader("Location")):
+                return target
+            if response.status != 200:
+                raise _problem(f"{_shown(url)} answered with status {response.status}")
+            return self._read(response, url)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            _left(deadline, self.seconds, url)
+            kind = type(error).__name__
+            raise _problem(f"{_shown(url)} could not be fetched ({kind})") from None
+        finally:
+            watch.cancel()
+            connection.close()
+
+    def _read(self, response: http.client.HTTPResponse, url: str) -> bytes:
+        said = response.getheader("Content-Length") or ""
+        if said.isascii() and said.isdigit() and int(said) > self.max_bytes:
+            raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            part = response.read1(_CHUNK)
+            if not part:
+                if response.length:  # fewer bytes than were announced
+                    raise http.client.IncompleteRead(b"", response.length)
+                return b"".join(parts)
+            size += len(part)
+            if size > self.max_bytes:
+                raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
+            parts.append(part)
+
+    def _resolve(self, host: str, port: int, url: str) -> str:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise _problem(f"{_shown(url)}: there is no such host") from None
+        addresses = [str(row[4][0]) for row in found]
+        for address in addresses:
+            if not self.allow_private and not is_public(address):
+                # Not which address: whoever asks must learn nothing of the network here.
+                raise _problem(
+                    f"{_shown(url)} is not a public address, and this server fetches no others; "
+                    "send the picture itself as a data URI, or upload it to /v1/files"
+                )
+        if not addresses:
+            raise _problem(f"{_shown(url)}: there is no such host")
+        return addresses[0]
+
+
+def is_public(text: str) -> bool:
+    """Whether an address belongs to the public internet, in whatever spelling it comes."""
+    try:
+        address: _Address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return all(
+        a.is_global
+        and not (a.is_multicast or a.is_reserved or a.is_unspecified or a.is_loopback)
+        and not (a.is_link_local or a.is_private)
+        and a not in _SHARED
+        for a in _meanings(address)
+    )
+
+
+def _meanings(address: _Address) -> list[_Address]:
+    """The address, and the IPv4 address that is wrapped in it where one is."""
+    found: list[_Address] = [address]
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in _NAT64 or int(address) >> 32 == 0:
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        found += [a for a in inner if a is not None]
+    return found
+
+
+class _Pinned(http.client.HTTPConnection):
+    """A connection to an address that was checked, in the name of the host that was asked for."""
+
+    def __init__(self, scheme: str, host: str, port: int, address: str, timeout: float) -> None:
+        super().__init__(host, port, timeout=timeout)
+        self._address, self._scheme = address, scheme
+
+    def connect(self) -> None:
+        """Connect to the address; the name is only for TLS and the Host header."""
+        self.sock = socket.create_connection((self._address, self.port), self.timeout)
+        if self._scheme == "https":
+            context = ssl.create_default_context()
+            self.sock = context.wrap_socket(
+                self.sock, server_hostname=self.host, do_handshake_on_connect=False
+            )
+            self.sock.do_handshake()
+
+    def abort(self) -> None:
+        """End whatever is going on; called from another thread when time is up."""
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _split(url: str) -> urllib.parse.SplitResult:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise _problem(f"{_shown(url)} is not a URL") from None
+    if parts.scheme not in ("http", "https"):
+        raise _problem(f"{_shown(url)}: only http and https are fetched")
+    if not parts.hostname or parts.username is not None or parts.password is not None:
+        raise _problem(f"{_shown(url)} names no host, or comes with a password")
+    return parts
+
+
+def _left(deadline: float, seconds: float, url: str) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise _problem(f"{_shown(url)} took longer than {seconds:.0f} s")
+    return left
+
+
+def _shown(url: str) -> str:
+    """Without what may be a secret: scheme, host and path."""
+    text = url.split("?")[0].split("#")[0]
+    if "@" in text:
+        text = text.partition("//")[0] + "//…@" + text.rpartition("@")[2]
+    text = "".join(c if c.isprintable() else "\ufffd" for c in text)
+    return text if len(text) <= 120 else f"{text[:120]}…"
+
+
+def _problem(message: str) -> ApiError:
+    return ApiError(400, message, param="image_url", code="invalid_image_url")

@@ -1,0 +1,166 @@
+"""`/v1/files`: send a picture or a PDF once, and mean it by its id from then on.
+
+Uploads are parsed in memory: the parser's own way, a temporary file for what is large, would write
+people's pictures to disk.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from keepsight.server.files import Upload
+from keepsight.server.limits import Caller
+from keepsight.server.problems import ApiError, invalid, refused
+from keepsight.server.service import Service, visit_of
+from keepsight.store import parse_bytes
+
+_PURPOSES = ("vision", "user_data", "assistants")
+_FIELDS = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
+_LEAST, _LONGEST = 60, 30 * 86400  # seconds that a file may be asked to last
+_UPLOAD = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "additionalProperties": False,
+                "properties": {
+                    "file": {"type": "string", "format": "binary", "minLength": 1},
+                    "purpose": {"type": "string", "enum": list(_PURPOSES)},
+                    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                    "expires_after[seconds]": {
+                        "type": "integer",
+                        "minimum": _LEAST,
+                        "maximum": _LONGEST,
+                    },
+                },
+            }
+        }
+    },
+}
+
+
+class _InMemory(MultiPartParser):
+    spool_max_size = 1 << 40  # never to disk; the door has bounded the body
+
+
+def routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["files"])
+    files = service.files
+
+    @router.post("/v1/files", operation_id="upload", openapi_extra={"requestBody": _UPLOAD})
+    async def upload(request: Request) -> dict[str, object]:
+        """Keep a file for later requests of this key."""
+        caller = visit_of(request).who()
+        form = await _form(request)
+        data, name = await _file(form)
+        kept: Upload = await service.desk.work(
+            lambda: files.put(caller.tenant, data, name, _purpose(form), _ttl(form), _quota(caller))
+        )
+        return kept.told()
+
+    @router.get("/v1/files", operation_id="list_files")
+    async def listed(
+        request: Request,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    ) -> dict[str, Any]:
+        """The files of this key, newest first."""
+        own = [f for f in files.of(visit_of(request).who().tenant) if purpose in (None, f.purpose)]
+        if after is not None:
+            spots = [i for i, f in enumerate(own) if f.id == after]
+            if not spots:
+                raise invalid("after", f"after: no file {after[:100]!r} in this list")
+            own = own[spots[0] + 1 :]
+        ends = {"first_id": own[0].id, "last_id": own[:limit][-1].id} if own else {}
+        told = [f.told() for f in own[:limit]]
+        return {"object": "list", "data": told, "has_more": len(own) > limit, **ends}
+
+    @router.get("/v1/files/{file_id}", operation_id="file")
+    async def one(file_id: str, request: Request) -> dict[str, object]:
+        """What is known of a file."""
+        return files.get(visit_of(request).who().tenant, file_id, "file_id").told()
+
+    @router.get(
+        "/v1/files/{file_id}/content",
+        operation_id="file_content",
+        response_class=Response,
+        responses={200: {"content": {"application/octet-stream": {}}}},
+    )
+    async def content(file_id: str, request: Request) -> Response:
+        """The bytes of a file."""
+        found = files.get(visit_of(request).who().tenant, file_id, "file_id")
+        headers = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
+        return Response(found.data, media_type="application/octet-stream", headers=headers)
+
+    @router.delete("/v1/files/{file_id}", operation_id="delete_file")
+    async def delete(file_id: str, request: Request) -> dict[str, object]:
+        """Forget a file. What was computed from it is forgotten with /v1/cache/reset."""
+        files.delete(visit_of(request).who().tenant, file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    return router
+
+
+async def _form(request: Request) -> FormData:
+    kind = request.headers.get("content-type", "")
+    if not kind.lower().startswith("multipart/form-data"):
+        raise invalid("file", "expected multipart/form-data with the fields file and purpose")
+    try:
+        form = await _InMemory(request.headers, request.stream(), max_files=1, max_fields=8).parse()
+    except (MultiPartException, KeyError, ValueError, UnicodeError) as error:
+        reason = getattr(error, "message", None) or "it is damaged"
+        raise invalid("file", f"the form cannot be read: {reason}") from None
+    if unknown := sorted(set(form) - _FIELDS):
+        name = unknown[0][:100]
+        raise ApiError(400, f"unknown parameter: {name!r}", param=name, code="unknown_parameter")
+    return form
+
+
+async def _file(form: FormData) -> tuple[bytes, str]:
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise ApiError(
+            400,
+            "missing required parameter: 'file', a part with a file name",
+            param="file",
+            code="missing_required_parameter",
+        )
+    name = "".join(c for c in file.filename or "file" if c.isprintable())
+    return await file.read(), name.replace("\\", "/").rpartition("/")[2]
+
+
+def _purpose(form: FormData) -> str:
+    purpose = form.get("purpose")
+    if purpose not in _PURPOSES:
+        raise refused("purpose", f"expected one of {', '.join(_PURPOSES)}")
+    return str(purpose)
+
+
+def _ttl(form: FormData) -> float | None:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor not in (None, "created_at"):
+        raise refused("expires_after[anchor]", "expected 'created_at'")
+    if seconds is None:
+        if anchor is not None:
+            raise invalid("expires_after[seconds]", "expires_after needs its seconds")
+        return None
+    text = str(seconds)
+    if not (text.isascii() and text.isdigit() and _LEAST <= int(text[:12]) <= _LONGEST):
+        raise invalid(
+            "expires_after[seconds]", f"expected a whole number from {_LEAST} to {_LONGEST}"
+        )
+    return float(text)
+
+
+def _quota(caller: Caller) -> int | None:
+    key = caller.key
+    return None if key is None or key.files_bytes is None else parse_bytes(key.files_bytes)

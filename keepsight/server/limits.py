@@ -1,0 +1,105 @@
+"""Who asks, and how much they may: keys to tenants, requests and tokens per minute.
+
+A salt divides a tenant further: what is remembered under one salt is never seen under another, nor
+without one. Keys are compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from keepsight import keys as digests
+from keepsight.server.config import ApiKey
+from keepsight.server.problems import ApiError
+
+
+@dataclass
+class Bucket:
+    """So many a minute, all at once or spread; what was taken comes back with time."""
+
+    per_minute: float
+    clock: Callable[[], float] = time.monotonic
+    level: float = field(init=False)
+    at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level, self.at = self.per_minute, self.clock()
+
+    def wait(self, needed: float) -> float:
+        """Seconds until so many are there; 0 when they are."""
+        now = self.clock()
+        self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
+        self.at = now
+        return max(0.0, (needed - self.level) * 60 / self.per_minute)
+
+    def take(self, count: float) -> None:
+        """Take what was used; the level may fall below zero and is then waited for."""
+        self.wait(0)
+        self.level -= count
+
+
+class Caller:
+    """One tenant at the door, with its buckets."""
+
+    def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = key
+        self.tenant = key.whose if key is not None else ""
+        self.name = key.name if key is not None else None
+        self.admin = key is None or key.admin
+        limits = (
+            (key.requests_per_minute, key.tokens_per_minute) if key is not None else (None,) * 2
+        )
+        self._requests, self._tokens = (Bucket(n, clock) if n else None for n in limits)
+
+    def admit(self) -> None:
+        """Let one request in, or say when to come again."""
+        for bucket, what in ((self._requests, "requests"), (self._tokens, "tokens")):
+            wait = bucket.wait(1) if bucket is not None else 0.0
+            if wait > 0 and bucket is not None:
+                raise ApiError(
+                    429,
+                    f"more than {bucket.per_minute:.0f} {what} a minute; come again in "
+                    f"{wait:.0f} s",
+                    code="rate_limit_exceeded",
+                    retry_after=wait,
+                )
+        if self._requests is not None:
+            self._requests.take(1)
+
+    def spend(self, tokens: int) -> None:
+        """Count what an answer used."""
+        if self._tokens is not None:
+            self._tokens.take(tokens)
+
+    def salted(self, salt: str | None) -> str:
+        """The tenant under a salt. A digest, so that no name can be mistaken for another's."""
+        if salt is None:
+            return self.tenant
+        return digests.digest("salted tenant", self.tenant, salt)
+
+
+class Callers:
+    """All that may ask."""
+
+    def __init__(self, keys: tuple[ApiKey, ...]) -> None:
+        self._known = [(key.key.encode(), Caller(key)) for key in keys]
+        self._anyone = Caller(None)
+
+    def find(self, authorization: str | None) -> Caller:
+        """Who a header speaks of; without keys, everyone is welcome whatever they show."""
+        if not self._known:
+            return self._anyone
+        scheme, _, shown = (authorization or "").partition(" ")
+        found = None
+        for secret, caller in self._known:  # all of them, so that time tells nothing
+            if hmac.compare_digest(secret, shown.strip().encode(errors="replace")):
+                found = caller
+        if found is None or scheme.lower() != "bearer":
+            what = "no API key" if not authorization else "this API key is not known"
+            raise ApiError(
+                401, f"{what}; send it as: Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        return found

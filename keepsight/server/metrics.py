@@ -1,0 +1,106 @@
+"""What Prometheus reads: counters of requests and tokens, times, and the caches as they stand.
+
+Names follow those that people know from other engines: queries and hits of the prefix cache are
+counted in tokens, those of the multimodal cache in images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from keepsight.report import Report, Usage
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        make: dict[str, Any] = {"namespace": "keepsight", "registry": self.registry}
+        self._requests = Counter("requests", "Requests.", ["path", "status"], **make)
+        self.active = Gauge("requests_active", "Requests being answered.", **make)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **make)
+        self._completion = Counter("generation_tokens", "Tokens of answers.", **make)
+        self._queries = Counter("prefix_cache_queries", "Prompt tokens looked up.", **make)
+        self._hits = Counter("prefix_cache_hits", "Prompt tokens reused.", **make)
+        self._mm_queries = Counter("mm_cache_queries", "Images looked up.", **make)
+        self._mm_hits = Counter("mm_cache_hits", "Images that were not encoded again.", **make)
+        self._cancelled = Counter("requests_cancelled", "Clients that hung up.", **make)
+        times: dict[str, Any] = {**make, "buckets": _SECONDS}
+        self._first = Histogram("time_to_first_token_seconds", "Until the first token.", **times)
+        self._whole = Histogram("request_duration_seconds", "Until the last byte.", **times)
+        self._queued = Histogram("request_queue_time_seconds", "Until work begins.", **times)
+
+    def finished(self, path: str, status: int, seconds: float) -> None:
+        """A request is over."""
+        self._requests.labels(path, str(status)).inc()
+        self._whole.observe(seconds)
+
+    def hung_up(self) -> None:
+        """A client did not wait for the end."""
+        self._cancelled.inc()
+
+    def answered(self, usage: Usage, report: Report) -> None:
+        """An answer is complete."""
+        self._prompt.inc(usage.prompt_tokens)
+        self._completion.inc(usage.completion_tokens)
+        self._queries.inc(usage.prompt_tokens)
+        self._hits.inc(usage.cached_tokens)
+        self._mm_queries.inc(usage.images)
+        self._mm_hits.inc(usage.images_reused)
+        times = report.milliseconds
+        if "first_token" in times:
+            self._first.observe(times["first_token"] / 1e3)
+        if "queued" in times:
+            self._queued.observe(times["queued"] / 1e3)
+
+    def watch(self, caches: Callable[[], dict[str, Any]], engine: Callable[[], Any]) -> None:
+        """Where the state of caches and scheduler is read when somebody asks."""
+        self.registry.register(_State(caches, engine))
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self.registry)
+
+
+class _State(Collector):
+    """Caches and scheduler, read when they are asked for."""
+
+    def __init__(self, caches: Callable[[], dict[str, Any]], engine: Callable[[], Any]) -> None:
+        self._caches, self._engine = caches, engine
+
+    def describe(self) -> Iterator[Any]:
+        """Nothing before somebody asks: reading takes the model's lock."""
+        return iter(())
+
+    def collect(self) -> Iterator[Any]:
+        """Bytes and counts per tier."""
+        caches = self._caches()
+        size = GaugeMetricFamily("keepsight_cache_bytes", "Bytes held.", labels=["cache"])
+        limit = GaugeMetricFamily(
+            "keepsight_cache_budget_bytes", "Bytes allowed.", labels=["cache"]
+        )
+        for name, part in caches.items():
+            if isinstance(part, dict) and isinstance(part.get("bytes"), int | float):
+                size.add_metric([name], part["bytes"])
+            if isinstance(part, dict) and isinstance(part.get("budget"), int | float):
+                limit.add_metric([name], part["budget"])
+        yield from (size, limit)
+        evicted = caches.get("prefix", {}).get("evictions")
+        if isinstance(evicted, int):
+            gone = CounterMetricFamily("keepsight_cache_evictions", "Snapshots evicted.")
+            gone.add_metric([], evicted)
+            yield gone
+        for name, value in self._engine().items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                gauge = GaugeMetricFamily(f"keepsight_engine_{name}", "Of the scheduler.")
+                gauge.add_metric([], value)
+                yield gauge

@@ -1,0 +1,141 @@
+"""What goes wrong, in the shape that OpenAI clients know.
+
+Every refusal is an `ApiError`: a status, a sentence that helps, a type, the parameter it is about
+and a code. Errors of the library are mapped here, so that bad input is never a 500.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keepsight.errors import (
+    Busy,
+    Closed,
+    ImageError,
+    InputError,
+    KeepsightError,
+    MissingExtra,
+    PromptTooLong,
+    UnknownOption,
+    UnsupportedInput,
+)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """One refusal, ready for the wire."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the refusal."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+    def headers(self) -> dict[str, str]:
+        """When it makes sense to come again."""
+        if self.retry_after is None:
+            return {}
+        return {"retry-after": str(max(1, round(self.retry_after + 0.5)))}
+
+
+def refused(param: str, why: str) -> ApiError:
+    """A field that is known and cannot be honoured here."""
+    return ApiError(400, f"{param}: {why}", param=param, code="unsupported_parameter")
+
+
+def invalid(param: str | None, why: str) -> ApiError:
+    """A value that makes no sense."""
+    return ApiError(400, why, param=param, code="invalid_value")
+
+
+def from_error(error: BaseException) -> ApiError | None:
+    """The refusal that an error of the library means; None where it is the server's own fault."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Busy):
+        return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return ApiError(400, str(error), param=_param(error), code=code)
+    if isinstance(error, Closed):
+        return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+    if isinstance(error, MissingExtra):
+        return ApiError(400, f"this server lacks a library: {error}", code="unsupported_input")
+    return None
+
+
+_CODES: tuple[tuple[type[KeepsightError], str], ...] = (
+    (PromptTooLong, "context_length_exceeded"),
+    (ImageError, "invalid_image"),
+    (UnsupportedInput, "unsupported_input"),
+    (UnknownOption, "unknown_parameter"),
+    (InputError, "invalid_value"),
+)
+
+
+def _param(error: BaseException) -> str | None:
+    return "messages" if isinstance(error, ImageError | PromptTooLong) else None
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing that is wrong with a body, as OpenAI words it."""
+    error = errors[0] if errors else {"type": "invalid", "loc": (), "msg": "the body is not valid"}
+    kind, place = str(error.get("type", "")), _place(error.get("loc", ()))
+    if kind == "extra_forbidden":
+        return ApiError(
+            400, f"unknown parameter: {place!r}", param=place or None, code="unknown_parameter"
+        )
+    if kind == "missing":
+        what = f"missing required parameter: {place!r}" if place else "the request has no body"
+        return ApiError(400, what, param=place or None, code="missing_required_parameter")
+    if kind in ("json_invalid", "model_attributes_type") and not place:
+        return ApiError(400, f"the body is not a JSON object: {error['msg']}", code="invalid_json")
+    if kind == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    text = f"invalid value for {place!r}: {error.get('msg', 'not valid')}"
+    return ApiError(400, text, param=place or None, code="invalid_value")
+
+
+def _place(location: Sequence[Any]) -> str:
+    """`messages[0].content`; the names of branches that a value might have taken are left out."""
+    text = ""
+    before: tuple[Any, Any] = (None, None)
+    for part in location[1:] if location and location[0] in _SOURCES else location:
+        # Behind the number of a part stands its type, which is no field of it.
+        branch = before[0] == "as parts" and isinstance(before[1], int)
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif isinstance(part, str) and not part.startswith("as ") and not branch:
+            text += f".{part}" if text else part
+        before = (before[1], part)
+    return text
+
+
+_SOURCES = ("body", "query", "path", "header")

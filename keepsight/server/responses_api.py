@@ -1,0 +1,245 @@
+"""`/v1/responses`: OpenAI's newer API over the same service.
+
+One body writes the events of a stream; a response that is not streamed is what the last of those
+events carries. Thoughts, texts and calls of tools are items of the output, in the order they came.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from keepsight.server.answers import Answer, Delta, End
+from keepsight.server.chat_api import scored_of
+from keepsight.server.door import Visit, told
+from keepsight.server.problems import ApiError
+from keepsight.server.responses_schema import ResponsesRequest, as_chat
+from keepsight.server.service import Service, refuse_stream_options, visit_of
+from keepsight.server.spoken import Said
+from keepsight.server.wire import (
+    STREAMED,
+    event_stream,
+    images_of,
+    report_of,
+    timings,
+    unless_gone,
+)
+
+Event = dict[str, Any]
+_TYPES = {"text": "message", "thought": "reasoning"}
+
+
+def routes(service: Service) -> APIRouter:
+    """The route."""
+    router = APIRouter(tags=["answers"])
+
+    @router.post("/v1/responses", operation_id="responses", responses=STREAMED)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """An answer to a list of items, whole or as it comes."""
+        visit = visit_of(request)
+        visit.asked(body)
+        refuse_stream_options(body)
+        ask = await unless_gone(request, service.ask(as_chat(body), visit.who()), visit)
+        [answer] = await unless_gone(request, service.submit(ask), visit)
+        writer = Writer(service, body, answer, visit)
+        if body.stream:
+            return event_stream(writer.lines(), visit)
+        return JSONResponse(await unless_gone(request, writer.whole(), visit))
+
+    return router
+
+
+class Writer:
+    """One response as it grows."""
+
+    def __init__(
+        self, service: Service, body: ResponsesRequest, answer: Answer, visit: Visit
+    ) -> None:
+        self._service, self._body, self._answer, self._visit = service, body, answer, visit
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._output: list[dict[str, Any]] = []
+        self._open: str | None = None  # the kind of the item that is being written
+        self._number = -1
+        self._scored: list[dict[str, Any]] = []
+
+    async def whole(self) -> dict[str, Any]:
+        """The response when it is not streamed."""
+        last: Event = {}
+        async for event in self._events():
+            last = event
+        response: dict[str, Any] = last["response"]
+        return response
+
+    async def lines(self) -> AsyncGenerator[tuple[str | None, Any], None]:
+        """The events of a stream, numbered; what goes wrong on the way is an event too."""
+        try:
+            async for event in self._events():
+                yield event["type"], event
+        except Exception as error:
+            problem = told(error, self._visit)
+            for event in self._failed(problem):
+                yield event["type"], event
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress"))
+        merged = self._service.merged([self._answer], self._visit.who(), self._visit)
+        end: End | None = None
+        async with aclosing(merged) as deltas:
+            async for _, delta in deltas:
+                end = delta.end or end
+                for event in self._said(delta):
+                    yield event
+        for event in self._close("incomplete" if end and end.reason == "length" else "completed"):
+            yield event
+        if end is None:
+            raise ApiError(500, "the answer ended without its measurements", code="internal_error")
+        status = "incomplete" if end.reason == "length" else "completed"
+        yield self._event(f"response.{status}", response=self._response(status, end))
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    # -- items -----------------------------------------------------------------------------------
+
+    def _said(self, delta: Delta) -> Iterator[Event]:
+        scored = [scored_of(s, self._service) for s in delta.scored]
+        for said in delta.said:
+            if said.kind == "call":
+                yield from self._close("completed")
+                yield from self._call(said)
+                continue
+            if self._open != said.kind:
+                yield from self._close("completed")
+                yield from self._begin(said.kind)
+            yield self._grow(said, scored)
+            scored = []
+
+    def _begin(self, kind: str) -> Iterator[Event]:
+        self._open, self._scored = kind, []
+        item: dict[str, Any] = {"type": _TYPES[kind], "status": "in_progress", "content": []}
+        if kind == "text":
+            item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+        else:
+            item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": []}
+        self._output.append(item)
+        yield self._event("response.output_item.added", **self._spot(), item=dict(item))
+        item["content"] = [_content(kind, "", [])]
+        place = self._place()
+        yield self._event("response.content_part.added", **place, part=_content(kind, "", []))
+
+    def _grow(self, said: Said, scored: list[dict[str, Any]]) -> Event:
+        self._output[-1]["content"][0]["text"] += said.text
+        if said.kind == "thought":
+            return self._event("response.reasoning_text.delta", **self._place(), delta=said.text)
+        self._scored += scored
+        return self._event(
+            "response.output_text.delta", **self._place(), delta=said.text, logprobs=scored
+        )
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if self._open is None:
+            return
+        item, kind = self._output[-1], self._open
+        text = item["content"][0]["text"]
+        part = _content(kind, text, self._scored)
+        item |= {"status": status, "content": [part]}
+        name = "output_text" if kind == "text" else "reasoning_text"
+        more = {"logprobs": self._scored} if kind == "text" else {}
+        yield self._event(f"response.{name}.done", **self._place(), text=text, **more)
+        yield self._event("response.content_part.done", **self._place(), part=part)
+        yield self._event("response.output_item.done", **self._spot(), item=item)
+        self._open = None
+
+    def _call(self, said: Said) -> Iterator[Event]:
+        item = {
+            "type": "function_call",
+            "id": f"fc_{uuid.uuid4().hex}",
+            "call_id": said.id,
+            "name": said.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        self._output.append(item)
+        spot = {**self._spot(), "item_id": item["id"]}
+        yield self._event("response.output_item.added", **self._spot(), item=dict(item))
+        name = "response.function_call_arguments"
+        yield self._event(f"{name}.delta", **spot, delta=said.text)
+        item |= {"arguments": said.text, "status": "completed"}
+        yield self._event(f"{name}.done", **spot, arguments=said.text, name=said.name)
+        yield self._event("response.output_item.done", **self._spot(), item=item)
+
+    def _spot(self) -> dict[str, int]:
+        return {"output_index": len(self._output) - 1}
+
+    def _place(self) -> dict[str, Any]:
+        return {**self._spot(), "item_id": self._output[-1]["id"], "content_index": 0}
+
+    # -- the response ----------------------------------------------------------------------------
+
+    def _failed(self, problem: ApiError) -> Iterator[Event]:
+        about = {"code": problem.code, "message": problem.message, "param": problem.param}
+        yield self._event("error", **about)
+        response = self._response("failed")
+        response["error"] = {"code": problem.code or "server_error", "message": problem.message}
+        yield self._event("response.failed", response=response)
+
+    def _response(self, status: str, end: End | None = None) -> dict[str, Any]:
+        body = self._body
+        made: dict[str, Any] = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._service.subject.name,
+            "output": [dict(item) for item in self._output],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "service_tier": "default",
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
+            "tools": [tool.model_dump() for tool in body.tools or []],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+        if end is not None:
+            made |= {"completed_at": int(time.time()), **self._measured(end)}
+        return made
+
+    def _measured(self, end: End) -> dict[str, Any]:
+        usage = end.usage
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+            **images_of(usage),
+        }
+        made = {"usage": counts, "timings": timings(end)}
+        if self._body.keepsight is not None and self._body.keepsight.report:
+            made["keepsight"] = {"report": report_of(end.report)}
+        return made
+
+
+def _content(kind: str, text: str, scored: list[dict[str, Any]]) -> dict[str, Any]:
+    if kind == "thought":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scored}

@@ -1,0 +1,174 @@
+"""Listening: a model loaded and warmed, a socket, and an orderly end.
+
+On SIGTERM what runs may finish, within the time that draining is given; new requests are told to
+come again. A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from keepsight.errors import InputError, KeepsightError
+from keepsight.server.app import build
+from keepsight.server.config import ServerConfig
+from keepsight.server.service import Service
+from keepsight.together import Together
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+_POLL = 0.05
+_HEADERS = 64 << 10  # bytes of a request's head
+
+
+def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
+    """The service over a model: warmed, with its scheduler."""
+    if config.warm_up:
+        warm_up(vlm)
+    together = Together(vlm, max_running=config.max_running, max_waiting=config.max_waiting)
+    return Service(vlm, together, name, config)
+
+
+def warm_up(vlm: VLM) -> None:
+    """One small answer, so that the first client does not pay for what is made once."""
+    from PIL import Image
+
+    whose = "keepsight warm-up"
+    asked: list[dict[str, Any]] = [{"type": "text", "text": "x"}]
+    with contextlib.suppress(KeepsightError):  # a model that takes no picture is warm without
+        image = Image.new("RGB", (64, 64), "white")
+        content = [{"type": "image", "image": image}, *asked]
+        vlm.chat([{"role": "user", "content": content}], max_new_tokens=2, tenant=whose)
+    vlm.clear(store=True, tenant=whose)
+
+
+class Server(uvicorn.Server):
+    """Uvicorn that drains before it stops listening."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
+        super().__init__(config)
+        self._service, self._drain = service, drain
+        self.ready: Callable[[int], None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one drains, the second one ends."""
+        if self._service.draining:
+            self.should_exit = self.force_exit = True
+        self._service.draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        if self.ready is not None and self.servers:
+            self.ready(self.servers[0].sockets[0].getsockname()[1])
+
+    async def main_loop(self) -> None:
+        """Until a signal; then until nothing runs any more, or time is over."""
+        closing: asyncio.Task | None = None
+        while not self.should_exit:
+            await self.on_tick(0)
+            if self._service.draining and closing is None:
+                closing = asyncio.create_task(self._close_soon())
+            await asyncio.sleep(_POLL)
+        if closing is not None:
+            closing.cancel()
+
+    async def _close_soon(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain):
+                while self.server_state.tasks:
+                    await asyncio.sleep(_POLL)
+        self.should_exit = True
+
+
+class Connection(H11Protocol):
+    """A connection that does not stay when nothing comes, not even one byte at a time."""
+
+    idle = 75.0  # seconds
+    most = 4096
+
+    def connection_made(self, transport: Any) -> None:
+        """Watch it; turn it away where there are too many."""
+        super().connection_made(transport)
+        self._seen: Any = None
+        if len(self.connections) > self.most:
+            transport.close()
+            return
+        self._watch = self.loop.call_later(self.idle, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop watching."""
+        if hasattr(self, "_watch"):
+            self._watch.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Close where no request has begun since the last look and none is being answered."""
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if not busy and self._seen is self.cycle:
+            self.transport.close()
+            return
+        self._seen = self.cycle
+        self._watch = self.loop.call_later(self.idle, self._look)
+
+
+def make_server(service: Service) -> Server:
+    """A server that is ready to run."""
+    config = service.config
+    limits = {"idle": config.seconds("idle_timeout"), "most": config.max_connections}
+    protocol = type("Connection", (Connection,), limits)
+    settings = uvicorn.Config(
+        build(service),
+        host=config.host,
+        port=config.port,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(config.seconds("idle_timeout")) or 1,
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=_HEADERS,
+        backlog=2048,
+    )
+    return Server(settings, service, config.seconds("drain"))
+
+
+def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], None]) -> None:
+    """Serve until a signal says otherwise."""
+    _start_logs(config.log)
+    service = make_service(vlm, name, config)
+    server = make_server(service)
+    server.ready = ready
+    try:
+        server.run()
+    except SystemExit as error:  # uvicorn's way to say that it could not listen
+        where = f"{config.host}:{config.port}"
+        raise InputError(f"cannot listen on {where}; is something else there?") from error
+    finally:
+        service.draining = True
+        service.close()
+
+
+def _start_logs(requests: bool) -> None:
+    """One line of JSON for each request on standard error; problems as text."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name, level in (("keepsight.server", logging.INFO), ("uvicorn.error", logging.ERROR)):
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        if not logger.handlers:
+            logger.addHandler(handler)
+        logger.propagate = False
+    logging.getLogger("keepsight.server.requests").disabled = not requests

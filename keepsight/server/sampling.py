@@ -1,0 +1,160 @@
+"""How a request wants its tokens chosen, as options of the library.
+
+What OpenAI's API has and Transformers has not (presence and frequency penalties, biases, log
+probabilities) are logits processors of Transformers' kind, a fresh one for each answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from keepsight.server.problems import invalid, refused
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's penalties on tokens that the answer has already, and biases on any."""
+
+    def __init__(self, presence: float, frequency: float, bias: dict[int, float]) -> None:
+        self._presence, self._frequency, self._bias = presence, frequency, bias
+        self._start: int | None = None  # where the answer begins; known with the first call
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores with the penalties taken off."""
+        if self._start is None:
+            self._start = input_ids.shape[1]
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids[:, self._start :]):
+            tokens, counts = ids.unique(return_counts=True)
+            scores[row, tokens] -= self._presence + self._frequency * counts.to(scores.dtype)
+        for token, bias in self._bias.items():
+            scores[:, token] += bias
+        return scores
+
+
+@dataclass(frozen=True)
+class Likely:
+    """The log probability of a token that may follow."""
+
+    token: int
+    logprob: float
+
+
+class Recorder(LogitsProcessor):
+    """Notes how likely each token was, before temperature and cuts; changes nothing.
+
+    One row for each step. The token that was chosen is known a step later, so a row keeps the
+    whole distribution until it is asked for.
+    """
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._rows: list[torch.Tensor] = []
+        self._taken = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Note one step."""
+        self._rows.append(scores[0].detach().float().log_softmax(-1).cpu())
+        return scores
+
+    def take(self, token: int) -> tuple[Likely, list[Likely]]:
+        """The chosen token of the next row, and the likeliest ones there."""
+        row, self._rows[self._taken] = self._rows[self._taken], torch.empty(0)
+        self._taken += 1
+        best, tokens = row.topk(min(self._top, len(row)))
+        likeliest = [Likely(int(t), _finite(p)) for p, t in zip(best, tokens, strict=True)]
+        return Likely(token, _finite(row[token])), likeliest
+
+
+def _finite(value: torch.Tensor) -> float:
+    """JSON knows no infinity; OpenAI writes -9999 for what is all but impossible."""
+    return max(float(value), -9999.0)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choices of one request."""
+
+    options: dict[str, Any]
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    def of(self, choice: int) -> tuple[dict[str, Any], Recorder | None]:
+        """Options of one of the choices, and who notes its log probabilities."""
+        options = dict(self.options)
+        if "seed" in options:
+            options["seed"] = (options["seed"] + choice) % (1 << 63)
+        processors: list[LogitsProcessor] = []
+        if self.presence or self.frequency or self.bias:
+            processors.append(Penalties(self.presence, self.frequency, dict(self.bias)))
+        recorder = Recorder(self.top_logprobs) if self.logprobs else None
+        if recorder is not None:
+            processors.append(recorder)
+        if processors:
+            options["logits_processor"] = processors
+        return options, recorder
+
+
+def sampling(body: Any, longest: int | None, vocabulary: int) -> Sampling:
+    """The choices in a body of either API; fields that one of them lacks count as not given."""
+    options: dict[str, Any] = {}
+    temperature = getattr(body, "temperature", None)
+    cuts = {name: getattr(body, name, None) for name in ("top_p", "top_k", "min_p")}
+    if temperature == 0:
+        options["do_sample"] = False  # the likeliest token is inside of every cut
+    elif temperature is not None or any(value is not None for value in cuts.values()):
+        options |= {"do_sample": True, **{k: v for k, v in cuts.items() if v is not None}}
+        if temperature is not None:
+            options["temperature"] = temperature
+    for name in ("repetition_penalty", "seed", "stop"):
+        if getattr(body, name, None) is not None:
+            options[name] = getattr(body, name)
+    if (limit := _limit(body, longest)) is not None:
+        options["max_new_tokens"] = limit
+    logprobs, top = _logprobs(body)
+    return Sampling(
+        options,
+        getattr(body, "presence_penalty", None) or 0.0,
+        getattr(body, "frequency_penalty", None) or 0.0,
+        tuple(_bias(getattr(body, "logit_bias", None), vocabulary).items()),
+        logprobs,
+        top,
+    )
+
+
+def _limit(body: Any, longest: int | None) -> int | None:
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    given = {name: getattr(body, name, None) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1 and len(set(given.values())) > 1:
+        raise invalid("max_tokens", f"{' and '.join(given)} are both given and differ; send one")
+    asked = next(iter(given.values()), None)
+    if longest is not None and asked is not None and asked > longest:
+        name = next(iter(given))
+        raise refused(name, f"{asked} tokens; this server gives at most {longest}")
+    return asked if asked is not None else longest
+
+
+def _logprobs(body: Any) -> tuple[bool, int]:
+    asked = getattr(body, "logprobs", None)
+    top = getattr(body, "top_logprobs", None)
+    if top and not asked:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+    return bool(asked), top or 0
+
+
+def _bias(given: dict[str, float] | None, vocabulary: int) -> dict[int, float]:
+    biases = {}
+    for token, bias in (given or {}).items():
+        if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
+            raise invalid(
+                "logit_bias", f"{token[:40]!r} is not a token id; expected 0 to {vocabulary - 1}"
+            )
+        biases[int(token)] = bias
+    return biases

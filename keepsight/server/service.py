@@ -1,0 +1,197 @@
+"""What all routes share: the model, who may ask, uploads, the desk, metrics.
+
+A request is admitted, gathered into an `Ask` and answered; the routes only put it in the words of
+their API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+
+from keepsight.server import schema
+from keepsight.server.answers import Answer, Ask, Delta, Desk
+from keepsight.server.config import ServerConfig
+from keepsight.server.content import Gatherer
+from keepsight.server.door import Visit
+from keepsight.server.files import Files
+from keepsight.server.limits import Caller, Callers
+from keepsight.server.metrics import Metrics
+from keepsight.server.problems import ApiError, invalid, refused
+from keepsight.server.responses_schema import ResponsesRequest
+from keepsight.server.sampling import sampling
+from keepsight.server.subject import Subject
+from keepsight.together import Together
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+_KEY_NOTE = "prompt_cache_key: one process answers all, so there is nothing to route by it"
+
+
+class Service:
+    """One model, served."""
+
+    def __init__(self, vlm: VLM, together: Together, name: str, config: ServerConfig) -> None:
+        self.vlm, self.config = vlm, config
+        self.subject = Subject(vlm, config.model_name or name)
+        self.desk = Desk(together)
+        self.files = Files(config.bytes("files_budget"), config.seconds("file_ttl"))
+        self.callers = Callers(config.keys)
+        self.metrics = Metrics()
+        self.metrics.watch(lambda: vlm.stats(), together.stats)
+        self.draining = False
+        self._gathering = ThreadPoolExecutor(32, "keepsight-gather")  # they mostly wait for others
+
+    # -- from bodies to asks ---------------------------------------------------------------------
+
+    async def rendering(
+        self, body: schema.Rendering, caller: Caller
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+        """Messages, template options and tenant of anything that makes a prompt."""
+        self.subject.check_name(body.model)
+        template = self.subject.template_options(body.chat_template_kwargs)
+        if body.tools:
+            self.subject.check_tools()
+            for i, tool in enumerate(body.tools):
+                if tool.function.strict:
+                    raise refused(f"tools[{i}].function.strict", "arguments cannot be constrained")
+        gatherer = Gatherer(self.config, self.files, caller.tenant, body.max_pixels)
+        messages = await asyncio.get_running_loop().run_in_executor(
+            self._gathering, gatherer.messages, body.messages, self.subject.template
+        )
+        return messages, template, caller.salted(body.cache_salt)
+
+    async def ask(self, body: schema.ChatRequest, caller: Caller) -> Ask:
+        """All that a body asks for, or a refusal of what cannot be had."""
+        self._refuse(body)
+        chosen = sampling(body, self.config.max_tokens, self.subject.vocabulary)
+        if (body.n or 1) > self.config.max_choices:
+            raise invalid(
+                "n", f"n is {body.n}, this server gives at most {self.config.max_choices}"
+            )
+        messages, template, tenant = await self.rendering(body, caller)
+        use_tools = bool(body.tools) and body.tool_choice != "none"
+        return Ask(
+            messages,
+            tenant,
+            chosen,
+            template,
+            tools_of(body.tools) if use_tools else None,
+            one_call=body.parallel_tool_calls is False,
+            thinking=self.subject.opens_thinking(template),
+            thinks=self.subject.thinks,
+            choices=body.n or 1,
+            notes=(_KEY_NOTE,) if body.prompt_cache_key is not None else (),
+        )
+
+    def _refuse(self, body: schema.ChatRequest) -> None:
+        for name, why in schema.UNSUPPORTED.items():
+            value = getattr(body, name)
+            if value is not None and not (name == "store" and value is False):
+                raise refused(name, why)
+        if body.response_format is not None and body.response_format.type != "text":
+            raise refused("response_format", "only {'type': 'text'} can be honoured here")
+        if body.modalities is not None and body.modalities != ["text"]:
+            raise refused("modalities", "answers are text; expected ['text']")
+        if body.service_tier not in (None, "auto", "default"):
+            raise refused("service_tier", "there is one tier; expected 'auto' or 'default'")
+        if body.tool_choice == "required" or isinstance(body.tool_choice, schema.NamedTool):
+            raise refused("tool_choice", "a call cannot be forced here; expected 'auto' or 'none'")
+        if body.tool_choice is not None and not body.tools and body.tool_choice != "none":
+            raise invalid("tool_choice", "tool_choice is only allowed when tools are given")
+        refuse_stream_options(body)
+
+    # -- from asks to answers --------------------------------------------------------------------
+
+    async def submit(self, ask: Ask) -> list[Answer]:
+        """All choices of an ask, or none of them."""
+        answers: list[Answer] = []
+        try:
+            for choice in range(ask.choices):
+                answers.append(await self.desk.submit(ask, choice))
+        except BaseException:
+            for answer in answers:
+                answer.cancel()
+            raise
+        return answers
+
+    async def merged(
+        self, answers: list[Answer], caller: Caller, visit: Visit
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """The deltas of all choices as they come, with the number of the choice."""
+        arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue()
+
+        async def read(number: int, answer: Answer) -> None:
+            try:
+                async with aclosing(answer.deltas()) as deltas:
+                    async for delta in deltas:
+                        arrived.put_nowait((number, delta))
+                arrived.put_nowait((number, None))
+            except Exception as error:
+                arrived.put_nowait((number, error))
+
+        readers = [asyncio.create_task(read(*pair)) for pair in enumerate(answers)]
+        seconds = self.config.seconds("request_timeout")
+        deadline = time.monotonic() + seconds
+        try:
+            left = len(answers)
+            while left:
+                number, delta = await asyncio.wait_for(arrived.get(), deadline - time.monotonic())
+                if isinstance(delta, BaseException):
+                    raise delta
+                if delta is None:
+                    left -= 1
+                    continue
+                self._count(delta, caller, visit, number)
+                yield number, delta
+        except TimeoutError:
+            text = f"the answer took longer than {seconds:.0f} s"
+            raise ApiError(504, text, code="timeout") from None
+        finally:
+            for answer in answers:
+                answer.cancel()
+                caller.spend(answer.unpaid)  # of a client that hung up
+            for reader in readers:
+                reader.cancel()
+
+    def _count(self, delta: Delta, caller: Caller, visit: Visit, number: int) -> None:
+        if delta.end is None:
+            return
+        usage = delta.end.usage
+        self.metrics.answered(usage, delta.end.report)
+        # The choices share one prompt.
+        caller.spend(usage.completion_tokens + (0 if number else usage.prompt_tokens))
+        visit.answered(usage, delta.end.report, delta.end.reason)
+
+    def close(self) -> None:
+        """Let what runs finish, and let go of everything."""
+        self.desk.close(self.config.seconds("drain"))
+        self._gathering.shutdown(wait=False, cancel_futures=True)
+
+
+def refuse_stream_options(body: schema.ChatRequest | ResponsesRequest) -> None:
+    """Refuse what is asked of a stream and cannot be had, or of a stream that is none."""
+    if body.stream_options is None:
+        return
+    if not body.stream:
+        raise invalid("stream_options", "stream_options is only allowed when stream is true")
+    if body.stream_options.include_obfuscation:
+        raise refused("stream_options.include_obfuscation", "events are not padded here")
+
+
+def tools_of(tools: list[schema.Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as templates want them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+
+
+def visit_of(request: Request) -> Visit:
+    """What the door knows of a request."""
+    visit: Visit = request.state.visit
+    return visit

@@ -1,0 +1,157 @@
+"""What a model says, taken apart while it comes: thinking, text, and calls of tools.
+
+Qwen and Hermes put thinking in `<think>` and calls, as JSON or as tagged parameters, in
+`<tool_call>`. Text that may still become a tag is held back until it is certain.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+THINK, THINK_END = "<think>", "</think>"
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Said:
+    """One piece of an answer: `kind` is `text`, `thought` or `call`."""
+
+    kind: str
+    text: str = ""
+    name: str = ""  # of the tool; `text` holds its arguments as JSON
+    id: str = ""
+
+
+class Speech:
+    """Takes one answer apart."""
+
+    def __init__(self, thinking: bool, thinks: bool, tools: bool) -> None:
+        """`thinking`: the template opened a thought already. `thinks`, `tools`: look for them."""
+        self._in = "thought" if thinking else "text"
+        self._thinks, self._tools = thinks or thinking, tools
+        self._held = ""
+        self._fresh = True  # nothing but space so far: a thought may begin here
+        self._after_thought = False  # the empty lines behind a thought are not text
+
+    @property
+    def thinking(self) -> bool:
+        """Whether a thought is going on."""
+        return self._in == "thought"
+
+    def push(self, text: str) -> Iterator[Said]:
+        """What becomes certain with more text."""
+        self._held += text
+        while self._held:
+            before = (self._held, self._in)
+            yield from self._advance()
+            if (self._held, self._in) == before:
+                return
+
+    def finish(self) -> Iterator[Said]:
+        """What is left; a call that was cut short is text, because nobody could run it."""
+        rest, self._held = self._held, ""
+        if self._in == "call":
+            call = read_call(rest.removesuffix(CALL_END))
+            if call is not None:
+                yield call
+                return
+            rest, self._in = CALL + rest, "text"
+        if rest:
+            yield from self._say(rest)
+
+    def _advance(self) -> Iterator[Said]:
+        if self._in == "call":
+            inside, end, rest = self._held.partition(CALL_END)
+            if end:
+                call = read_call(inside)
+                self._held, self._in = rest, "text"
+                self._after_thought = call is not None
+                yield call or Said("text", CALL + inside + CALL_END)
+            return
+        tags = self._tags()
+        spot, tag = min(
+            ((self._held.find(t), t) for t in tags if t in self._held), default=(-1, "")
+        )
+        if tag:
+            head, self._held = self._held[:spot], self._held[spot + len(tag) :]
+            yield from self._say(head, tag)
+            self._in = tags[tag]
+            self._after_thought = tag == THINK_END
+            return
+        keep = max((_overlap(self._held, t) for t in tags), default=0)
+        head = self._held[: len(self._held) - keep]
+        trimmed = head if self._in == "thought" or self._tools is False else head.rstrip()
+        # Space before a call is not text, so it waits until something else follows it.
+        self._held = self._held[len(trimmed) :]
+        yield from self._say(trimmed)
+
+    def _tags(self) -> dict[str, str]:
+        if self._in == "thought":
+            return {THINK_END: "text"}
+        tags = {CALL: "call"} if self._tools else {}
+        # Only at the start of an answer: later on, somebody speaks of thinking.
+        before = self._held.partition(THINK)[0].strip()
+        begins = self._thinks and self._fresh and THINK.startswith(before)
+        return {**tags, THINK: "thought"} if begins else tags
+
+    def _say(self, text: str, tag: str = "") -> Iterator[Said]:
+        if self._in == "thought":
+            text = text.lstrip("\n") if self._fresh else text
+        elif self._after_thought:
+            text = text.lstrip("\n")
+        if tag in (CALL, THINK):
+            text = text.rstrip()
+        if text:
+            if self._in == "text":
+                self._after_thought = False
+            self._fresh = self._fresh and not text.strip()
+            yield Said(self._in, text)
+
+
+def read_call(text: str) -> Said | None:
+    """A call as JSON (Hermes, Qwen) or as tags (Qwen Coder, Qwen3.5); None where it is neither."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return _tagged(text)
+    if not isinstance(record, dict) or not isinstance(record.get("name"), str):
+        return None
+    arguments = record.get("arguments", record.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return Said("call", arguments, record["name"], new_call_id())
+
+
+def _tagged(text: str) -> Said | None:
+    found = _FUNCTION.fullmatch(text)
+    if found is None:
+        return None
+    arguments = {name: _value(value) for name, value in _PARAMETER.findall(found[2])}
+    return Said("call", json.dumps(arguments, ensure_ascii=False), found[1], new_call_id())
+
+
+def _value(text: str) -> Any:
+    """Tagged values are text, and JSON where they are written as such."""
+    if text[:1] in "[{" or text in ("true", "false", "null") or re.fullmatch(r"-?\d[\d.]*", text):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    return text
+
+
+def new_call_id() -> str:
+    """An id for a call of a tool."""
+    return f"call_{uuid.uuid4().hex}"
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many characters at the end of `text` begin `tag`."""
+    return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)

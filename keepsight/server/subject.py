@@ -1,0 +1,113 @@
+"""The model as its server knows it: what it is called, and what its chat template has a place for.
+
+Asked of the template's own text, so that a field which the template would silently drop is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from keepsight.errors import MessagesError
+from keepsight.server.problems import ApiError, refused
+from keepsight.server.spoken import CALL, THINK, THINK_END
+
+if TYPE_CHECKING:
+    from keepsight.vlm import VLM
+
+# What `apply_chat_template` and the renderer decide themselves.
+_RESERVED = {
+    "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "generate",
+    "add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "name",
+    "processor_kwargs",
+}  # fmt: skip
+_MOST_KINDS = 64  # of ways to open an answer that are remembered
+
+
+class Subject:
+    """One model, named and looked at."""
+
+    def __init__(self, vlm: VLM, name: str) -> None:
+        self.vlm, self.name = vlm, name
+        self.created = int(time.time())
+        self.tokenizer = copy.deepcopy(vlm._tokenizer())  # one that nobody else encodes with
+        self.template: str = vlm._renderer._template if vlm._renderer is not None else ""
+        self.vocabulary = int(vlm.model.config.get_text_config().vocab_size)
+        self.thinks = THINK in self.template or THINK_END in self.template
+        self.tools = re.search(r"\btools\b", self.template) is not None
+        self.calls_readable = CALL in self.template
+        self._opened: dict[str, bool] = {}
+        self._lock = threading.Lock()
+
+    def check_name(self, name: str) -> None:
+        """Refuse a model that is not this one."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"no such model: {name[:100]!r}; this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def template_options(self, given: dict[str, Any] | None) -> dict[str, Any]:
+        """What the template is told beside the messages."""
+        for name in given or {}:
+            if name in _RESERVED or not name.isidentifier():
+                raise refused("chat_template_kwargs", f"{name[:100]!r} is not the client's to set")
+            if not re.search(rf"\b{re.escape(name)}\b", self.template):
+                raise refused(
+                    "chat_template_kwargs", f"the chat template of this model has no {name[:100]!r}"
+                )
+        return dict(given or {})
+
+    def check_tools(self) -> None:
+        """Refuse tools where the model could neither be told of them nor be understood."""
+        if not self.tools:
+            raise refused("tools", "the chat template of this model has no place for tools")
+        if not self.calls_readable:
+            raise refused("tools", "this model writes calls in a way that is not understood here")
+
+    def opens_thinking(self, template: dict[str, Any]) -> bool:
+        """Whether the template itself opens a thought at the start of an answer."""
+        if not self.thinks:
+            return False
+        key = repr(sorted(template.items()))
+        with self._lock:
+            if key not in self._opened:
+                if len(self._opened) >= _MOST_KINDS:
+                    self._opened.clear()
+                asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+                text = self._prompt(asked, template)
+                self._opened[key] = text.rstrip().endswith(THINK)
+            return self._opened[key]
+
+    def _prompt(self, asked: list[dict[str, Any]], template: dict[str, Any]) -> str:
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                asked,
+                tokenize=False,
+                add_generation_prompt=True,
+                chat_template=self.template,
+                **template,
+            )
+        except Exception as error:  # a template raises whatever its author chose
+            raise MessagesError(f"the chat template refused the messages: {error}") from error
+        return text
+
+    def token_text(self, token: int) -> tuple[str, list[int] | None]:
+        """A token alone as text, and its bytes; none where it is a part of a character."""
+        text: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text, None if "\ufffd" in text else list(text.encode())
+
+    def told(self) -> dict[str, Any]:
+        """As OpenAI describes a model."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "keepsight",
+        }

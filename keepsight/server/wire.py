@@ -1,0 +1,126 @@
+"""What both APIs put on the wire: server-sent events, usage, timings, reports.
+
+A response that is not streamed also watches its client: whoever hangs up frees the place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+
+from keepsight.report import Report, Usage
+from keepsight.server.answers import End
+from keepsight.server.door import Visit, told
+from keepsight.server.problems import ApiError
+
+T = TypeVar("T")
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, whole or as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+
+
+async def unless_gone(request: Request, work: Awaitable[T], visit: Visit) -> T:
+    """The result of some work, which is cancelled when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            visit.gone = True
+            raise ApiError(400, "the client hung up", code="hung_up")
+        return task.result()
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def event_stream(
+    events: AsyncGenerator[tuple[str | None, Any], None], visit: Visit
+) -> StreamingResponse:
+    """Events as they come; what goes wrong on the way is the last event."""
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    lines = _lines(events, visit)
+    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+
+
+async def _lines(
+    events: AsyncGenerator[tuple[str | None, Any], None], visit: Visit
+) -> AsyncIterator[str]:
+    try:
+        async with aclosing(events) as source:
+            async for name, data in source:
+                text = data if isinstance(data, str) else dumped(data)
+                yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
+    except (asyncio.CancelledError, GeneratorExit):
+        visit.gone = True
+        raise
+    except Exception as error:
+        problem = told(error, visit)
+        yield f"data: {dumped(problem.body())}\n\n"
+
+
+def dumped(data: Any) -> str:
+    """JSON on one line."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
+def images_of(usage: Usage) -> dict[str, int]:
+    """The counts of images, beside those that OpenAI has."""
+    return {
+        "images": usage.images,
+        "images_encoded": usage.images_encoded,
+        "images_reused": usage.images_reused,
+    }
+
+
+def timings(end: End) -> dict[str, float | int]:
+    """Times and rates as llama.cpp tells them: the prompt's own, and those of the answer."""
+    stages, usage = end.report.milliseconds, end.usage
+    queued = stages.get("queued", 0.0)
+    prompt_ms = max(stages.get("first_token", 0.0) - queued, 0.0)
+    predicted_ms = max(1e3 * end.seconds - stages.get("first_token", 0.0), 0.0)
+    prompt_n = usage.prompt_tokens - usage.cached_tokens
+    return {
+        "cache_n": usage.cached_tokens,
+        "prompt_n": prompt_n,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_second": _rate(prompt_n, prompt_ms),
+        "predicted_n": usage.completion_tokens,
+        "predicted_ms": round(predicted_ms, 3),
+        "predicted_per_second": _rate(usage.completion_tokens, predicted_ms),
+        "queued_ms": round(queued, 3),
+    }
+
+
+def _rate(count: int, milliseconds: float) -> float:
+    return round(1e3 * count / milliseconds, 3) if milliseconds > 0 else 0.0
+
+
+def report_of(report: Report) -> dict[str, Any]:
+    """The report, and what became of each picture in one line each."""
+    images: dict[int, dict[str, Any]] = {}
+    for segment in report.segments:
+        if segment.medium is None:
+            continue
+        image = images.setdefault(
+            segment.medium, {"image": segment.medium, "kind": segment.kind, "tokens": 0}
+        )
+        image["tokens"] += segment.tokens
+        image |= {"status": segment.status, "reason": segment.reason, "features": segment.features}
+    return {**report.to_dict(), "images": [images[number] for number in sorted(images)]}

@@ -1,0 +1,162 @@
+"""A live server for tests: the demo model in a thread of its own, on a free port."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from PIL import Image
+
+from keepsight.demo.scene import Scene
+from keepsight.errors import Busy
+from keepsight.report import Piece, Report, Usage
+from keepsight.server.config import ServerConfig
+from keepsight.server.running import Server, make_server
+from keepsight.server.service import Service
+from keepsight.together import Ticket, Together
+
+QUESTION = "What is in the picture?"
+
+
+class Live:
+    """A server that listens."""
+
+    def __init__(self, service: Service, server: Server, port: int) -> None:
+        self.service, self.server, self.port = service, server, port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def call(
+        self,
+        path: str,
+        body: Any = None,
+        method: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any, Any]:
+        """Status, JSON (or text), headers. A body of bytes is sent as it is."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        every = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data, every, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, parsed(answer.read()), answer.headers
+        except urllib.error.HTTPError as error:
+            return error.code, parsed(error.read()), error.headers
+
+    def chat(self, body: dict[str, Any], **more: Any) -> tuple[int, Any, Any]:
+        return self.call("/v1/chat/completions", {"model": "demo", **body}, **more)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            lines = answer.read().decode().split("\n")
+        data = [line[6:] for line in lines if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in data]
+
+    def raw(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+
+def parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode(errors="replace")
+
+
+@contextmanager
+def live(vlm: Any, together: Any = None, **settings: Any) -> Iterator[Live]:
+    """A live server over a model."""
+    config = ServerConfig(port=0, log=False, warm_up=False, drain=5, **settings)
+    engine = together or Together(
+        vlm, max_running=config.max_running, max_waiting=config.max_waiting
+    )
+    service = Service(vlm, engine, "demo", config)
+    server = make_server(service)
+    ports: list[int] = []
+    server.ready = ports.append
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not ports and thread.is_alive():
+        time.sleep(0.01)
+    try:
+        yield Live(service, server, ports[0])
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        service.close()
+
+
+def scene(seed: int) -> Image.Image:
+    image: Image.Image = Scene(random.Random(seed)).draw()
+    return image
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def uri(image: Image.Image | bytes) -> str:
+    data = image if isinstance(image, bytes) else png(image)
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def asked(*images: Any, text: str = QUESTION) -> list[dict[str, Any]]:
+    """A conversation of one question about pictures (data URIs are made, texts are URLs)."""
+    parts: list[dict[str, Any]] = []
+    for image in images:
+        url = image if isinstance(image, str) else uri(image)
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+class Scripted:
+    """A scheduler that says what it is told, a piece per token, and notes what it was asked."""
+
+    def __init__(self, *pieces: str, wait: float = 0.0, busy: bool = False) -> None:
+        self.pieces, self.wait, self.busy = pieces, wait, busy
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+        self.tickets: list[Ticket] = []
+        self.begun = threading.Event()
+
+    def submit(self, messages: Any, **options: Any) -> Ticket:
+        if self.busy:
+            raise Busy(3, 7.0)
+        self.asked.append((messages, options))
+        ticket = Ticket(options["on_piece"], options["on_done"])
+        self.tickets.append(ticket)
+        self.begun.set()
+        threading.Thread(target=self._say, args=(ticket,), daemon=True).start()
+        return ticket
+
+    def _say(self, ticket: Ticket) -> None:
+        for number, text in enumerate(self.pieces):
+            if ticket.cancelled:
+                break
+            ticket.put(Piece(text, number))
+            time.sleep(self.wait)
+        else:
+            usage = Usage(10, len(self.pieces), 4)
+            ticket.put(Piece("", None, usage, Report(prompt_tokens=10, cached_tokens=4), "stop"))
+        ticket.end()
+
+    def stats(self) -> dict[str, Any]:
+        return {"running": sum(not t.done.is_set() for t in self.tickets)}
+
+    def close(self, drain: float | None = None) -> None:
+        for ticket in self.tickets:
+            ticket.cancel()

@@ -1,0 +1,435 @@
+"""What must not break a server: bad bodies, slow and dead clients, crowds, other people's keys."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server_harness import Live, Scripted, asked, live, png, scene, uri
+
+import keepsight as ks
+from keepsight.server.config import ApiKey
+
+KEYS = (
+    ApiKey("ann", "ann-key"),
+    ApiKey("bob", "bob-key"),
+    ApiKey("root", "root-key", admin=True),
+    ApiKey("slow", "slow-key", requests_per_minute=2),
+    ApiKey("small", "small-key", files_bytes=600),
+)
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}-key"}
+
+
+@pytest.fixture(scope="module")
+def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def server(vlm: Any) -> Iterator[Live]:
+    limits = {"max_body": "2MiB", "body_timeout": 1, "idle_timeout": 1, "max_images": 4}
+    with live(vlm, max_tokens=64, allow_private_urls=False, **limits) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def locked(vlm: Any) -> Iterator[Live]:
+    with live(vlm, keys=KEYS) as it:
+        yield it
+
+
+def refusal(answer: tuple[int, Any, Any], status: int = 400) -> Any:
+    """The error of an answer, in OpenAI's shape."""
+    assert answer[0] == status, answer[:2]
+    error = answer[1]["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    assert answer[2]["x-request-id"].startswith("req_")
+    return error
+
+
+# -- bad bodies --------------------------------------------------------------------------------
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        (user(5), "messages[0].content"),
+        (user([]), "messages[0].content"),
+        (user(None), "messages[0].content"),
+        (user([{"type": "pictur"}]), "messages[0].content[0]"),
+        (user([{"type": "image_url", "image_url": "x"}]), "messages[0].content[0].image_url"),
+        ({"messages": [{"role": "bishop", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({**user("x"), "temperature": "1"}, "temperature"),
+        ({**user("x"), "temperature": 3}, "temperature"),
+        ({**user("x"), "max_tokens": 0}, "max_tokens"),
+        ({**user("x"), "max_tokens": 65}, "max_tokens"),
+        ({**user("x"), "n": 9}, "n"),
+        ({**user("x"), "n": True}, "n"),
+        ({**user("x"), "seed": 2**64}, "seed"),
+        ({**user("x"), "stop": [""]}, "stop[0]"),
+        ({**user("x"), "stop": 5}, "stop"),
+        ({**user("x"), "top_logprobs": 2}, "top_logprobs"),
+        ({**user("x"), "logit_bias": {"9999": 1}}, "logit_bias"),
+        ({**user("x"), "tempature": 1}, "tempature"),
+        ({**user("x"), "functions": []}, "functions"),
+        ({**user("x"), "store": True}, "store"),
+        ({**user("x"), "reasoning_effort": "low"}, "reasoning_effort"),
+        ({**user("x"), "response_format": {"type": "json_object"}}, "response_format"),
+        ({**user("x"), "modalities": ["audio"]}, "modalities"),
+        ({**user("x"), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({**user("x"), "tool_choice": "auto"}, "tool_choice"),
+        ({**user("x"), "stream_options": {"include_usage": True}}, "stream_options"),
+        ({**user("x"), "service_tier": "flex"}, "service_tier"),
+        (
+            {**user("x"), "stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({**user("x"), "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({**user("x"), "chat_template_kwargs": {"enable_x": True}}, "chat_template_kwargs"),
+        ({**user("x"), "keepsight": {"repot": True}}, "keepsight.repot"),
+        ({"messages": asked("http://127.0.0.1/x.png")}, "image_url"),
+        ({"messages": asked("file:///etc/passwd")}, "messages[0].content[0].image_url"),
+        ({"messages": asked(*[scene(1)] * 5)}, "messages[0].content[4]"),
+        ({"messages": asked(uri(b"GIF89a"))}, "messages"),
+    ],
+)
+def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) -> None:
+    assert refusal(server.chat(body))["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": "demo", "messages": NaN}',
+        b"[" * 100_000,
+        b'{"model": "demo", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "demo", "seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "demo", "temperature": Infinity, "messages": [{"role":"user","content":"x"}]}',
+    ],
+)
+def test_bodies_that_are_none(server: Live, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/prepare"):
+        refusal(server.call(path, body, method="POST"))
+
+
+def test_places_models_and_methods(server: Live) -> None:
+    assert refusal(server.chat({"model": "gpt", **user("x")}), 404)["code"] == "model_not_found"
+    refusal(server.call("/v1/models/gpt"), 404)
+    refusal(server.call("/v1/nothing"), 404)
+    refusal(server.call("/v1/chat/completions"), 405)
+    refusal(server.call("/v1/files/file-0"), 404)
+    for fields in (b"", b"--x--\r\n"):
+        kind = {"content-type": "multipart/form-data; boundary=x"}
+        refusal(server.call("/v1/files", fields, "POST", kind))
+    refusal(server.call("/v1/files", b"x", "POST", {"content-type": "multipart/form-data"}))
+
+
+def test_bodies_that_are_too_large(server: Live) -> None:
+    large = uri(b"x" * (5 << 20))
+    assert refusal(server.chat({"messages": asked(large)}), 413)["code"] == "body_too_large"
+    # The same without saying how large it will be.
+    with server.raw() as connection:
+        connection.sendall(
+            b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+        for _ in range(40):
+            try:
+                connection.sendall(chunk)
+            except OSError:
+                break
+        assert b" 413 " in connection.recv(4096)[:40]
+
+
+def test_ten_thousand_messages(server: Live) -> None:
+    words = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    answer = server.chat({"messages": words * 5000, "max_tokens": 1})
+    assert refusal(answer)["code"] == "context_length_exceeded"
+    refusal(server.chat({"messages": words * 10_001}))
+
+
+# -- clients that are slow, dead, or many ------------------------------------------------------
+
+
+def test_slow_and_half_closed_clients(server: Live) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with server.raw() as slow, server.raw() as half, server.raw() as idle, server.raw() as drip:
+        slow.sendall(head)
+        half.sendall(head)
+        half.shutdown(socket.SHUT_WR)
+        drip.sendall(b"POST / HT")
+        assert server.chat({**user("Hello"), "max_tokens": 1})[0] == 200  # nobody else waits
+        assert b" 408 " in slow.recv(4096)[:40]
+        assert half.recv(4096) == b""  # half of a body will never be whole
+        assert idle.recv(10) == b"" and drip.recv(4096)[:10] in (b"", b"HTTP/1.1 4")
+
+
+def test_many_idle_connections(server: Live) -> None:
+    crowd = [server.raw() for _ in range(300)]
+    try:
+        assert server.chat({**user("Hello"), "max_tokens": 1})[0] == 200
+    finally:
+        for connection in crowd:
+            connection.close()
+
+
+def test_nonsense_instead_of_http(server: Live) -> None:
+    for data in (
+        b"\x16\x03\x01" * 100,
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20000,
+    ):
+        with server.raw() as connection:
+            connection.sendall(data)
+            assert connection.recv(100)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431", b"")
+    assert server.call("/health")[0] == 200
+
+
+def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
+    for stream in (True, False):
+        script = Scripted(*["word "] * 1000, wait=0.01)
+        with live(vlm, script) as server:
+            body = json.dumps({"model": "demo", **user("x"), "stream": stream}).encode()
+            connection = server.raw()
+            head = (
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+            )
+            length = f"\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            connection.sendall(head + length + body)
+            _until(script.begun.is_set)
+            if stream:
+                assert b"200" in connection.recv(100)
+            connection.close()
+            assert script.tickets[0].done.wait(5) and script.tickets[0].cancelled
+
+
+def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
+    body = json.dumps({"model": "demo", "messages": asked(scene(1)), "stream": True, "n": 4,
+                       "logit_bias": {"2": -100}, "max_tokens": 64}).encode()  # fmt: skip
+    connection = server.raw()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    assert b"200" in connection.recv(100)
+    connection.close()
+    _until(lambda: server.service.desk.together.stats()["in_flight"] == 0)
+    assert server.service.vlm.stats()["prefix"]["held_bytes"] == 0
+    assert server.chat({"messages": asked(scene(1)), "max_tokens": 2})[0] == 200
+
+
+def _until(true: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_full_queue_says_when_to_come_again(vlm: Any) -> None:
+    with live(vlm, Scripted(busy=True)) as server:
+        answer = server.chat(user("x"))
+        assert refusal(answer, 429)["code"] == "queue_full" and answer[2]["retry-after"] == "8"
+
+
+def test_an_answer_that_takes_too_long(vlm: Any) -> None:
+    script = Scripted(*["word "] * 1000, wait=0.05)
+    with live(vlm, script, request_timeout=0.5) as server:
+        assert refusal(server.chat(user("x")), 504)["code"] == "timeout"
+        assert script.tickets[0].done.wait(5)
+        events = server.events(
+            "/v1/chat/completions", {"model": "demo", **user("x"), "stream": True}
+        )
+        assert events[-1]["error"]["code"] == "timeout"
+
+
+def test_an_error_of_our_own_tells_nothing(vlm: Any) -> None:
+    class Broken(Scripted):
+        def submit(self, messages: Any, **options: Any) -> Any:
+            raise RuntimeError("a secret")
+
+    with live(vlm, Broken()) as server:
+        error = refusal(server.chat(user("x")), 500)
+        assert "secret" not in json.dumps(error) and "req_" in error["message"]
+
+
+# -- keys and tenants --------------------------------------------------------------------------
+
+
+def test_keys(locked: Live) -> None:
+    for headers in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic ann-key"}):
+        refusal(locked.chat(user("x"), headers=headers), 401)
+        refusal(locked.call("/v1/models", headers=headers), 401)
+        refusal(locked.call("/metrics", headers=headers), 401)
+    assert locked.call("/health")[0] == 200
+    assert locked.call("/v1/models", headers=bearer("ann"))[0] == 200
+    refusal(locked.call("/metrics", headers=bearer("ann")), 403)
+    assert locked.call("/metrics", headers=bearer("root"))[0] == 200
+    refusal(locked.call("/v1/cache/reset", {"everyone": True}, headers=bearer("ann")), 403)
+
+
+def upload(server: Live, who: str, data: bytes) -> tuple[int, Any, Any]:
+    parts = [
+        b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nvision\r\n',
+        b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.png"\r\n\r\n',
+        data,
+        b"\r\n--x--\r\n",
+    ]
+    headers = {"content-type": "multipart/form-data; boundary=x", **bearer(who)}
+    return server.call("/v1/files", b"".join(parts), "POST", headers)
+
+
+def test_tenants_see_nothing_of_each_other(locked: Live) -> None:
+    image = scene(21)
+    sent = upload(locked, "ann", png(image))[1]
+    unknown = "file-" + "0" * 64
+    for path, method in (("", "GET"), ("/content", "GET"), ("", "DELETE")):
+        answers = [
+            locked.call(f"/v1/files/{file}{path}", method=method, headers=bearer("bob"))
+            for file in (sent["id"], unknown)
+        ]
+        hidden, absent = (refusal(answer, 404) for answer in answers)
+        assert hidden["message"].replace(sent["id"], unknown) == absent["message"]
+    part = {"type": "file", "file": {"file_id": sent["id"]}}
+    assert (
+        refusal(locked.chat(user([part]), headers=bearer("bob")), 404)["code"] == "file_not_found"
+    )
+    body = {"messages": asked(image), "max_tokens": 2, "keepsight": {"report": True}}
+    for _ in range(2):
+        locked.chat(body, headers=bearer("ann"))
+    told = locked.chat(body, headers=bearer("bob"))[1]
+    assert told["usage"]["images_encoded"] == 1
+    assert {s["reason"] for s in told["keepsight"]["report"]["segments"]} == {"new"}
+    stats = locked.call("/v1/cache/stats", headers=bearer("small"))[1]
+    assert stats["prefix"]["bytes"] == 0 and "engine" not in stats and "scheduler" not in stats
+    locked.call("/v1/cache/reset", {}, headers=bearer("bob"))
+    again = locked.chat(body, headers=bearer("ann"))[1]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_rates_and_quotas(locked: Live) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    answers = [locked.call("/v1/cache/explain", body, headers=bearer("slow")) for _ in range(3)]
+    assert [answer[0] for answer in answers] == [200, 200, 429]
+    assert int(answers[2][2]["retry-after"]) >= 1
+    assert upload(locked, "small", b"x" * 500)[0] == 200
+    assert refusal(upload(locked, "small", b"y" * 500), 413)["code"] == "files_quota_exceeded"
+
+
+def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> None:
+    headers = {"origin": "http://evil", "access-control-request-method": "POST"}
+    path = "/v1/chat/completions"
+    refused = server.call(path, method="OPTIONS", headers=headers)[2]
+    assert "access-control-allow-origin" not in refused
+    sent = server.call("/v1/cache/reset", b"", "POST", {"origin": "http://evil"})
+    assert refusal(sent, 403)["code"] == "origin_not_allowed"
+    assert server.call("/v1/cache/reset", {}, headers={"origin": server.url})[0] == 200
+    with live(vlm, Scripted(), allow_origin=("http://good",)) as other:
+        allowed = other.call(path, method="OPTIONS", headers={**headers, "origin": "http://good"})
+        assert allowed[2]["access-control-allow-origin"] == "http://good"
+        assert (
+            "access-control-allow-origin"
+            not in other.call(path, method="OPTIONS", headers=headers)[2]
+        )
+
+
+# -- thinking and tools ------------------------------------------------------------------------
+
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<tool_call><|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}
+{%- elif message.content %}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- else %}{{ part.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def thinker(demo_parts: dict[str, Any]) -> Iterator[Any]:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16, chat_template=TEMPLATE) as it:
+        yield it
+
+
+def test_thinking_and_calls_come_apart(thinker: Any) -> None:
+    said = ("hm", "m</thi", "nk>\n\nI ", "look.\n<tool_", 'call>{"name": "look", "argu',
+            'ments": {"at": 1}}</tool_call>')  # fmt: skip
+    body: dict[str, Any] = {**user("x"), "tools": TOOLS}
+    body["chat_template_kwargs"] = {"enable_thinking": True}
+    script = Scripted(*said)
+    with live(thinker, script) as server:
+        choice = server.chat(body)[1]["choices"][0]
+        message = choice["message"]
+        assert choice["finish_reason"] == "tool_calls" and message["content"] == "I look."
+        assert message["reasoning_content"] == "hmm"
+        call = message["tool_calls"][0]["function"]
+        assert call == {"name": "look", "arguments": '{"at": 1}'}
+        assert script.asked[0][1]["tools"] == TOOLS
+        chunks = server.events("/v1/chat/completions", {"model": "demo", **body, "stream": True})
+        deltas = [c["choices"][0]["delta"] for c in chunks[:-1] if c["choices"]]
+        assert "".join(d.get("reasoning_content") or "" for d in deltas) == "hmm"
+        assert "".join(d.get("content") or "" for d in deltas) == "I look."
+        assert [d["tool_calls"][0]["function"] for d in deltas if "tool_calls" in d] == [call]
+        none = server.chat({**body, "tool_choice": "none"})[1]["choices"][0]
+        assert "tool_calls" not in none["message"] and "tools" not in script.asked[-1][1]
+        assert refusal(server.chat({**body, "tool_choice": "required"}))["param"] == "tool_choice"
+        strict = json.loads(json.dumps(TOOLS))
+        strict[0]["function"]["strict"] = True
+        assert "strict" in refusal(server.chat({**body, "tools": strict}))["param"]
+        flat = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
+        asked_for = {"model": "demo", "input": "x", "tools": flat}
+        asked_for["chat_template_kwargs"] = {"enable_thinking": True}
+        response = server.call("/v1/responses", asked_for)[1]
+        kinds = [item["type"] for item in response["output"]]
+        assert kinds == ["reasoning", "message", "function_call"]
+        items = [{"role": "user", "content": "x"}, *response["output"]]
+        items.append({"type": "function_call_output", "call_id": response["output"][2]["call_id"],
+                      "output": "A ring."})  # fmt: skip
+        assert server.call("/v1/responses", {**asked_for, "input": items})[0] == 200
+        sent = script.asked[-1][0]
+        assert [m["role"] for m in sent] == ["user", "assistant", "tool"]
+        assert sent[1]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
+        thinker.render(sent, tools=TOOLS)
+
+
+def test_tools_of_the_real_engine(thinker: Any) -> None:
+    with live(thinker) as server:
+        body = {"messages": asked(scene(1)), "tools": TOOLS, "max_tokens": 3}
+        first = server.chat(body)[1]["usage"]
+        again = server.chat(body)[1]["usage"]
+        assert again["prompt_tokens_details"]["cached_tokens"] == first["prompt_tokens"]
+        fewer = server.chat({**body, "tools": None})[1]["usage"]["prompt_tokens"]
+        assert fewer < first["prompt_tokens"]
