@@ -19,6 +19,10 @@ PAGES = [
     "docs/quickstart.md",
     "docs/how-it-works.md",
     "docs/families.md",
+    "docs/stores.md",
+    "docs/datasets.md",
+    "docs/training.md",
+    "docs/server.md",
     "docs/limits.md",
 ]
 
