@@ -114,6 +114,11 @@ class Shelf(Generic[T]):
         self._fit(tenant)
         return True
 
+    def pinned(self, tenant: str, key: str) -> bool:
+        """Whether it is kept whatever comes."""
+        kept = self._kept.get((tenant, key))
+        return kept is not None and kept.pinned
+
     def clear(self, tenant: str | None = None) -> None:
         """Let go of everything, or of everything of one tenant."""
         for owner, key in list(self._kept):

@@ -6,25 +6,23 @@ check bodies with.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from keepsight import __version__
 from keepsight.errors import KeepsightError
-from keepsight.server import cache_api, chat_api, files_api, responses_api
+from keepsight.server import cache_api, chat_api, files_api, responses_api, site
 from keepsight.server.door import Door, told
 from keepsight.server.metrics import CONTENT_TYPE
 from keepsight.server.problems import ApiError, from_validation
 from keepsight.server.service import Service, visit_of
 
-_PAGE = Path(__file__).parent / "page" / "index.html"
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
 
 
@@ -40,11 +38,12 @@ def build(service: Service) -> ASGIApp:
     )
     for room in (chat_api, responses_api, files_api, cache_api):
         app.include_router(room.routes(service), responses=_REFUSALS)
+    app.include_router(site.routes())
     _plain_routes(app, service)
     app.openapi_schema = _schema(app, service.subject.name)
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
-    paths = {"/", "/docs", "/openapi.json", *app.openapi()["paths"]}
+    paths = {"/", *site.FILES, "/docs", "/openapi.json", *app.openapi()["paths"]}
     door: ASGIApp = Door(app, service, paths)
     if service.config.allow_origin:
         door = CORSMiddleware(
@@ -70,12 +69,6 @@ def _schema(app: FastAPI, model: str) -> dict[str, Any]:
 
 
 def _plain_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        if _PAGE.exists():
-            return FileResponse(_PAGE, headers={"cache-control": "no-cache"})
-        return PlainTextResponse("Keepsight is running; its API is described at /docs\n")
-
     @app.get("/health", tags=["server"], operation_id="health", responses=_CLOSING)
     async def health() -> Response:
         """Whether the server takes requests."""

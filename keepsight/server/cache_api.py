@@ -185,16 +185,18 @@ def _keys(service: Service, messages: list[dict[str, Any]], tenant: str) -> list
 
 def _held(service: Service, tenant: str) -> list[dict[str, Any]]:
     vlm = service.vlm
+    shelf = vlm.memory.shelves.packages
     with vlm._lock:
-        packages = [package for _, package in vlm.memory.shelves.packages.items(tenant)]
+        held = [(package, shelf.pinned(tenant, key)) for key, package in shelf.items(tenant)]
     return [
         {
             "key": package.key,
             "kind": package.modality,
             "tokens": package.tokens,
             "bytes": sum(tensor.nbytes for tensor in package.tensors.values()),
+            "pinned": pinned,
         }
-        for package in packages
+        for package, pinned in held
     ]
 
 

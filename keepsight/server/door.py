@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepsight.report import Report, Usage
 from keepsight.server.limits import Caller
 from keepsight.server.problems import ApiError, from_error
+from keepsight.server.site import FILES
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("keepsight.server.requests")
 errors = logging.getLogger("keepsight.server")
 
-_OPEN = {"/", "/health", "/docs", "/openapi.json"}  # without a key: they say nothing of anybody
+_OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # without a key: of nobody
 _WHILE_CLOSING = {"/health", "/metrics"}
 _READING = 60.0
 _DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens

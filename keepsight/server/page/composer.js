@@ -1,0 +1,102 @@
+// Where a question is written: text, pictures, and the ways to bring them. Used at the foot of the
+// page and, while a question is edited, in its place.
+
+import { announce, button, el } from "./dom.js";
+import { sorted, thumbnail } from "./pictures.js";
+
+/**
+ * A composer. `options`: label, send (its word), onSend({text, pictures}), onCancel, model().
+ * onSend gives back what is in the way, in words; what was typed then stays.
+ */
+export function composer(options) {
+  const pictures = [...(options.pictures ?? [])];
+  const tray = el("ul", { class: "tray", "aria-label": "Pictures for this question", hidden: true });
+  const trouble = el("p", { class: "trouble", role: "alert", hidden: true });
+  const text = el("textarea", {
+    id: options.id, rows: "1", "aria-label": options.label, placeholder: options.placeholder,
+  });
+  const chooser = el("input", {
+    type: "file", accept: "image/*,application/pdf,.pdf", multiple: true, tabindex: "-1",
+    class: "unseen", "aria-label": "Pictures or PDFs",
+  });
+  const form = el("form", { class: "composer" }, tray, trouble,
+    el("div", { class: "line" },
+      button("Add", () => chooser.click(), { class: "add", "aria-label": "Add pictures or PDFs", title: "Add pictures or PDFs" }),
+      chooser, text,
+      options.onCancel ? button("Cancel", options.onCancel) : null,
+      el("button", { class: "main send", text: options.send })));
+  text.value = options.text ?? "";
+
+  function say(words) {
+    trouble.textContent = words;
+    trouble.hidden = !words;
+  }
+
+  function drawTray() {
+    tray.replaceChildren(...pictures.map((picture) => chip(picture, remove)));
+    tray.hidden = !pictures.length;
+  }
+
+  function remove(picture) {
+    const spot = pictures.indexOf(picture);
+    pictures.splice(spot, 1);
+    drawTray();
+    announce(`${picture.name} removed`);
+    (tray.querySelectorAll("button")[Math.min(spot, pictures.length - 1)] ?? text).focus();
+  }
+
+  async function add(files) {
+    const { pictures: found, refused } = sorted(files);
+    say(refused.length ? `${refused.join(", ")}: neither a picture nor a PDF.` : "");
+    pictures.push(...found);
+    drawTray();
+    if (found.length) announce(`${found.map((p) => p.name).join(", ")} added`);
+    text.focus();
+    await look(found);
+  }
+
+  function look(some) {
+    return Promise.all(some.map((picture) => picture.look(options.model()).then(drawTray)));
+  }
+
+  function send() {
+    const said = text.value.trim();
+    if (!said && !pictures.length) return;
+    const trouble = options.onSend({ text: said, pictures: [...pictures] });
+    say(trouble);
+    if (trouble) return;
+    text.value = "";
+    pictures.length = 0;
+    drawTray();
+    fit();
+  }
+
+  function fit() {
+    text.style.height = "auto";
+    text.style.height = `${Math.min(text.scrollHeight + 2, 240)}px`;
+  }
+
+  form.addEventListener("submit", (event) => (event.preventDefault(), send()));
+  text.addEventListener("input", fit);
+  text.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) (event.preventDefault(), send());
+    if (event.key === "Escape" && options.onCancel) (event.stopPropagation(), options.onCancel());
+  });
+  text.addEventListener("paste", (event) => {
+    if (!event.clipboardData.files.length) return;
+    event.preventDefault();
+    add(event.clipboardData.files);
+  });
+  chooser.addEventListener("change", () => (add([...chooser.files]), (chooser.value = "")));
+  drawTray();
+  requestAnimationFrame(fit);
+  const lookAgain = () => look(pictures.filter((picture) => picture.state === "refused"));
+  return { form, add, lookAgain, focus: () => text.focus() };
+}
+
+function chip(picture, remove) {
+  return el("li", { class: `chip ${picture.state}` }, thumbnail(picture),
+    el("span", { class: "name", text: picture.name }),
+    el("span", { class: "words", text: picture.words }),
+    button("×", () => remove(picture), { "aria-label": `Remove ${picture.name}`, class: "remove" }));
+}

@@ -1,0 +1,310 @@
+// The page: conversations, asking, stopping, and going between views.
+
+import { ApiError, call, events } from "./api.js";
+import { composer } from "./composer.js";
+import { announce, button, byId, el } from "./dom.js";
+import { memoryView } from "./memory.js";
+import { sampling, settings, systemPrompt } from "./settings.js";
+import { summary } from "./report.js";
+import { Talk, lineage, messages } from "./talk.js";
+import { turnElement } from "./turns.js";
+
+const page = {
+  model: "", // what the server calls its model
+  talks: [],
+  talk: null,
+  running: null, // { turn, stop } while an answer comes
+  answers: [], // what each answer of this page remembered, for the chart
+  views: new Map(), // turn -> its element
+  editing: null, // the turn whose question is being edited, in `editor`
+  editor: null,
+};
+
+// -- asking ------------------------------------------------------------------------------------
+
+/** Put a question under a turn, and have it answered; words, where it cannot be now. */
+function ask(parent, said) {
+  if (page.running) return "An answer is still coming: wait for it, or stop it with Escape.";
+  answer(page.talk.add(parent, "user", said));
+  return "";
+}
+
+async function answer(question) {
+  const stop = new AbortController();
+  const turn = page.talk.add(question, "assistant", {
+    thought: "", running: true, waiting: "Looking…", error: null, stopped: false, open: false,
+    told: { model: page.model, report: null, usage: null, timings: null, firstMs: null, reason: null },
+  });
+  page.running = { turn, stop };
+  drawTalk();
+  toEnd();
+  if (document.activeElement === document.body) page.views.get(turn).querySelector(".stop").focus();
+  announce("The model is answering");
+  try {
+    await receive(turn, stop.signal);
+  } catch (error) {
+    if (error.name === "AbortError") turn.stopped = true;
+    else turn.error = error instanceof ApiError ? error : new ApiError(`The page failed: ${error.message}`);
+  }
+  turn.running = false;
+  page.running = null;
+  finish(turn);
+}
+
+async function receive(turn, signal) {
+  if (!page.model) await greet();
+  turn.told.model = page.model;
+  const body = {
+    model: page.model,
+    messages: await messages(lineage(turn.parent), systemPrompt()),
+    stream: true,
+    stream_options: { include_usage: true },
+    keepsight: { report: true },
+    ...sampling(),
+  };
+  const begun = performance.now();
+  for await (const chunk of events("v1/chat/completions", body, signal)) {
+    if (signal.aborted) throw new DOMException("stopped", "AbortError");
+    if (take(turn, chunk)) turn.told.firstMs ??= performance.now() - begun;
+    drawSoon(turn);
+  }
+}
+
+/** Note what a chunk says; whether it said something of the answer. */
+function take(turn, chunk) {
+  const [choice] = chunk.choices;
+  if (choice === undefined) {
+    turn.told.usage = chunk.usage;
+    turn.told.timings = chunk.timings;
+    turn.told.report = chunk.keepsight.report;
+    return false;
+  }
+  turn.text += choice.delta.content ?? "";
+  turn.thought += choice.delta.reasoning_content ?? "";
+  turn.told.reason = choice.finish_reason ?? turn.told.reason;
+  return Boolean(choice.delta.content || choice.delta.reasoning_content);
+}
+
+function finish(turn) {
+  const { usage } = turn.told;
+  if (usage) page.answers.push({ prompt: usage.prompt_tokens, cached: usage.prompt_tokens_details.cached_tokens });
+  drawTalk();
+  toEnd();
+  if (turn.error) announce(`That did not work: ${turn.error.message}`);
+  else announce(turn.stopped ? "Stopped" : `${turn.text} (${summary(turn.told)})`);
+  if (document.activeElement === document.body) foot.focus();
+}
+
+function stop() {
+  page.running?.stop.abort();
+}
+
+// -- what can be done with a turn ----------------------------------------------------------------
+
+const acts = {
+  stop,
+  settings: () => dialog.open(),
+  edit(turn) {
+    page.editing = turn;
+    page.editor = editor(turn);
+    drawTalk();
+    page.editor.focus();
+  },
+  regenerate(turn) {
+    if (page.running) return;
+    const question = turn.parent;
+    if (turn.error && !turn.text && !turn.children.length) page.talk.remove(turn);
+    answer(question);
+  },
+  branch(turn) {
+    page.talk.endAt(turn);
+    drawTalk();
+    announce("What you ask now begins another branch");
+    foot.focus();
+  },
+  back(turn) {
+    turn.chosen = turn.children.at(-1);
+    drawTalk();
+    foot.focus();
+  },
+  step(turn, by) {
+    page.talk.step(turn, by);
+    drawTalk();
+    const [place, count] = page.talk.place(turn.parent.chosen);
+    announce(`Branch ${place} of ${count}`);
+    const group = page.views.get(turn.parent.chosen).querySelector(".branches");
+    group.querySelector(by < 0 ? "button:enabled" : "button:last-of-type:enabled, button:enabled").focus();
+  },
+};
+
+function editor(turn) {
+  const close = () => {
+    page.editing = null;
+    drawTalk();
+    page.views.get(turn)?.querySelector(".acts button:last-child")?.focus();
+  };
+  const made = composer({
+    label: "Edit the question", send: "Ask again", text: turn.text, pictures: turn.pictures,
+    model: () => page.model, onCancel: close,
+    onSend(said) {
+      if (!page.running) page.editing = null;
+      const trouble = ask(turn.parent, said);
+      if (!trouble) foot.focus();
+      return trouble;
+    },
+  });
+  return { ...made, element: el("article", { class: "turn user editing" }, made.form) };
+}
+
+// -- drawing -------------------------------------------------------------------------------------
+
+/** The conversation anew; what has focus in an element that stays keeps it. */
+function drawTalk() {
+  const turns = page.talk.path();
+  page.views = new Map(turns.map((turn) => [turn, drawn(turn)]));
+  byId("talk").replaceChildren(...page.views.values());
+  byId("welcome").hidden = turns.length > 0;
+  document.body.classList.toggle("busy", page.running !== null);
+  drawTalks();
+}
+
+function drawn(turn) {
+  if (page.editing === turn) return page.editor.element; // with what was typed so far
+  return turnElement(turn, page.talk, acts, page.running !== null);
+}
+
+let due = 0;
+
+/** Draw a turn that grows, at most once a frame. */
+function drawSoon(turn) {
+  due ||= requestAnimationFrame(() => {
+    due = 0;
+    const old = page.views.get(turn);
+    if (!turn.running || !old?.isConnected) return;
+    const focused = old.contains(document.activeElement);
+    const near = nearEnd();
+    const fresh = drawn(turn);
+    old.replaceWith(fresh);
+    page.views.set(turn, fresh);
+    if (focused) fresh.querySelector(".stop")?.focus();
+    if (near) toEnd();
+  });
+}
+
+const nearEnd = () => innerHeight + scrollY > document.documentElement.scrollHeight - 160;
+
+function toEnd() {
+  scrollTo({ top: document.documentElement.scrollHeight });
+}
+
+function drawTalks() {
+  const options = page.talks.map((talk, spot) => el("option", { value: spot, text: talk.title(), selected: talk === page.talk }));
+  byId("talks").replaceChildren(...options);
+  byId("talks-field").hidden = page.talks.length < 2;
+}
+
+function show(memory) {
+  byId("talk-view").hidden = memory;
+  byId("memory-view").hidden = !memory;
+  byId("show-talk").setAttribute("aria-pressed", String(!memory));
+  byId("show-memory").setAttribute("aria-pressed", String(memory));
+  if (memory) memoryRoom.draw();
+}
+
+function newTalk() {
+  if (!page.talk || page.talk.root.children.length) {
+    page.talk = new Talk();
+    page.talks.push(page.talk);
+    page.talk.number = page.talks.length;
+  }
+  page.editing = null;
+  drawTalk();
+}
+
+// -- the server ----------------------------------------------------------------------------------
+
+/** Ask for the model's name; what is in the way is said at the top. */
+async function greet() {
+  const { data } = await call("v1/models");
+  page.model = data[0].id;
+  byId("model").textContent = page.model;
+  notice(null);
+  foot.lookAgain();
+}
+
+async function begin() {
+  try {
+    await greet();
+  } catch (error) {
+    notice(error);
+  }
+}
+
+function notice(error) {
+  const room = byId("notice");
+  room.hidden = error === null;
+  if (error === null) return;
+  const needsKey = error.status === 401;
+  const again = needsKey ? button("Give an API key", () => dialog.open()) : button("Try again", begin);
+  room.replaceChildren(el("span", { text: needsKey ? "This server asks for an API key." : error.message }), again);
+}
+
+// -- bringing it together ------------------------------------------------------------------------
+
+const dialog = settings(begin);
+const memoryRoom = memoryView(byId("memory-view"), {
+  model: () => page.model,
+  answers: () => page.answers,
+});
+const foot = composer({
+  id: "question", label: "Your question", send: "Ask", placeholder: "Ask about a picture",
+  model: () => page.model, onSend: (said) => ask(page.talk.leaf(), said),
+});
+
+function listen() {
+  byId("foot").append(foot.form);
+  byId("show-talk").addEventListener("click", () => show(false));
+  byId("show-memory").addEventListener("click", () => show(true));
+  byId("new-talk").addEventListener("click", () => {
+    if (page.running) stop();
+    show(false);
+    newTalk();
+    foot.focus();
+  });
+  byId("talks").addEventListener("change", (event) => {
+    page.talk = page.talks[event.target.value];
+    page.editing = null;
+    show(false);
+    drawTalk();
+  });
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !byId("settings").open) stop();
+  });
+  dropping();
+}
+
+/** Files dropped anywhere go to the question that is being written. */
+function dropping() {
+  const veil = byId("drop");
+  const brings = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+  addEventListener("dragover", (event) => {
+    if (!brings(event)) return;
+    event.preventDefault();
+    veil.hidden = false;
+  });
+  addEventListener("dragleave", (event) => {
+    if (event.relatedTarget === null) veil.hidden = true;
+  });
+  addEventListener("drop", (event) => {
+    veil.hidden = true;
+    if (!brings(event)) return;
+    event.preventDefault();
+    show(false);
+    (page.editing ? page.editor : foot).add(event.dataTransfer.files);
+  });
+}
+
+listen();
+newTalk();
+begin();
+foot.focus();

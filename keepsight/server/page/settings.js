@@ -1,0 +1,84 @@
+// Settings: how answers are made, the key, and the look. Only the look outlives the page.
+
+import { apiKey, setApiKey } from "./api.js";
+import { byId } from "./dom.js";
+
+const LOOK = "keepsight-look";
+const LOOKS = ["system", "light", "dark"];
+const chosen = { system: "", temperature: null, tokens: null };
+
+/** What a request is told beside its messages. */
+export function sampling() {
+  const told = {};
+  if (chosen.temperature !== null) told.temperature = chosen.temperature;
+  if (chosen.tokens !== null) told.max_tokens = chosen.tokens;
+  return told;
+}
+
+export const systemPrompt = () => chosen.system;
+
+/** Make the dialog and the switch work. `onKey` is called when the key has changed. */
+export function settings(onKey) {
+  const dialog = byId("settings");
+  showLook(look());
+  byId("open-settings").addEventListener("click", open);
+  byId("theme").addEventListener("click", () => setLook(isDark() ? "light" : "dark"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => showLook(look()));
+  for (const radio of dialog.querySelectorAll("[name=look]")) {
+    radio.addEventListener("change", () => setLook(radio.value));
+  }
+  dialog.addEventListener("close", () => take(onKey));
+  byId("settings-form").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.target.tagName === "INPUT") (event.preventDefault(), finish());
+  });
+  byId("settings-done").addEventListener("click", (event) => (event.preventDefault(), finish()));
+
+  function finish() {
+    if (byId("settings-form").reportValidity()) dialog.close();
+  }
+
+  function open() {
+    byId("set-key").value = apiKey();
+    dialog.querySelector(`[name=look][value=${look()}]`).checked = true;
+    dialog.showModal();
+  }
+  return { open };
+}
+
+function take(onKey) {
+  chosen.system = byId("set-system").value.trim();
+  chosen.temperature = number("set-temperature");
+  chosen.tokens = number("set-tokens");
+  const key = byId("set-key").value.trim();
+  if (key === apiKey()) return;
+  setApiKey(key);
+  onKey();
+}
+
+function number(id) {
+  const field = byId(id);
+  return field.value === "" || !field.validity.valid ? null : field.valueAsNumber;
+}
+
+function look() {
+  const kept = localStorage.getItem(LOOK);
+  return LOOKS.includes(kept) ? kept : "system";
+}
+
+function isDark() {
+  return look() === "system" ? matchMedia("(prefers-color-scheme: dark)").matches : look() === "dark";
+}
+
+function setLook(value) {
+  if (value === "system") localStorage.removeItem(LOOK);
+  else localStorage.setItem(LOOK, value);
+  showLook(value);
+}
+
+function showLook(value) {
+  if (value === "system") delete document.documentElement.dataset.look;
+  else document.documentElement.dataset.look = value;
+  const other = isDark() ? "light" : "dark";
+  byId("theme").textContent = other === "light" ? "Light" : "Dark";
+  byId("theme").setAttribute("aria-label", `Change to ${other}`);
+}

@@ -1,0 +1,433 @@
+"""The page at `/` in a real browser: what a person does with pictures, turns and the memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_browser import Page, browser, expect
+from server_harness import Live, Scripted, live, png
+
+import keepsight as ks
+from keepsight.demo.scene import Scene
+from keepsight.report import Piece, Report, Segment, Usage
+from keepsight.server.config import ApiKey
+
+STAR = Scene.of(color="red", shape="star", scale="large", background="white", seed=1)
+RING = Scene.of(color="blue", shape="ring", scale="large", background="black", seed=2)
+PHONE = {"width": 360, "height": 740}
+DESCRIBE = "What is in the picture?"
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browser(tmp_path_factory.mktemp("profile")) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16) as vlm, live(vlm) as it:
+        yield it
+
+
+@pytest.fixture
+def opened(context: Any, server: Live) -> Iterator[Open]:
+    """Opens the page of the live server, or of another; nothing remembered, nothing wrong after."""
+    pages: list[Page] = []
+
+    def open_page(url: str | None = None, **options: Any) -> Page:
+        pages.append(Page(context, url or server.url, **options))
+        return pages[-1]
+
+    server.call("/v1/cache/reset", {})
+    yield open_page
+    wrong = [text for page in pages for text in page.wrong]
+    for page in pages:
+        page.tab.evaluate("localStorage.clear(); sessionStorage.clear()")
+        page.close()
+    assert not wrong
+
+
+@pytest.fixture
+def scripted(demo_parts: dict[str, Any]) -> Iterator[Callable[..., Live]]:
+    """A server whose answers are a script."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        model, processor = demo_parts["demo"]
+
+        def start(script: Scripted, **settings: Any) -> Live:
+            vlm = stack.enter_context(ks.wrap(model, processor, grain=16))
+            return stack.enter_context(live(vlm, script, **settings))
+
+        yield start
+
+
+# -- asking --------------------------------------------------------------------------------------
+
+
+def test_a_pasted_picture_is_seen_once_and_then_remembered(opened: Open) -> None:
+    page = opened()
+    page.attach(STAR)
+    first = page.ask(DESCRIBE)
+    assert page.said() == STAR.describe()
+    expect(first.locator(".seen.computed")).to_have_text("looked at now")
+    assert page.cached()[0] == 0
+    second = page.ask("What color is the shape in the picture?")
+    assert page.said() == "Red."
+    expect(second.locator(".seen.memory")).to_have_text("from memory")
+    assert page.cached()[0] > 16
+    expect(second.locator(".numbers")).to_contain_text(re.compile(r"first after .*tokens/s.*demo"))
+    second.locator("summary").click()
+    rows = second.locator("tbody tr")
+    expect(rows.filter(has_text="picture.png")).to_contain_text("remembered")
+    expect(rows.last).to_contain_text("not seen before")
+
+
+def test_dropped_and_chosen_files_meet_in_one_question(opened: Open) -> None:
+    page = opened()
+    page.attach(STAR, "star.png", kind="drop")
+    ring = {"name": "ring.png", "mimeType": "image/png", "buffer": png(RING.draw())}
+    page.tab.set_input_files("#foot input[type=file]", [ring])
+    expect(page.tab.locator(".chip.new")).to_have_count(2)
+    page.files("drop", ("notes.txt", "text/plain", b"words"))
+    expect(page.tab.locator("#foot .trouble")).to_have_text(
+        "notes.txt: neither a picture nor a PDF."
+    )
+    page.tab.get_by_role("button", name="Remove star.png").click()
+    page.ask(DESCRIBE)
+    assert page.said() == RING.describe()
+
+
+def test_the_pages_of_a_pdf_are_pictures(opened: Open, tmp_path: Path) -> None:
+    pytest.importorskip("pypdfium2")
+    path = tmp_path / "two.pdf"
+    STAR.draw().save(path, save_all=True, append_images=[RING.draw()])
+    page = opened()
+    page.files("drop", ("two.pdf", "application/pdf", path.read_bytes()))
+    expect(page.tab.locator(".chip.new .words")).to_have_text("2 pages, new")
+    answer = page.ask("Describe the pictures.")
+    expect(answer.locator(".seen")).to_have_count(2)
+    expect(answer.locator(".seen").last.get_by_role("img")).to_have_accessible_name(
+        "two.pdf, page 2"
+    )
+
+
+def test_an_answer_is_stopped_and_what_came_stays(opened: Open, scripted: Any) -> None:
+    script = Scripted(*["word "] * 400, wait=0.05)
+    page = opened(scripted(script).url)
+    page.question.fill("Talk.")
+    page.question.press("Enter")
+    expect(page.answers.last.locator(".said")).to_contain_text("word word")
+    page.question.fill("A next question")
+    page.question.press("Enter")
+    expect(page.tab.locator("#foot .trouble")).to_contain_text("An answer is still coming")
+    page.tab.keyboard.press("Escape")
+    page.answered()
+    expect(page.answers.last.locator(".note")).to_have_text("Stopped.")
+    expect(page.question).to_have_value("A next question")
+    assert script.tickets[0].done.wait(10) and script.tickets[0].cancelled
+    assert page.said().startswith("word word")
+
+
+# -- turns ---------------------------------------------------------------------------------------
+
+
+def test_edit_regenerate_and_branches(opened: Open) -> None:
+    page = opened()
+    page.attach(STAR)
+    page.ask("What color is the shape in the picture?")
+    asked = page.tab.locator(".turn.user").first
+    asked.get_by_role("button", name="Edit").click()
+    field = page.tab.get_by_label("Edit the question")
+    expect(field).to_be_focused()
+    field.fill("What shape is in the picture?")
+    field.press("Enter")
+    page.answered()
+    assert page.said() == "A star."
+    expect(page.answers).to_have_count(1)
+    page.tab.get_by_role("button", name="Branch before").click()
+    assert page.said() == "Red."
+    page.answers.last.get_by_role("button", name="Regenerate").click()
+    page.answered()
+    assert page.said() == "Red." and page.cached()[0] == page.cached()[1]
+    expect(page.answers.last.locator(".seen .tier")).to_have_text("with the whole prompt")
+    group = page.answers.last.locator(".branches")
+    expect(group).to_have_accessible_name("Branch 2 of 2")
+
+
+def test_a_branch_from_an_earlier_answer(opened: Open) -> None:
+    page = opened()
+    page.attach(STAR)
+    page.ask(DESCRIBE)
+    page.ask("What color is the shape in the picture?")
+    page.answers.first.get_by_role("button", name="Branch").click()
+    expect(page.question).to_be_focused()
+    expect(page.answers).to_have_count(1)
+    page.answers.first.get_by_role("button", name="Back to the other branch").click()
+    expect(page.answers).to_have_count(2)
+    page.answers.first.get_by_role("button", name="Branch").click()
+    page.ask("Where is the shape in the picture?")
+    expect(page.answers).to_have_count(2)
+    page.tab.get_by_role("button", name="Branch before").click()
+    assert page.said() == "Red."
+
+
+def test_settings_reach_the_request(opened: Open, scripted: Any) -> None:
+    script = Scripted("Yes.")
+    page = opened(scripted(script).url)
+    page.tab.get_by_role("button", name="Settings").click()
+    page.tab.get_by_label("System prompt").fill("Be short.")
+    page.tab.get_by_label("Temperature").fill("0.5")
+    page.tab.get_by_label("Longest answer").fill("7")
+    page.tab.get_by_role("button", name="Done").click()
+    page.ask("Well?")
+    messages, options = script.asked[0]
+    assert messages[0]["role"] == "system" and "Be short." in str(messages[0]["content"])
+    assert options["temperature"] == 0.5 and options["max_new_tokens"] == 7
+
+
+# -- looks and hands -----------------------------------------------------------------------------
+
+
+def paper(page: Page) -> str:
+    script = "getComputedStyle(document.documentElement).backgroundColor"
+    return str(page.tab.evaluate(script))
+
+
+def test_light_dark_and_a_phone(opened: Open) -> None:
+    light, dark = "rgb(251, 250, 247)", "rgb(22, 22, 21)"
+    page = opened(size=PHONE, color_scheme="dark", reduced_motion="reduce")
+    assert paper(page) == dark
+    page.tab.get_by_role("button", name="Change to light").click()
+    assert paper(page) == light
+    page.tab.reload()
+    assert paper(page) == light, "the look outlives the page"
+    page.attach(STAR, "a_very_long_name_of_a_picture_without_any_space_in_it_at_all.png")
+    assert page.overflow() == 0
+    answer = page.ask(DESCRIBE)
+    answer.locator("summary").click()
+    assert page.overflow() == 0
+    box = page.question.bounding_box()
+    assert box["y"] + box["height"] <= PHONE["height"], "the question stays in sight"
+    page.tab.get_by_role("button", name="Memory").click()
+    expect(page.tab.locator(".held li")).to_have_count(1)
+    assert page.overflow() == 0
+
+
+def test_by_keyboard_alone(opened: Open) -> None:
+    page = opened()
+    keys = page.tab.keyboard
+    page.attach(STAR)
+    keys.type("What is")
+    keys.press("Shift+Enter")
+    keys.press("Backspace")
+    keys.type(" in the picture?")
+    keys.press("Enter")
+    page.answered()
+    assert page.said() == STAR.describe()
+    expect(page.tab.locator("#status")).to_contain_text(STAR.describe())
+    expect(page.question).to_be_focused()
+    for name in ("Add pictures or PDFs", "Regenerate", "Why", "Edit"):
+        keys.press("Shift+Tab")
+        focused = page.tab.locator(":focus")
+        expect(focused).to_have_accessible_name(name) if name != "Why" else expect(
+            focused
+        ).to_have_text("Why")
+    keys.press("Enter")
+    expect(page.tab.get_by_label("Edit the question")).to_be_focused()
+    keys.press("Escape")
+    expect(page.tab.get_by_role("button", name="Edit")).to_be_focused()
+
+
+def test_every_control_has_a_name(opened: Open) -> None:
+    page = opened()
+    page.attach(STAR)
+    page.ask(DESCRIBE)
+    for control in page.tab.locator("button:visible, input:visible, textarea:visible").all():
+        expect(control).to_have_accessible_name(re.compile(r"\w"))
+
+
+# -- what must not happen --------------------------------------------------------------------------
+
+
+def test_nothing_that_is_said_becomes_markup(opened: Open, scripted: Any) -> None:
+    evil = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    fenced = f"**{evil}** `{evil}`\n\n- {evil}\n\n```\n{evil}\n```"
+    page = opened(scripted(Scripted(evil, "\n\n", fenced)).url)
+    page.attach(STAR, f"{evil}.png")
+    page.ask(evil)
+    assert page.said().count("<script>") == 5
+    expect(page.tab.locator(".asked")).to_have_text(evil)
+    assert page.tab.locator("img[src=x], script:not([src])").count() == 0
+    assert page.tab.title() == "Keepsight"
+
+
+def test_the_browser_itself_refuses_what_is_not_the_pages(opened: Open, server: Live) -> None:
+    page = opened()
+    policy = server.call("/")[2]["content-security-policy"]
+    assert "script-src 'self'" in policy and "unsafe" not in policy
+    refused = page.tab.evaluate(
+        "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'taken' }"
+        " catch (error) { return error.name } })()"
+    )
+    assert refused == "TypeError"
+    page.wrong.clear()  # it complained, as it should
+    status, _, headers = server.call("/page/main.js")
+    assert status == 200 and headers["content-type"].startswith("text/javascript")
+    for name in ("nothing.js", "..%2Fapp.py", "%2e%2e/app.py"):
+        assert server.call(f"/page/{name}")[0] == 404
+
+
+def test_errors_are_said_beside_what_caused_them(opened: Open, scripted: Any) -> None:
+    page = opened()
+    page.files("paste", ("broken.png", "image/png", b"no picture at all"))
+    expect(page.tab.locator(".chip.refused .words")).to_contain_text("cannot be read")
+    page.question.fill("And this?")
+    page.question.press("Enter")
+    answer = page.answered()
+    expect(answer.get_by_role("alert")).to_contain_text("cannot be read")
+    expect(page.tab.locator(".asked")).to_have_text("And this?")
+    page.tab.get_by_role("button", name="Edit").click()
+    page.tab.get_by_role("button", name="Remove broken.png").click()
+    field = page.tab.get_by_label("Edit the question")
+    expect(field).to_have_value("And this?")
+    field.fill("Hello!")
+    field.press("Enter")
+    page.answered()
+    assert page.said() == "Hello! Show me a picture."
+    busy = opened(scripted(Scripted(busy=True)).url)
+    alert = busy.ask("Anyone there?").get_by_role("alert")
+    expect(alert).to_contain_text(re.compile(r"Try again in \d+ s"))
+    expect(busy.answers.get_by_role("button", name="Try again")).to_be_visible()
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab_alone(opened: Open, scripted: Any) -> None:
+    script = Scripted("Yes.")
+    held = scripted(script, keys=(ApiKey("ann", "secret-key"),))
+    page = opened(held.url, known=False)
+    notice = page.tab.locator("#notice")
+    expect(notice).to_contain_text("asks for an API key")
+    page.ask("Anyone?")
+    expect(page.answers.last.get_by_role("alert")).to_be_visible()
+    notice.get_by_role("button", name="Give an API key").click()
+    page.tab.get_by_label("API key").fill("secret-key")
+    page.tab.get_by_label("API key").press("Enter")
+    expect(notice).to_be_hidden()
+    page.answers.last.get_by_role("button", name="Try again").click()
+    page.answered()
+    assert page.said() == "Yes."
+    kept = page.tab.evaluate("[JSON.stringify(localStorage), JSON.stringify(sessionStorage)]")
+    assert "secret-key" not in kept[0] and "secret-key" in kept[1]
+
+
+# -- the memory ----------------------------------------------------------------------------------
+
+
+def test_the_memory_shows_pins_and_forgets(opened: Open, server: Live) -> None:
+    page = opened()
+    page.attach(STAR, "star.png")
+    page.ask(DESCRIBE)
+    page.attach(RING, "ring.png")
+    page.ask("Compare the pictures.")
+    assert STAR.name in page.said() and RING.name in page.said()
+    page.tab.get_by_role("button", name="Memory").click()
+    held = page.tab.locator(".held li")
+    expect(held).to_have_count(2)
+    expect(held.filter(has_text="star.png").locator("img")).to_be_visible()
+    expect(page.tab.locator(".chart rect.hit")).to_have_count(2)
+    expect(page.tab.locator(".tiers")).to_contain_text("2 pictures")
+    page.tab.get_by_role("button", name="Pin star.png", exact=True).click()
+    expect(held.filter(has_text="star.png")).to_contain_text("pinned")
+    expect(page.tab.get_by_role("button", name="Unpin star.png")).to_be_focused()
+    page.tab.get_by_role("button", name="Delete ring.png").click()
+    expect(held).to_have_count(1)
+    assert len(server.call("/v1/cache/images")[1]["data"]) == 1
+    forget = page.tab.get_by_role("button", name="Forget everything")
+    forget.click()
+    expect(held).to_have_count(1)
+    page.tab.get_by_role("button", name="Really?").click()
+    expect(page.tab.locator("#memory-view")).to_contain_text("None.")
+    assert server.call("/v1/cache/images")[1]["data"] == []
+
+
+class Tiered(Scripted):
+    """Says of the pictures of a prompt that they come from one tier after the other."""
+
+    def _say(self, ticket: Any) -> None:
+        told = [("reused", "host", None), ("reused", "disk", None), ("reused", "remote", None)]
+        told += [("computed", "new", "disk"), ("computed", "evicted", "tower")]
+        segments = [
+            Segment("image", 4 * i, 4 * i + 4, status, reason, i, features)
+            for i, (status, reason, features) in enumerate(told)
+        ]
+        ticket.put(Piece("Seen.", 1))
+        ticket.put(Piece("", None, Usage(20, 1, 12, 5, 1, 4), Report(segments, {}, 20, 12), "stop"))
+        ticket.end()
+
+
+def test_each_tier_has_its_mark(opened: Open, scripted: Any) -> None:
+    page = opened(scripted(Tiered()).url)
+    page.files("paste", *((f"{n}.png", "image/png", png(STAR.draw())) for n in range(5)))
+    answer = page.ask("Well?")
+    kinds = [mark.get_attribute("class") for mark in answer.locator(".seen").all()]
+    assert kinds == [f"seen {tier}" for tier in ("host", "disk", "remote", "disk", "computed")]
+    expect(answer.locator(".seen .tier").nth(2)).to_have_text("from the remote store")
+    answer.locator("summary").click()
+    expect(answer.locator("tbody tr").last).to_contain_text("made room for something else")
+
+
+def test_what_a_store_kept_is_known_in_a_new_server(
+    opened: Open, demo_parts: dict[str, Any], tmp_path: Path
+) -> None:
+    model, processor = demo_parts["demo"]
+    for words in ("new", "remembered, on disk"):
+        with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm, live(vlm) as held:
+            page = opened(held.url)
+            page.attach(STAR)
+            expect(page.tab.locator(".chip .words")).to_have_text(words)
+            page.ask(DESCRIBE)
+            assert page.said() == STAR.describe()
+            page.tab.get_by_role("button", name="Memory").click()
+            expect(page.tab.locator(".tiers")).to_contain_text("On disk")
+
+
+def test_a_tenant_sees_its_own(opened: Open, demo_parts: dict[str, Any]) -> None:
+    model, processor = demo_parts["demo"]
+    keys = (ApiKey("ann", "anns"), ApiKey("bob", "bobs"))
+    with ks.wrap(model, processor, grain=16) as vlm, live(vlm, keys=keys) as held:
+        page = opened(held.url, known=False)
+        for key, count in (("anns", 1), ("bobs", 0)):
+            page.tab.get_by_role("button", name="Settings").click()
+            page.tab.get_by_label("API key").fill(key)
+            page.tab.get_by_role("button", name="Done").click()
+            expect(page.tab.locator("#model")).to_have_text("demo")
+            if count:
+                page.attach(STAR)
+                page.ask(DESCRIBE)
+            page.tab.get_by_role("button", name="Memory").click()
+            page.tab.get_by_role("button", name="Refresh").click()
+            expect(page.tab.locator(".held li")).to_have_count(count)
+            expect(page.tab.locator("#memory-view")).to_contain_text("Of your key.")
+            expect(page.tab.locator("#memory-view")).not_to_contain_text("undefined")
+            page.tab.get_by_role("button", name="Talk").click()
+
+
+def test_another_conversation_leaves_the_first_whole(opened: Open) -> None:
+    page = opened()
+    page.attach(STAR)
+    page.ask(DESCRIBE)
+    page.tab.get_by_role("button", name="New").click()
+    expect(page.answers).to_have_count(0)
+    page.ask("Hello!")
+    assert page.said() == "Hello! Show me a picture."
+    page.tab.get_by_label("Conversations").select_option(DESCRIBE)
+    assert page.said() == STAR.describe()
+    stored = page.tab.evaluate("JSON.stringify([localStorage, sessionStorage])")
+    assert stored == "[{},{}]", "nothing of it is written anywhere"
