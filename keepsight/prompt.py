@@ -127,7 +127,8 @@ class Prompt:
         """
         ends = np.isin(self.ids, list(rule.turn_ends)) & (self.types == 0)
         media = [self._behind(ranges[-1][1], rule) for ranges in self.ranges]
-        return np.unique(np.concatenate([np.flatnonzero(ends) + 1, np.array(media, dtype=int)]))
+        # Not np.unique: it imports masked arrays when first used, which a first turn would pay for.
+        return np.array(sorted({*(np.flatnonzero(ends) + 1).tolist(), *media}), dtype=int)
 
     def boundaries(self, rule: Rule, start: int = 0) -> list[int]:
         """All boundaries behind `start` and strictly before the prompt's end."""

@@ -16,6 +16,7 @@ import contextlib
 import io
 import itertools
 import json
+import mmap
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ from keepsight.errors import (
 
 Where = Path | str
 MAX_HEADER = 64 << 20
+_LARGE = 2 << 20  # what a huge page holds
 _MAX_DIMENSIONS = 64
 _KEY = "keepsight"
 _DTYPES = {
@@ -175,7 +177,7 @@ def _read(
     header, start = _header(file, size, where)
     record = _record(header.pop("__metadata__", None), where, kind, version)
     places = _places(header, size - start, where)
-    buffer = torch.empty(size - start, dtype=torch.uint8)
+    buffer = _room(size - start)
     if file.readinto(buffer.numpy().data) != size - start:  # type: ignore[attr-defined]
         raise DamagedFile(f"{where}: the file ends early; delete it and make it again")
     try:
@@ -187,6 +189,20 @@ def _read(
         raise DamagedFile(f"{where}: a tensor cannot be laid out: {error}") from None
     _check_digests(tensors, record.get("tensors"), where)
     return tensors, record
+
+
+def _room(size: int) -> torch.Tensor:
+    """Memory for the tensors of a file, in huge pages where there are any.
+
+    Handing out small pages one by one takes longer than reading, for a file in the page cache. The
+    file itself is not mapped: it may be changed or cut short after it was checked.
+    """
+    if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.uint8)
 
 
 def _header(file: BinaryIO, size: int, path: Where) -> tuple[dict[str, Any], int]:

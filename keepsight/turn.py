@@ -103,6 +103,7 @@ class Turn:
             )
         with self._stage("match"):
             self._find()
+        self.milliseconds["match"] -= self.milliseconds.get("load", 0.0)
 
     @property
     def _loose(self) -> bool:
