@@ -190,7 +190,10 @@ class Session:
         if medium.feature_id not in numbers:
             number = numbers[medium.feature_id] = len(media)
             package = self._vision.encode(medium)
-            media.append(package.record())
+            # Under another name than its claim stands what the caller handed in: it must not come
+            # back as what we made ourselves.
+            handed_in = medium.feature_id != package.feature_id
+            media.append(package.record() | ({"handed_in": True} if handed_in else {}))
             tensors |= {f"media/{number}/{k}": t for k, t in package.stored.items()}
         return {"type": "image", "medium": numbers[medium.feature_id]}
 
@@ -284,7 +287,7 @@ def _media_of(
             )
         if elsewhere:
             session.notes.append(f"features of medium {number} were made elsewhere: {elsewhere}")
-        media.append(session._vision.admit(package))
+        media.append(session._vision.admit(package, bool(described.get("handed_in"))))
     return media
 
 

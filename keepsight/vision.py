@@ -112,9 +112,12 @@ class Vision:
             return self._medium_of_package(medium.recall, medium.feature_id)
         return self._medium(entry_of(medium, source=medium.source), medium.recall)
 
-    def admit(self, package: Package) -> Medium:
-        """The medium of a package that came with its snapshots, in one file with their digests."""
-        return self._medium_of_package(package, package.feature_id)
+    def admit(self, package: Package, handed_in: bool = False) -> Medium:
+        """The medium of a package that came with its snapshots, in one file with their digests.
+
+        What was handed in before it was saved stays that: a file proves no more than its maker did.
+        """
+        return self._medium_of_package(package, None if handed_in else package.feature_id)
 
     def _own_or_handed(self, package: Package) -> str:
         """The feature id of a package handed in: its claim, if these are the bits that we made.

@@ -31,12 +31,18 @@ class Audit:
 
     def run(self) -> list[str]:
         """What is wrong, one line each."""
+        if not self.book.is_sound():
+            self.found.append(f"{self.folder.root}: the catalogue is damaged")
+            if not self.repair:
+                return self.found
+            self.book.make_anew()
         self.book.complete()
         for tenant in self.tenants:
             for kind in layout.KINDS:
                 self._kind(tenant, kind)
             self._rows(tenant)
         self._bases()
+        self._pins()
         self._totals()
         if self.repair:
             self._tidy()
@@ -111,6 +117,20 @@ class Audit:
             self._say(name_of(place), f"{size} bytes, the catalogue says {row.nbytes}")
             if self.repair:
                 self.book.change(lambda catalogue: catalogue.resize(place, size))
+        elif row is not None:
+            self._compare_keeping(place, row)
+
+    def _compare_keeping(self, place: Place, row: Entry) -> None:
+        """The file is the truth; a row that says something else could take sound entries away."""
+        true = as_found(self.folder, place)
+        if true is None:
+            return
+        same = (row.stands_on, sorted(row.media)) == (true.stands_on, sorted(true.media))
+        if not same or (row.expires is None) != (true.expires is None):
+            self._say(name_of(place), "the catalogue says something else of what it belongs to")
+            if self.repair:
+                self.book.change(lambda catalogue: catalogue.drop([place]))
+                self.book.change(lambda catalogue: catalogue.put([true]))
 
     # -- the book --------------------------------------------------------------------------------
 
@@ -147,6 +167,15 @@ class Audit:
             self._say(where, f"the totals say {told} (entries, bytes), the rows {true}")
         if self.repair and wrong:
             self.book.change(lambda catalogue: catalogue.add_up())
+
+    def _pins(self) -> None:
+        """A pin is a note beside the entries; the catalogue may have lost it."""
+        for place in pins(self.folder):
+            row = self.book.act(lambda c, p=place: c.row(p))  # type: ignore[misc]
+            if place.tenant in self.tenants and row is not None and not row.pinned:
+                self._say(pin_name(place), "pinned, and the catalogue does not know")
+                if self.repair:
+                    self.book.change(lambda c, p=place: c.pin(p, True))  # type: ignore[misc]
 
     def _tidy(self) -> None:
         for place in pins(self.folder):

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _AT_ONCE = 256  # removed in one transaction
 _KNOTS = 64  # entries looked at for such a circle
+_DAMAGE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQLite is damaged
 _AGAIN = 60.0  # seconds until a book that could not be opened is tried again
 
 
@@ -61,7 +62,7 @@ class Book:
             for final in (False, True):
                 try:
                     return work(self._open())
-                except sqlite3.Error as error:
+                except _DAMAGE as error:
                     if final or _is_busy(error):
                         raise StoreError(f"{self._path}: {error}") from error
                     self._replace(error)
@@ -173,6 +174,22 @@ class Book:
 
     # -- adopting what no book knows -------------------------------------------------------------
 
+    def is_sound(self) -> bool:
+        """Whether the book can be believed."""
+        try:
+            with self._lock:
+                return self._open().is_sound()
+        except _DAMAGE as error:
+            if _is_busy(error):
+                raise StoreError(f"{self._path}: {error}") from error
+            return False
+
+    def make_anew(self) -> None:
+        """Another book, from the files."""
+        with self._lock:
+            self._replace(sqlite3.DatabaseError("it is damaged"))
+            self.complete()
+
     def complete(self) -> None:
         """Enter every file that is not in the book yet."""
         while self.adopt_some():
@@ -230,9 +247,10 @@ class Book:
                     stay.append(place)
             catalogue.drop(gone)
             catalogue.mark(stay, THERE)
+            left = _left_alone(catalogue, gone)
         if failed is not None and not freed:
             raise StoreError(f"{self.folder.root}: entries cannot be removed: {failed}")
-        return freed
+        return freed + (self.remove(left) if left else 0)
 
     def fit(self, tenant: str | None, budget: int) -> tuple[list[Place], int]:
         """Let the least useful go until the rest fits; which went, and the bytes freed."""
@@ -356,6 +374,13 @@ def _settle(catalogue: Catalogue, folder: Folder) -> None:
                 catalogue.mark([place], THERE)
             else:
                 catalogue.drop([place])
+
+
+def _left_alone(catalogue: Catalogue, gone: list[Place]) -> list[Place]:
+    """What was written, while these were removed, to stand on them. What has the key of its base
+    waits for it to be written too."""
+    left = [up for place in gone for up in catalogue.upon(place) if up.key != place.key]
+    return [place for place in catalogue.tower(left) if place not in gone] if left else []
 
 
 def _raise_floor(catalogue: Catalogue, worst: float) -> None:

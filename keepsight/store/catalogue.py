@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.store.contract import Entry, Name
-from keepsight.store.layout import Place
+from keepsight.store.layout import Place, is_name, is_tenant
 from keepsight.store.sizes import worth
 
 NAME = "catalogue-1.sqlite"  # the number is that of the tables; another version has its own file
@@ -93,8 +93,8 @@ class Catalogue:
             self._base.row_factory = sqlite3.Row
             self._base.create_function("worth", 4, worth, deterministic=True)
             self._base.execute("PRAGMA journal_mode = WAL")
-            # A power cut may cost the last rows, never the book; the files are synced themselves.
-            self._base.execute("PRAGMA synchronous = NORMAL")
+            # A file whose row a power cut took would be found by its key, and by no deletion.
+            self._base.execute("PRAGMA synchronous = FULL")
             if not self._base.execute(
                 "SELECT 1 FROM sqlite_master WHERE name = 'changed'"
             ).fetchone():
@@ -179,7 +179,19 @@ class Catalogue:
     def state(self, place: Place) -> int | None:
         """The state of a row, or None when there is none."""
         row = self._base.execute(f"SELECT state FROM entry WHERE {_HERE}", place).fetchone()
+        if row is not None and row[0] not in (THERE, WRITING, GOING):
+            raise sqlite3.DatabaseError("a row has a state that is none")
         return None if row is None else int(row[0])
+
+    def is_sound(self) -> bool:
+        """Whether tables and indexes are whole and agree, and every row names an entry."""
+        if self._base.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
+            return False
+        for row in self._base.execute("SELECT * FROM entry"):
+            _entry(row)
+            if row["state"] not in (THERE, WRITING, GOING):
+                return False
+        return True
 
     def mark(self, places: Iterable[Place], state: int) -> None:
         """Put rows into another state."""
@@ -325,23 +337,34 @@ class Catalogue:
 
 
 def _place(row: sqlite3.Row) -> Place:
-    return Place(row["tenant"], row["kind"], row["key"])
+    """What a row names. A flipped bit is seen by no checksum of SQLite's, only here."""
+    place = Place(row["tenant"], row["kind"], row["key"])
+    if not (is_name(place.kind, place.key) and is_tenant(place.tenant)):
+        raise sqlite3.DatabaseError("a row names what can be no entry")
+    return place
 
 
 def _entry(row: sqlite3.Row) -> Entry:
-    base = row["base_kind"], row["base_key"]
+    place, base = _place(row), (row["base_kind"], row["base_key"])
+    try:
+        media = tuple(json.loads(row["media"]))
+    except (TypeError, ValueError):
+        raise sqlite3.DatabaseError("a row has media that cannot be read") from None
+    numbers = (row["bytes"], row["used"], row["created"], row["uses"], row["cost"], row["worth"])
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise sqlite3.DatabaseError("a row has text where numbers should be")
     return Entry(
-        kind=row["kind"],
-        key=row["key"],
+        kind=place.kind,
+        key=place.key,
         nbytes=row["bytes"],
         used=row["used"],
         created=row["created"],
         uses=row["uses"],
         cost=row["cost"],
         stands_on=None if base[1] is None else base,
-        media=tuple(json.loads(row["media"])),
+        media=media,
         pinned=bool(row["pinned"]),
         expires=row["expires"],
-        tenant=row["tenant"],
+        tenant=place.tenant,
         worth=row["worth"],
     )

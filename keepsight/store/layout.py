@@ -61,6 +61,11 @@ def is_name(kind: Any, key: Any) -> bool:
     return known and isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
+def is_tenant(digest: Any) -> bool:
+    """Whether this can be the folder of a tenant, or nobody's."""
+    return isinstance(digest, str) and (not digest or _KEY.fullmatch(digest) is not None)
+
+
 def place(kind: str, key: str, tenant: str = "") -> str:
     """The name of an entry, relative to the root of its store."""
     checked(kind, key)

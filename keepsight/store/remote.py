@@ -193,7 +193,7 @@ class RemoteStore:
         if not self._writing.allows(self._link.timeout):
             raise StoreError(f"{self.address} cannot be written: {self._writing.why}")
         try:
-            if job.base is not None and not self._lies_there(job.base):
+            if job.base is not None and not self._lies_there(job.base, ask=True):
                 self._refuse(job)
             elif not self._lies_there(job.name):
                 self._put_in_place(job, parts)
@@ -232,11 +232,12 @@ class RemoteStore:
             self._counted.clear()
             self._count("evictions", removed)
 
-    def _lies_there(self, name: str) -> bool:
-        """Whether it need not be written, or can be stood on. What the network says is raised."""
+    def _lies_there(self, name: str, ask: bool = False) -> bool:
+        """Whether it need not be written, or can be stood on; then `ask`: others may remove it."""
+        if ask and self._seen.find(name)[1] is not None and not self._link.exists(name):
+            self._seen.removed(name)
         known, found = self._seen.find(name)
-        place = layout.parse(name)
-        if known or place is None:
+        if known or (place := layout.parse(name)) is None:
             return found is not None or self._seen.is_foreign(name)
         since = self._seen.removals
         try:

@@ -270,6 +270,10 @@ class Writer:
             written = self._write(wanted)
             there = {(row.tenant, row.kind, row.key) for row in written}
             self._keeper.enter(written, [job.place for job in wanted if job.place not in there])
+            for job in wanted:  # its base may have gone while it was written
+                if job.place in there and not self.has_base(job.place, job.about):
+                    self.book.remove(self.book.act(lambda c, p=job.place: c.tower([p])))  # type: ignore[misc]
+                    self.count(job.place.tenant, "refused")
         except OSError as error:
             self._step_aside(error)
         finally:
