@@ -50,8 +50,8 @@ class Promises:
 
 
 # Killed between a state and its snapshot, or between a file and its row: another process may have
-# written or removed the file meanwhile, or held the book so that the row was still owed to it (about
-# one run in thirty on a loaded machine; docs/limits.md). Never a damaged entry.
+# written or removed the file meanwhile, or held the book so that the row was still owed to it (one
+# run in thirty on a loaded machine; docs/limits.md). Never a damaged entry.
 LEFT_BY_A_KILL = (
     "which is absent",
     "there is no such file",
