@@ -30,6 +30,7 @@ T = TypeVar("T")
 _AT_ONCE = 256  # removed in one transaction
 _KNOTS = 64  # entries looked at for such a circle
 _DAMAGE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQLite is damaged
+_UNDER_WAY = 600.0  # seconds that a write may take at most
 _AGAIN = 60.0  # seconds until a book that could not be opened is tried again
 
 
@@ -360,19 +361,23 @@ def pins(folder: Folder) -> Iterator[Place]:
 
 
 def _settle(catalogue: Catalogue, folder: Folder) -> None:
-    """Finish what was being written or removed when its process ended. Where that process still
-    lives, it will write its row again."""
+    """Finish what was being written or removed when its process ended.
+
+    A file that is not there yet may still come, from a process that lives: its row stays a while,
+    or nobody would know the file if that process were killed before it enters it.
+    """
     if not catalogue.unsettled():
         return
     with catalogue:
-        for place, state in catalogue.unsettled():
+        now = time.time()
+        for place, state, since in catalogue.unsettled():
             status = folder.status(name_of(place))
             if state == GOING:
                 folder.remove(name_of(place))
             if state == WRITING and status is not None:
                 catalogue.resize(place, status.st_size)
                 catalogue.mark([place], THERE)
-            else:
+            elif state != WRITING or abs(now - since) > _UNDER_WAY:
                 catalogue.drop([place])
 
 

@@ -224,10 +224,10 @@ class Catalogue:
                 unknown.append(place)
         return unknown
 
-    def unsettled(self) -> list[tuple[Place, int]]:
-        """Rows whose file was being written or removed."""
+    def unsettled(self) -> list[tuple[Place, int, float]]:
+        """Rows whose file was being written or removed: place, state, and since when."""
         rows = self._base.execute("SELECT * FROM entry WHERE state <> 0").fetchall()
-        return [(_place(row), row["state"]) for row in rows]
+        return [(_place(row), row["state"], float(row["created"])) for row in rows]
 
     def page(self, tenant: str, after: int) -> tuple[list[Entry], int]:
         """Some of the rows of a tenant, and where the next ones begin: no writer waits long."""
