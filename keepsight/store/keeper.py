@@ -42,7 +42,8 @@ class Keeper:
 
         def settle(catalogue: Catalogue) -> bool:
             with catalogue:
-                catalogue.put(self._owed)
+                # Another process may have let a file go between its writing and this.
+                catalogue.put([e for e in self._owed if self.folder.status(_name(e)) is not None])
                 catalogue.drop([p for p in failed if catalogue.state(p) == WRITING])
             return True
 
@@ -123,6 +124,10 @@ class Keeper:
         """Seconds until something may be over, as far as it is worth waking for."""
         first = self.book.try_to(lambda catalogue: catalogue.next_end(), None)
         return None if first is None else min(60.0, max(SWEEP, first - time.time()))
+
+
+def _name(entry: Entry) -> str:
+    return name_of(Place(entry.tenant, entry.kind, entry.key))
 
 
 def _put(catalogue: Catalogue, rows: list[Entry], state: int = 0) -> None:
