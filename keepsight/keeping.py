@@ -1,6 +1,7 @@
-"""Pinned, or gone: what a caller says of one image or of one conversation.
+"""Pinned, gone, or only looked at: what a caller says of an image or of one conversation.
 
-Both reach every tier: memory, the store's folder, and whatever lies behind it.
+Pins and deletions reach every tier: memory, the store's folder, and whatever lies behind it. An
+image may also be meant by its key, which reports tell, so nobody needs its bytes for that.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from keepsight.calls import Call
+from keepsight.errors import ImageError
+from keepsight.families import Pixels
 from keepsight.medium import Medium
 from keepsight.node import Node
+from keepsight.package import Package
 from keepsight.prompt import Prompt
+from keepsight.report import Report
 from keepsight.turn import Turn
+from keepsight.vision import Vision
 
 
 def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:
@@ -92,3 +98,63 @@ def _named(vision: Any, what: Any) -> list[Medium]:
 
 def _is_conversation(what: Any) -> bool:
     return isinstance(what, list | tuple) and bool(what) and isinstance(what[0], dict)
+
+
+# -- by key ----------------------------------------------------------------------------------------
+
+
+def is_known(vlm: Any, key: str, tenant: str) -> bool:
+    """Whether features of an image are held anywhere for a tenant."""
+    return bool(_features_of(vlm, key, tenant))
+
+
+def pin_image(vlm: Any, key: str, pinned: bool, tenant: str) -> bool:
+    """Keep (or no longer keep) the features of an image where they lie; False when nowhere."""
+    memory, found = vlm.memory, False
+    store = memory.store_of(tenant)
+    for made in _features_of(vlm, key, tenant):
+        found |= memory.shelves.packages.pin(tenant, made, pinned)
+        if store is not None:
+            found |= store.pin("package", made, pinned)
+    return found
+
+
+def delete_image(vlm: Any, key: str, tenant: str) -> int:
+    """Remove an image and all that was computed from it; the bytes freed."""
+    freed: int = vlm.memory.forget(Medium(key, "", "", {}, (), None, _no_pixels), tenant)
+    return freed
+
+
+def _no_pixels() -> Pixels:
+    raise ImageError("an image that is only named by its key has no pixels to encode")
+
+
+def _features_of(vlm: Any, key: str, tenant: str) -> list[str]:
+    """The feature ids of an image, in whichever making. A store has no list of images, so it is
+    walked through, but only where memory has none."""
+    shelf, store = vlm.memory.shelves.packages, vlm.memory.store_of(tenant)
+    held = [made for made, package in shelf.items(tenant) if package.key == key]
+    if held or store is None:
+        return held
+    return [e.key for e in store.entries() if e.kind == "package" and key in e.media]
+
+
+# -- only looking ----------------------------------------------------------------------------------
+
+
+def foresee(vlm: Any, messages: Any, call: Call) -> Report:
+    """The report that a call would give. Nothing is computed with the model, brought from one tier
+    to another, or made more useful; a picture that nobody knows is still not known afterwards."""
+
+    vision: Vision = vlm.memory.vision_of(call.tenant)
+
+    def name(image: Any, modality: str) -> Medium:
+        if isinstance(image, Medium | Package):
+            return vision.name(image, modality)
+        return vision.medium_of(vision.namer.look(image, modality))
+
+    def render() -> Prompt:
+        prompt: Prompt = vlm._renderer.render(messages, name, True, **call.template)
+        return prompt
+
+    return _turn(vlm, call, render).foresee()

@@ -21,11 +21,19 @@ class Segment:
     reason: str  # for reused: the tier; for computed: why
     medium: int | None = None  # index of the medium in the prompt
     features: str | None = None  # where a medium's features came from: memory, disk, tower, caller
+    tier: str | None = None  # for reused: where it lay, also where the reason is "whole prompt"
+    key: str | None = None  # the image key of a medium: what pins and deletes it
 
     @property
     def tokens(self) -> int:
         """How many tokens it spans."""
         return self.end - self.start
+
+    @property
+    def why(self) -> str:
+        """The reason for people; with the tier, where that is neither said yet nor memory."""
+        said = self.tier in (None, "memory", self.reason)
+        return self.reason if said else f"{self.reason}, from {self.tier}"
 
 
 @dataclass
@@ -78,6 +86,8 @@ class Report:
                     "reason": s.reason,
                     "medium": s.medium,
                     "features": s.features,
+                    "tier": s.tier,
+                    "key": s.key,
                 }
                 for s in self.segments
             ],
@@ -91,7 +101,7 @@ class Report:
         for s in self.segments:
             name = s.kind if s.medium is None else f"{s.kind} {s.medium + 1}"
             seen = f"  [features: {s.features}]" if s.features else ""
-            lines.append(f"  {s.start:>6}-{s.end:<6} {name:<9} {s.status:<8} {s.reason}{seen}")
+            lines.append(f"  {s.start:>6}-{s.end:<6} {name:<9} {s.status:<8} {s.why}{seen}")
         if self.milliseconds:
             stages = (f"{name} {ms:.1f}" for name, ms in self.milliseconds.items())
             lines.append("  ms: " + ", ".join(stages))

@@ -6,6 +6,10 @@ server itself, and the libraries that it needs, are imported only when it starts
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -72,7 +76,7 @@ def serve(
     idle_timeout: Annotated[Size, _option("For idle connections; default 75s.")] = None,
     url_timeout: Annotated[Size, _option("For fetching a picture; default 20s.")] = None,
     url_bytes: Annotated[Size, _option("Fetched for one request; default 64MiB.")] = None,
-    files_budget: Annotated[Size, _option("Uploads in memory; default 512MiB.")] = None,
+    files_budget: Annotated[Size, _option("Bytes of all uploads; default 512MiB.")] = None,
     file_ttl: Annotated[Size, _option("How long uploads last; default 1d.")] = None,
     clip_bytes: Annotated[Size, _option("A video or sound, decoded; default 1GiB.")] = None,
     pdf_dpi: Annotated[int | None, _option("Resolution of PDF pages; default 144.")] = None,
@@ -105,6 +109,11 @@ def serve(
 
 def run(given: dict[str, Any]) -> None:
     """Settings from flags and file to a listening server."""
+    with _ending_at_once():
+        _run(given)
+
+
+def _run(given: dict[str, Any]) -> None:
     _check_libraries()
     from keepsight.server.running import serve as listen
 
@@ -114,6 +123,24 @@ def run(given: dict[str, Any]) -> None:
         raise InputError("which model? write: keepsight serve demo")
     with _loaded(name, settings) as vlm:
         listen(vlm, name, server, lambda port: _say(name, server, port))
+
+
+@contextlib.contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Until the server listens, and again when it has drained, SIGTERM ends the process at once.
+
+    It does so by itself, but not for the first process of a container: for that one a signal that
+    nobody handles is dropped, and it could not be stopped while it loads a model.
+    """
+
+    def end(number: int, frame: object) -> None:
+        os._exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_libraries() -> None:

@@ -91,7 +91,7 @@ def report_table(report: Report) -> Group:
     for s in report.segments:
         name = s.kind if s.medium is None else f"{s.kind} {s.medium + 1}"
         status = Text(s.status, style="green" if s.status == "reused" else "yellow")
-        made.add_row(f"{s.start}-{s.end}", name, status, s.reason, s.features or "")
+        made.add_row(f"{s.start}-{s.end}", name, status, s.why, s.features or "")
     stages = ", ".join(f"{name} {ms:.1f}" for name, ms in report.milliseconds.items())
     lines = [f"ms: {stages}"] if stages else []
     lines += [f"note: {note}" for note in report.notes]

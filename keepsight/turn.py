@@ -47,7 +47,8 @@ class Turn:
         self.milliseconds: dict[str, float] = {}
         self._sources: dict[int, str] = {}
         self._notes: dict[int, str] = {}
-        self._taken_over: list[tuple[int, int, str]] = []  # (from, to, tier) behind the match
+        self._others: set[int] = set()
+        self._taken_over: list[tuple[int, Match]] = []  # (from, what was taken) behind the match
         self.asked: float | None = None  # when the caller asked, where that was before `begin`
         self.generated: list[int] = []
         self.sampler: Sampler | None = None
@@ -105,6 +106,17 @@ class Turn:
             self._find()
         self.milliseconds["match"] -= self.milliseconds.get("load", 0.0)
 
+    def foresee(self) -> Report:
+        """The report of hops 1 and 2, with nothing held, loaded or made more useful by looking."""
+        self.namespace = self._memory.refresh(self._exact, self._tenant)
+        with self._stage("render"):
+            self.prompt = self._render()
+        check_length(self._memory.model, len(self.prompt))
+        with self._stage("match"):
+            self._look()
+            self.match = self._deepest()
+        return self.report()
+
     @property
     def _loose(self) -> bool:
         """Whether snapshots of decoded state may be used, wherever they stand."""
@@ -112,12 +124,9 @@ class Turn:
 
     def _find(self) -> None:
         tree = self._memory.tree
-        self.known = tree.known(self.namespace, self.prompt)
-        self._other = self._known_elsewhere()
+        self._look()
         while True:
-            self.match = tree.match(
-                self.namespace, self.prompt, self._next_cut(), loose=self._loose
-            )
+            self.match = self._deepest()
             tree.hold(self.match.node)
             self._waiting = self.match.node
             with self._stage("load"):
@@ -127,6 +136,14 @@ class Turn:
             tree.release(self.match.node)
             self._waiting = None
         self.cuts = self.prompt.boundaries(self._memory.rule, self.match.length)
+
+    def _look(self) -> None:
+        self.known = self._memory.tree.known(self.namespace, self.prompt)
+        self._other = self._known_elsewhere()
+
+    def _deepest(self) -> Match:
+        tree, cuts = self._memory.tree, self._next_cut()
+        return tree.match(self.namespace, self.prompt, cuts, loose=self._loose)
 
     def from_boundary(self) -> None:
         """Where the whole prompt is remembered, step back to the boundary before its end."""
@@ -210,7 +227,7 @@ class Turn:
     def _catch_up(self, run: Run) -> bool:
         """Whether another turn has come further on this path meanwhile; then go on from there."""
         tree, start = self._memory.tree, run.lane.length
-        match = tree.match(self.namespace, self.prompt, self._next_cut(), loose=self._loose)
+        match = self._deepest()
         begun = run.node.parent is not None
         if match.length <= start or (begun and run.node not in match.node.chain()):
             return False
@@ -221,13 +238,15 @@ class Turn:
                 return False
         with self._stage("restore"):
             self._memory.engine.go_on(run, match)
-        tier = "whole prompt" if match.node.terminal else match.tier
-        self._taken_over.append((start, match.length, tier))
+        self._taken_over.append((start, match))
         return True
 
     def _fetch(self, medium: int) -> Package:
+        shown = self.prompt.media[medium]
+        if medium not in self._sources and self._vision.made_elsewhere(shown):
+            self._others.add(medium)  # asked now: soon the store has ours too
         with self._stage("encode"):
-            package, where = self._vision.package(self.prompt.media[medium])
+            package, where = self._vision.package(shown)
         if medium not in self._sources and where != "tower":
             self._note_making(medium, package)
         self._sources.setdefault(medium, where)
@@ -236,9 +255,8 @@ class Turn:
     def _note_making(self, medium: int, package: Package) -> None:
         """Features may be of another's making, where the caller allows it: the report says so."""
         if elsewhere := self._vision.differences(package):
-            self._notes[medium] = f"features of medium {medium} made elsewhere: {elsewhere}"
-            if package.packed is not None:
-                self._notes[medium] += f"; kept as {package.codec}"
+            kept = "" if package.packed is None else f"; kept as {package.codec}"
+            self._notes[medium] = f"features of medium {medium} made elsewhere: {elsewhere}{kept}"
 
     def _step(self, token: int) -> torch.Tensor:
         if self._run is None:
@@ -277,7 +295,7 @@ class Turn:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were remembered, at first or by the time they were needed."""
-        return self.match.length + sum(end - start for start, end, _ in self._taken_over)
+        return self.match.length + sum(match.length - start for start, match in self._taken_over)
 
     def usage(self) -> Usage:
         """Counts so far."""
@@ -305,31 +323,27 @@ class Turn:
         )
 
     def _segments(self) -> Iterator[Segment]:
-        reasons, reused = self._reasons(), self._reused()
+        reasons, reused = self._reasons(), [(0, self.match), *self._taken_over]
         edges = {0, len(self.prompt), *(start for start, _ in reasons)}
-        edges |= {edge for start, end, _ in reused for edge in (start, end)}
+        edges |= {edge for start, match in reused for edge in (start, match.length)}
         for start, end in itertools.pairwise(sorted(edges)):
-            tier = next((tier for a, b, tier in reused if a <= start and end <= b), None)
-            why = tier or next(r for s, r in reversed(reasons) if s <= start)
+            match = next((m for at, m in reused if at <= start and end <= m.length), None)
+            tier, why = None, next((r for s, r in reversed(reasons) if s <= start), "")
+            if match is not None:
+                tier, why = match.tier, "whole prompt" if match.node.terminal else match.tier
             for a, b, medium in self.prompt.pieces(start, end):
-                yield self._segment(a, b, medium, tier is not None, why)
+                yield self._segment(a, b, medium, tier, why)
 
-    def _reused(self) -> list[tuple[int, int, str]]:
-        """(from, to, tier) of all that was not computed here."""
-        tier = "whole prompt" if self.match.node.terminal else self.match.tier
-        first = [(0, self.match.length, tier)] if self.match.length else []
-        return first + self._taken_over
-
-    def _segment(self, a: int, b: int, medium: int | None, reused: bool, why: str) -> Segment:
-        features = None
-        if medium is not None and not reused:
-            vision = self._vision
-            features = self._sources.get(medium) or vision.where(self.prompt.media[medium])
-            if features == "tower" and vision.made_elsewhere(self.prompt.media[medium]):
+    def _segment(self, a: int, b: int, medium: int | None, tier: str | None, why: str) -> Segment:
+        status = "computed" if tier is None else "reused"
+        if medium is None:
+            return Segment("text", a, b, status, why, tier=tier)
+        its, features = self.prompt.media[medium], None
+        if tier is None:
+            features = self._sources.get(medium) or self._vision.where(its)
+            if features == "tower" and (medium in self._others or self._vision.made_elsewhere(its)):
                 why = "made elsewhere"
-        kind = "text" if medium is None else self.prompt.media[medium].modality
-        status = "reused" if reused else "computed"
-        return Segment(kind, a, b, status, why, medium, features)
+        return Segment(its.modality, a, b, status, why, medium, features, tier, its.key)
 
     def _reasons(self) -> list[tuple[int, str]]:
         """(from token, reason) for what is behind the match, in order."""

@@ -269,8 +269,8 @@ class Vision:
     def _encode(self, medium: Medium) -> Package:
         self.require(medium)
         pixels = self._pixels_of(medium)
-        self._counts["encoded"] += 1
         tensors, container = self._run_tower(pixels)
+        self._counts["encoded"] += 1
         settings = self.namer.settings(medium.modality, must=False)
         package = Package(
             tensors=tensors,

@@ -1,12 +1,17 @@
-"""A live server for tests: the demo model in a thread of its own, on a free port."""
+"""A live server for tests: the demo model in a thread or a process of its own, on a free port."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import os
 import random
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -28,11 +33,11 @@ from keepsight.together import Ticket, Together
 QUESTION = "What is in the picture?"
 
 
-class Live:
-    """A server that listens."""
+class Client:
+    """A server that listens, as its clients see it."""
 
-    def __init__(self, service: Service, server: Server, port: int) -> None:
-        self.service, self.server, self.port = service, server, port
+    def __init__(self, port: int) -> None:
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
     def call(
@@ -67,6 +72,60 @@ class Live:
 
     def raw(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def upload(self, data: bytes, who: dict[str, str] | None = None, **fields: str) -> Any:
+        """Status, JSON, headers of a file sent."""
+        parts = [
+            f'--x\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+            for name, value in {"purpose": "vision", **fields}.items()
+        ]
+        parts.append(
+            b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.png"\r\n\r\n'
+        )
+        body = b"".join([*parts, data, b"\r\n--x--\r\n"])
+        headers = {"content-type": "multipart/form-data; boundary=x", **(who or {})}
+        return self.call("/v1/files", body, "POST", headers)
+
+
+class Live(Client):
+    """A server in a thread of this process."""
+
+    def __init__(self, service: Service, server: Server, port: int) -> None:
+        super().__init__(port)
+        self.service, self.server = service, server
+
+
+class Process(Client):
+    """`keepsight serve` in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        super().__init__(port)
+        self.process = process
+
+    def stop(self, how: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; the exit status."""
+        self.process.send_signal(how)
+        return self.process.wait(120)
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[Process]:
+    """A real server with these flags; what is left of it at the end is killed."""
+    command = [sys.executable, "-m", "keepsight", "serve", "demo", "--port", "0", "--no-log"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, *flags], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://[^:]+:(\d+)", process.stdout.readline())
+        assert found, "the server did not start"
+        yield Process(process, int(found[1]))
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def parsed(data: bytes) -> Any:

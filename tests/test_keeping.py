@@ -84,7 +84,7 @@ def test_delete_means_gone_from_every_tier(name: str, tmp_path: Path) -> None:
         # What stood before the deleted image is still there.
         kept = vlm.explain([*conversation(2), *said()])
         assert kept.cached_tokens > 0
-        assert vlm.delete([picture(1), picture(2)]) > 0  # naming it to explain left its name
+        assert vlm.delete([picture(1), picture(2)]) > 0
         vlm.delete([{"role": "user", "content": "Hello!"}])
         vlm.flush()
         for tier, start in before.items():

@@ -357,6 +357,28 @@ def test_the_memory_shows_pins_and_forgets(opened: Open, server: Live) -> None:
     assert server.call("/v1/cache/images")[1]["data"] == []
 
 
+def test_pictures_that_a_page_has_no_bytes_of_are_pinned_and_deleted(
+    opened: Open, server: Live
+) -> None:
+    opened_before = opened()
+    opened_before.attach(STAR, "star.png")
+    opened_before.ask(DESCRIBE)
+    page = opened()  # a page that was loaded anew knows no picture
+    page.tab.get_by_role("button", name="Memory").click()
+    held = page.tab.locator(".held li")
+    expect(held).to_have_count(1)
+    expect(held).not_to_contain_text("star.png")
+    held.get_by_role("button", name="Pin").click()
+    expect(held).to_contain_text("pinned")
+    [told] = server.call("/v1/cache/images")[1]["data"]
+    assert told["pinned"]
+    held.get_by_role("button", name="Unpin").click()
+    expect(held).not_to_contain_text("pinned")
+    held.get_by_role("button", name="Delete").click()
+    expect(held).to_have_count(0)
+    assert server.call("/v1/cache/images")[1]["data"] == []
+
+
 class Tiered(Scripted):
     """Says of the pictures of a prompt that they come from one tier after the other."""
 
@@ -394,8 +416,20 @@ def test_what_a_store_kept_is_known_in_a_new_server(
             expect(page.tab.locator(".chip .words")).to_have_text(words)
             page.ask(DESCRIBE)
             assert page.said() == STAR.describe()
+            if words != "new":
+                whole = "with the whole prompt, from disk"
+                expect(page.answers.last.locator(".seen .tier")).to_have_text(whole)
+                page.answers.last.locator("summary").click()
+                expect(page.answers.last.locator("tbody tr").first).to_contain_text(
+                    "it was on disk"
+                )
             page.tab.get_by_role("button", name="Memory").click()
             expect(page.tab.locator(".tiers")).to_contain_text("On disk")
+            expect(page.tab.locator(".held li")).to_have_count(1)
+            if words != "new":  # the end of the whole prompt was enough: no features were read
+                expect(page.tab.locator(".held li")).to_contain_text("on disk")
+                page.tab.get_by_role("button", name="Pin").click()
+                expect(page.tab.locator(".held li")).to_contain_text("on disk, pinned")
 
 
 def test_a_tenant_sees_its_own(opened: Open, demo_parts: dict[str, Any]) -> None:

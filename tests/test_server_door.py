@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from server_harness import Live, Scripted, asked, live, png, scene, uri
 
 import keepsight as ks
+from keepsight.report import Piece
 from keepsight.server.config import ApiKey
 
 KEYS = (
@@ -185,13 +188,55 @@ def test_slow_and_half_closed_clients(server: Live) -> None:
         assert idle.recv(10) == b"" and drip.recv(4096)[:10] in (b"", b"HTTP/1.1 4")
 
 
-def test_many_idle_connections(server: Live) -> None:
-    crowd = [server.raw() for _ in range(300)]
-    try:
-        assert server.chat({**user("Hello"), "max_tokens": 1})[0] == 200
-    finally:
-        for connection in crowd:
-            connection.close()
+class Paused(Scripted):
+    """Says its first word, and the others when it may go on."""
+
+    def __init__(self, *pieces: str) -> None:
+        super().__init__(*pieces)
+        self.go_on = threading.Event()
+
+    def _say(self, ticket: Any) -> None:
+        ticket.put(Piece("first ", 0))
+        self.go_on.wait(120)
+        super()._say(ticket)
+
+
+def _may_open(files: int) -> None:
+    """Raise this process's limit of open files as far as needed; skip where it cannot be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < files:
+        pytest.skip(f"needs {files} open files; the hard limit here is {hard}")
+    if soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def test_thousands_of_idle_connections_hold_up_nobody(vlm: Any) -> None:
+    _may_open(2 * 2000 + 500)  # both ends are in this process
+    script = Paused("second ", "third")
+    with live(vlm, script) as server:
+        body = json.dumps({"model": "demo", **user("x"), "stream": True}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        head += b"Content-Type: application/json\r\nContent-Length: "
+        stream, crowd = server.raw(), []
+        stream.sendall(head + str(len(body)).encode() + b"\r\nConnection: close\r\n\r\n" + body)
+        said = b""
+        try:
+            while b"first" not in said:
+                more = stream.recv(4096)
+                assert more, said
+                said += more
+            crowd = [server.raw() for _ in range(2000)]
+            assert server.call("/health")[0] == 200
+            assert len(server.server.server_state.connections) > 2000, "all are in"
+            script.go_on.set()
+            assert server.chat(user("y"))[0] == 200
+            while data := stream.recv(4096):
+                said += data
+        finally:
+            for connection in (stream, *crowd):
+                connection.close()
+    words = [said.index(word) for word in (b"first ", b"second ", b"third", b"[DONE]")]
+    assert words == sorted(words)
 
 
 def test_nonsense_instead_of_http(server: Live) -> None:

@@ -6,20 +6,27 @@ keys that is everyone who can reach it, with keys an administrator's.
 
 from __future__ import annotations
 
+import functools
+import heapq
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from keepsight import keeping
+from keepsight.errors import StoreError
 from keepsight.report import Report
 from keepsight.server.limits import Caller
-from keepsight.server.problems import ApiError
+from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.schema import Message, Name, Pixels, Rendering, Strict
 from keepsight.server.service import Service, tools_of, visit_of
 from keepsight.server.wire import report_of, unless_gone
+from keepsight.store import Entry
 
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+_MOST = 1000  # pictures of a store that are listed
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ResetRequest(Strict):
@@ -31,10 +38,12 @@ class ResetRequest(Strict):
 
 
 class HeldRequest(Strict):
-    """What to keep or to remove: a conversation, or with `pictures_only` the pictures in it."""
+    """What to keep or to remove: a conversation, with `pictures_only` the pictures in it, or
+    `images` by the keys that reports and `/v1/cache/images` tell."""
 
     model: Name
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    images: Annotated[list[Key] | None, Field(min_length=1, max_length=1000)] = None
     pictures_only: bool = False
     max_pixels: Pixels | None = None
     cache_salt: Salt | None = None
@@ -71,31 +80,49 @@ def _add_reports(router: APIRouter, service: Service) -> None:
 def _add_held(router: APIRouter, service: Service) -> None:
     @router.get("/v1/cache/images", operation_id="cache_images")
     async def images(
-        request: Request, cache_salt: Annotated[Salt | None, Query()] = None
+        request: Request,
+        cache_salt: Annotated[Salt | None, Query()] = None,
+        stored: bool = False,
     ) -> dict[str, Any]:
-        """The pictures whose features are in memory, by key, for one tenant."""
-        tenant = visit_of(request).who().salted(cache_salt)
-        held = await service.desk.work(lambda: _held(service, tenant))
-        return {"object": "list", "data": held}
+        """The pictures whose features are in memory, by key, for one tenant; with `stored` also
+        those that only the store has, the last used first, at most a thousand of them."""
+        tenant = visit_of(request).who().salted(cache_salt) or service.vlm.tenant
+
+        def work() -> list[dict[str, Any]]:
+            held = _held(service, tenant)
+            return held + (_stored(service, tenant, held) if stored else [])
+
+        return {"object": "list", "data": await service.desk.work(work)}
 
     @router.post("/v1/cache/pin", operation_id="cache_pin")
     async def pin(body: PinRequest, request: Request) -> dict[str, Any]:
-        """Keep pictures, or a whole conversation; what is not there yet is computed."""
+        """Keep pictures, or a whole conversation. Of messages, what is not there yet is computed;
+        a picture that is named by its key must be remembered."""
 
         def keep(what: Any, whose: dict[str, str]) -> None:
             if body.pinned and not body.pictures_only:  # in turn with others, not at their cost
                 service.desk.prepare(what, **whose)
             service.vlm.pin(what, body.pinned, **whose)
 
-        told = await _on_held(service, body, request, keep)
-        return {"object": "cache.pin", "pinned": body.pinned, "images": told[1]}
+        if body.images is not None:
+            work = functools.partial(_pin_images, service, pinned=body.pinned)
+            keys = (await _on_images(service, body, body.images, request, work))[1]
+        else:
+            keys = (await _on_held(service, body, request, keep))[1]
+        return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 
     @router.post("/v1/cache/delete", operation_id="cache_delete")
     async def delete(body: HeldRequest, request: Request) -> dict[str, Any]:
         """Remove pictures, or a whole conversation, and all that was computed from them."""
-        told = await _on_held(
-            service, body, request, lambda what, whose: service.vlm.delete(what, **whose)
-        )
+
+        def forget(what: Any, whose: dict[str, str]) -> int:
+            return service.vlm.delete(what, **whose)
+
+        if body.images is not None:
+            work = functools.partial(_delete_images, service)
+            told = await _on_images(service, body, body.images, request, work)
+        else:
+            told = await _on_held(service, body, request, forget)
         return {"object": "cache.delete", "bytes_freed": told[0], "images": told[1]}
 
 
@@ -111,7 +138,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
 
         def work() -> dict[str, Any]:
             told = service.vlm.stats() if everyone else service.vlm.stats(whose or None)
-            files = [len(f.data) for f in service.files.of(caller.tenant)]
+            files = [f.nbytes for f in service.files.of(caller.tenant)]
             told["files"] = {"bytes": sum(files), "files": len(files)}
             if everyone:
                 told["scheduler"] = service.desk.together.stats()
@@ -131,6 +158,19 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         await service.desk.work(lambda: service.vlm.clear(store=body.store, tenant=whose))
         return {"object": "cache.reset", "everyone": whose is None}
 
+    @router.post("/v1/cache/flush", operation_id="cache_flush")
+    async def flush(request: Request) -> dict[str, Any]:
+        """Answer when all that was remembered so far is on the disk, so that no crash takes it; an
+        error says what is not. It is of everybody, so with API keys it is an administrator's."""
+        if not visit_of(request).who().admin:
+            raise ApiError(403, "flushing is of everybody: it needs an administrator's key")
+        stored = service.vlm._store is not None
+        try:
+            await service.desk.work(service.vlm.flush)
+        except StoreError as error:
+            raise ApiError(503, str(error), code="not_written") from error
+        return {"object": "cache.flush", "stored": stored}
+
 
 def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
     if body.everyone and not caller.admin:
@@ -145,6 +185,8 @@ async def _on_held(
     service: Service, body: HeldRequest, request: Request, act: Callable[..., Any]
 ) -> tuple[Any, list[str]]:
     """Do something to what a request speaks of; the result, and the keys of its pictures."""
+    if body.messages is None:
+        raise invalid("messages", "give messages, or images by their keys")
     visit = visit_of(request)
     caller = visit.who()
     fields = ("model", "messages", "max_pixels", "cache_salt")
@@ -166,6 +208,50 @@ async def _on_held(
     return await unless_gone(request, work(), visit)
 
 
+async def _on_images(
+    service: Service,
+    body: HeldRequest,
+    images: list[str],
+    request: Request,
+    act: Callable[[list[str], str], int],
+) -> tuple[int, list[str]]:
+    """Do something to pictures that are named by their keys; the result, and the keys."""
+    if body.messages is not None:
+        raise invalid("images", "give either images by their keys, or messages")
+    for name, given in (("pictures_only", body.pictures_only), ("max_pixels", body.max_pixels)):
+        if given:
+            raise refused(name, "goes with messages; a key already names one picture")
+    service.subject.check_name(body.model)
+    caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
+    whose = caller.salted(body.cache_salt) or service.vlm.tenant
+
+    def work() -> tuple[int, list[str]]:
+        with service.vlm._lock:
+            return act(keys, whose), keys
+
+    return await service.desk.work(work)
+
+
+def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
+    for key in keys:  # all of them first: what is refused has changed nothing
+        if not keeping.is_known(service.vlm, key, tenant):
+            raise ApiError(
+                404,
+                f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
+                "messages, or a key that /v1/cache/images tells",
+                param="images",
+                code="image_not_found",
+            )
+    for key in keys:
+        keeping.pin_image(service.vlm, key, pinned, tenant)
+    return len(keys)
+
+
+def _delete_images(service: Service, keys: list[str], tenant: str) -> int:
+    """A key of which nothing is remembered is as gone as one of which something was."""
+    return sum(keeping.delete_image(service.vlm, key, tenant) for key in keys)
+
+
 def _media_in(messages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     """(kind, medium) for each medium of gathered messages."""
     for message in messages:
@@ -176,7 +262,7 @@ def _media_in(messages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 def _keys(service: Service, messages: list[dict[str, Any]], tenant: str) -> list[str]:
     """The key of each medium, which is what /v1/cache/images calls it."""
-    vlm = service.vlm
+    vlm, tenant = service.vlm, tenant or service.vlm.tenant
     with vlm._lock:
         vlm.memory.refresh(tenant=tenant)
         vision = vlm.memory.vision_of(tenant)
@@ -195,9 +281,35 @@ def _held(service: Service, tenant: str) -> list[dict[str, Any]]:
             "tokens": package.tokens,
             "bytes": sum(tensor.nbytes for tensor in package.tensors.values()),
             "pinned": pinned,
+            "tier": "memory",
         }
         for package, pinned in held
     ]
+
+
+def _stored(service: Service, tenant: str, held: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What only the store has. Its books do not know tokens and kinds, and no file is opened."""
+    store = service.vlm.memory.store_of(tenant)
+    if store is None:
+        return []
+    nearer = {row["key"] for row in held}
+    entries = (e for e in store.entries() if e.kind == "package" and e.media)
+    newest = heapq.nlargest(_MOST, (e for e in entries if e.media[0] not in nearer), _used)
+    return [
+        {
+            "key": entry.media[0],
+            "kind": None,
+            "tokens": None,
+            "bytes": entry.nbytes,
+            "pinned": entry.pinned,
+            "tier": store.tier("package", entry.key),
+        }
+        for entry in newest
+    ]
+
+
+def _used(entry: Entry) -> float:
+    return entry.used
 
 
 async def _reported(
@@ -214,11 +326,7 @@ async def _reported(
         if body.tools:
             options["tools"] = tools_of(body.tools)
         report: Report = await service.desk.work(lambda: call(messages, **options))
-        told = report_of(report)
-        keys = await service.desk.work(lambda: _keys(service, messages, tenant))
-        for image in told["images"]:
-            image["key"] = keys[image["image"]]
-        return {"object": "cache.report", "model": body.model, "report": told}
+        return {"object": "cache.report", "model": body.model, "report": report_of(report)}
 
     return await unless_gone(request, work(), visit)
 

@@ -116,7 +116,7 @@ class Gatherer:
         if (file.file_id is None) == (file.file_data is None):
             raise invalid(f"{place}.file", f"{place}: give either file_id or file_data")
         if file.file_id is not None:
-            data = self.files.get(self.tenant, file.file_id, f"{place}.file.file_id").data
+            data = self.files.read(self.tenant, file.file_id, f"{place}.file.file_id")
         else:
             data = _decoded(file.file_data or "", f"{place}.file.file_data")
         return self._pictures(data, self._cap(part.detail, part.max_pixels), place)
@@ -155,7 +155,7 @@ class Gatherer:
                 self._fetched[url] = fetcher.fetch(sound(url, place))
             return self._fetched[url]
         if url.startswith("file-"):
-            return self.files.get(self.tenant, url, place).data
+            return self.files.read(self.tenant, url, place)
         return self._local(sound(url, place), place)
 
     def _local(self, url: str, place: str) -> bytes:

@@ -1,28 +1,31 @@
 """Uploaded files: sent once, meant by an id in any later request of the same tenant.
 
 An id is a digest of the content under its tenant, so the same file sent twice is one file, and what
-another tenant holds looks exactly like what nobody holds. Files are kept in memory, within a
-budget, until they expire: people's pictures are not written to disk.
+another tenant holds looks exactly like what nobody holds. Files are kept within a budget until they
+expire: in memory, or in the folder of a store where one was named, so that an id is good after a
+restart too. People's pictures are not written to disk otherwise.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from keepsight import keys
 from keepsight.server.problems import ApiError, invalid
+from keepsight.store.layout import CLOCK_SLACK
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One file of one tenant. Times are seconds since 1970, as OpenAI has them."""
+    """What is known of one file of one tenant. Times are seconds since 1970, as OpenAI has them."""
 
     id: str
-    tenant: str
-    data: bytes
+    owner: str  # the digest of the tenant
+    nbytes: int
     filename: str
     purpose: str
     created_at: int
@@ -33,7 +36,7 @@ class Upload:
         return {
             "id": self.id,
             "object": "file",
-            "bytes": len(self.data),
+            "bytes": self.nbytes,
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             "filename": self.filename,
@@ -41,14 +44,90 @@ class Upload:
             "status": "processed",
         }
 
+    def over(self, now: float) -> bool:
+        """Whether it may no longer be used. One that was sent later than now has a clock that
+        jumped, and would live longer than anyone meant."""
+        return not now < self.expires_at or self.created_at > now + CLOCK_SLACK
+
+
+class Contents(Protocol):
+    """Where the bytes of files lie."""
+
+    def known(self) -> Iterable[Upload]:
+        """The files that are there from before."""
+
+    def look(self, owner: str, file_id: str) -> Upload | None:
+        """A file that somebody else put there meanwhile; None where there is none."""
+
+    def write(self, upload: Upload, data: bytes) -> None:
+        """Keep the bytes of a file: whole, or not at all."""
+
+    def read(self, upload: Upload) -> bytes | None:
+        """The bytes; None where they are gone, or are not what the id says."""
+
+    def remove(self, upload: Upload) -> None:
+        """Let go of the bytes."""
+
+    def tidy(self) -> None:
+        """Remove what broken-off writes have left."""
+
+
+class InMemory:
+    """The bytes of files in memory alone."""
+
+    def __init__(self) -> None:
+        self._data: dict[tuple[str, str], tuple[Upload, bytes]] = {}
+
+    def known(self) -> Iterable[Upload]:
+        """All that were written; none in the beginning."""
+        return [upload for upload, _ in list(self._data.values())]
+
+    def look(self, owner: str, file_id: str) -> Upload | None:
+        """None: nobody else writes here."""
+        return None
+
+    def write(self, upload: Upload, data: bytes) -> None:
+        """Keep the bytes."""
+        self._data[upload.owner, upload.id] = upload, data
+
+    def read(self, upload: Upload) -> bytes | None:
+        """The bytes."""
+        found = self._data.get((upload.owner, upload.id))
+        return None if found is None else found[1]
+
+    def remove(self, upload: Upload) -> None:
+        """Let go of the bytes."""
+        self._data.pop((upload.owner, upload.id), None)
+
+    def tidy(self) -> None:
+        """Nothing is left by anybody."""
+
+
+def owner_of(tenant: str) -> str:
+    """The digest that files know their tenant by: no name of a person becomes one of a folder."""
+    return keys.digest("owner of uploads", tenant)
+
+
+def id_of(tenant: str, data: bytes) -> str:
+    """The id of some content under a tenant."""
+    return f"file-{keys.digest('uploaded file', owner_of(tenant), data)}"
+
 
 class Files:
-    """All uploads, of all tenants, under one lock."""
+    """All uploads, of all tenants. Writing takes turns; reading waits for no write."""
 
-    def __init__(self, budget: int, ttl: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        budget: int,
+        ttl: float,
+        clock: Callable[[], float] = time.time,
+        contents: Contents | None = None,
+    ) -> None:
         self.budget, self._ttl, self._clock = budget, ttl, clock
-        self._files: dict[tuple[str, str], Upload] = {}
-        self._lock = threading.Lock()
+        self._contents: Contents = InMemory() if contents is None else contents
+        self._files = {(f.owner, f.id): f for f in self._contents.known()}
+        self._lock = threading.Lock()  # of the list alone
+        self._writing = threading.Lock()  # of whoever adds or removes
 
     def put(
         self,
@@ -62,22 +141,27 @@ class Files:
         """Keep a file. One that is there already is kept as long as the new one would be."""
         if not data:
             raise invalid("file", "the file is empty")
-        now = self._clock()
+        now, owner, file_id = self._clock(), owner_of(tenant), id_of(tenant, data)
         until = int(now + (self._ttl if ttl is None else min(ttl, self._ttl)))
-        file_id = f"file-{keys.digest('uploaded file', tenant, data)}"
-        new = Upload(file_id, tenant, data, name[:255] or "file", purpose, int(now), until)
-        with self._lock:
-            self._drop_expired(now)
-            old = self._files.get((tenant, file_id))
+        name = name[:255] or "file"
+        new = Upload(file_id, owner, len(data), name, purpose, int(now), until)
+        with self._writing:
+            self._drop_expired()
+            old = self._find(owner, file_id)
             if old is not None:
                 new = replace(old, expires_at=max(old.expires_at, until))
             else:
-                self._check_room(tenant, len(data), quota)
-            self._files[tenant, file_id] = new
+                self._check_room(owner, len(data), quota)
+            try:
+                self._contents.write(new, data)
+            except OSError as error:
+                raise _not_kept(error) from error
+            with self._lock:
+                self._files[owner, file_id] = new
         return new
 
-    def _check_room(self, tenant: str, size: int, quota: int | None) -> None:
-        own = sum(len(f.data) for f in self._files.values() if f.tenant == tenant)
+    def _check_room(self, owner: str, size: int, quota: int | None) -> None:
+        own = sum(f.nbytes for f in self._all() if f.owner == owner)
         if quota is not None and own + size > quota:
             raise ApiError(
                 413,
@@ -98,36 +182,113 @@ class Files:
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(len(f.data) for f in self._files.values())
+        return sum(f.nbytes for f in self._all())
 
     def get(self, tenant: str, file_id: str, param: str | None = None) -> Upload:
         """A file of this tenant; anything else is unknown, whoever else may have it."""
-        with self._lock:
-            self._drop_expired(self._clock())
-            found = self._files.get((tenant, file_id))
+        found = self._find(owner_of(tenant), file_id)
         if found is None:
-            raise ApiError(
-                404,
-                f"no such file: {file_id[:100]!r}; it was never uploaded here, was deleted, or has "
-                "expired",
-                param=param,
-                code="file_not_found",
-            )
+            raise _unknown(file_id, param)
         return found
+
+    def read(self, tenant: str, file_id: str, param: str | None = None) -> bytes:
+        """The bytes of a file of this tenant, the very ones that were sent."""
+        found = self.get(tenant, file_id, param)
+        data = self._contents.read(found)
+        if data is None:  # out of reach now, or removed by another process
+            with self._lock:
+                self._files.pop((found.owner, found.id), None)
+        elif id_of(tenant, data) == found.id:
+            return data
+        else:  # the id is a digest of the bytes: these were never sent
+            with self._writing:
+                self._remove(found)
+        raise _unknown(file_id, param)
 
     def of(self, tenant: str) -> list[Upload]:
         """The files of a tenant, newest first."""
-        with self._lock:
-            self._drop_expired(self._clock())
-            own = [f for f in self._files.values() if f.tenant == tenant]
+        owner, now = owner_of(tenant), self._clock()
+        own = [f for f in self._all() if f.owner == owner and not f.over(now)]
         return sorted(own, key=lambda f: (-f.created_at, f.id))
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Remove a file."""
-        self.get(tenant, file_id)
-        with self._lock:
-            self._files.pop((tenant, file_id), None)
+        """Remove a file, wherever it lies."""
+        with self._writing:
+            found = self.get(tenant, file_id)
+            try:
+                self._remove(found)
+            except OSError as error:
+                raise _not_kept(error) from error
 
-    def _drop_expired(self, now: float) -> None:
-        for key in [k for k, f in self._files.items() if f.expires_at <= now]:
-            del self._files[key]
+    def sweep(self) -> None:
+        """Remove what has expired, also where nobody asks for anything any more."""
+        with self._writing:
+            self._learn()
+            failed = self._drop_expired()
+            self._contents.tidy()
+        if failed is not None:
+            raise failed
+
+    def _learn(self) -> None:
+        """What others who share the folder have put there, kept longer or removed."""
+        there = {(f.owner, f.id): f for f in self._contents.known()}
+        with self._lock:
+            self._files = there
+
+    def _all(self) -> list[Upload]:
+        with self._lock:
+            return list(self._files.values())
+
+    def _find(self, owner: str, file_id: str) -> Upload | None:
+        with self._lock:
+            found = self._files.get((owner, file_id))
+        if found is None or found.over(self._clock()):  # another server may keep it, or longer
+            found = self._contents.look(owner, file_id)
+            if found is not None:
+                with self._lock:
+                    self._files[owner, file_id] = found
+        return None if found is None or found.over(self._clock()) else found
+
+    def _drop_expired(self) -> OSError | None:
+        """Remove what is over; the error, where a disk refuses. It is tried again then."""
+        now, failed = self._clock(), None
+        for upload in self._all():
+            try:
+                if upload.over(now) and not self._kept_longer(upload, now):
+                    self._remove(upload)
+            except OSError as error:
+                failed = error
+        return failed
+
+    def _kept_longer(self, upload: Upload, now: float) -> bool:
+        """Whether another server that shares the folder was told to keep a file for longer."""
+        there = self._contents.look(upload.owner, upload.id)
+        if there is None or there.over(now):
+            return False
+        with self._lock:
+            self._files[there.owner, there.id] = there
+        return True
+
+    def _remove(self, upload: Upload) -> None:
+        self._contents.remove(upload)
+        with self._lock:
+            self._files.pop((upload.owner, upload.id), None)
+
+
+def _unknown(file_id: str, param: str | None) -> ApiError:
+    return ApiError(
+        404,
+        f"no such file: {file_id[:100]!r}; it was never uploaded here, was deleted, or has expired",
+        param=param,
+        code="file_not_found",
+    )
+
+
+def _not_kept(error: OSError) -> ApiError:
+    return ApiError(
+        503,
+        f"the disk of this server refused ({error.strerror or 'no reason given'}); nothing was "
+        "changed. Try again later, or send pictures as data URIs",
+        param="file",
+        code="files_unavailable",
+    )

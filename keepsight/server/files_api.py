@@ -1,7 +1,7 @@
 """`/v1/files`: send a picture or a PDF once, and mean it by its id from then on.
 
 Uploads are parsed in memory: the parser's own way, a temporary file for what is large, would write
-people's pictures to disk.
+people's pictures to disk, where nobody named a place for them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def routes(service: Service) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     ) -> dict[str, Any]:
         """The files of this key, newest first."""
-        own = [f for f in files.of(visit_of(request).who().tenant) if purpose in (None, f.purpose)]
+        tenant = visit_of(request).who().tenant
+        found: list[Upload] = await service.desk.work(lambda: files.of(tenant))
+        own = [f for f in found if purpose in (None, f.purpose)]
         if after is not None:
             spots = [i for i, f in enumerate(own) if f.id == after]
             if not spots:
@@ -84,10 +86,19 @@ def routes(service: Service) -> APIRouter:
         told = [f.told() for f in own[:limit]]
         return {"object": "list", "data": told, "has_more": len(own) > limit, **ends}
 
+    _add_one(router, service)
+    return router
+
+
+def _add_one(router: APIRouter, service: Service) -> None:
+    files = service.files
+
     @router.get("/v1/files/{file_id}", operation_id="file")
     async def one(file_id: str, request: Request) -> dict[str, object]:
         """What is known of a file."""
-        return files.get(visit_of(request).who().tenant, file_id, "file_id").told()
+        tenant = visit_of(request).who().tenant
+        found: Upload = await service.desk.work(lambda: files.get(tenant, file_id, "file_id"))
+        return found.told()
 
     @router.get(
         "/v1/files/{file_id}/content",
@@ -97,17 +108,17 @@ def routes(service: Service) -> APIRouter:
     )
     async def content(file_id: str, request: Request) -> Response:
         """The bytes of a file."""
-        found = files.get(visit_of(request).who().tenant, file_id, "file_id")
+        tenant = visit_of(request).who().tenant
+        data: bytes = await service.desk.work(lambda: files.read(tenant, file_id, "file_id"))
         headers = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
-        return Response(found.data, media_type="application/octet-stream", headers=headers)
+        return Response(data, media_type="application/octet-stream", headers=headers)
 
     @router.delete("/v1/files/{file_id}", operation_id="delete_file")
     async def delete(file_id: str, request: Request) -> dict[str, object]:
         """Forget a file. What was computed from it is forgotten with /v1/cache/reset."""
-        files.delete(visit_of(request).who().tenant, file_id)
+        tenant = visit_of(request).who().tenant
+        await service.desk.work(lambda: files.delete(tenant, file_id))
         return {"id": file_id, "object": "file", "deleted": True}
-
-    return router
 
 
 async def _form(request: Request) -> FormData:

@@ -27,7 +27,10 @@ from keepsight.together import Together
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
+logger = logging.getLogger("keepsight.server")
+
 _POLL = 0.05
+_SWEEP = 30.0  # seconds
 _HEADERS = 64 << 10  # bytes of a request's head
 
 
@@ -75,13 +78,24 @@ class Server(uvicorn.Server):
     async def main_loop(self) -> None:
         """Until a signal; then until nothing runs any more, or time is over."""
         closing: asyncio.Task | None = None
+        sweeping = asyncio.create_task(self._sweep_now_and_then())
         while not self.should_exit:
             await self.on_tick(0)
             if self._service.draining and closing is None:
                 closing = asyncio.create_task(self._close_soon())
             await asyncio.sleep(_POLL)
+        sweeping.cancel()
         if closing is not None:
             closing.cancel()
+
+    async def _sweep_now_and_then(self) -> None:
+        """What has expired is removed on time, also from a disk, where nobody asks for it."""
+        while True:
+            try:
+                await self._service.desk.work(self._service.files.sweep)
+            except OSError as error:
+                logger.warning("uploads that have expired cannot be removed: %s", error)
+            await asyncio.sleep(_SWEEP)
 
     async def _close_soon(self) -> None:
         with contextlib.suppress(TimeoutError):

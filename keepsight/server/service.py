@@ -27,6 +27,7 @@ from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.sampling import sampling
 from keepsight.server.subject import Subject
+from keepsight.server.uploads import contents_for
 from keepsight.together import Together
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class Service:
         self.vlm, self.config = vlm, config
         self.subject = Subject(vlm, config.model_name or name)
         self.desk = Desk(together)
-        self.files = Files(config.bytes("files_budget"), config.seconds("file_ttl"))
+        contents = contents_for(vlm._store)
+        self.files = Files(
+            config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
+        )
         self.callers = Callers(config.keys)
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)

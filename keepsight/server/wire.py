@@ -94,7 +94,9 @@ def timings(end: End) -> dict[str, float | int]:
     stages, usage = end.report.milliseconds, end.usage
     queued = stages.get("queued", 0.0)
     prompt_ms = max(stages.get("first_token", 0.0) - queued, 0.0)
-    predicted_ms = max(1e3 * end.seconds - stages.get("first_token", 0.0), 0.0)
+    # Two clocks: on a busy machine the first may have run as long as the whole answer.
+    after_first = 1e3 * end.seconds - stages.get("first_token", 0.0)
+    predicted_ms = max(after_first, stages.get("decode", 0.0))
     prompt_n = usage.prompt_tokens - usage.cached_tokens
     return {
         "cache_n": usage.cached_tokens,
@@ -119,8 +121,10 @@ def report_of(report: Report) -> dict[str, Any]:
         if segment.medium is None:
             continue
         image = images.setdefault(
-            segment.medium, {"image": segment.medium, "kind": segment.kind, "tokens": 0}
+            segment.medium,
+            {"image": segment.medium, "kind": segment.kind, "key": segment.key, "tokens": 0},
         )
         image["tokens"] += segment.tokens
-        image |= {"status": segment.status, "reason": segment.reason, "features": segment.features}
+        for name in ("status", "reason", "features", "tier"):
+            image[name] = getattr(segment, name)
     return {**report.to_dict(), "images": [images[number] for number in sorted(images)]}

@@ -24,6 +24,7 @@ from keepsight.store.catalogue import GOING, NAME, THERE, WRITING, Catalogue
 from keepsight.store.contract import About, Entry
 from keepsight.store.folder import Folder
 from keepsight.store.layout import Place
+from keepsight.store.patience import is_busy, opened
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class Book:
                 try:
                     return work(self._open())
                 except _DAMAGE as error:
-                    if final or _is_busy(error):
+                    if final or is_busy(error):
                         raise StoreError(f"{self._path}: {error}") from error
                     self._replace(error)
         raise StoreError(f"{self._path}: not usable")
@@ -125,11 +126,11 @@ class Book:
             if status is not None and not stat.S_ISREG(status.st_mode):
                 self.folder.set_aside(NAME + suffix)  # a link would lead out of the store
         try:
-            made = Catalogue(self.folder.path(NAME))
+            made = opened(self.folder.path(NAME))
             status = self.folder.status(NAME)
             _settle(made, self.folder)
         except (sqlite3.OperationalError, OSError) as error:
-            if _is_busy(error):
+            if is_busy(error):
                 raise
             self._warn(error)
             return self._open_in_memory(_AGAIN)
@@ -181,7 +182,7 @@ class Book:
             with self._lock:
                 return self._open().is_sound()
         except _DAMAGE as error:
-            if _is_busy(error):
+            if is_busy(error):
                 raise StoreError(f"{self._path}: {error}") from error
             return False
 
@@ -390,7 +391,3 @@ def _left_alone(catalogue: Catalogue, gone: list[Place]) -> list[Place]:
 
 def _raise_floor(catalogue: Catalogue, worst: float) -> None:
     catalogue.set_fact("floor", max(worst, catalogue.fact("floor")))
-
-
-def _is_busy(error: Exception) -> bool:
-    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)

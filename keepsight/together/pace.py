@@ -62,7 +62,9 @@ class Sizes:
                 self.column += count
             else:
                 self.state += count * (window if ".keys." in name or ".values." in name else 1)
-        weights: int = sum(p.nbytes for p in model.get_decoder().parameters())
+        exported: Any = getattr(model, "exported", None)
+        held = sum(p.nbytes for p in model.get_decoder().parameters())
+        weights: int = held if exported is None else exported.decoder_bytes
         # A pass reads all weights once, whoever takes part in it.
         self.pass_: int = _OVERHEAD + weights
 

@@ -4,8 +4,7 @@ import { call, text } from "./api.js";
 import { gauge, history } from "./chart.js";
 import { announce, button, bytes, el, plural } from "./dom.js";
 import { behind, thumbnail } from "./pictures.js";
-
-const pinned = new Map(); // key -> whether this page pinned it, for servers that do not say
+import { TIERS } from "./tiers.js";
 
 /** The view in `room`. `about`: model(), answers() -> [{prompt, cached}]. */
 export function memoryView(room, about) {
@@ -18,7 +17,7 @@ export function memoryView(room, about) {
 
   async function draw() {
     try {
-      const [stats, images, counted] = await Promise.all([call("v1/cache/stats"), call("v1/cache/images"), counters()]);
+      const [stats, images, counted] = await Promise.all([call("v1/cache/stats"), call("v1/cache/images?stored=true"), counters()]);
       const focused = document.activeElement?.dataset?.focus;
       room.replaceChildren(head(), trouble, tiers(stats), hits(counted), held(images.data));
       if (focused) room.querySelector(`[data-focus="${focused}"]`)?.focus();
@@ -47,7 +46,6 @@ export function memoryView(room, about) {
 
   async function forgetAll() {
     await call("v1/cache/reset", {});
-    pinned.clear();
   }
 
   function hits(counted) {
@@ -64,30 +62,23 @@ export function memoryView(room, about) {
 
   function item(image) {
     const known = behind(image.key);
-    const label = known ? known.picture.label(known.page) : `${image.kind} ${image.key.slice(0, 8)}`;
-    const kept = image.pinned ?? pinned.get(image.key) ?? false;
-    const size = `${plural(image.tokens, "token")}, ${bytes(image.bytes)}${kept ? ", pinned" : ""}`;
+    const label = known ? known.picture.label(known.page) : `${image.kind ?? "picture"} ${image.key.slice(0, 8)}`;
+    const size = [image.tokens === null ? null : plural(image.tokens, "token"), bytes(image.bytes),
+      image.tier === "memory" ? null : TIERS[image.tier]?.where, image.pinned ? "pinned" : null].filter(Boolean).join(", ");
     return el("li", {}, thumbnail(known?.picture, known?.page),
       el("span", { class: "name", text: label }), el("span", { class: "small", text: size }),
-      known ? tools(image.key, known.picture, kept) : null);
+      tools(image, label));
   }
 
-  function tools(key, picture, kept) {
-    const name = picture.name;
-    const pin = button(kept ? "Unpin" : "Pin", () => act(`${name} ${kept ? "unpinned" : "pinned"}`, async () => {
-      const told = await send("v1/cache/pin", picture, { pinned: !kept });
-      told.images.forEach((one) => pinned.set(one, !kept));
-    }), { "aria-label": `${kept ? "Unpin" : "Pin"} ${name}`, "data-focus": `pin-${key}` });
-    const forget = button("Delete", () => act(`${name} deleted`, async () => {
-      const told = await send("v1/cache/delete", picture, {});
-      told.images.forEach((one) => pinned.delete(one));
-    }), { "aria-label": `Delete ${name} from the memory`, "data-focus": `delete-${key}` });
+  /** By its key, so also what another page brought, or this one before it was loaded again. */
+  function tools({ key, pinned }, name) {
+    const send = (path, more) => call(path, { model: about.model(), images: [key], ...more });
+    const word = pinned ? "Unpin" : "Pin";
+    const pin = button(word, () => act(`${name} ${word.toLowerCase()}ned`, () => send("v1/cache/pin", { pinned: !pinned })),
+      { "aria-label": `${word} ${name}`, "data-focus": `pin-${key}` });
+    const forget = button("Delete", () => act(`${name} deleted`, () => send("v1/cache/delete", {})),
+      { "aria-label": `Delete ${name} from the memory`, "data-focus": `delete-${key}` });
     return el("span", { class: "row" }, pin, forget);
-  }
-
-  async function send(path, picture, more) {
-    const messages = [{ role: "user", content: [await picture.part()] }];
-    return call(path, { model: about.model(), messages, pictures_only: true, ...more });
   }
 
   return { draw };

@@ -43,13 +43,16 @@ function numbers(told) {
 function pictureRow(images, pictures) {
   const items = images.map((image) => {
     const tier = tierOf(image);
-    const words = image.reason === "whole prompt" ? "with the whole prompt" : TIERS[tier].from;
+    const words = image.reason === "whole prompt" ? wholePrompt(tier) : TIERS[tier].from;
     const { picture, page } = pictures[image.image] ?? {};
     return el("li", { class: `seen ${tier}`, title: `${image.tokens} tokens; ${image.status}: ${image.reason}` },
       thumbnail(picture, page), el("span", { class: "tier", text: words }));
   });
   return el("ul", { class: "pictures", "aria-label": "Pictures, and where each came from" }, ...items);
 }
+
+/** Where the end of the very same prompt lay; memory goes without saying. */
+const wholePrompt = (tier) => (tier === "memory" ? "with the whole prompt" : `with the whole prompt, ${TIERS[tier].from}`);
 
 function reasons(told, pictures) {
   const { report } = told;
@@ -67,6 +70,7 @@ function segmentRow(segment, pictures) {
   const because = el("td", { text: segment.reason });
   const gloss = GLOSSES.find(([pattern]) => pattern.test(segment.reason))?.[1];
   if (gloss) because.append(el("span", { class: "gloss", text: gloss }));
+  if (segment.tier in TIERS && segment.tier !== segment.reason) because.append(el("span", { class: "gloss", text: `it was ${TIERS[segment.tier].where}` }));
   if (segment.features) because.append(el("span", { class: "gloss", text: `features: ${segment.features}` }));
   return el("tr", { class: segment.status }, el("td", { class: "part", text: what }),
     el("td", { class: "number", text: `${segment.start}–${segment.end}` }),

@@ -9,8 +9,8 @@ export const TIERS = {
 };
 
 /** Where a picture's part of a prompt comes from, by what a report says of it. */
-export function tierOf({ status, reason, features }) {
-  const tier = status === "reused" ? reason : features;
+export function tierOf({ status, reason, features, tier: lay }) {
+  const tier = status === "reused" ? (lay ?? reason) : features;
   if (tier in TIERS) return tier;
   return status === "reused" ? "memory" : "computed";
 }

@@ -1,0 +1,152 @@
+"""Uploaded files in the folder of a store, so that their ids outlive the process.
+
+One file each, below `uploads/`, one folder for each tenant (named by a digest): a line that says
+what was sent and until when it is good, then the bytes. A file appears whole or not at all, and is
+on the disk before the upload is answered. What cannot be an upload is removed, not set aside:
+people's pictures must not lie where no deletion finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from keepsight import keys
+from keepsight.server.files import Contents, InMemory, Upload
+from keepsight.store import DiskStore, Store
+from keepsight.store.folder import PART, Folder
+
+logger = logging.getLogger("keepsight.server")
+
+_ABOVE, _SUFFIX, _FORMAT = "uploads", ".upload", 1
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_HEAD = 8192  # bytes that the first line has at most
+_ID = re.compile(r"file-[0-9a-f]{64}")
+_OWNER = re.compile(r"[0-9a-f]{64}")
+
+
+def contents_for(store: Store | None) -> Contents:
+    """On disk where a store with a folder was named, else in memory."""
+    near: Any = getattr(store, "tiers", (store,))[0]
+    return OnDisk(near.root) if isinstance(near, DiskStore) else InMemory()
+
+
+class OnDisk:
+    """The bytes of files in a folder."""
+
+    def __init__(self, root: str | Path) -> None:
+        self._folder = Folder(root)
+
+    def known(self) -> Iterator[Upload]:
+        """All files that are there, by their first lines."""
+        for owner in self._folder.names(_ABOVE):
+            for last in self._folder.names(f"{_ABOVE}/{owner}"):
+                found = self.look(owner, last.removesuffix(_SUFFIX))
+                if found is not None and last.endswith(_SUFFIX):
+                    yield found
+
+    def look(self, owner: str, file_id: str) -> Upload | None:
+        """A file by its first line."""
+        if not (_ID.fullmatch(file_id) and _OWNER.fullmatch(owner)):
+            return None
+        found = self._opened(_name(owner, file_id), owner, file_id)
+        return None if found is None else found[0]
+
+    def write(self, upload: Upload, data: bytes) -> None:
+        """Put a file in place, whole and on the disk."""
+        self._folder.write(_name(upload.owner, upload.id), [_head(upload), data], None)
+
+    def read(self, upload: Upload) -> bytes | None:
+        """The bytes behind the first line."""
+        found = self._opened(_name(upload.owner, upload.id), upload.owner, upload.id, whole=True)
+        return None if found is None else found[1]
+
+    def remove(self, upload: Upload) -> None:
+        """Remove a file from the disk."""
+        self._folder.remove(_name(upload.owner, upload.id))
+
+    def tidy(self) -> None:
+        """Remove what a writer that was killed has left."""
+        for owner in self._folder.names(_ABOVE):
+            for last in self._folder.names(f"{_ABOVE}/{owner}"):
+                name = f"{_ABOVE}/{owner}/{last}"
+                status = self._folder.status(name) if last.startswith(PART) else None
+                if status is not None and self._folder.left_over(name, status):
+                    self._folder.remove(name)
+
+    def _opened(
+        self, name: str, owner: str, file_id: str, whole: bool = False
+    ) -> tuple[Upload, bytes] | None:
+        """What a file says of itself, and with `whole` its bytes. A file that lies is removed, one
+        that is out of reach for now is left."""
+        try:
+            handle = os.open(self._folder.path(name), _OPEN)
+            try:
+                opened = os.fdopen(handle, "rb")
+            except OSError:  # a folder; nobody else would close it
+                os.close(handle)
+                raise
+            with opened as file:
+                upload = _parsed(file, owner, file_id)
+                return upload, file.read() if whole else b""
+        except ValueError as error:
+            logger.warning("an upload is damaged and is removed: %s (%s)", name, error)
+            with contextlib.suppress(OSError):  # it stays, and stays refused
+                self._folder.remove(name)
+        except FileNotFoundError:
+            pass  # never there, or deleted at this moment
+        except OSError as error:
+            logger.warning("an upload cannot be read: %s (%s)", name, error)
+        return None
+
+
+def _name(owner: str, file_id: str) -> str:
+    return f"{_ABOVE}/{owner}/{file_id}{_SUFFIX}"
+
+
+def _head(upload: Upload) -> bytes:
+    told = {
+        "keepsight": "upload",
+        "format": _FORMAT,
+        "bytes": upload.nbytes,
+        "filename": upload.filename,
+        "purpose": upload.purpose,
+        "created_at": upload.created_at,
+        "expires_at": upload.expires_at,
+    }
+    told["digest"] = keys.digest("upload", upload.owner, upload.id, keys.canonical_json(told))
+    return keys.canonical_json(told).encode() + b"\n"
+
+
+def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
+    """What the first line says; the digest in it covers whose file it is and under which id."""
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no file")
+    line = file.readline(_HEAD)
+    try:
+        told = json.loads(line)
+        upload = Upload(
+            file_id,
+            owner,
+            int(told["bytes"]),
+            str(told["filename"]),
+            str(told["purpose"]),
+            int(told["created_at"]),
+            int(told["expires_at"]),
+        )
+    except (KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"its first line says too little: {error}") from error
+    if _head(upload) != line:
+        raise ValueError("its first line does not match its digest")
+    if status.st_size != len(line) + upload.nbytes:
+        there = status.st_size - len(line)
+        raise ValueError(f"{there} bytes, its first line says {upload.nbytes}")
+    return upload

@@ -1,0 +1,193 @@
+"""What is remembered, over the API: pictures by their keys, looking without a trace, tiers told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_harness import Live, asked, live, scene
+
+import keepsight as ks
+from keepsight.server.config import ApiKey
+
+KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
+UNKNOWN = "0" * 64
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}-key"}
+
+
+@pytest.fixture
+def locked(demo_parts: dict[str, Any], tmp_path: Path) -> Iterator[Live]:
+    """A server with keys and a store; nothing is remembered."""
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
+        with live(vlm, keys=KEYS) as server:
+            yield server
+
+
+def about(seed: int) -> dict[str, Any]:
+    return {"model": "demo", "messages": asked(scene(seed))}
+
+
+def prepared(server: Live, seed: int, who: str) -> str:
+    """Have a picture remembered; its key, as the report tells it."""
+    told = server.call("/v1/prepare", about(seed), headers=bearer(who))[1]["report"]
+    return str(told["images"][0]["key"])
+
+
+def held(server: Live, who: str, query: str = "") -> dict[str, bool]:
+    """The pictures in memory, and whether each is pinned."""
+    rows = server.call(f"/v1/cache/images{query}", headers=bearer(who))[1]["data"]
+    return {row["key"]: row["pinned"] for row in rows}
+
+
+def act(server: Live, what: str, who: str, *keys: str, **more: Any) -> tuple[int, Any]:
+    body = {"model": "demo", "images": list(keys), **more}
+    return server.call(f"/v1/cache/{what}", body, headers=bearer(who))[:2]
+
+
+def test_a_picture_is_pinned_and_deleted_by_its_key_alone(locked: Live) -> None:
+    key, other = prepared(locked, 70, "ann"), prepared(locked, 71, "ann")
+    assert held(locked, "ann") == {key: False, other: False}
+    assert act(locked, "pin", "ann", key)[1]["images"] == [key]
+    assert held(locked, "ann") == {key: True, other: False}
+    locked.service.vlm.flush()
+    store = locked.service.vlm.memory.store_of("ann")
+    pins = {e.media[0]: e.pinned for e in store.entries() if e.kind == "package"}
+    assert pins == {key: True, other: False}
+    assert act(locked, "pin", "ann", key, pinned=False)[0] == 200
+    assert held(locked, "ann") == {key: False, other: False}
+    status, told = act(locked, "delete", "ann", key)
+    assert status == 200 and told["bytes_freed"] > 0 and told["images"] == [key]
+    assert list(held(locked, "ann")) == [other]
+    assert not any(key in entry.media for entry in store.entries()), "it is on no disk either"
+    report = locked.call("/v1/cache/explain", about(70), headers=bearer("ann"))[1]["report"]
+    assert report["cached_tokens"] == 0 and report["images"][0]["features"] == "tower"
+    assert act(locked, "delete", "ann", key)[1]["bytes_freed"] == 0  # gone is gone
+
+
+def test_a_key_of_another_tenant_is_one_that_nobody_has(locked: Live) -> None:
+    key = prepared(locked, 72, "ann")
+    for who in ("bob", "root"):
+        hidden, absent = (act(locked, "pin", who, one) for one in (key, UNKNOWN))
+        assert hidden[0] == absent[0] == 404
+        assert str(hidden[1]).replace(key, UNKNOWN) == str(absent[1])
+        hidden, absent = (act(locked, "delete", who, one) for one in (key, UNKNOWN))
+        assert str(hidden).replace(key, UNKNOWN) == str(absent)
+    assert act(locked, "delete", "ann", key, cache_salt="other")[1]["bytes_freed"] == 0
+    assert held(locked, "ann") == {key: False}
+
+
+def test_a_picture_that_only_the_disk_has_is_pinned_and_deleted(locked: Live) -> None:
+    key, vlm = prepared(locked, 73, "ann"), locked.service.vlm
+    vlm.flush()
+    vlm.clear()
+    assert held(locked, "ann") == {}
+    assert held(locked, "ann", "?stored=true") == {key: False}
+    assert held(locked, "bob", "?stored=true") == {}
+    assert act(locked, "pin", "ann", key)[0] == 200
+    [row] = locked.call("/v1/cache/images?stored=true", headers=bearer("ann"))[1]["data"]
+    assert row["pinned"] and row["tier"] == "disk" and row["bytes"] > 0
+    store = vlm.memory.store_of("ann")
+    assert [e.pinned for e in store.entries() if e.kind == "package"] == [True]
+    assert act(locked, "delete", "ann", key)[1]["bytes_freed"] > 0
+    assert not any(key in entry.media for entry in store.entries())
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"images": []}, "images"),
+        ({"images": ["x"]}, "images[0]"),
+        ({"images": [UNKNOWN], "messages": asked(scene(1))}, "images"),
+        ({"images": [UNKNOWN], "pictures_only": True}, "pictures_only"),
+        ({"images": [UNKNOWN], "max_pixels": 4096}, "max_pixels"),
+    ],
+)
+def test_what_is_meant_is_said_once(locked: Live, body: dict[str, Any], param: str) -> None:
+    for path in ("/v1/cache/pin", "/v1/cache/delete"):
+        status, told, _ = locked.call(path, {"model": "demo", **body}, headers=bearer("ann"))
+        assert status == 400 and told["error"]["param"] == param
+    wrong = {"model": "gpt", "images": [UNKNOWN]}
+    assert locked.call("/v1/cache/delete", wrong, headers=bearer("ann"))[0] == 404
+
+
+def test_flushing_is_an_administrators(locked: Live) -> None:
+    assert locked.call("/v1/cache/flush", {}, headers=bearer("ann"))[0] == 403
+    told = locked.call("/v1/cache/flush", {}, headers=bearer("root"))[1]
+    assert told == {"object": "cache.flush", "stored": True}
+
+
+# -- looking without a trace -------------------------------------------------------------------
+
+
+def test_explaining_moves_and_remembers_nothing(demo: Any, tmp_path: Path) -> None:
+    """Not what is on the disk, not what is least useful in memory, not the picture itself."""
+    with (
+        ks.wrap(demo.model, demo.processor, grain=16, store=tmp_path) as vlm,
+        live(vlm) as server,
+    ):
+        for seed in (74, 75):
+            server.call("/v1/prepare", about(seed))
+        vlm.flush()
+        vlm.clear()
+        before = trace(vlm)
+        for seed in (74, 76):  # known on the disk, and never seen
+            told = server.call("/v1/cache/explain", about(seed))[1]["report"]
+            known = told["cached_tokens"] == told["prompt_tokens"]
+            assert known == (seed == 74)
+        assert told["images"][0]["features"] == "tower"
+        assert trace(vlm) == before
+        server.call("/v1/prepare", about(74))
+        server.call("/v1/prepare", about(75))
+        before = trace(vlm)
+        server.call("/v1/cache/explain", about(74))
+        assert trace(vlm) == before, "it would now outlive what was used later"
+
+
+def trace(vlm: Any) -> Any:
+    """All that says what is where, and what goes first."""
+    memory = vlm.memory
+    vlm.flush()
+    nodes = {
+        node.digest: (node.rows.tier, node.state.tier, node.uses, node.used, node.holds)
+        for node in memory.tree.nodes()
+        if node.rows.tier or node.state.tier
+    }
+    shelves = [
+        {place: (kept.uses, kept.worth) for place, kept in shelf._kept.items()}
+        for shelf in (memory.shelves.packages, memory.shelves.pixels)
+    ]
+    entries = {(entry.kind, entry.key) for entry in memory.store_of("").entries()}
+    counts = (memory.tree.promotions, memory.engine.prefill_tokens)
+    return nodes, shelves, entries, counts
+
+
+def test_a_whole_prompt_says_from_which_tier_it_came(
+    demo_parts: dict[str, Any], tmp_path: Path
+) -> None:
+    model, processor = demo_parts["demo"]
+    body = {"messages": asked(scene(77)), "max_tokens": 4, "keepsight": {"report": True}}
+    with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm, live(vlm) as server:
+        server.chat(body)
+        vlm.flush()
+        vlm.clear()
+        for tier in ("disk", "memory"):
+            report = server.chat(body)[1]["keepsight"]["report"]
+            assert {(s["reason"], s["tier"]) for s in report["segments"]} == {
+                ("whole prompt", tier)
+            }
+            assert [image["tier"] for image in report["images"]] == [tier]
+        vlm.clear()
+        parts = [{"type": "image", "image": scene(78)}, {"type": "text", "text": "Well?"}]
+        told = vlm.chat([{"role": "user", "content": parts}], max_new_tokens=1).report
+        assert {s.tier for s in told.segments} == {None}, "what is computed lay nowhere"
+        vlm.flush()
+        vlm.clear()
+        told = vlm.chat([{"role": "user", "content": parts}], max_new_tokens=1).report
+        assert "whole prompt, from disk" in str(told)
