@@ -14,6 +14,7 @@ import torch
 
 from keepsight import bench
 from keepsight.bench import ambitions, machine, page, rivals, tables
+from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.contestants import Answer, agreement
 from keepsight.bench.measure import Round, guard
 from keepsight.bench.workloads import SCALES, Pictures, workloads
@@ -145,6 +146,33 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             bench.main(argv)
     assert "choose from W1" in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own_is_measured_and_its_folder_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(checkpoint("qwen3_vl", "tiny", tmp_path))
+    told = tmp_path / "told.json"
+    words = [
+        path,
+        "--grain",
+        "16",
+        "--scale",
+        "smoke",
+        "--workload",
+        "W1",
+        "--turns",
+        "2",
+        "--repetitions",
+        "1",
+    ]
+    assert bench.main([*words, "--out", str(told)]) == 0
+    result = json.loads(told.read_text())
+    assert str(tmp_path) not in told.read_text()
+    assert result["runs"][0]["shape"] == Path(path).name
+    with pytest.raises(SystemExit):
+        bench.main([path, "--model-shape", "qwen3_vl"])
+    assert "leave --model-shape out" in capsys.readouterr().err
 
 
 def test_the_machine_is_described_without_naming_it() -> None:

@@ -1,7 +1,8 @@
 """`keepsight bench`: Keepsight against stock Transformers and against the limit, in turn.
 
-It builds a random-weight checkpoint, runs the workloads in one process, prints tables for people
-and one line of JSON for machines. `bench/README.md` says what is measured and how to read it.
+It builds a random-weight checkpoint, or takes a model that is named (an exported one too), runs the
+workloads in one process, prints tables for people and one line of JSON for machines.
+`bench/README.md` says what is measured and how to read it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _WIDTH = 118  # tables of fewer columns cannot be read; a terminal may be wider
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; 1 when an answer was wrong."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.model is not None and options.model_shape is not None:
+        parser.error("a model is named, so none is built: leave --model-shape out")
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     console = Console()
     console.width = max(console.width, _WIDTH)
@@ -46,7 +50,7 @@ def main(argv: list[str]) -> int:
     result: dict[str, Any] = {
         "benchmark": "keepsight",
         "format": FORMAT,
-        "command": " ".join(["keepsight", "bench", *_told(argv)]),
+        "command": " ".join(["keepsight", "bench", *_told(argv, options.model)]),
         "machine": machine.describe(),
         "runs": [],
     }
@@ -61,9 +65,9 @@ def main(argv: list[str]) -> int:
     return 1 if any(tables.warnings(run) for run in result["runs"]) else 0
 
 
-def _told(argv: list[str]) -> list[str]:
+def _told(argv: list[str], model: str | None) -> list[str]:
     """The command line without folders and files of this machine."""
-    told = list(argv)
+    told = [Path(word).name if word == model else word for word in argv]
     for name in ("--out", "--folder"):
         if name in told:
             spot = told.index(name)
@@ -73,6 +77,8 @@ def _told(argv: list[str]) -> list[str]:
 
 def _plan(options: argparse.Namespace) -> dict[str, list[str]]:
     """Which workloads to run on which shape; without a choice, each shape shows what it is for."""
+    if options.model is not None:
+        return {Path(options.model).name: options.workload or list(WORKLOADS)}
     if options.model_shape is None and options.workload is None:
         return {"qwen3_vl": list(WORKLOADS), "qwen3_5": list(WORKLOADS), "qwen2_5_vl": ["peers"]}
     shapes = options.model_shape or ["qwen3_vl", "qwen3_5"]
@@ -81,6 +87,7 @@ def _plan(options: argparse.Namespace) -> dict[str, list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="keepsight bench", description=__doc__)
+    parser.add_argument("model", nargs="?", help="a checkpoint or an export; else one is built")
     parser.add_argument("--model-shape", type=_several(tuple(SHAPES)))
     parser.add_argument("--workload", type=_several(WORKLOADS))
     parser.add_argument("--dtype", type=_several(("float32", "bfloat16")), default=["float32"])
@@ -137,7 +144,7 @@ def _run(
     shape: str, dtype: str, names: list[str], options: argparse.Namespace, say: Say
 ) -> dict[str, Any]:
     """Everything that was asked for on one checkpoint."""
-    path = checkpoint(shape, options.size, options.folder)
+    path = options.model or checkpoint(shape, options.size, options.folder)
     scale = _scale(options)
     load = {"dtype": dtype, "device_map": options.device, "grain": options.grain}
     with keepsight.load(path, **load) as vlm, TemporaryDirectory() as folder, quiet_heap():
@@ -161,7 +168,7 @@ def _run(
     peers = [workload["steps"] for workload in found if workload["name"] == "peers"]
     if peers:
         # The recorded figures belong to the small checkpoints and to pictures of 672x672.
-        same = options.size == "small" and scale.peers == 672
+        same = options.model is None and options.size == "small" and scale.peers == 672
         run["peers"] = rivals.compare(shape if same else "", dtype, peers[0])
     run["ambitions"] = ambitions.judge(run)
     return run

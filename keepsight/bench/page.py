@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keepsight.bench import tables
+from keepsight.bench import page_sections, tables
+
+OTHERS = ("exporting", "serving", "together")  # folders of results that have a part on the page
 
 HEAD = """\
 # Benchmarks
@@ -38,14 +40,22 @@ words mean, is in [bench/README.md](../bench/README.md).
 """
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
-    """The whole page. `results`: by file name."""
+Others = dict[tuple[str, str], dict[str, Any]]  # by folder and file name
+
+
+def page(results: dict[str, dict[str, Any]], others: Others | None = None) -> str:
+    """The whole page. `results`: by file name; `others`: of the other benchmarks."""
     parts = [HEAD]
     for name in sorted(results):
         result = results[name]
         parts.append(f"## {name.removesuffix('.json')}\n\n`{result['command']}`\n")
         parts.append(f"{tables.machine(result)}.\n")
         parts += [_run(run) for run in result["runs"]]
+    for (folder, _), result in sorted((others or {}).items()):
+        parts.append(f"## {page_sections.title(folder, result)}\n\n`{result['command']}`\n")
+        parts.append(f"{tables.machine(result)}.\n")
+        for heading, columns, rows in page_sections.sections(folder, result):
+            parts.append(f"{heading[0].upper()}{heading[1:]}:\n\n{_markdown(columns, rows)}")
     return "\n".join(parts)
 
 
@@ -115,7 +125,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     files = sorted(options.results.glob("*.json"))
     results = {file.name: json.loads(file.read_text()) for file in files}
-    text = page(results)
+    others = {
+        (file.parent.name, file.name): json.loads(file.read_text())
+        for folder in OTHERS
+        for file in sorted((options.results / folder).glob("*.json"))
+    }
+    text = page(results, others)
     readme = options.readme.read_text() if options.readme else ""
     renewed = with_headline(readme, headline(results)) if readme else ""
     if options.check:

@@ -39,10 +39,8 @@ def machine(result: dict[str, Any]) -> str:
 
 def title(run: dict[str, Any]) -> str:
     """Which model a run was made with."""
-    return (
-        f"{run['shape']}, {run['parameters'] / 1e6:.0f} M parameters, {run['dtype']}, "
-        f"grain {run['grain']}"
-    )
+    size = f"{run['parameters'] / 1e6:.0f} M parameters" if run["parameters"] else "an export"
+    return f"{run['shape']}, {size}, {run['dtype']}, grain {run['grain']}"
 
 
 def tables(run: dict[str, Any]) -> list[tuple[str, Row, list[Row]]]:
