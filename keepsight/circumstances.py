@@ -26,6 +26,7 @@ def circumstances(model: Any, dtype: str) -> dict[str, Any]:
         "threads": torch.get_num_threads() if on_cpu else None,
         "precision": _precision(),
         "autocast": _autocast(model.device.type),
+        **getattr(getattr(model, "exported", None), "circumstances", {}),
     }
 
 

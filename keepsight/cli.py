@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from keepsight import __version__, encoding, housekeeping, serve_command
+from keepsight import __version__, encoding, export_command, housekeeping, serve_command
 from keepsight.errors import InputError
 from keepsight.options import (
     DeviceMap,
@@ -25,10 +25,12 @@ from keepsight.options import (
     MaxTokens,
     MinPixels,
     Model,
+    Named,
     Prompt,
     Remote,
     Seed,
     ShowReport,
+    SomeModel,
     Store,
     Temperature,
     Tenant,
@@ -154,7 +156,8 @@ def _question(words: list[str], images: list[str], prompt: str | None) -> tuple[
 
 @app.command()
 def chat(
-    model: Model = "demo",
+    named: Named = None,
+    model: SomeModel = None,
     image: Images = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -172,11 +175,14 @@ def chat(
 ) -> None:
     """A conversation; /help lists what else can be done in it."""
     options = decoding(max_tokens, temperature, top_p, seed)
+    if named is not None and model is not None:
+        raise InputError(f"{named!r} and --model {model}: name one model")
     from keepsight.shell import Shell
 
     history = Path(store).expanduser() / "chat-history" if store else None
     pixels = (min_pixels, max_pixels)
-    with load(model, dtype, device_map, store, grain, pixels, remote, tenant) as vlm:
+    name = named or model or "demo"
+    with load(name, dtype, device_map, store, grain, pixels, remote, tenant) as vlm:
         shell = Shell(vlm, console(), options, history=history, reports=report)
         for name in image or []:
             shell.image(name)
@@ -186,20 +192,28 @@ def chat(
 app.command("serve")(serve_command.serve)
 
 
-# -- packages ----------------------------------------------------------------------------------
+# -- packages and exports ------------------------------------------------------------------------
 
 
 app.command("encode")(encoding.encode)
+app.command("export")(export_command.export)
 
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="A .sight or .keep file.")], as_json: Json = False
+    file: Annotated[
+        Path, typer.Argument(help="A .sight or .keep file, or an exported model's folder.")
+    ],
+    as_json: Json = False,
 ) -> None:
-    """What a package or saved session is, what it is bound to, and whether it is sound."""
-    from keepsight import show as room
+    """What a package, a saved session or an export is, what it is bound to, and if it is sound."""
+    from keepsight import exported
 
-    described = room.describe(file)
+    room: Any = export_command
+    if not exported.is_export(file.expanduser()):
+        from keepsight import show as room
+
+    described = room.describe(file.expanduser())
     if as_json:
         json_line(described)
     else:

@@ -161,19 +161,24 @@ def _processor_config(path: str, options: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def files_digest(path: str, dtype: Any) -> str | None:
-    """The name of a folder's weight files by size, time and inode, or None for a hub id."""
+def files_digest(path: str, dtype: Any, every: bool = False) -> str | None:
+    """The name of a folder's weight files by size, time and inode, or None for a hub id.
+
+    With `every`, of all its files, those in folders below too.
+    """
     folder = Path(path)
     if not folder.is_dir():
         return None
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"])
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"]
+    files = sorted(folder.rglob("*") if every else weights)
     rows = []
     for file in files:
-        if file.exists():
+        if file.is_file():
             status = file.stat()
             # The change time too: a new file may get the inode of the one it replaces, and anybody
             # can set the time of modification back.
             times = [status.st_mtime_ns, status.st_ctime_ns]
-            rows.append([file.name, status.st_size, *times, status.st_ino])
+            name = file.relative_to(folder).as_posix()
+            rows.append([name, status.st_size, *times, status.st_ino])
     versions = [torch.__version__, transformers.__version__]
     return keys.digest("weight files", str(folder.resolve()), rows, str(dtype), versions)

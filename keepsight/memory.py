@@ -172,9 +172,10 @@ class Memory:
         """How features made now are made."""
         processor = getattr(self.processor, "image_processor", None)
         backend = str(getattr(processor, "backend", None) or "tensors")
+        told = circumstances(self.model, self.weights.vision_dtype)
         return dict(
-            circumstances(self.model, self.weights.vision_dtype),
-            maker="torch",
+            told,
+            maker=str(told.get("runtime", "torch")).split()[0],
             codec="exact",
             image_backend=f"{backend} ({backend_version(backend)})",
         )

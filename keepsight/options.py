@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 Model = Annotated[
     str, typer.Option("--model", "-m", help="demo, demo-hybrid, a folder, or a hub id.")
 ]
+Named = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="As --model, said without the option.")
+]
+SomeModel = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="demo (if nothing is said), demo-hybrid, a folder, ..."),
+]
 Images = Annotated[
     list[str] | None, typer.Option("--image", "-i", help="File, URL or .sight; repeatable.")
 ]

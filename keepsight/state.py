@@ -101,6 +101,20 @@ class LaneLayer(DynamicLayer):
         self.room_v[:, :, start:end] = values  # type: ignore[index]
         self._view(end)
 
+    def stretch(
+        self, tokens: int, like_k: torch.Tensor, like_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The room, with place for some tokens more; who writes them there then says `advance`."""
+        if not self.is_initialized:
+            self.dtype, self.device = like_k.dtype, like_k.device
+            self.is_initialized = True
+        self._ensure(self.length + tokens, like_k, like_v)
+        return self.room_k, self.room_v  # type: ignore[return-value]
+
+    def advance(self, tokens: int) -> None:
+        """Some tokens more were written behind what was held."""
+        self._view(self.length + tokens)
+
     def hold(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
         """Take these buffers as the room, their first `length` rows filled already."""
         self.dtype, self.device = keys.dtype, keys.device

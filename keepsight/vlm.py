@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight import loading, towerless
+from keepsight import exported, loading, towerless
 from keepsight.calls import Call
 from keepsight.chat import Session
 from keepsight.errors import Closed, InputError, ModelError, UnknownOption, UnsupportedInput
 from keepsight.families import family_of
 from keepsight.generation import DEFAULT_CHAT_TOKENS
-from keepsight.keeping import delete, pin
+from keepsight.keeping import delete, foresee, pin
 from keepsight.lock import FairLock
 from keepsight.memory import Memory
 from keepsight.package import Package
@@ -50,15 +50,22 @@ def load(
 
     With `vision=False` the vision tower is left out: its weights take no memory, and all images
     must come from packages or from a store that has them. Further options are those of `wrap`.
+    A folder that `keepsight export` wrote is loaded like any other, and runs in its own runtime.
     """
     _check_options(options)
     path = loading.model_path(os.fspath(name))
     if str(name) in loading.DEMO:
         options.setdefault("grain", loading.DEMO_GRAIN)
-    load_model = loading.load_model if vision else towerless.load_model
-    model = load_model(path, dtype, device_map, revision)
+    if exported.is_export(path):
+        model, files = exported.load(
+            path, dtype, device_map, vision, revision, options.get("store")
+        )
+    else:
+        load_model = loading.load_model if vision else towerless.load_model
+        model = load_model(path, dtype, device_map, revision)
+        files = loading.files_digest(path, model.dtype)
     processor = loading.load_processor(path, revision)
-    return VLM(model, processor, files=loading.files_digest(path, model.dtype), **options)
+    return VLM(model, processor, files=files, **options)
 
 
 def wrap(model: PreTrainedModel, processor: Any = None, **options: Any) -> VLM:
@@ -183,14 +190,12 @@ class VLM:
                 turn.finish()
 
     def explain(self, messages: list[Message], **options: Any) -> Report:
-        """The report that `chat` would give, computing nothing with the model."""
-        turn = self._turn(messages, Call.before_decoding(options, self.tenant, "explain"))
+        """The report that `chat` would give, computing and changing nothing."""
+        call = Call.before_decoding(options, self.tenant, "explain")
+        self._answering()
+        self._tokenizer()
         with self._lock:
-            try:
-                turn.begin(sample=False)
-                return turn.report()
-            finally:
-                turn.finish()
+            return foresee(self, messages, call)
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
         """Cold against warm on your own model and pictures; against stock Transformers if asked."""

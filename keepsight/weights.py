@@ -42,6 +42,8 @@ class Weights:
         if self._seen and self._look() == self._seen:
             return False
         self._watch()
+        # An exported model has its weights in graphs, and says whose they are.
+        remembered = getattr(getattr(self._model, "exported", None), "weights", remembered)
         if remembered:
             self.all, self.vision = remembered["all"], remembered["vision"]
         else:

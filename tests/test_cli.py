@@ -244,7 +244,7 @@ def test_chat_shows_no_control_characters_of_a_model(
         return "\x1b[2Jgone"
 
     monkeypatch.setattr("keepsight.generation.Detokenizer.push", hostile)
-    said = run("chat", "--max-tokens", "2", given="Hello!\n").stdout
+    said = run("chat", "demo", "--max-tokens", "2", given="Hello!\n").stdout
     assert "[2Jgone" in said and "\x1b" not in said
 
 

@@ -38,16 +38,16 @@ node
 tree
 prefix render
 engine weights generation
-memory batch towerless
+memory batch towerless exported
 turn calls
 verify tensors chat keeping pieces
 trial
 vlm
 encode together
 __init__
-options terminal testing training fleet
+options terminal testing training fleet export
 progress show shell housekeeping
-encoding server
+encoding server export_command
 serve_command
 demo bench
 cli

@@ -1,0 +1,81 @@
+"""An export against the model it was made of: the same conversation about the same pictures.
+
+Nobody's store is touched: pictures of noise are nothing to remember.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from keepsight.tensors import Generated
+from keepsight.vlm import VLM, load
+
+_SIZES = ((96, 96), (160, 96), (96, 224))
+_TOKENS = 4
+
+
+def deviation(vlm: VLM, folder: Path) -> dict[str, Any]:
+    """How far features and logits are off, as parts of their scale, and how many tokens agree."""
+    exported = load(str(folder), grain=vlm.memory.rule.grain, store="", remote="")
+    features, logits, same, count = 0.0, 0.0, 0, 0
+    with exported:
+        for images in _pictures():
+            for image in images:
+                features = _worse(features, _features(exported, image), _features(vlm, image))
+            for a, b in zip(*(_logits(each, images) for each in (exported, vlm)), strict=True):
+                logits = _worse(logits, a, b)
+                equal = bool(a.argmax() == b.argmax())
+                same, count = same + equal, count + 1
+                if not equal:
+                    break  # from here on they answer different texts
+    return {"features": features, "logits": logits, "same_tokens": same, "tokens": count}
+
+
+def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+
+
+def _worse(so_far: float, found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The larger; what is not a number is larger than all, which `max` would let pass."""
+    return float(np.maximum(so_far, _off(found, wanted)))
+
+
+def _features(vlm: Any, image: Image.Image) -> torch.Tensor:
+    found: torch.Tensor = vlm.encode(image).tensors["features"]
+    return found
+
+
+def _pictures() -> list[list[Image.Image]]:
+    """One picture, then two of other sizes, then another one of the first size."""
+    rng = np.random.default_rng(0)
+    made = []
+    for size in (*_SIZES, _SIZES[0]):
+        small = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+        made.append(Image.fromarray(small).resize(size, Image.Resampling.NEAREST))
+    return [made[:1], made[1:3], made[3:], made[:2]]
+
+
+def _logits(vlm: VLM, images: list[Image.Image]) -> list[torch.Tensor]:
+    """Those behind a prompt, and behind each token of what `vlm` itself would answer."""
+    prompt = vlm.render([_message(images)])
+    pixels: Any = [medium.recall() for medium in prompt.media]  # type: ignore[operator]
+    inputs = {**vlm._stock_inputs(prompt, False), **vlm.memory.family.join_pixels(pixels)}
+    out = vlm.generate(
+        **inputs,
+        max_new_tokens=_TOKENS,
+        min_new_tokens=_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return list(out.logits or ()) if isinstance(out, Generated) else []
+
+
+def _message(images: list[Image.Image]) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": "What do you see?"}]}

@@ -1,0 +1,275 @@
+"""A checkpoint to a folder of graphs: each part traced, written, and compared with what it was made
+of before anybody may use it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from keepsight import loading
+from keepsight.errors import (
+    InputError,
+    KeepsightError,
+    MissingExtra,
+    ModelError,
+    UnknownOption,
+    UnsupportedInput,
+    UnsupportedModel,
+)
+from keepsight.export import quantise, tracing
+from keepsight.export.check import deviation
+from keepsight.export.graphs import write_graph
+from keepsight.export.parts import Decoder, Embedding, Head
+from keepsight.export.target import Target, size_text
+from keepsight.export.towers import tower_of
+from keepsight.exported.manifest import (
+    GRAPHS,
+    RUNTIMES,
+    Manifest,
+    files_in,
+    is_export,
+    unfinished,
+)
+from keepsight.exported.states import KINDS
+from keepsight.vlm import VLM, load
+
+FAMILIES = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "internvl")
+MAX_PATCHES = 16_384
+_NEAR = 1e-3  # of the logits' scale: further off, a float32 export is not one of this model
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
+_LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+_LIBRARIES["openvino"] = ("onnx", "onnxscript", "openvino")
+_COPIES = 3  # of the weights that are in memory at the worst moment, as measured
+
+Tell = Callable[[str], None]
+
+
+def export(
+    name: str,
+    to: str | Path,
+    *,
+    runtime: str = "onnx",
+    quantised: str | None = None,
+    max_patches: int | None = None,
+    revision: str | None = None,
+    tell: Tell = lambda line: None,
+) -> Manifest:
+    """Export a checkpoint by name into a new folder; what is known of the export.
+
+    `max_patches` bounds one picture, where pictures may have any size (default: 16,384).
+    """
+    _check_words(runtime, quantised, max_patches)
+    target = Target(to)
+    path = loading.model_path(name)
+    if revision is not None and Path(path).is_dir():
+        raise UnsupportedInput(
+            f"revision={revision!r}: {name} is a folder, which has no revisions; leave it out"
+        )
+    config = _checked_config(path, revision)
+    needed = _weight_bytes(config)
+    target.check_space(needed + needed // 10)
+    _check_memory(needed, tell)
+    with target.scratch() as folder:
+        tell("loading the model")
+        # No store: pictures of noise are nothing to remember.
+        with load(name, dtype="float32", revision=revision, store="", remote="") as vlm:
+            _check(vlm, max_patches)
+            _copy_settings(vlm, path, revision, folder)
+            try:
+                with torch.inference_mode(False):  # no tracer works within it
+                    manifest = _write(vlm, folder, runtime, quantised, max_patches, tell)
+            except MemoryError as error:
+                raise ModelError(f"the memory is full; {_takes(needed)}") from error
+        target.take(folder)
+    return manifest
+
+
+# -- what can be refused before the long work ----------------------------------------------------
+
+
+def _check_words(runtime: str, quantised: str | None, max_patches: int | None) -> None:
+    if runtime not in RUNTIMES:
+        raise UnknownOption.among([runtime], RUNTIMES, "--format")
+    if quantised is not None and quantised not in quantise.KINDS:
+        known = ", ".join(quantise.KINDS)
+        raise InputError(f"--quant {quantised} is not known; known: {known}")
+    if max_patches is not None and max_patches < 1:
+        raise InputError(f"--max-patches {max_patches}; a picture has at least one")
+    missing = [one for one in _LIBRARIES[runtime] if importlib.util.find_spec(one) is None]
+    if missing:
+        raise MissingExtra.named(" and ".join(missing), runtime)
+
+
+def _checked_config(path: str, revision: str | None) -> Any:
+    if is_export(path):
+        raise InputError(f"{path} is an export; name the checkpoint that it was made of")
+    with loading.named_refusal(path):
+        options = {} if revision is None else {"revision": revision}
+        config = AutoConfig.from_pretrained(path, **options)
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} cannot be exported: no test has shown its graphs "
+            f"right; those that can be: {', '.join(FAMILIES)}"
+        )
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModel(
+            f"{path!r} is quantised already; export the checkpoint that it was made of"
+        )
+    return config
+
+
+def _weight_bytes(config: Any) -> int:
+    """What the graphs will hold in float32: a head that shares its weights is there twice."""
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    kind = kind[0] if isinstance(kind, tuple | list) else kind
+    with torch.device("meta"):
+        model = kind(config)
+    known = {id(each): each.numel() for each in model.parameters()}
+    head = model.get_output_embeddings().weight
+    shared = head is model.get_input_embeddings().weight
+    count: int = sum(known.values()) + (head.numel() if shared else 0)
+    return 4 * count
+
+
+def _check_memory(needed: int, tell: Tell) -> None:
+    """Refuse what cannot work; what may be too much is only said."""
+    tell(_takes(needed))
+    free = _free_memory()
+    if free is not None and free < 2 * needed:
+        raise ModelError(
+            f"{_takes(needed)}, and {size_text(free)} of memory are free; close other "
+            "programs, or export on a larger machine: the folder works anywhere"
+        )
+
+
+def _takes(needed: int) -> str:
+    memory = size_text(_COPIES * needed + 2**29)
+    return f"this takes about {memory} of memory and {size_text(needed)} of disk"
+
+
+def _free_memory() -> int | None:
+    """Bytes that can be had, swap among them, where the system says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line}
+    return told.get("MemAvailable", 0) + told.get("SwapFree", 0) or None
+
+
+def _check(vlm: VLM, max_patches: int | None) -> None:
+    unknown = sorted(set(vlm.memory.engine.shape.kinds) - KINDS)
+    if unknown:
+        raise UnsupportedModel(f"layers of kind {', '.join(unknown)} cannot be exported yet")
+    if max_patches is not None and not vlm.memory.family.mrope:
+        raise UnsupportedInput(
+            f"--max-patches {max_patches}: all pictures of {vlm.model.config.model_type} have one "
+            "size; leave it out"
+        )
+
+
+# -- the work ------------------------------------------------------------------------------------
+
+
+def _write(
+    vlm: VLM,
+    folder: Path,
+    runtime: str,
+    quantised: str | None,
+    max_patches: int | None,
+    tell: Tell,
+) -> Manifest:
+    family = vlm.memory.family
+    appends = runtime == "onnx" and not family.sees_whole_media
+    parts = {
+        "tower": tower_of(family, vlm.processor, blocks=runtime == "onnx"),
+        "embedding": Embedding(family),
+        "decoder": Decoder(family, vlm.memory.engine.shape, appends),
+        "head": Head(family),
+    }
+    for name, part in parts.items():
+        tell(f"tracing the {name}")
+        _write_part(vlm, runtime, folder / GRAPHS / name, part, appends)
+        if quantised is not None and name in quantise.PARTS:
+            tell(f"quantising the {name}")
+            quantise.quantise(runtime, folder / GRAPHS / name)
+    most = max_patches or MAX_PATCHES
+    manifest = Manifest(
+        runtime=runtime,
+        model_type=vlm.model.config.model_type,
+        quantised=quantised,
+        appends=appends,
+        weights=vlm.memory.weights.record(),
+        # The pictures of the comparison are small, and a bound may be smaller.
+        most_patches=max(most, MAX_PATCHES) if family.mrope else None,
+        versions=_versions(runtime),
+        files=files_in(folder),
+    )
+    manifest.save(folder)
+    tell("comparing with the model")
+    with unfinished(folder):
+        measured = deviation(vlm, folder)
+    _check_deviation(measured, quantised)
+    manifest = replace(manifest, deviation=measured, most_patches=most if family.mrope else None)
+    manifest.save(folder)
+    return manifest
+
+
+def _write_part(vlm: VLM, runtime: str, path: Path, part: Any, appends: bool) -> None:
+    sample = part.eval().requires_grad_(False).sample()
+    try:
+        with tracing.traced(vlm.model.get_decoder(), appends), torch.no_grad():
+            write_graph(runtime, path, part, sample)
+    except (KeepsightError, OSError, MemoryError):
+        raise
+    except Exception as error:  # exporters raise whatever their many parts raise
+        why = str(error).strip().split("\n")[0][:300]
+        raise ModelError(
+            f"the {path.name} of {vlm.model.config.model_type} could not be made a graph "
+            f"({type(error).__name__}: {why}). Please report this, with the model and `pip freeze`"
+        ) from error
+
+
+def _check_deviation(measured: dict[str, Any], quantised: str | None) -> None:
+    for what in ("features", "logits"):
+        off, exact = measured[what], quantised is None or what == "features"
+        near = off <= _NEAR if exact else off < float("inf")
+        if not near:  # so that NaN is not near either
+            raise ModelError(
+                f"the exported graphs are off by {off:.1e} of the scale of the {what}; nothing was "
+                "written. Please report this, with the model and `pip freeze`."
+            )
+
+
+def _copy_settings(vlm: VLM, path: str, revision: str | None, folder: Path) -> None:
+    """Configuration, generation settings, tokenizer, processor: all that is not weights."""
+    source = Path(path)
+    if not source.is_dir():
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(path, revision=revision, allow_patterns=list(_COPIED))
+        source = Path(found)
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+    vlm.model.config.save_pretrained(folder)
+    generation = folder / "generation_config.json"
+    if vlm.model.generation_config is not None and not generation.exists():
+        # Upstream's own saving refuses settings that it loads without complaint.
+        vlm.model.generation_config.to_json_file(generation)
+
+
+def _versions(runtime: str) -> dict[str, str]:
+    names = ("torch", "transformers", *_LIBRARIES[runtime])
+    return {name: importlib.metadata.version(name) for name in names}

@@ -1,0 +1,69 @@
+"""One part of a model to a graph of OpenVINO's, as Transformers' exporters make it.
+
+Its reader of PyTorch programs knows no scan, which the delta rule of linear layers is. A decoder
+with such layers goes by way of ONNX, in operators of the standard alone, whose reader knows loops
+and branches; every other part is converted as it was traced.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from keepsight.errors import MissingExtra
+from keepsight.export.parts import Decoder, Sample
+
+BLOCK = 32  # weights of a row that share a scale, as in ONNX
+
+
+def write_openvino(path: Path, part: Any, sample: Sample, write_onnx: Any) -> None:
+    """Trace a part and write its graph; `write_onnx` writes one for ONNX."""
+    try:
+        import openvino
+        from transformers.exporters import OpenVINOConfig
+        from transformers.exporters.exporter_openvino import OpenVINOExporter
+
+        exporter = OpenVINOExporter()
+    except ImportError as error:
+        raise MissingExtra.named("openvino", "openvino") from error
+    if isinstance(part, Decoder) and "linear" in part.kinds:
+        with TemporaryDirectory(dir=path.parent) as scratch:
+            between = Path(scratch) / "part.onnx"
+            write_onnx(between, part, sample)
+            exporter.save_program(openvino.convert_model(between), path)
+        return
+    config = OpenVINOConfig(dynamic=True, dynamic_shapes=sample.varies, stateful=False)
+    program, _ = exporter.export_program(part, sample.inputs, config)
+    exporter.save_program(program, path)
+
+
+def quantise_openvino(path: Path) -> None:
+    """Give the products of a graph weights in eight bits; sums are made in float32."""
+    import openvino
+
+    # Read into memory: the file is replaced, and must not be mapped by then.
+    graph = openvino.Core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
+    for product in graph.get_ordered_ops():
+        if product.get_type_name() == "MatMul":
+            _quantise(product, openvino.opset13)
+    openvino.save_model(graph, str(path), compress_to_fp16=False)
+
+
+def _quantise(product: Any, ops: Any) -> None:
+    """Weights in whole numbers; `BLOCK` of a row share a scale, or all where that leaves a rest."""
+    weights = product.input_value(1).get_node()
+    if weights.get_type_name() != "Constant" or weights.data.ndim != 2:
+        return
+    told = product.get_attributes()
+    rows = weights.data if told["transpose_b"] else weights.data.T
+    size = BLOCK if rows.shape[1] % BLOCK == 0 else rows.shape[1]
+    cut = rows.reshape(rows.shape[0], -1, size)
+    scale = np.abs(cut).max(axis=2, keepdims=True) / 127
+    whole = np.round(cut / np.where(scale == 0, 1, scale)).astype(np.int8)
+    scaled = ops.multiply(ops.convert(ops.constant(whole), "f32"), ops.constant(scale))
+    flat = ops.reshape(scaled, np.array(rows.shape), False)
+    again = ops.matmul(product.input_value(0), flat, told["transpose_a"], True)
+    product.output(0).replace(again.output(0))

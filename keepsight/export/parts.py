@@ -1,0 +1,169 @@
+"""The parts that a model is exported in, each a module whose inputs and outputs are plain tensors.
+
+Four graphs make a model that sees and remembers: the tower (one picture of any size), the token
+embedding with features put in the places of a picture, the decoder (embeddings, explicit positions
+and states in; hidden states and states out), and the head. Each part knows a sample of its inputs
+and which of their sizes may vary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepsight.export import tracing
+from keepsight.exported.states import (
+    BIAS,
+    PRESENT,
+    SLIDING_BIAS,
+    deepstack,
+    new_state,
+    state,
+    state_names,
+    state_sizes,
+)
+from keepsight.families import Family
+from keepsight.state import Shape
+
+Inputs = dict[str, Any]
+AUTO = torch.export.Dim.AUTO
+_TOKENS, _PAST, _ROOM = 7, 5, 32  # of a sample: all different, and none of them one
+_ROWS = 2
+
+
+@dataclass
+class Sample:
+    """Inputs to trace with, and their sizes that may vary."""
+
+    inputs: Inputs
+    varies: Inputs
+
+    def add(self, name: str, tensor: Tensor, *axes: int) -> None:
+        """An input with these axes free."""
+        self.inputs[name] = tensor
+        self.varies[name] = dict.fromkeys(axes, AUTO)
+
+
+class Embedding(nn.Module):
+    """Ids to embeddings; where `spots` says so, the features stand instead, in their order."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self.embed = family.model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor, features: Tensor, spots: Tensor) -> Inputs:
+        found = self.embed(input_ids)
+        number = (spots.flatten().long().cumsum(0) - 1).clamp(min=0).view_as(input_ids)
+        # One row more, so that there is something to look up where no picture is.
+        rows = torch.cat([features, features.new_zeros(1, features.shape[-1])])
+        return {"inputs_embeds": torch.where(spots[..., None], rows[number], found)}
+
+    def sample(self) -> Sample:
+        """Some tokens with some features among them."""
+        width = self.embed.embedding_dim
+        sample = Sample({}, {})
+        sample.add("input_ids", torch.ones(_ROWS, _TOKENS, dtype=torch.long), 0, 1)
+        sample.add("features", torch.zeros(4, width), 0)
+        spots = torch.zeros(_ROWS, _TOKENS, dtype=torch.bool)
+        spots[0, 1:3] = spots[1, 4:6] = True
+        sample.add("spots", spots, 0, 1)
+        return sample
+
+
+class Head(nn.Module):
+    """Hidden states to logits."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self.head = family.model.get_output_embeddings()
+        self.width = family.feature_width()
+
+    def forward(self, hidden: Tensor) -> Inputs:
+        return {"logits": self.head(hidden)}
+
+    def sample(self) -> Sample:
+        """Hidden states of some tokens."""
+        sample = Sample({}, {})
+        sample.add("hidden", torch.randn(_ROWS, _TOKENS, self.width), 0, 1)
+        return sample
+
+
+class Decoder(nn.Module):
+    """Embeddings, positions, a bias for attention and all states in; all of them out again."""
+
+    def __init__(self, family: Family, shape: Shape, fused: bool) -> None:
+        super().__init__()
+        self.decoder: Any = family.model.get_decoder()
+        self.family, self.kinds, self.fused = family, shape.kinds, fused
+        self.levels = family._levels()
+        self.sliding = any("sliding" in kind for kind in self.kinds)
+
+    def forward(self, inputs_embeds: Tensor, position_ids: Tensor, **inputs: Any) -> Inputs:
+        states = [
+            {name: inputs[state(name, layer)] for name in state_names(kind)}
+            for layer, kind in enumerate(self.kinds)
+        ]
+        cache = tracing.TracedCache(states, inputs["lengths"], inputs["total"])
+        tracing.begin(cache)
+        output = self.decoder(
+            inputs_embeds=inputs_embeds,
+            position_ids=position_ids,
+            attention_mask=self._masks(inputs),
+            past_key_values=cache,
+            use_cache=True,
+            **self._deepstack(inputs),
+        )
+        found = {"hidden": output.last_hidden_state}
+        for layer, kind in enumerate(self.kinds):
+            for name in state_names(kind):
+                found[new_state(name, layer)] = cache.given[layer][name]
+        return found
+
+    def _masks(self, inputs: Inputs) -> Any:
+        """As upstream's decoder takes masks that are made already."""
+        bias = inputs[BIAS]
+        if self.sliding:
+            return {"full_attention": bias, "sliding_attention": inputs[SLIDING_BIAS]}
+        if "linear" in self.kinds:
+            return {"full_attention": bias, "linear_attention": inputs[PRESENT]}
+        return bias
+
+    def _deepstack(self, inputs: Inputs) -> Inputs:
+        """Features to be added behind the first layers: a row for each token, zeros for text."""
+        if not self.levels:
+            return {}
+        levels = [inputs[deepstack(level)] for level in range(self.levels)]
+        return {"visual_pos_masks": levels[0], "deepstack_visual_embeds": levels}
+
+    def sample(self) -> Sample:
+        """A few tokens behind a few others."""
+        rows, width = _ROWS, self.family.feature_width()
+        sample = Sample({}, {})
+        sample.add("inputs_embeds", torch.randn(rows, _TOKENS, width), 0, 1)
+        places = torch.arange(_PAST, _PAST + _TOKENS).expand(rows, -1)
+        if self.family.mrope:
+            sample.add("position_ids", places.expand(4, -1, -1).clone(), 1, 2)
+        else:
+            sample.add("position_ids", places.clone(), 0, 1)
+        sample.add(BIAS, torch.zeros(rows, 1, _TOKENS, _PAST + _TOKENS), 0, 2, 3)
+        if self.sliding:
+            sample.add(SLIDING_BIAS, torch.zeros(rows, 1, _TOKENS, _PAST + _TOKENS), 0, 2, 3)
+        if "linear" in self.kinds:
+            sample.add(PRESENT, torch.ones(rows, _TOKENS), 0, 1)
+        sample.add("lengths", torch.full((rows,), _PAST + _TOKENS - 1, dtype=torch.int32), 0)
+        sample.add("total", torch.tensor(_PAST + _TOKENS, dtype=torch.int32))
+        for level in range(self.levels):
+            sample.add(deepstack(level), torch.zeros(rows, _TOKENS, width), 0, 1)
+        for layer, kind in enumerate(self.kinds):
+            self._add_states(sample, layer, kind)
+        return sample
+
+    def _add_states(self, sample: Sample, layer: int, kind: str) -> None:
+        for name, sizes in state_sizes(self.decoder, layer, kind).items():
+            axes = (0, 2) if name in ("k", "v") else (0,)
+            tokens = _ROOM if self.fused and kind == "full" else _PAST
+            tensor = torch.zeros(_ROWS, *(size or tokens for size in sizes))
+            sample.add(state(name, layer), tensor, *axes)

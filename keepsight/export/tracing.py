@@ -1,0 +1,255 @@
+"""How a decoder looks to a tracer: states come in as tensors, and go out as tensors.
+
+A model's own forward is traced as it stands, with two things put in its way: a cache that hands out
+the graph's inputs and collects its outputs, and an attention function that says what the runtime
+should do. ONNX Runtime has an operator that appends keys and values in place, in a buffer longer
+than what it holds; elsewhere the graph joins past and present, and gives back the new rows alone,
+so that nobody copies what was there before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_BLOCK = 64  # tokens that a linear layer takes at once, as upstream's own chunks
+_tracing: list[TracedCache] = []  # the cache of the forward that is being traced
+
+
+class TracedCache:
+    """Hands out the states that a graph takes and collects those it gives, layer by layer."""
+
+    is_compileable = False
+
+    def __init__(self, states: list[dict[str, Tensor]], lengths: Tensor, total: Tensor) -> None:
+        self._states = states
+        self.lengths, self.total = lengths, total
+        self.given: list[dict[str, Tensor]] = [{} for _ in states]
+        self.in_place = [False] * len(states)
+
+    def of(self, layer: int) -> dict[str, Tensor]:
+        """The states of a layer as they came."""
+        return self._states[layer]
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new rows only; attention looks up the past itself."""
+        self.given[layer] = {"k": keys, "v": values}
+        return keys, values
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Nothing may be derived from it: positions and masks are inputs of the graph."""
+        return 0
+
+    def get_conv_state(self, layer: int, **kwargs: Any) -> Tensor:
+        """The last inputs of a convolution."""
+        return self._states[layer]["conv"]
+
+    def get_recurrent_state(self, layer: int, **kwargs: Any) -> Tensor:
+        """The state of a linear layer."""
+        return self._states[layer]["recurrent"]
+
+    def is_recording_past(self, layer: int) -> bool:
+        """Yes: so that upstream takes the path that writes into none of its inputs."""
+        return True
+
+    def update_conv_state(
+        self, new: Tensor, layer: int, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """What was and what comes; the last of it goes out."""
+        before = self._states[layer]["conv"]
+        both = torch.cat([before, new], dim=-1)
+        self.given[layer]["conv"] = both[..., -before.shape[-1] :].clone()
+        return both
+
+    def update_recurrent_state(self, state: Tensor, layer: int, **kwargs: Any) -> Tensor:
+        """The state that goes out."""
+        self.given[layer]["recurrent"] = state
+        return state
+
+
+@contextmanager
+def traced(decoder: Any, fused: bool) -> Iterator[None]:
+    """Let a decoder's layers attend as its graph shall: `fused` with ONNX Runtime's operator."""
+    config = decoder.config
+    before = config._attn_implementation
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    module = sys.modules[type(decoder).__module__]
+    rules = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    try:
+        config._attn_implementation = "keepsight_fused" if fused else "keepsight_joined"
+        for name in rules:
+            setattr(module, name, delta_rule)
+        if hasattr(decoder, "_deepstack_process"):
+            # A graph gets them as a row for each token, zeros where no picture is.
+            decoder._deepstack_process = lambda hidden, spots, features: hidden + features
+        yield
+    finally:
+        config._attn_implementation = before
+        for name, rule in rules.items():
+            setattr(module, name, rule)
+        vars(decoder).pop("_deepstack_process", None)
+        _tracing.clear()
+
+
+def begin(cache: TracedCache) -> None:
+    """Say whose forward runs now; attention functions are not told."""
+    _tracing[:] = [cache]
+
+
+def _flat(heads: Tensor) -> Tensor:
+    return heads.transpose(1, 2).flatten(2)
+
+
+def _fused(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """ONNX Runtime's grouped attention, which appends to the buffers of past keys and values.
+
+    It is causal by nature; the bias hides what a row of a batch must not see besides.
+    """
+    cache = _tracing[0]
+    layer = module.layer_idx
+    past = cache.of(layer)
+    if options.get("sliding_window") or module.__dict__.get("is_sliding"):
+        return _joined(module, query, key, value, mask, **options)
+    rows, heads, tokens, width = query.shape
+    attributes = {"num_heads": heads, "kv_num_heads": key.shape[1], "scale": options["scaling"]}
+    given = [past["k"], past["v"], cache.lengths, cache.total, None, None, None, mask]
+    out, keys, values = torch.onnx.ops.symbolic_multi_out(
+        "com.microsoft::GroupQueryAttention",
+        [_flat(query), _flat(key), _flat(value), *given],
+        attributes,
+        dtypes=[query.dtype] * 3,
+        shapes=[[rows, tokens, heads * width], list(past["k"].shape), list(past["v"].shape)],
+        version=1,
+    )
+    cache.given[layer] = {"k": keys, "v": values}
+    return out.view(rows, tokens, heads, width), None
+
+
+def _joined(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention over past and new rows; the bias says who sees whom."""
+    past = _tracing[0].of(module.layer_idx)
+    keys = torch.cat([past["k"], key], dim=2)
+    values = torch.cat([past["v"], value], dim=2)
+    rows, heads, tokens, width = query.shape
+    # The queries of a group stand one behind the other before their one head of keys: nothing is
+    # repeated. The products are written out, as runtimes fuse them each in its own way.
+    groups = heads // keys.shape[1]
+    grouped = query.reshape(rows, keys.shape[1], groups, tokens, width).flatten(2, 3)
+    scores = (grouped @ keys.transpose(2, 3)) * options["scaling"]
+    scores = scores.view(rows, keys.shape[1], groups, tokens, -1)
+    if mask is not None:
+        scores = scores + mask[:, :, None]
+    weights = functional.softmax(scores, dim=-1).flatten(2, 3)
+    out = (weights @ values).view(rows, heads, tokens, width)
+    return out.transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("keepsight_fused", _fused)
+ALL_ATTENTION_FUNCTIONS.register("keepsight_joined", _joined)
+
+
+# -- linear layers -------------------------------------------------------------------------------
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule for any number of tokens, in a form that a graph of fixed size can hold.
+
+    Upstream loops over the blocks of a prompt, and inverts a matrix row by row: a trace of that
+    holds one length only, and sixty copies of it. Here the blocks are a scan, and one token alone
+    goes its short way.
+    """
+    repeat = value.shape[2] // key.shape[2]
+    if repeat > 1:
+        query, key = (x.repeat_interleave(repeat, dim=2) for x in (query, key))
+    query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
+    # One tensor of all, cut into blocks out here: inside a branch each tensor's length would be an
+    # unknown of its own. Padding changes nothing: a key of zeros writes nothing, and no decay
+    # leaves the state alone.
+    packed = torch.cat([query, key, value, beta[..., None], g[..., None]], dim=-1).transpose(1, 2)
+    rows, heads, tokens, width = packed.shape
+    count = (tokens + _BLOCK - 1) // _BLOCK
+    padded = functional.pad(packed, (0, 0, 0, count * _BLOCK - tokens))
+    blocks = padded.reshape(rows, heads, count, _BLOCK, width).movedim(2, 0).contiguous()
+    one = _tracing[0].total.new_ones(()) == tokens
+    out, state = torch.cond(one, _one_token, _all_blocks, (blocks, initial_state))
+    return out.movedim(0, 2).flatten(2, 3)[:, :, :tokens].transpose(1, 2), state
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _unpacked(packed: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    """Query, key, value, beta and decay of some tokens."""
+    width, deep = state.shape[-2:]
+    *wide, beta, decay = packed.split([width, width, deep, 1, 1], dim=-1)
+    return *wide, beta, decay[..., 0]
+
+
+def _one_token(blocks: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    query, key, value, beta, decay = _unpacked(blocks[0, :, :, :1], state)
+    state = state * decay[..., None].exp()
+    state = state + key.transpose(-1, -2) @ ((value - key @ state) * beta)
+    # As many rows as the other way has; those behind the first are cut off.
+    zeros = torch.zeros_like(blocks[..., : state.shape[-1]])
+    return (query @ state + zeros).contiguous(), state.contiguous()
+
+
+def _all_blocks(blocks: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    state, out = torch._higher_order_ops.scan(_block, state, blocks)
+    return out.contiguous(), state.contiguous()
+
+
+def _block(state: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """One block of tokens: the state behind it, and what they read."""
+    query, key, value, beta, decay = _unpacked(packed, state)
+    summed = decay.cumsum(-1)
+    lower = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool).tril()
+    pair = (summed[..., :, None] - summed[..., None, :]).masked_fill(~lower, float("-inf")).exp()
+    seen = (query @ key.transpose(-1, -2)) * pair
+    written = key * beta
+    inverse = _inverse_of_unit_lower((written @ key.transpose(-1, -2)) * pair)
+    grown = summed.exp()[..., None]
+    change = inverse @ (value * beta - (written * grown) @ state)
+    out = (query * grown) @ state + seen @ change
+    last = summed[..., -1:]
+    kept = key * (last - summed).exp()[..., None]
+    state = state * last.exp()[..., None] + kept.transpose(-1, -2) @ change
+    return state, out
+
+
+def _inverse_of_unit_lower(matrix: Tensor) -> Tensor:
+    """The inverse of a lower triangle with ones on its diagonal (what stands there is not read).
+
+    Two neighbouring blocks at a time: with both inverted, the part below them is a product.
+    """
+    row = torch.arange(_BLOCK)
+    inverse = torch.eye(_BLOCK, dtype=matrix.dtype)
+    size = 1
+    while size < _BLOCK:
+        pair = row // (2 * size)
+        below = (pair[:, None] == pair) & (row[:, None] // size > row // size)
+        inverse = inverse - inverse @ (matrix * below) @ inverse
+        size *= 2
+    return inverse

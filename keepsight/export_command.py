@@ -1,0 +1,198 @@
+"""The `export` command, and what `show` tells of an exported folder: words and tables.
+
+Everything that is done to a model is done in `keepsight.export`. Exporters are talkative: what they
+and their libraries print is held back, unless somebody wants to see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import shlex
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keepsight.options import Json
+from keepsight.terminal import bytes_text, console, json_line, plain, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from keepsight.exported.manifest import Manifest
+
+Record = dict[str, Any]
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="demo, demo-hybrid, a folder, or a hub id.")],
+    to: Annotated[Path, typer.Option("--to", help="The new folder.", show_default=False)],
+    runtime: Annotated[
+        str, typer.Option("--format", help="onnx (ONNX Runtime) or openvino.")
+    ] = "onnx",
+    quantised: Annotated[
+        str | None, typer.Option("--quant", help="int8; default: float32.", show_default=False)
+    ] = None,
+    max_patches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Largest picture, in patches; default 16384.", show_default=False),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub id.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what the exporters print, too.")
+    ] = False,
+) -> None:
+    """A model as graphs for ONNX Runtime or OpenVINO, that sees and remembers as it did before."""
+    err = console(stderr=True)
+    err.file = sys.stderr  # the one of now: what is held back below is another
+    start = time.perf_counter()
+    with _ending_tidily(), contextlib.nullcontext() if verbose else _quiet():
+        from keepsight.export.making import export as make
+
+        manifest = make(
+            model,
+            to,
+            runtime=runtime,
+            quantised=quantised,
+            max_patches=max_patches,
+            revision=revision,
+            tell=lambda line: err.print(plain(line)),
+        )
+    told = _told(to, manifest) | {"seconds": round(time.perf_counter() - start, 1)}
+    if as_json:
+        json_line(told)
+        return
+    out = console()
+    out.print(_summary(told))
+    out.print(f"\nTry it:\n  keepsight chat --model {shlex.quote(str(to))}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back warnings, logs and prints of libraries."""
+    nothing = io.StringIO()
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+                yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _ending_tidily() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, so that half an export is removed."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _told(folder: Path, manifest: Manifest) -> Record:
+    """What there is to say of an export, as plain data."""
+    graphs = {}
+    for part in ("tower", "embedding", "decoder", "head"):
+        files = [
+            f.bytes for name, f in manifest.files.items() if name.startswith(f"graphs/{part}.")
+        ]
+        graphs[part] = sum(files)
+    return {
+        "folder": str(folder),
+        "kind": "export",
+        "format": manifest.format,
+        "runtime": manifest.runtime,
+        "model": manifest.model_type,
+        "quantised": manifest.quantised,
+        "most_patches": manifest.most_patches,
+        "bytes": manifest.bytes,
+        "files": len(manifest.files),
+        "graphs": graphs,
+        "deviation": manifest.deviation,
+        "weights": manifest.weights,
+        "versions": manifest.versions,
+    }
+
+
+def describe(folder: Path) -> Record:
+    """An export as plain data, with every byte of it looked at. A damaged one is a named error."""
+    from keepsight import exported
+
+    start = time.perf_counter()
+    manifest = exported.read(folder)
+    seconds = time.perf_counter() - start
+    others = exported.other_versions(manifest)
+    return _told(folder, manifest) | {
+        "other_versions": {
+            name: {"made": was, "here": here} for name, (was, here) in others.items()
+        },
+        "reading_ms": round(1e3 * seconds, 3),
+        "integrity": f"sound: {len(manifest.files)} files match their digests",
+    }
+
+
+# -- for people ----------------------------------------------------------------------------------
+
+
+def render(described: Record) -> RenderableType:
+    """A description as a table, and the libraries as another."""
+    from rich.console import Group
+
+    shown = _summary(described)
+    speed = 1e3 * described["bytes"] / max(described["reading_ms"], 1e-3)
+    shown.add_row("integrity", f"{described['integrity']} ({bytes_text(speed)}/s)", style="green")
+    for name in ("all", "vision"):
+        shown.add_row(f"weights, {name}", plain(described["weights"][name]))
+    versions = table("library", "made with", "here", title="\nversions")
+    for name, version in described["versions"].items():
+        other = described["other_versions"].get(name)
+        versions.add_row(plain(name), plain(version), plain(other["here"]) if other else "")
+    return Group(shown, versions)
+
+
+def _summary(told: Record) -> Any:
+    shown = table("", "")
+    shown.show_header = False
+    quantised = told["quantised"]
+    held = f"{quantised} (decoder and head), float32 (tower)" if quantised else "float32"
+    shown.add_row("folder", plain(told["folder"]), style="bold")
+    shown.add_row("what", f"an export of {told['model']} for {_RUNTIMES[told['runtime']]}")
+    shown.add_row("weights held in", plain(held))
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in told["graphs"].items())
+    shown.add_row("size", f"{bytes_text(told['bytes'])} in {told['files']} files: {parts}")
+    if told["most_patches"] is not None:
+        shown.add_row("largest picture", f"{told['most_patches']} patches")
+    for name, said in _off(told["deviation"]):
+        shown.add_row(name, said)
+    return shown
+
+
+_RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
+
+
+def _off(deviation: Record) -> Iterator[tuple[str, str]]:
+    """How far it is from the model, as it was measured when it was made."""
+    for name in ("features", "logits"):
+        value = deviation.get(name)
+        if isinstance(value, int | float):
+            yield f"{name} off by", f"{value:.1e} of their scale"
+    same, count = deviation.get("same_tokens"), deviation.get("tokens")
+    if same is not None and count is not None:
+        yield "same tokens", plain(f"{same} of {count}")

@@ -1,0 +1,91 @@
+"""Models that `keepsight export` made: their graphs run in another runtime, all else is as ever.
+
+manifest      what was made of which weights, and every file's digest
+marks         what a graph shows of itself
+states        the states that go in and out of a decoder
+standins      graphs in the places of tower, embedding, decoder and head
+hollow        Transformers' own model around them, without weights
+onnx_session, openvino_session  one graph in either runtime
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+from keepsight.errors import ModelError, UnsupportedInput
+from keepsight.exported.manifest import Manifest, is_export, read
+from keepsight.loading import files_digest
+from keepsight.settings import chosen_store
+
+__all__ = ["is_export", "load", "other_versions", "read"]
+
+
+def load(
+    path: str,
+    dtype: Any,
+    device_map: Any,
+    vision: bool,
+    revision: str | None,
+    store: Any,
+) -> tuple[Any, str | None]:
+    """The model of an export, with its files looked at first; and what they are known by."""
+    if dtype not in ("auto", None, "float32") and str(dtype) != "torch.float32":
+        raise UnsupportedInput(
+            f"dtype={dtype!r}: an exported model computes as it was exported; export it in another "
+            "precision (--quant), or load the checkpoint"
+        )
+    if device_map not in (None, "cpu", "auto"):
+        raise UnsupportedInput(f"device_map={device_map!r}: exported models run on the CPU")
+    if not vision:
+        raise UnsupportedInput("vision=False: an exported model has its tower; leave it in")
+    if revision is not None:
+        raise UnsupportedInput(
+            f"revision={revision!r}: a folder has no revisions; give it to keepsight export"
+        )
+    files = files_digest(path, "float32", every=True)
+    manifest = read(Path(path), contents=not _was_read(files, store))
+    from keepsight.exported.hollow import load_model
+
+    try:
+        return load_model(Path(path), manifest), files
+    except ModelError as error:
+        others = other_versions(manifest)
+        if not others:
+            raise
+        told = ", ".join(f"{n} {was} (here {now})" for n, (was, now) in others.items())
+        raise ModelError(f"{error}; it was made with {told}") from error
+
+
+def _was_read(files: str | None, named: Any) -> bool:
+    """Whether a store says that these very files were read before, and their digests found right.
+
+    It is the note that spares a checkpoint from being hashed again, written once a model is loaded.
+    The model opens the store for itself later; opening it here takes less than a millisecond.
+    """
+    store = chosen_store(named, None, "", None)
+    if store is None or files is None:
+        return False
+    try:
+        return store.note("weights", files) is not None
+    finally:
+        store.close()
+
+
+def other_versions(manifest: Manifest) -> dict[str, tuple[str, str]]:
+    """The libraries that run an export in another version than made it: theirs, and the one here.
+
+    torch, onnx and onnxscript only made it: what they did is in the graphs.
+    """
+    found = {}
+    runtime = {"onnx": "onnxruntime"}.get(manifest.runtime, manifest.runtime)
+    for name in ("transformers", runtime):
+        was = manifest.versions.get(name, "an unknown version")
+        try:
+            here = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            here = "not installed"
+        if was != here:
+            found[name] = (was, here)
+    return found

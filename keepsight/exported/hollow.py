@@ -1,0 +1,126 @@
+"""A model of Transformers' own class without weights, whose parts are graphs in another runtime.
+
+Everything that is not arithmetic on weights stays upstream's code: where features go, which layers
+get which, positions, masks, generation settings. The modules are built without memory and emptied,
+and the forward of four of them is a graph.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from keepsight.errors import ModelError
+from keepsight.exported.manifest import GRAPHS, Manifest
+from keepsight.exported.onnx_session import OnnxSession
+from keepsight.exported.openvino_session import OpenVinoSession
+from keepsight.exported.standins import (
+    DecoderStandIn,
+    EmbeddingStandIn,
+    HeadStandIn,
+    PackedTowerStandIn,
+    Session,
+    WholeTowerStandIn,
+)
+from keepsight.families.tower_tensors import TowerTensors
+from keepsight.state import Shape
+
+PARTS = ("tower", "embedding", "decoder", "head")
+
+
+class Exported:
+    """What a model says of the graphs that run in it."""
+
+    def __init__(self, folder: Path, manifest: Manifest, version: str, threads: int) -> None:
+        self.folder, self.manifest = folder, manifest
+        # What changes bits: the runtime, its version, and the graphs themselves.
+        self.circumstances = {
+            "runtime": f"{manifest.runtime} {version}",
+            "quantised": manifest.quantised,
+            "graphs": manifest.digest,
+            # Those of when the graphs were loaded: what PyTorch is told later does not reach them.
+            "runtime_threads": threads,
+        }
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """The fingerprints of the model that was exported."""
+        return dict(self.manifest.weights)
+
+    @property
+    def decoder_bytes(self) -> int:
+        """Of the decoder's graph and weights: what each pass reads."""
+        files = self.manifest.files.items()
+        return sum(f.bytes for name, f in files if name.startswith(f"{GRAPHS}/decoder."))
+
+
+def load_model(folder: Path, manifest: Manifest) -> Any:
+    """The model, ready to run."""
+    model = _empty(folder)
+    threads = torch.get_num_threads()
+    sessions = {name: _session(folder, manifest, name, threads) for name in PARTS}
+    _fill(model, manifest, sessions)
+    version = sessions["decoder"].version
+    model.exported = Exported(folder, manifest, version, threads)
+    return model.eval()
+
+
+def _empty(folder: Path) -> Any:
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        kind = kind[0] if isinstance(kind, tuple | list) else kind
+        config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            model = kind(config)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{folder} holds no configuration of an exported model: {error}"
+        ) from error
+    for module in model.modules():
+        for home in (module._parameters, module._buffers):
+            home.update(dict.fromkeys(home))
+        if isinstance(module, PreTrainedModel):
+            # Upstream asks the first weight for device and dtype.
+            anchor = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+            module.register_parameter("anchor", anchor)
+    model.config.dtype = torch.float32
+    return model
+
+
+def _session(folder: Path, manifest: Manifest, name: str, threads: int) -> Any:
+    path = folder / GRAPHS
+    if manifest.runtime == "openvino":
+        return OpenVinoSession(path / f"{name}.xml", threads)
+    return OnnxSession(path / f"{name}.onnx", threads)
+
+
+def _fill(model: Any, manifest: Manifest, sessions: dict[str, Session]) -> None:
+    shape = Shape.of(model)
+    core, decoder, embedding = model.base_model, model.get_decoder(), model.get_input_embeddings()
+    embedding.forward = EmbeddingStandIn(sessions["embedding"], embedding.embedding_dim)
+    model.get_output_embeddings().forward = HeadStandIn(sessions["head"])
+    decoder.forward = DecoderStandIn(
+        sessions["decoder"], decoder, shape, manifest.appends, hasattr(core, "get_rope_index")
+    )
+    if manifest.most_patches is None:
+        _replace_encoder(core, WholeTowerStandIn(sessions["tower"]))
+        return
+    tensors = TowerTensors(core)
+    core.visual.forward = PackedTowerStandIn(
+        sessions["tower"], core.visual, tensors, manifest.most_patches
+    )
+
+
+def _replace_encoder(core: Any, stand_in: WholeTowerStandIn) -> None:
+    """In place of the whole way from pixels to features; its signature tells what it takes."""
+    import inspect
+
+    stand_in.__signature__ = inspect.signature(core.get_image_features)  # type: ignore[attr-defined]
+    core.get_image_features = stand_in

@@ -1,0 +1,274 @@
+"""The record in an exported model's folder: what was made of which weights, and all files' digests.
+
+An export that is half copied, changed or made by other versions must not answer at all, so the
+record is checked, and all files with it, before a runtime sees any of them. The record has a seal:
+whoever edits it by hand is told. Reading every byte of a large export takes its time, so a caller
+who knows that these very files were read before may leave that part out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from blake3 import blake3
+
+from keepsight import keys
+from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
+from keepsight.exported.marks import marks
+
+NAME = "keepsight.json"
+FORMAT = 1
+GRAPHS = "graphs"  # the folder of graphs, as Transformers' exporters save them
+RUNTIMES = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}  # and the files of each graph
+PARTS = ("tower", "embedding", "decoder", "head")
+SETTINGS = (".json", ".jinja")  # what Transformers reads beside the graphs
+_LARGEST = 4 * 2**20  # bytes of a record; one takes a few thousand
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_WORD = re.compile(r"[a-z0-9_]{1,40}")
+_AGAIN = "copy the whole folder again, or export the model again"
+_unfinished: set[Path] = set()  # folders that this process is about to compare with their model
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of an export."""
+
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of an export."""
+
+    runtime: str
+    model_type: str
+    quantised: str | None
+    appends: bool  # keys and values are written in place
+    weights: dict[str, str]  # fingerprints of the model it was made of
+    most_patches: int | None  # of one picture; None where all pictures have one size
+    versions: dict[str, str]
+    files: dict[str, File]
+    deviation: dict[str, Any] = field(default_factory=dict)  # from the model, as measured
+    format: int = FORMAT
+
+    @property
+    def digest(self) -> str:
+        """The name of everything that computes."""
+        graphs = f"{GRAPHS}/"
+        rows = [[n, f.digest] for n, f in sorted(self.files.items()) if n.startswith(graphs)]
+        return keys.digest("export", rows)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files but the record."""
+        return sum(file.bytes for file in self.files.values())
+
+    def save(self, folder: Path) -> None:
+        """Write the record, last of all."""
+        told = asdict(self)
+        path = folder / NAME
+        text = json.dumps(told | {"seal": seal_of(told)}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def seal_of(told: dict[str, Any]) -> str:
+    """The digest of a record without its seal."""
+    plain = {name: value for name, value in told.items() if name != "seal"}
+    return keys.digest("export record", keys.canonical_json(plain))
+
+
+def is_export(path: str | Path) -> bool:
+    """Whether a folder is an exported model, or what is left of one that lost its record."""
+    folder = Path(path)
+    decoders = [folder / GRAPHS / f"decoder{ends[0]}" for ends in RUNTIMES.values()]
+    return (folder / NAME).is_file() or any(decoder.is_file() for decoder in decoders)
+
+
+def files_in(folder: Path) -> dict[str, File]:
+    """Every file below a folder, but for the record itself."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
+    return {
+        path.relative_to(folder).as_posix(): File(path.stat().st_size, _digest(path))
+        for path in found
+    }
+
+
+def _digest(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[None]:
+    """Let this process, and no other, load an export that was not compared with its model yet.
+
+    A process that is killed while it compares leaves a folder in which all is in its place. It must
+    not load: nobody knows how far off its graphs are.
+    """
+    place = folder.resolve()
+    _unfinished.add(place)
+    try:
+        yield
+    finally:
+        _unfinished.discard(place)
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def read(folder: Path, contents: bool = True) -> Manifest:
+    """The record of an export, with every file that it names looked at; `contents` reads them."""
+    path = folder / NAME
+    if not path.is_file():
+        raise NotKeepsightFile(
+            f"{folder} has no {NAME}, the record of an export made by `keepsight export`; {_AGAIN}"
+        )
+    told = _object(path)
+    form = told.get("format")
+    if type(form) is not int or form != FORMAT:
+        raise WrongFormatVersion(
+            f"{path} has format {str(form)[:40]}, this version reads {FORMAT}; export the model "
+            "again with this version, or load it with the one that made it"
+        )
+    manifest = _parsed(told, path)
+    if told["seal"] != seal_of(told):
+        raise DamagedFile(f"{path} was changed after the export; {_AGAIN}")
+    if not manifest.deviation and folder.resolve() not in _unfinished:
+        raise DamagedFile(
+            f"{path}: this export broke off before it was compared with its model; export it again"
+        )
+    _check_files(manifest, folder, contents)
+    _check_config(manifest, folder)
+    _check_marks(manifest, folder)
+    return manifest
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """An object of JSON, whatever somebody wrote there."""
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is no number of JSON")
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+        if len(data) > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST} bytes")
+        told = json.loads(data.decode("utf-8"), parse_constant=refuse)
+        if not isinstance(told, dict):
+            raise ValueError("it is not an object")
+        seal_of(told)  # also goes through all of it, however deep
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path} cannot be read: {error}; {_AGAIN}") from error
+    return told
+
+
+def _parsed(told: dict[str, Any], path: Path) -> Manifest:
+    names = [each.name for each in fields(Manifest)]
+    unknown = sorted(set(told) - {*names, "seal"})
+    wrong = [name for name in (*names, "seal") if not _has_sense(name, told.get(name))]
+    if wrong or unknown:
+        what = ", ".join([*wrong, *unknown])[:200]
+        raise DamagedFile(f"{path}: {what} cannot be read; {_AGAIN}")
+    files = {}
+    for name, file in told["files"].items():
+        if not _is_file(file):
+            raise DamagedFile(f"{path}: the entry of {name[:200]!r} cannot be read; {_AGAIN}")
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
+            raise DamagedFile(f"{path} names a file outside its folder: {name[:200]!r}")
+        files[name] = File(file["bytes"], file["digest"])
+    ends = RUNTIMES[told["runtime"]]
+    graphs = [f"{GRAPHS}/{part}{end}" for part in PARTS for end in ends]
+    missing = sorted({"config.json", *graphs} - files.keys())
+    if missing:
+        raise DamagedFile(f"{path} names no {missing[0]}, which every export has; {_AGAIN}")
+    kept = {name: told[name] for name in names if name != "files"}
+    return Manifest(**kept, files=files)
+
+
+def _has_sense(name: str, value: Any) -> bool:
+    """Whether a field of a record can be what it should be."""
+    if name == "runtime":
+        return isinstance(value, str) and value in RUNTIMES
+    if name in ("model_type", "quantised"):
+        absent = name == "quantised" and value is None
+        return absent or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
+    if name == "appends":
+        return isinstance(value, bool)
+    if name == "most_patches":
+        return value is None or (type(value) is int and value > 0)
+    if name == "seal":
+        return isinstance(value, str)
+    if name == "format":
+        return True  # looked at before
+    if not isinstance(value, dict):
+        return False
+    if name == "weights":
+        words = all(isinstance(each, str) for each in value.values())
+        return words and all(_DIGEST.fullmatch(value.get(part, "")) for part in ("all", "vision"))
+    return name != "versions" or all(isinstance(each, str) for each in value.values())
+
+
+def _is_file(file: Any) -> bool:
+    if not isinstance(file, dict) or set(file) != {"bytes", "digest"}:
+        return False
+    size, digest = file["bytes"], file["digest"]
+    whole = type(size) is int and 0 <= size < sys.maxsize
+    return whole and isinstance(digest, str) and bool(_DIGEST.fullmatch(digest))
+
+
+def _check_files(manifest: Manifest, folder: Path, contents: bool) -> None:
+    root = folder.resolve()
+    for name, file in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedFile(f"{folder} lacks {name}, which its record names; {_AGAIN}")
+        if not path.resolve().is_relative_to(root):
+            raise DamagedFile(
+                f"{path} leads out of the folder; copy the export with its links followed (cp -L)"
+            )
+        size = path.stat().st_size
+        if size != file.bytes:
+            raise DamagedFile(f"{path} has {size} bytes, its record says {file.bytes}; {_AGAIN}")
+        if contents and _digest(path) != file.digest:
+            raise DamagedFile(f"{path} is not the file that was exported; {_AGAIN}")
+    graphs = [path for path in (folder / GRAPHS).rglob("*") if path.is_file()]
+    settings = [path for path in folder.iterdir() if path.suffix in SETTINGS and path.name != NAME]
+    extra = {path.relative_to(folder).as_posix() for path in [*graphs, *settings]}
+    if extra - manifest.files.keys():
+        name = min(extra - manifest.files.keys())
+        raise DamagedFile(f"{folder} holds {name}, which is not of this export; remove it")
+
+
+def _check_config(manifest: Manifest, folder: Path) -> None:
+    path = folder / "config.json"
+    found = _object(path).get("model_type")
+    if found != manifest.model_type:
+        raise DamagedFile(
+            f"{path} is of a {str(found)[:40]}, and the record of a {manifest.model_type}; {_AGAIN}"
+        )
+
+
+def _check_marks(manifest: Manifest, folder: Path) -> None:
+    """What the graphs themselves show must be what the record says of them."""
+    end = RUNTIMES[manifest.runtime][0]
+    found = {part: marks(folder / GRAPHS / f"{part}{end}") for part in PARTS}
+    quantised = any(part.quantised for part in found.values())
+    if quantised != (manifest.quantised is not None):
+        told, are = (manifest.quantised or "not quantised"), "are" if quantised else "are not"
+        raise DamagedFile(
+            f"{folder / NAME} says {told}, and the graphs {are} quantised; export the model again"
+        )
+    if found["decoder"].appends != manifest.appends:
+        raise DamagedFile(
+            f"{folder / NAME} says appends={manifest.appends}, and the decoder does otherwise; "
+            "export the model again"
+        )

@@ -1,0 +1,291 @@
+"""What stands in the places of a model's tower, embedding, decoder and head: their graphs.
+
+The model around them is Transformers' own, without weights: it puts features in the places of a
+picture, routes what belongs to early layers, makes masks. So engine, families and memory see a
+model like any other, and its states lie in the same lanes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from keepsight.errors import ImageError, UnsupportedInput
+from keepsight.exported.states import (
+    BIAS,
+    PRESENT,
+    SLIDING_BIAS,
+    deepstack,
+    new_state,
+    state,
+    state_names,
+    state_sizes,
+)
+from keepsight.families.tower_tensors import TowerTensors
+from keepsight.state import LaneLayer, Shape, restore_linear
+
+_MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
+# Upstream's layers whose states grow by being given new rows.
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
+
+
+class Session(Protocol):
+    """A graph that can be run."""
+
+    inputs: frozenset[str]
+
+    def run(self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> Any:
+        """The outputs by name; those named in `into` are written there."""
+
+
+class EmbeddingStandIn:
+    """Token ids to embeddings."""
+
+    def __init__(self, session: Session, width: int) -> None:
+        self._session, self._nothing = session, torch.zeros(0, width)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        ids = input if input.ndim == 2 else input.reshape(1, -1)
+        spots = torch.zeros_like(ids, dtype=torch.bool)
+        feeds = {"input_ids": ids, "features": self._nothing, "spots": spots}
+        found: Tensor = self._session.run(feeds)["inputs_embeds"]
+        return found.view(*input.shape, -1)
+
+
+class HeadStandIn:
+    """Hidden states to logits."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, input: Tensor) -> Tensor:
+        logits: Tensor = self._session.run({"hidden": input})["logits"]
+        return logits
+
+
+class PackedTowerStandIn:
+    """Patches of pictures, or of the frames of a video, each through the graph alone."""
+
+    def __init__(self, session: Session, tower: Any, tensors: TowerTensors, most: int) -> None:
+        self._session, self._tower, self._tensors, self._most = session, tower, tensors, most
+        self._levels = len(getattr(tower, "deepstack_visual_indexes", None) or ())
+
+    def __call__(self, hidden_states: Tensor, grid_thw: Tensor, **options: Any) -> Any:
+        # Frames see only themselves, so a video is as many pictures.
+        frames = [(1, h, w) for t, h, w in grid_thw.tolist() for _ in range(t)]
+        sizes = [h * w for _, h, w in frames]
+        for size in sizes:
+            if size > self._most:
+                raise ImageError(
+                    f"a picture of {size} patches is beyond the {self._most} that this model was "
+                    "exported for; make the picture smaller (max_pixels), or export with a larger "
+                    "--max-patches"
+                )
+        pieces = hidden_states.float().split(sizes)
+        made = [self._one(*each) for each in zip(pieces, frames, strict=True)]
+        names = ["features", *(deepstack(level) for level in range(self._levels))]
+        features, *levels = (torch.cat([one[name] for one in made]) for name in names)
+        output = SimpleNamespace(pooler_output=features)
+        if levels:  # upstream looks into a list that is there
+            output.deepstack_features = levels
+        return output
+
+    def _one(self, pixels: Tensor, frame: tuple[int, int, int]) -> dict[str, Tensor]:
+        grid = {"image_grid_thw": torch.tensor([frame])}
+        told = self._tensors.of(grid, "cpu")
+        feeds = {name: told[name] for name in self._session.inputs if name in told}
+        found: dict[str, Tensor] = self._session.run({"pixel_values": pixels, **feeds})
+        return found
+
+
+class WholeTowerStandIn:
+    """Pictures of one size, and tiles of pictures, each through the graph alone."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, pixel_values: Tensor, **options: Any) -> Any:
+        rows = pixel_values.float().split(1)
+        made = [self._session.run({"pixel_values": row})["features"] for row in rows]
+        # As upstream's own: a tensor of all, or a list of what each picture gave.
+        return SimpleNamespace(pooler_output=torch.cat(made) if made[0].ndim == 3 else made)
+
+
+class DecoderStandIn:
+    """Embeddings, positions and a cache; hidden states, and the cache with more in it."""
+
+    def __init__(
+        self, session: Session, decoder: Any, shape: Shape, appends: bool, mrope: bool
+    ) -> None:
+        self._session, self._kinds, self._appends = session, shape.kinds, appends
+        self._mrope = mrope
+        self._levels = sum(name.startswith("deepstack") for name in session.inputs)
+        self._sizes = [state_sizes(decoder, n, kind) for n, kind in enumerate(shape.kinds)]
+        self._config = decoder.config
+        self._window = getattr(decoder.config, "sliding_window", None) or 0
+
+    def __call__(
+        self,
+        inputs_embeds: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        visual_pos_masks: Tensor | None = None,
+        deepstack_visual_embeds: Any = None,
+        **options: Any,
+    ) -> BaseModelOutputWithPast:
+        if inputs_embeds is None:
+            raise UnsupportedInput("an exported decoder takes embeddings, not ids")
+        _refuse_unknown(past_key_values, options)
+        if past_key_values is None:
+            past_key_values = DynamicCache(config=self._config)
+        rows, tokens, _ = inputs_embeds.shape
+        if position_ids is None:
+            held = past_key_values.get_seq_length()
+            position_ids = torch.arange(held, held + tokens).expand(rows, -1)
+        total = past_key_values.get_seq_length() + tokens
+        feeds = {
+            "inputs_embeds": inputs_embeds,
+            "position_ids": self._positions(position_ids),
+            "lengths": torch.full((rows,), total - 1, dtype=torch.int32),
+            "total": torch.tensor(total, dtype=torch.int32),
+            **self._deepstack(inputs_embeds, visual_pos_masks, deepstack_visual_embeds),
+        }
+        into = {"hidden": torch.empty_like(inputs_embeds)}
+        layers = past_key_values.layers
+        for number, layer in enumerate(layers):
+            self._put_states(number, layer, inputs_embeds, feeds, into)
+        feeds |= self._biases(attention_mask, tokens, feeds)
+        found = self._session.run(feeds, into)
+        for number, layer in enumerate(layers):
+            self._take_states(number, layer, found, tokens)
+        return BaseModelOutputWithPast(
+            last_hidden_state=found["hidden"], past_key_values=past_key_values
+        )
+
+    def _positions(self, given: Tensor) -> Tensor:
+        """Text, time, height and width for multimodal rope; upstream takes fewer rows too."""
+        if not self._mrope:
+            return given
+        if given.ndim == 2:
+            return given.expand(4, *given.shape)
+        return given if given.shape[0] == 4 else torch.cat([given[:1], given])
+
+    def _deepstack(self, embeds: Tensor, spots: Tensor | None, levels: Any) -> dict[str, Tensor]:
+        """A row for each token: the features at the places of a picture, zeros elsewhere."""
+        feeds = {}
+        for level in range(self._levels):
+            dense = torch.zeros_like(embeds)
+            if spots is not None and levels is not None:
+                dense[spots] = levels[level].to(dense.dtype)
+            feeds[deepstack(level)] = dense
+        return feeds
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def _put_states(
+        self,
+        number: int,
+        layer: Any,
+        like: Tensor,
+        feeds: dict[str, Tensor],
+        into: dict[str, Tensor],
+    ) -> None:
+        kind, sizes = self._kinds[number], self._sizes[number]
+        if kind == "linear":
+            for name in state_names(kind):
+                held = getattr(layer, f"{name}_states")[0]
+                fresh = like.new_zeros(like.shape[0], *sizes[name])
+                feeds[state(name, number)] = fresh if held is None else held
+            return
+        nothing = like.new_empty(like.shape[0], *sizes["k"])
+        past = (layer.keys, layer.values) if layer.is_initialized else (nothing, nothing)
+        if self._in_place(kind, layer):
+            past = layer.stretch(like.shape[1], nothing, nothing)
+        elif self._appends and kind == "full":  # a cache of upstream's own: a room made for now
+            room = nothing.new_empty(like.shape[0], sizes["k"][0], like.shape[1], sizes["k"][2])
+            past = (torch.cat([past[0], room], dim=2), torch.cat([past[1], room], dim=2))
+        for name, tensor in zip(("k", "v"), past, strict=True):
+            feeds[state(name, number)] = tensor
+            if self._appends and kind == "full":
+                into[new_state(name, number)] = tensor
+
+    def _take_states(self, number: int, layer: Any, found: dict[str, Tensor], tokens: int) -> None:
+        kind = self._kinds[number]
+        given = {name: found[new_state(name, number)] for name in state_names(kind)}
+        if kind == "linear":
+            for name, tensor in given.items():
+                restore_linear(layer, name, 0, tensor)
+        elif self._in_place(kind, layer):
+            layer.advance(tokens)
+        else:
+            rows = [tensor[:, :, -tokens:] for tensor in given.values()]
+            layer.update(*rows)
+
+    def _in_place(self, kind: str, layer: Any) -> bool:
+        return self._appends and kind == "full" and isinstance(layer, LaneLayer)
+
+    # -- who sees whom ---------------------------------------------------------------------------
+
+    def _biases(self, mask: Any, tokens: int, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is added to the scores of attention, for each kind of layer that has some."""
+        rows = feeds["lengths"].shape[0]
+        # What is padding is padding in every layer.
+        given = mask if isinstance(mask, dict) else dict.fromkeys(_MASKED, mask)
+        total = int(feeds["total"])
+        found = {BIAS: _bias(given.get("full_attention"), rows, tokens, total, 0, self._appends)}
+        if "sliding" in self._kinds:
+            held = feeds[state("k", self._kinds.index("sliding"))].shape[2] + tokens
+            own = given.get("sliding_attention")
+            found[SLIDING_BIAS] = _bias(own, rows, tokens, held, self._window, False)
+        if "linear" in self._kinds:
+            own = given.get("full_attention")
+            found[PRESENT] = torch.ones(rows, tokens) if own is None else own[:, -tokens:].float()
+        return found
+
+
+def _refuse_unknown(cache: Any, options: dict[str, Any]) -> None:
+    """What upstream's decoder could do, and a graph cannot."""
+    asked = [name for name in ("output_hidden_states", "output_attentions") if options.get(name)]
+    if asked:
+        raise UnsupportedInput(f"{asked[0]}: an exported decoder gives its last states only")
+    for layer in getattr(cache, "layers", ()):
+        if type(layer) not in _LAYERS and not isinstance(layer, LaneLayer):
+            raise UnsupportedInput(
+                f"a cache of {type(layer).__name__}: an exported decoder goes on from a "
+                "DynamicCache or from Keepsight's memory; leave cache_implementation out"
+            )
+
+
+def _bias(
+    mask: Tensor | None, rows: int, tokens: int, total: int, window: int, causal_itself: bool
+) -> Tensor:
+    """Zero where a token is seen and a vast negative number where not: (rows, 1, tokens, total).
+
+    Not minus infinity: padding sees nothing at all, and a softmax of nothing else is not a number.
+    """
+    hidden = torch.finfo(torch.float32).min
+    if mask is not None and mask.ndim == 4:
+        if mask.dtype != torch.bool:
+            return mask.float().clamp(min=hidden).expand(rows, 1, tokens, total)
+        return torch.zeros(mask.shape).masked_fill_(~mask, hidden).expand(rows, 1, tokens, total)
+    bias = torch.zeros(rows, 1, tokens, total)
+    if mask is not None:
+        bias.masked_fill_(~mask.bool()[:, None, None, -total:], hidden)
+    if (tokens > 1 and not causal_itself) or window:
+        at, seen = torch.arange(total - tokens, total)[:, None], torch.arange(total)
+        unseen = seen > at
+        if window:
+            unseen |= seen <= at - window
+        bias.masked_fill_(unseen, hidden)
+    return bias

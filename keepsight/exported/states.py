@@ -1,0 +1,45 @@
+"""The states that go in and out of an exported decoder: their names and sizes, said once for who
+makes a graph and who runs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BIAS, SLIDING_BIAS = "bias", "sliding_bias"
+PRESENT = "present"  # for linear layers: 1 for a token, 0 for the padding of a row
+
+_STATES = {"full": ("k", "v"), "sliding": ("k", "v"), "linear": ("conv", "recurrent")}
+KINDS = frozenset(_STATES)  # of layers that can be exported
+
+
+def state_names(kind: str) -> tuple[str, ...]:
+    """The states of a layer of one kind; in and out of the graph."""
+    return _STATES[kind]
+
+
+def deepstack(level: int) -> str:
+    """The input of one level of features that are added behind early layers."""
+    return f"deepstack_{level}"
+
+
+def state(name: str, layer: int) -> str:
+    """The input of one state of a layer."""
+    return f"{name}_{layer}"
+
+
+def new_state(name: str, layer: int) -> str:
+    """The output of one state of a layer: whole, or its new rows."""
+    return f"new_{name}_{layer}"
+
+
+def state_sizes(decoder: Any, layer: int, kind: str) -> dict[str, tuple[int, ...]]:
+    """How large one row's states of a layer are; 0 where it grows with the tokens."""
+    config = decoder.config
+    if kind == "linear":
+        part = decoder.layers[layer].linear_attn
+        recurrent = (part.num_v_heads, part.head_k_dim, part.head_v_dim)
+        return {"conv": (part.conv_dim, part.conv_kernel_size), "recurrent": recurrent}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = (config.num_key_value_heads, 0, width)
+    return {"k": heads, "v": heads}

@@ -1,0 +1,85 @@
+"""Tiny models of each family that can be exported, beside their exports.
+
+Fewer layers than the models of other tests have: tracing is what takes the time here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from model_parts import wake
+from models import ALL
+
+import keepsight as ks
+from keepsight.export.making import export
+
+_FOLDER = TemporaryDirectory(prefix="keepsight-exports-")
+_LAYERS = {"qwen3_5": ["linear_attention", "full_attention"]}
+_HALVED = {"gemma3_sliding", "sliding"}  # half of their layers see 24 tokens back
+
+
+@functools.cache
+def small(kind: str) -> tuple[Any, Any]:
+    """Model and processor, of two layers in decoder and tower; the same weights each time."""
+    torch.manual_seed(0)
+    model_class, config, processor = ALL[kind]()
+    text: dict[str, Any] = config.text_config.to_dict()
+    text |= {"num_hidden_layers": 2, "vocab_size": 576}
+    text["layer_types"] = _LAYERS.get(kind) or ["full_attention"] * 2
+    if kind in _HALVED:
+        text["layer_types"] = ["sliding_attention", "full_attention"]
+        text["max_window_layers"] = 1
+    if kind in ("llava", "internvl", "qwen3_vl"):
+        text.pop("layer_types")
+    config.text_config = type(config.text_config)(**text)
+    if getattr(config.vision_config, "deepstack_visual_indexes", None):
+        config.vision_config.deepstack_visual_indexes = [0, 1]
+    if getattr(config.vision_config, "depth", 0) == 3:
+        config.vision_config.depth = 2
+    model = model_class(config)
+    wake(model)
+    model.generation_config.eos_token_id = 2
+    model.generation_config.pad_token_id = 0
+    return model.float().eval(), processor
+
+
+@functools.cache
+def folder(kind: str) -> Path:
+    """A checkpoint of it on disk, with a processor that stock Transformers would load."""
+    model, processor = small(kind)
+    path = Path(_FOLDER.name) / kind
+    model.save_pretrained(path)
+    processor.tokenizer.save_pretrained(path)
+    processor.image_processor.save_pretrained(path)
+    (path / "chat_template.jinja").write_text(processor.chat_template)
+    parts = ("image_processor", "tokenizer", "video_processor")
+    own = {n: v for n, v in processor.to_dict().items() if n not in parts}
+    (path / "processor_config.json").write_text(json.dumps(own))
+    return path
+
+
+@functools.cache
+def exported_folder(kind: str) -> Path:
+    """What `keepsight export` made of it."""
+    target = Path(_FOLDER.name) / f"{kind}-exported"
+    export(str(folder(kind)), target)
+    return target
+
+
+@functools.cache
+def exported(kind: str) -> Any:
+    """The exported model, ready to be wrapped as any other."""
+    with ks.load(exported_folder(kind)) as vlm:
+        return vlm.model
+
+
+def wrapped(kind: str, **options: Any) -> tuple[ks.VLM, ks.VLM]:
+    """The export and its model, each with an empty memory."""
+    processor = small(kind)[1]
+    options = {"grain": 16, **options}
+    return ks.wrap(exported(kind), processor, **options), ks.wrap(*small(kind), **options)

@@ -1,0 +1,76 @@
+"""The shipped suite of families on exported models: as their PyTorch models do.
+
+Whatever is remembered, and compared with the model that was exported, not with its graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exported_models import exported, small
+
+from keepsight.testing import FamilyTests
+from keepsight.testing.families import Messages
+
+
+class ExportedTests(FamilyTests):
+    """An exported model in place of a live one; `stock` is the live one."""
+
+    kind = ""
+    attentions = ()  # that of the graphs; there is no other
+
+    def make_model(self) -> tuple[Any, Any]:
+        return exported(self.kind), small(self.kind)[1]
+
+    def stock(self, messages: Messages, tokens: int = 1) -> Any:
+        """Of the model that was exported, from pixels."""
+        model, processor = small(self.kind)
+        return model.generate(
+            **self.inputs(processor, messages),
+            max_new_tokens=tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+
+    def test_other_attention_and_dtype(self) -> None:
+        """Graphs compute as they were made to."""
+
+
+class TestQwen3VL(ExportedTests):
+    kind = "qwen3_vl"
+
+
+class TestQwen35(ExportedTests):
+    kind = "qwen3_5"
+
+
+class TestQwen2VL(ExportedTests):
+    kind = "qwen2_vl"
+
+
+class TestQwen25VL(ExportedTests):
+    """Its tower looks through windows."""
+
+    kind = "qwen2_5_vl"
+
+
+class TestSliding(ExportedTests):
+    """Half of the layers see 24 tokens back, and no mask of upstream's says so."""
+
+    kind = "sliding"
+
+
+class TestGemma3(ExportedTests):
+    """The tokens of one image see each other; half of the layers see 24 tokens back."""
+
+    kind = "gemma3_sliding"
+    nests_images = True
+
+
+class TestLlava(ExportedTests):
+    kind = "llava"
+
+
+class TestInternVL(ExportedTests):
+    kind = "internvl"

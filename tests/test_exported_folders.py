@@ -1,0 +1,438 @@
+"""Exported folders that are half copied, changed, forged, or made for other versions.
+
+Each is a named error before a runtime computes anything, and the good folder beside it still works.
+A forger who writes the record anew, seal and all, is what `sealed` stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from model_parts import picture
+
+import keepsight as ks
+from keepsight.errors import (
+    DamagedFile,
+    FileError,
+    ImageError,
+    MissingExtra,
+    ModelError,
+    NotKeepsightFile,
+    UnsupportedInput,
+    WrongFormatVersion,
+)
+from keepsight.export import making
+from keepsight.exported import is_export, manifest, other_versions, read
+
+QUESTION = "What do you see?"
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    *(f"graphs/{part}.onnx{end}" for part in manifest.PARTS for end in ("", ".data")),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export that nobody may change."""
+    folder = tmp_path_factory.mktemp("whole") / "export"
+    making.export("demo", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it to break."""
+    return Path(shutil.copytree(whole, tmp_path / "export"))
+
+
+def sealed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the record as a forger would, or as another version: its seal holds."""
+    path = folder / manifest.NAME
+    told = json.loads(path.read_text())
+    change(told)
+    told["seal"] = manifest.seal_of(told)
+    path.write_text(json.dumps(told))
+
+
+def resealed_files(folder: Path) -> None:
+    """Name all files anew, as if they had been exported like this."""
+    found = {name: vars(file) for name, file in manifest.files_in(folder).items()}
+    sealed(folder, lambda told: told.update(files=found))
+
+
+def answers(folder: Path, **options: Any) -> list[int]:
+    with ks.load(folder, grain=16, **options) as vlm:
+        return vlm.ask(picture(1), QUESTION, max_new_tokens=4, do_sample=False).tokens
+
+
+# -- half copied, changed ------------------------------------------------------------------------
+
+
+def test_the_list_of_files_is_that_of_an_export(whole: Path) -> None:
+    assert set(FILES) <= set(read(whole).files)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_missing_cut_off_or_changed_is_named(folder: Path, name: str) -> None:
+    path = folder / name
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(DamagedFile, match=rf"{name} has {len(data) - 1} bytes"):
+        ks.load(folder)
+    middle = len(data) // 2
+    path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    with pytest.raises(DamagedFile, match=f"{name} is not the file that was exported"):
+        ks.load(folder)
+    path.unlink()
+    with pytest.raises(DamagedFile, match=f"lacks {name}"):
+        ks.load(folder)
+    path.write_bytes(data)
+    assert read(folder)
+
+
+def test_a_file_of_another_export_is_noticed_even_in_the_same_size(folder: Path) -> None:
+    for part in ("embedding", "head"):
+        shutil.copy(folder / f"graphs/{part}.onnx.data", folder / f"{part}.tmp")
+    sizes = {(folder / f"{part}.tmp").stat().st_size for part in ("embedding", "head")}
+    assert len(sizes) == 1, "the demo model's two tables should be of one size"
+    data = bytearray((folder / "embedding.tmp").read_bytes())
+    (folder / "graphs/head.onnx.data").write_bytes(data[::-1])
+    with pytest.raises(DamagedFile, match=r"head\.onnx\.data is not the file"):
+        ks.load(folder)
+
+
+def test_a_folder_that_lost_its_record_says_so(folder: Path) -> None:
+    (folder / manifest.NAME).unlink()
+    with pytest.raises(NotKeepsightFile, match=r"has no keepsight\.json"):
+        ks.load(folder)
+    (folder / manifest.NAME).mkdir()
+    with pytest.raises(NotKeepsightFile, match=r"has no keepsight\.json"):
+        ks.load(folder)
+    shutil.rmtree(folder / "graphs")
+    assert not is_export(folder)
+
+
+@pytest.mark.parametrize("name", ["graphs/other.onnx", "processor_config.json", "x.jinja"])
+def test_a_file_that_is_not_of_this_export_is_noticed(folder: Path, name: str) -> None:
+    (folder / name).write_text("{}")
+    with pytest.raises(DamagedFile, match=f"holds {name}"):
+        ks.load(folder)
+
+
+def test_other_files_may_lie_beside_an_export(folder: Path) -> None:
+    (folder / "README.md").write_text("mine")
+    assert answers(folder)
+
+
+def test_links_that_lead_out_are_refused(folder: Path, tmp_path: Path) -> None:
+    data = folder / "graphs/decoder.onnx.data"
+    shutil.move(data, tmp_path / "outside")
+    data.symlink_to(tmp_path / "outside")
+    with pytest.raises(DamagedFile, match="leads out of the folder"):
+        ks.load(folder)
+    data.unlink()
+    shutil.move(tmp_path / "outside", data)
+    assert read(folder)
+    shutil.move(folder / "graphs", tmp_path / "elsewhere")
+    (folder / "graphs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedFile, match="leads out of the folder"):
+        ks.load(folder)
+
+
+def test_an_export_that_broke_off_before_the_comparison_does_not_load(folder: Path) -> None:
+    sealed(folder, lambda told: told.update(deviation={}))
+    with pytest.raises(DamagedFile, match="before it was compared"):
+        ks.load(folder)
+    with manifest.unfinished(folder):
+        assert read(folder)
+
+
+# -- the record ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [0, 2, "1", True, 1.0, None, [1]])
+def test_another_version_of_the_format_is_named(folder: Path, form: Any) -> None:
+    sealed(folder, lambda told: told.update(format=form))
+    with pytest.raises(WrongFormatVersion, match="this version reads 1"):
+        ks.load(folder)
+
+
+def test_a_record_changed_by_hand_is_noticed(folder: Path) -> None:
+    path = folder / manifest.NAME
+    told = json.loads(path.read_text())
+    other = "0" * 64  # the fingerprint of another model
+    for name, value in (("weights", {"all": other, "vision": other}), ("most_patches", 9)):
+        path.write_text(json.dumps({**told, name: value}))
+        with pytest.raises(DamagedFile, match="was changed after the export"):
+            ks.load(folder)
+
+
+NONSENSE: dict[str, Any] = {
+    "runtime": ["torch", None, ["onnx"], {}],
+    "model_type": [None, 7, "", "a/b", "x" * 999],
+    "quantised": [8, "", "int8\x1b[2J", ["int8"]],
+    "appends": [None, 1, "yes"],
+    "weights": [
+        None,
+        {},
+        [],
+        {"all": "f" * 64},
+        {"all": 1, "vision": 2},
+        {"all": "x", "vision": ""},
+    ],
+    "most_patches": [0, -1, True, 1.5, "16384", 1e999],
+    "versions": [None, [], {"torch": 2}],
+    "files": [None, [], {}, {"config.json": 3}, {"config.json": {"bytes": 1}}],
+    "deviation": [None, [], "none", {"logits": float("nan")}],
+    "seal": [None, 3, "0" * 64],
+    "surprise": [1],
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_in_a_record_is_named(folder: Path, name: str) -> None:
+    path = folder / manifest.NAME
+    for value in NONSENSE[name]:
+        told = json.loads((folder / manifest.NAME).read_text())
+        before = json.dumps(told)
+        told[name] = value
+        if name != "seal":
+            told["seal"] = manifest.seal_of(told)
+        path.write_text(json.dumps(told))
+        with pytest.raises(DamagedFile, match=r"keepsight\.json"):
+            read(folder)
+        path.write_text(before)
+    assert read(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"null",
+        b"\xff\xfe\x00",
+        b'{"format": 1',
+        b'{"format": NaN}',
+        b'{"format": 1, "deviation": {"logits": -Infinity}}',
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        b'{"format": 1, "deviation": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
+        b'{"format": 1' + b" " * (5 << 20) + b"}",
+        b'{"format": ' + b"9" * 10_000 + b"}",
+    ],
+    ids=range(13),
+)
+def test_a_record_that_is_none_is_named(folder: Path, text: bytes) -> None:
+    (folder / manifest.NAME).write_bytes(text)
+    with pytest.raises(FileError, match=r"keepsight\.json"):
+        ks.load(folder)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "graphs/../../x", "a\\..\\b", "a\0b"])
+def test_paths_outside_the_folder_are_refused(folder: Path, name: str) -> None:
+    file = {"bytes": 1, "digest": "0" * 64}
+    sealed(folder, lambda told: told["files"].update({name: file}))
+    with pytest.raises(DamagedFile, match="outside its folder"):
+        ks.load(folder)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"bytes": -1, "digest": "0" * 64},
+        {"bytes": True, "digest": "0" * 64},
+        {"bytes": 1.0, "digest": "0" * 64},
+        {"bytes": 10**40, "digest": "0" * 64},
+        {"bytes": 1, "digest": "0" * 63},
+        {"bytes": 1, "digest": None},
+        {"bytes": 1, "digest": "0" * 64, "more": 1},
+    ],
+)
+def test_entries_of_files_have_to_make_sense(folder: Path, file: Any) -> None:
+    sealed(folder, lambda told: told["files"].update({"config.json": file}))
+    with pytest.raises(DamagedFile, match=r"entry of 'config\.json'"):
+        ks.load(folder)
+
+
+def test_a_record_that_leaves_out_a_graph_is_refused(folder: Path) -> None:
+    sealed(folder, lambda told: told["files"].pop("graphs/head.onnx"))
+    with pytest.raises(DamagedFile, match=r"names no graphs/head\.onnx"):
+        ks.load(folder)
+    sealed(folder, lambda told: told.update(runtime="openvino"))
+    with pytest.raises(DamagedFile, match=r"names no graphs/\w+\.bin"):
+        ks.load(folder)
+
+
+# -- graphs that are not what the record says, or that no runtime here can run -------------------
+
+
+def edited(folder: Path, part: str, change: Callable[[Any], None]) -> None:
+    """A graph changed, and the record with it."""
+    path = folder / f"graphs/{part}.onnx"
+    model = onnx.load(path, load_external_data=False)
+    change(model)
+    path.write_bytes(model.SerializeToString())
+    resealed_files(folder)
+
+
+def test_graphs_and_record_agree_on_being_quantised(folder: Path) -> None:
+    sealed(folder, lambda told: told.update(quantised="int8"))
+    with pytest.raises(DamagedFile, match="says int8, and the graphs are not quantised"):
+        ks.load(folder)
+    sealed(folder, lambda told: told.update(quantised=None))
+    assert read(folder)
+
+    def quantise(model: Any) -> None:
+        model.graph.node[0].op_type, model.graph.node[0].domain = "MatMulNBits", "com.microsoft"
+
+    edited(folder, "head", quantise)
+    with pytest.raises(DamagedFile, match="says not quantised, and the graphs are quantised"):
+        ks.load(folder)
+
+
+def test_graphs_and_record_agree_on_writing_in_place(folder: Path) -> None:
+    sealed(folder, lambda told: told.update(appends=False))
+    with pytest.raises(DamagedFile, match="says appends=False"):
+        ks.load(folder)
+
+
+def test_settings_of_another_model_are_noticed(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "qwen2_vl"}))
+    resealed_files(folder)
+    with pytest.raises(DamagedFile, match="is of a qwen2_vl, and the record of a qwen3_vl"):
+        ks.load(folder)
+
+
+def test_an_operator_or_opset_that_the_runtime_lacks_is_named(folder: Path, whole: Path) -> None:
+    def unknown(model: Any) -> None:
+        model.graph.node[0].domain = "org.nobody"
+        model.opset_import.append(onnx.helper.make_opsetid("org.nobody", 1))
+
+    def tomorrow(model: Any) -> None:
+        for one in model.opset_import:
+            one.version = one.version if one.domain else 9999
+
+    for change in (unknown, tomorrow):
+        edited(folder, "head", change)
+        with pytest.raises(ModelError, match=r"cannot run head\.onnx"):
+            ks.load(folder)
+        shutil.copy(whole / "graphs/head.onnx", folder / "graphs/head.onnx")
+    edited(folder, "head", unknown)
+    sealed(folder, lambda told: told["versions"].update(onnxruntime="99.0"))
+    with pytest.raises(ModelError, match=r"it was made with onnxruntime 99\.0 \(here "):
+        ks.load(folder)
+    assert answers(whole)
+
+
+def test_weights_that_a_graph_lacks_are_named(folder: Path) -> None:
+    (folder / "graphs/head.onnx.data").unlink()
+    resealed_files(folder)
+    with pytest.raises(ModelError, match=r"head\.onnx"):
+        ks.load(folder)
+
+
+def test_weights_outside_the_folder_are_not_read(folder: Path, tmp_path: Path) -> None:
+    shutil.move(folder / "graphs/head.onnx.data", tmp_path / "outside.data")
+
+    def look_outside(model: Any) -> None:
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = "../../outside.data"
+
+    edited(folder, "head", look_outside)
+    with pytest.raises(ModelError, match=r"head\.onnx"):
+        ks.load(folder)
+
+
+# -- what is refused in use ----------------------------------------------------------------------
+
+
+def test_a_picture_beyond_the_bound_is_named_and_the_next_call_works(folder: Path) -> None:
+    sealed(folder, lambda told: told.update(most_patches=40))
+    small, large = picture(1, 96, 96), picture(2, 128, 96)
+    with ks.load(folder, grain=16) as vlm:
+        wanted = vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False).tokens
+        for images in ([large], [small, large]):
+            pieces = vlm.stream([ks_message(images)], max_new_tokens=4)
+            with pytest.raises(ImageError, match="48 patches is beyond the 40"):
+                next(pieces)
+        again = vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False)
+        assert again.tokens == wanted and again.usage.images_encoded == 0
+        vlm.clear()
+        assert vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False).tokens == wanted
+
+
+def ks_message(images: list[Any]) -> dict[str, Any]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dtype": "bfloat16"}, "dtype='bfloat16'"),
+        ({"device_map": "cuda"}, "device_map='cuda'"),
+        ({"vision": False}, "vision=False"),
+        ({"revision": "main"}, "revision='main'"),
+    ],
+)
+def test_options_that_an_export_cannot_honour(whole: Path, options: Any, told: str) -> None:
+    with pytest.raises(UnsupportedInput, match=told):
+        ks.load(whole, **options)
+
+
+def test_a_runtime_that_is_not_installed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtra, match=r"keepsight\[onnx\]"):
+        ks.load(whole)
+
+
+def test_other_versions_are_told_and_do_not_stop_what_works(folder: Path, whole: Path) -> None:
+    versions = {"torch": "1.0", "transformers": "99.0", "onnxruntime": "0.1"}
+    sealed(folder, lambda told: told.update(versions=versions))
+    found = other_versions(read(folder))
+    assert {name: was for name, (was, _) in found.items()} == {
+        "transformers": "99.0",
+        "onnxruntime": "0.1",
+    }
+    assert not other_versions(read(whole))
+    assert answers(folder) == answers(whole)
+
+
+# -- reading every byte, and remembering that ----------------------------------------------------
+
+
+def test_with_a_store_the_same_files_are_read_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_files: list[str] = []
+    true = manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda p: read_files.append(p.name) or true(p))
+    store = tmp_path / "store"
+    assert answers(folder) == answers(folder, store=store)
+    assert len(read_files) == 2 * len(read(folder, contents=False).files)
+    read_files.clear()
+    assert answers(folder, store=store) and not read_files
+    path = folder / "graphs/head.onnx.data"
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(DamagedFile, match="is not the file"):
+        ks.load(folder, store=store)

@@ -1,0 +1,302 @@
+"""Exports that OpenVINO runs: as their PyTorch models, and the same bits for the same input."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from exported_models import folder, small
+from model_parts import picture
+from test_export_families import ExportedTests
+from torch import Tensor
+
+import keepsight as ks
+from keepsight.errors import ModelError
+from keepsight.export.check import deviation
+from keepsight.export.making import export
+from keepsight.export.openvino import quantise_openvino
+from keepsight.exported.manifest import files_in, read
+from keepsight.exported.openvino_session import OpenVinoSession
+from keepsight.together import Together
+
+openvino = pytest.importorskip("openvino")
+_FOLDER = TemporaryDirectory(prefix="keepsight-openvino-")
+_DEMOS = ("demo", "demo-hybrid")
+
+
+@functools.cache
+def exported_folder(kind: str) -> Path:
+    """What `keepsight export` made of a tiny model, or of one that is shipped."""
+    target = Path(_FOLDER.name) / kind
+    export(kind if kind in _DEMOS else str(folder(kind)), target, runtime="openvino")
+    return target
+
+
+@functools.cache
+def exported(kind: str) -> Any:
+    """The exported model, ready to be wrapped as any other."""
+    with ks.load(exported_folder(kind)) as vlm:
+        return vlm.model
+
+
+def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
+
+
+def wrapped(kind: str, **options: Any) -> tuple[ks.VLM, ks.VLM]:
+    """The export and its model, each with an empty memory."""
+    options = {"grain": 16, **options}
+    processor = small(kind)[1]
+    return ks.wrap(exported(kind), processor, **options), ks.wrap(*small(kind), **options)
+
+
+# -- one graph -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sums and products of two inputs, one of them of any size."""
+    ops = openvino.opset13
+    x = ops.parameter([-1, -1], openvino.Type.f32, name="x")
+    w = ops.constant(torch.randn(8, 8).numpy())
+    doubled = ops.add(x, x)
+    model = openvino.Model([doubled, ops.matmul(x, w, False, False)], [x], "both")
+    model.inputs[0].get_tensor().set_names({"x"})
+    for port, name in zip(model.outputs, ("doubled", "product"), strict=True):
+        port.get_tensor().set_names({name})
+    path = tmp_path_factory.mktemp("graph") / "both.xml"
+    openvino.save_model(model, str(path), compress_to_fp16=False)
+    return path
+
+
+def test_what_a_run_gave_outlives_the_next(graph: Path) -> None:
+    session = OpenVinoSession(graph, 1)
+    first = session.run({"x": torch.ones(3, 8)})
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    session.run({"x": torch.full((3, 8), 7.0)})
+    assert first.keys() == kept.keys() == {"doubled", "product"}
+    assert all(torch.equal(first[name], kept[name]) for name in kept)
+    assert torch.equal(first["doubled"], torch.full((3, 8), 2.0))
+
+
+def test_outputs_are_written_where_they_shall_lie(graph: Path) -> None:
+    session = OpenVinoSession(graph, 1)
+    for rows in (3, 5):
+        place = torch.zeros(rows, 8)
+        found = session.run({"x": torch.ones(rows, 8)}, {"doubled": place})
+        assert found["doubled"] is place and bool((place == 2).all())
+    before = place.clone()
+    session.run({"x": torch.full((5, 8), 9.0)})  # nothing named: nothing may be written there
+    assert torch.equal(place, before)
+
+
+def test_inputs_may_lie_apart_or_be_empty(graph: Path) -> None:
+    session = OpenVinoSession(graph, 1)
+    for rows in (4, 9, 2):
+        apart = torch.randn(rows, 16)[:, ::2]
+        assert torch.equal(session.run({"x": apart})["doubled"], 2 * apart)
+    assert session.run({"x": torch.zeros(0, 8)})["product"].shape == (0, 8)
+
+
+def test_many_callers_get_each_their_own(graph: Path) -> None:
+    session, wrong = OpenVinoSession(graph, 1), []
+
+    def call(number: int) -> None:
+        for _ in range(20):
+            found = session.run({"x": torch.full((64, 8), float(number))})
+            if not bool((found["doubled"] == 2 * number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+
+
+def test_nothing_is_computed_in_fewer_bits(graph: Path) -> None:
+    compiled = OpenVinoSession(graph, 1)._request.get_compiled_model()
+    assert compiled.get_property("INFERENCE_PRECISION_HINT") == openvino.Type.f32
+    assert compiled.get_property("KV_CACHE_PRECISION") == openvino.Type.f32
+    assert compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE") == 0
+    assert compiled.get_property("NUM_STREAMS") == 1
+    assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
+
+
+def test_a_graph_that_it_cannot_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "decoder.xml").write_text("<net version='11'><layers>")
+    with pytest.raises(ModelError, match=r"cannot run decoder\.xml"):
+        OpenVinoSession(tmp_path / "decoder.xml", 1)
+
+
+# -- the same bits -------------------------------------------------------------------------------
+
+
+def feeds(kind: str, rows: int, past: int, tokens: int) -> dict[str, Tensor]:
+    """Noise for a decoder: `tokens` behind `past`."""
+    torch.manual_seed(rows * 10_000 + past * 10 + tokens)
+    path = exported_folder(kind) / "graphs" / "decoder.xml"
+    total = past + tokens
+    unseen = torch.arange(total) > torch.arange(past, total)[:, None]
+    bias = torch.zeros(rows, 1, tokens, total).masked_fill_(unseen, float("-inf"))
+    known = {"bias": bias, "position_ids": torch.arange(past, total).expand(4, rows, -1)}
+    known["lengths"] = torch.full((rows,), total - 1, dtype=torch.int32)
+    known["total"] = torch.tensor(total, dtype=torch.int32)
+    width = small(kind)[0].config.text_config.hidden_size
+    for port in openvino.Core().read_model(path).inputs:
+        name, shape = port.get_any_name(), port.partial_shape
+        if name[:2] in ("k_", "v_"):
+            known[name] = torch.randn(rows, shape[1].get_length(), past, shape[3].get_length())
+        elif name not in known:  # embeddings, and what is added behind early layers
+            known[name] = torch.randn(rows, tokens, width)
+    return known
+
+
+def test_the_same_bits_whatever_ran_before_and_wherever_it_lies() -> None:
+    """The runtime keeps kernels by shape, and chooses some by the first shape that it sees."""
+    path = exported_folder("qwen3_vl") / "graphs" / "decoder.xml"
+    sizes = [(1, 0, 16), (1, 16, 16), (1, 48, 1), (1, 49, 1), (2, 49, 1), (4, 100, 1), (1, 300, 64)]
+    inputs = {size: feeds("qwen3_vl", *size) for size in sizes}
+    wanted = {size: OpenVinoSession(path, 1).run(inputs[size]) for size in sizes}
+    session, chance = OpenVinoSession(path, 1), random.Random(0)
+    for _ in range(60):
+        size, offset = chance.choice(sizes), chance.randrange(5)
+        moved = {name: elsewhere(tensor, offset) for name, tensor in inputs[size].items()}
+        found = session.run(moved)
+        assert all(torch.equal(found[name], wanted[size][name]) for name in found), size
+
+
+def elsewhere(tensor: Tensor, offset: int) -> Tensor:
+    """A copy that begins some elements behind an aligned address."""
+    room = tensor.new_empty(tensor.numel() + offset)
+    return room[offset:].view(tensor.shape).copy_(tensor)
+
+
+# -- whole models --------------------------------------------------------------------------------
+
+
+class OpenVinoTests(ExportedTests):
+    """The shipped suite of families; compared with stock `generate` of the model exported."""
+
+    def make_model(self) -> tuple[Any, Any]:
+        return exported(self.kind), small(self.kind)[1]
+
+
+class TestQwen25VL(OpenVinoTests):
+    """Its tower looks through windows."""
+
+    kind = "qwen2_5_vl"
+
+
+@pytest.mark.slow
+class TestQwen3VL(OpenVinoTests):
+    kind = "qwen3_vl"
+
+
+@pytest.mark.slow
+class TestQwen35(OpenVinoTests):
+    """Its linear layers come by way of ONNX."""
+
+    kind = "qwen3_5"
+
+
+@pytest.mark.slow
+class TestQwen2VL(OpenVinoTests):
+    kind = "qwen2_vl"
+
+
+@pytest.mark.slow
+class TestGemma3(OpenVinoTests):
+    kind = "gemma3_sliding"
+    nests_images = True
+
+
+@pytest.mark.slow
+class TestLlava(OpenVinoTests):
+    kind = "llava"
+
+
+@pytest.mark.slow
+class TestInternVL(OpenVinoTests):
+    kind = "internvl"
+
+
+def test_a_conversation_about_pictures_of_many_sizes() -> None:
+    a, b, c = picture(1, 96, 96), picture(2, 160, 96), picture(3, 96, 96)
+    pair = wrapped("qwen3_vl")
+    for first in (a, c):  # swapped, of one size
+        messages = [turn("What do you see?", first)]
+        for text, images in (("Where is it?", []), ("Compare it with this.", [b])):
+            answers = [vlm.chat(messages, max_new_tokens=12, do_sample=False) for vlm in pair]
+            assert answers[0].tokens == answers[1].tokens
+            messages += [turn(str(answers[0]), role="assistant"), turn(text, *images)]
+        found = pair[0].verify(messages)
+        assert found.equal and found.cached_tokens
+
+
+def test_answers_together_are_those_alone() -> None:
+    chats = [
+        [turn("Look.", picture(1, 96, 96))],
+        [turn("Only words here.")],
+        [turn("Compare. " * 3, picture(1, 96, 96), picture(2, 160, 96))],
+    ]
+    vlm, own = wrapped("qwen3_vl")
+    alone = [own.chat(chat, max_new_tokens=12, do_sample=False).tokens for chat in chats]
+    with Together(vlm) as together:
+        tickets = [together.submit(c, max_new_tokens=12, do_sample=False) for c in chats]
+        assert [ticket.result().tokens for ticket in tickets] == alone
+        assert together.stats()["rows_per_pass"] > 1
+
+
+def test_a_second_process_answers_from_the_store(tmp_path: Path) -> None:
+    messages = [turn("What do you see?", picture(9, 160, 160))]
+    with ks.load(exported_folder("qwen3_vl"), grain=16, store=tmp_path) as first:
+        wanted = first.chat(messages, max_new_tokens=8, do_sample=False)
+        first.flush()
+    with ks.load(exported_folder("qwen3_vl"), grain=16, store=tmp_path) as second:
+        again = second.chat(messages, max_new_tokens=8, do_sample=False)
+    assert again.tokens == wanted.tokens
+    assert again.usage.images_encoded == 0 and again.usage.cached_tokens > 0
+
+
+def test_weights_in_eight_bits_are_near_and_as_exact(tmp_path: Path) -> None:
+    source, target = exported_folder("qwen3_vl"), tmp_path / "int8"
+    shutil.copytree(source, target)
+    for part in ("decoder", "head"):
+        quantise_openvino(target / "graphs" / f"{part}.xml")
+        sizes = [(each / "graphs" / f"{part}.bin").stat().st_size for each in (source, target)]
+        assert sizes[0] > 3 * sizes[1]
+    replace(read(source), quantised="int8", files=files_in(target)).save(target)
+    model, processor = small("qwen3_vl")
+    off = deviation(ks.wrap(model, processor, grain=16), target)
+    assert off["features"] < 1e-5  # the tower is as it was
+    assert 1e-4 < off["logits"] < 0.1
+    messages = [turn("What do you see?", picture(1, 96, 96)), turn("And?", picture(2, 160, 96))]
+    with ks.load(target, grain=16) as vlm:
+        assert vlm.verify(messages).equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _DEMOS)
+def test_the_demo_models_answer_as_ever(kind: str) -> None:
+    images = [picture(4, 128, 96), picture(5, 96, 128), picture(6, 192, 64)]
+    with ks.load(exported_folder(kind), grain=16) as vlm, ks.load(kind, dtype="float32") as own:
+        messages = [turn("What do you see?", images[0])]
+        for image in images[1:]:
+            answers = [
+                each.chat(messages, max_new_tokens=24, do_sample=False) for each in (vlm, own)
+            ]
+            assert answers[0].tokens == answers[1].tokens
+            messages += [turn(str(answers[0]), role="assistant"), turn("And this?", image)]
+        found = vlm.verify(messages, stock=True)
+        assert found.equal and found.cached_tokens and found.stock_same_tokens
