@@ -19,8 +19,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
 
-from keepsight.engine import Run, grouped_queries
+from keepsight.engine import Run
 from keepsight.families import Family
+from keepsight.grouped import grouped_queries
 from keepsight.package import storage_bytes
 from keepsight.state import CrossLayer, LaneLayer, restore_linear
 

@@ -8,10 +8,8 @@ positions are passed explicitly each time.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +19,13 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import KeepsightError
 from keepsight.families import Family
+from keepsight.grouped import grouped_queries
 from keepsight.node import Node
 from keepsight.package import Package
 from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt
 from keepsight.state import Lane, Shape, Tensors, pattern
 
-_FORCE_GROUPED = "TRANSFORMERS_SDPA_FORCE_GQA"
 MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
 
 
@@ -81,24 +79,6 @@ def _shared(lane: Lane, chain: list[Node]) -> int:
 
 def _marked(lane: Lane) -> int:
     return lane.marks[-1][0] if lane.marks else 0
-
-
-@contextmanager
-def grouped_queries(device: torch.device) -> Iterator[None]:
-    """Let attention read grouped keys and values where they lie, on a CPU.
-
-    With a mask, upstream first copies all keys and values once for each query of a group, in every
-    layer and every pass: most of what a short chunk on a long prefix costs. Only this variable
-    turns that off. On an accelerator the copy is right: its fast kernels take no groups with masks.
-    """
-    if device.type != "cpu" or _FORCE_GROUPED in os.environ:
-        yield
-        return
-    os.environ[_FORCE_GROUPED] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_FORCE_GROUPED, None)
 
 
 @dataclass(eq=False)

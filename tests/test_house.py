@@ -24,7 +24,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
 errors
-keys lock
+keys lock grouped
 tensorfile report codecs handover
 package
 media store state loading circumstances
