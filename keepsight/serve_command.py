@@ -80,6 +80,7 @@ def serve(
     file_ttl: Annotated[Size, _option("How long uploads last; default 1d.")] = None,
     clip_bytes: Annotated[Size, _option("A video or sound, decoded; default 1GiB.")] = None,
     pdf_dpi: Annotated[int | None, _option("Resolution of PDF pages; default 144.")] = None,
+    prefill_ahead: Annotated[Size, _option("Quiet before prefilling ahead; 0.25s.")] = None,
     drain: Annotated[Size, _option("For running answers on SIGTERM; 30s.")] = None,
     warm_up: Annotated[
         bool | None, typer.Option("--warm-up/--no-warm-up", help="One small answer at start.")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from keepsight.errors import Closed
 from keepsight.report import Piece, Report, Usage
 from keepsight.server.sampling import Likely, Recorder, Sampling
-from keepsight.server.spoken import Said, Speech
+from keepsight.server.spoken import Said, Speech, spoken_message
 from keepsight.together import Ticket, Together
 
 T = TypeVar("T")
@@ -47,6 +47,13 @@ class Ask:
         """The options that decide the prompt."""
         options: dict[str, Any] = {} if self.tools is None else {"tools": self.tools}
         return {**options, "template_kwargs": self.template} if self.template else options
+
+    def follow(self, text: str) -> dict[str, Any] | None:
+        """The message that an answer becomes when its client sends it back."""
+        if self.choices > 1:  # nobody knows which of them it will be
+            return None
+        speech = Speech(self.thinking, self.thinks, self.tools is not None)
+        return spoken_message(speech, text, 1 if self.one_call else None)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,12 @@ class Desk:
 
         def work() -> Ticket:
             return self.together.submit(
-                ask.messages, tenant=ask.whose, on_piece=hand_over, on_done=hand_over, **options
+                ask.messages,
+                tenant=ask.whose,
+                on_piece=hand_over,
+                on_done=hand_over,
+                follow=ask.follow,
+                **options,
             )
 
         future = self._threads.submit(work)

@@ -83,6 +83,7 @@ class ServerConfig:
     file_ttl: float | str = "1d"
     clip_bytes: int | str = "1GiB"  # of a video or a sound when it is decoded
     pdf_dpi: int = 144
+    prefill_ahead: float | str = 0.25  # of quiet, before answers are prefilled; or "never"
     drain: float | str = "30s"
     warm_up: bool = True
     log: bool = True
@@ -91,6 +92,8 @@ class ServerConfig:
         for name in ("request_timeout", "body_timeout", "idle_timeout", "url_timeout"):
             parse_seconds(getattr(self, name))
         parse_seconds(self.drain), parse_seconds(self.file_ttl)
+        if self.prefill_ahead != "never":
+            parse_seconds(self.prefill_ahead)
         for name in ("max_body", "url_bytes", "files_budget", "clip_bytes"):
             parse_bytes(getattr(self, name))
         for name in ("max_images", "max_messages", "max_choices", "max_running", "pdf_dpi"):
@@ -101,6 +104,13 @@ class ServerConfig:
         secrets = [key.key for key in self.keys]
         if len(set(secrets)) < len(secrets):
             raise InputError("two API keys are the same; each needs a value of its own")
+
+    @property
+    def quiet(self) -> float | None:
+        """Seconds without a request before answers are prefilled for their next turns."""
+        if self.prefill_ahead == "never":
+            return None
+        return parse_seconds(self.prefill_ahead)
 
     def seconds(self, name: str) -> float:
         """A time by its name."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import stat
 import urllib.parse
 import urllib.request
@@ -24,6 +23,7 @@ from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
 from keepsight.server.pages import LOW, is_pdf, pages, picture
 from keepsight.server.problems import ApiError, invalid, refused
+from keepsight.server.spoken import arguments_of
 
 _LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
 _VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
@@ -224,13 +224,7 @@ def _is_video(data: bytes) -> bool:
 
 def _call(call: schema.ToolCall, place: str) -> dict[str, Any]:
     """A call as templates want it: arguments as a record, where they are one."""
-    text = sound(call.function.arguments, place)
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        arguments = text
-    if not isinstance(arguments, dict):
-        arguments = text
+    arguments = arguments_of(sound(call.function.arguments, place))
     name = sound(call.function.name, place)
     return {
         "id": sound(call.id, place),

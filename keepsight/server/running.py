@@ -38,7 +38,12 @@ def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
     """The service over a model: warmed, with its scheduler."""
     if config.warm_up:
         warm_up(vlm)
-    together = Together(vlm, max_running=config.max_running, max_waiting=config.max_waiting)
+    together = Together(
+        vlm,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        ahead=config.quiet,
+    )
     return Service(vlm, together, name, config)
 
 

@@ -115,6 +115,35 @@ class Speech:
             yield Said(self._in, text)
 
 
+def spoken_message(speech: Speech, text: str, most_calls: int | None = None) -> dict[str, Any]:
+    """A whole answer as templates want it in a history: without its thoughts."""
+    said = [*speech.push(text), *speech.finish()]
+    words = "".join(one.text for one in said if one.kind == "text")
+    message: dict[str, Any] = {"role": "assistant", "content": [{"type": "text", "text": words}]}
+    calls = [one for one in said if one.kind == "call"][:most_calls]
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": one.id,
+                "type": "function",
+                "function": {"name": one.name, "arguments": arguments_of(one.text)},
+            }
+            for one in calls
+        ]
+        if not words:
+            message["content"] = None
+    return message
+
+
+def arguments_of(text: str) -> Any:
+    """The arguments of a call as templates want them: a record, where they are one."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text
+
+
 def read_call(text: str) -> Said | None:
     """A call as JSON (Hermes, Qwen) or as tags (Qwen Coder, Qwen3.5); None where it is neither."""
     try:

@@ -18,6 +18,7 @@ class Counts:
     def __init__(self) -> None:
         self.finished = self.cancelled = self.failed = self.refused = 0
         self.chunks = self.towers = self.steps = self.tokens = 0
+        self.ahead_tokens = 0  # prefilled when nobody asked
         self._recent: deque[tuple[float, int]] = deque()
         self._seconds = 1.0  # that a request takes, averaged with a bias to the last ones
 
@@ -45,7 +46,8 @@ class Counts:
         now = time.monotonic()
         fresh = [(when, tokens) for when, tokens in recent if when >= now - _WINDOW]
         span = max(1e-3, now - fresh[0][0]) if fresh else 1.0
-        names = ("finished", "cancelled", "failed", "refused", "chunks", "towers", "steps")
+        names = ["finished", "cancelled", "failed", "refused", "chunks", "towers", "steps"]
+        names.append("ahead_tokens")
         told: dict[str, Any] = {name: getattr(self, name) for name in names}
         told["tokens"] = self.tokens
         told["tokens_per_second"] = round(sum(tokens for _, tokens in fresh) / span, 2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,10 @@ from keepsight.together.ticket import Ticket
 from keepsight.turn import Turn
 from keepsight.vision import Vision
 from keepsight.vlm import VLM
+
+_LONGEST_ROOM = 4096  # an answer may get longer; this much is planned for
+
+Follow = Callable[[str], Message | None]  # from the text of an answer to the message it becomes
 
 
 @dataclass(eq=False)
@@ -48,6 +52,9 @@ class Request:
     looked_at: int = 0  # the round in which weights and settings were compared last
     token: int = 0  # the last one, which the next step takes in
     keeps_lane: bool = False  # decoded state is remembered (`exact=False`)
+    order: Order | None = None  # what was asked, for who makes the next turn ready
+    follow: Follow | None = None
+    said: list[str] = field(default_factory=list)  # the answer so far
 
     @property
     def remaining(self) -> int:
@@ -55,6 +62,11 @@ class Request:
         if self.work is None:
             return self.tokens
         return self.tokens - self.turn.stands
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it may come to have."""
+        return self.tokens + min(self.room, _LONGEST_ROOM)
 
 
 class Reception:
@@ -72,14 +84,11 @@ class Reception:
         self, messages: list[Message], call: Call, ticket: Ticket, sample: bool, asked: float
     ) -> Request:
         """A request that is ready to wait for its turn."""
-        order = _Order(self._vlm, messages, call)
-        media = order.look(self._renderer)
-        waiting = iter(media)
+        order = Order(self._vlm, messages, call)
+        order.look(self._renderer)
+        order.prompt = self.render(messages, order.media, call)
+        check_length(self._vlm.model, len(order.prompt))
         with self._tokenizing:
-            order.prompt = self._renderer.render(
-                messages, lambda image, kind: next(waiting), **call.template
-            )
-            check_length(self._vlm.model, len(order.prompt))
             chosen = self._sampler(order.prompt, call) if sample else None
         order.turn = turn = Turn(
             self._vlm.memory,
@@ -92,7 +101,16 @@ class Reception:
         )
         turn.asked, turn.sampler = asked, chosen
         room = chosen.max_new_tokens if chosen is not None else 0
-        return Request(ticket, turn, len(order.prompt), room, keeps_lane=not call.exact)
+        tokens, loose = len(order.prompt), not call.exact
+        return Request(ticket, turn, tokens, room, keeps_lane=loose, order=order)
+
+    def render(self, messages: list[Message], media: list[Medium], call: Call) -> Prompt:
+        """The prompt of messages whose media were looked at before."""
+        waiting = iter(media)
+        with self._tokenizing:
+            return self._renderer.render(
+                messages, lambda image, kind: next(waiting), **call.template
+            )
 
     def _sampler(self, prompt: Prompt, call: Call) -> Sampler:
         model = self._vlm.model
@@ -101,30 +119,31 @@ class Reception:
         return sampler(model, tokenizer, ids, call.decoding, DEFAULT_CHAT_TOKENS)
 
 
-class _Order:
+class Order:
     """The rendering of one request: done when it comes, looked at again when it begins."""
 
     def __init__(self, vlm: VLM, messages: list[Message], call: Call) -> None:
-        self._vlm, self._messages, self._call = vlm, messages, call
+        self._vlm, self.messages, self.call = vlm, messages, call
+        self.media: list[Medium] = []  # in the order in which they are given
+        self.bound: Any = None  # the weights and settings under which they are named
         self._looked: list[Looked] = []
-        self._bound: Any = None
         self._fresh = True
         self.prompt = _NOTHING
         self.turn: Turn | None = None
 
     @property
     def _vision(self) -> Vision:
-        return self._vlm.memory.vision_of(self._call.tenant)
+        return self._vlm.memory.vision_of(self.call.tenant)
 
-    def look(self, renderer: Renderer) -> list[Medium]:
-        """The media of the messages, in the order in which they are given."""
-        _, given = parse_messages(self._messages)
+    def look(self, renderer: Renderer) -> None:
+        """Look at the media of the messages."""
+        _, given = parse_messages(self.messages)
         renderer._refuse_unseen(given)  # before anything of theirs is opened
         with self._vlm._lock:
-            self._vlm.memory.refresh(self._call.exact, self._call.tenant)
+            self._vlm.memory.refresh(self.call.exact, self.call.tenant)
             vision = self._vision
-            self._bound = vision.namer.bound
-        return [self._look_at(vision, medium, kind) for kind, medium in given]
+            self.bound = vision.namer.bound
+        self.media = [self._look_at(vision, medium, kind) for kind, medium in given]
 
     def _look_at(self, vision: Vision, medium: Any, kind: str) -> Medium:
         if isinstance(medium, Medium | Package):
@@ -136,10 +155,10 @@ class _Order:
     def current(self) -> Prompt:
         """The prompt under the weights and settings of now; called by who has the model."""
         vision = self._vision
-        same = vision.namer.bound is self._bound
+        same = vision.namer.bound is self.bound
         if not same or not all(self._unchanged(vision, m) for m in self.prompt.media):
-            self.prompt = self._vlm._rendered(self._messages, self._call)
-            self._bound = vision.namer.bound
+            self.prompt = self._vlm._rendered(self.messages, self.call)
+            self.bound, self.media = vision.namer.bound, []
             if self.turn is not None:
                 self.turn.sampler = None  # it was made for the length of the other prompt
         elif self._fresh:

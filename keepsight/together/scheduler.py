@@ -3,7 +3,8 @@
 Each round is at most one piece of prefill (a chunk of one prompt, or one picture through the tower)
 and one decode step of all running sequences. The lock of the model is taken for each of the two, so
 direct calls of `chat` take their turns between. Which prompt is next, `pace.py` says; a chunk is
-never cut otherwise than the same prompt alone would cut it.
+never cut otherwise than the same prompt alone would cut it. When nobody asks for anything, answers
+are prefilled as the next turns will render them (`ahead.py`).
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ import torch
 
 from keepsight.calls import Call
 from keepsight.engine import Run
-from keepsight.errors import Busy, Closed, InputError
+from keepsight.errors import Closed, InputError
 from keepsight.generation import Detokenizer
 from keepsight.render import Message
 from keepsight.report import Piece, Report
 from keepsight.store import parse_bytes
+from keepsight.together.ahead import Ahead, plain_answer
 from keepsight.together.counts import Counts
 from keepsight.together.decoding import Decoding
+from keepsight.together.door import Door, closed
 from keepsight.together.pace import Sizes, had_its_turn, next_of
-from keepsight.together.reception import Reception, Request
+from keepsight.together.reception import Follow, Reception, Request
 from keepsight.together.ticket import Listener, Ticket
 from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
-
-_LONGEST_ROOM = 4096  # an answer may get longer; this much is planned for
 
 
 class Together:
@@ -45,11 +46,13 @@ class Together:
         max_running: int = 16,
         max_waiting: int = 64,
         batch_tokens: int | None = None,
+        ahead: float | None = None,
     ) -> None:
         """At most `max_running` requests are computed at a time, and `max_waiting` more are taken.
 
         `batch_tokens` bounds the tokens, prompts and answers, that those computed have together;
-        without it their states may take as many bytes as `cache_budget`.
+        without it their states may take as many bytes as `cache_budget`. `ahead`: when nobody has
+        asked for so many seconds, answers are prefilled for the turns that will follow them.
         """
         for name, value, least in (
             ("max_running", max_running, 1),
@@ -64,6 +67,9 @@ class Together:
             raise InputError("requests are messages: wrap the model with its processor")
         self._vlm, self._memory = vlm, vlm.memory
         self.max_running, self.max_waiting = max_running, max_waiting
+        if ahead is not None and not (isinstance(ahead, int | float) and ahead >= 0):
+            raise InputError(f"ahead={ahead!r}; expected seconds, or None for never")
+        self._pause = ahead
         with vlm._lock:
             self._sizes = Sizes(vlm.model, self._memory.engine)
         self._budget = parse_bytes(self._memory.settings.cache_budget)
@@ -73,13 +79,12 @@ class Together:
         engine = self._memory.engine
         self._decoding = Decoding(vlm.model, self._memory.family, engine, self._sizes)
         self.counts = Counts()
-        self._news = threading.Condition()
-        self._inbox: list[Request] = []
+        self._ahead = Ahead(vlm, self._reception.render, self.counts)
+        self._door = Door(max_running + max_waiting)
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         self._running: dict[Run, Request] = {}
-        self._in_flight = self._number = self._rounds = 0
-        self._hung_up = self._closed = self._stopped = False
+        self._rounds = 0
         self._thread = threading.Thread(target=self._serve, name="keepsight-together", daemon=True)
         self._thread.start()
 
@@ -92,15 +97,18 @@ class Together:
         tenant: str | None = None,
         on_piece: Listener | None = None,
         on_done: Callable[[Ticket], None] | None = None,
+        follow: Follow | None = plain_answer,
         **options: Any,
     ) -> Ticket:
         """A request for an answer, with the options of `vlm.chat`.
 
-        Pictures are decoded and the prompt is rendered here, in the caller's thread; what is wrong
-        with them or with an option is raised here. `Busy` is raised when too many are in flight.
+        `follow` gives the message that the answer's text becomes in the next turn, or None where
+        there will be none. Pictures are decoded and the prompt is rendered here, in the caller's
+        thread; what is wrong with them or with an option is raised here. `Busy` is raised when too
+        many are in flight.
         """
         call = Call.of({**options, "tenant": tenant}, self._vlm.tenant)
-        return self._enter(messages, call, Ticket(on_piece, on_done), True)
+        return self._enter(messages, call, Ticket(on_piece, on_done), True, follow)
 
     def prepare(
         self,
@@ -121,10 +129,10 @@ class Together:
 
     def stats(self) -> dict[str, Any]:
         """How many requests are where, and what was done so far."""
-        decoding = self._decoding
+        decoding, inside = self._decoding, self._door.in_flight
         return {
-            "in_flight": self._in_flight,
-            "waiting": self._in_flight - len(self._prefilling) - len(self._running),
+            "in_flight": inside,
+            "waiting": inside - len(self._prefilling) - len(self._running),
             "prefilling": len(self._prefilling),
             "running": len(self._running),
             "batches": len(decoding.groups),
@@ -138,12 +146,7 @@ class Together:
     def close(self, drain: float | None = 30.0) -> None:
         """Take no more requests; finish those in flight, for at most `drain` seconds (None: as
         long as it takes), and end what is left then with `Closed`. Safe to call twice."""
-        with self._news:
-            self._closed = True
-            self._news.notify_all()
-            self._news.wait_for(lambda: not self._in_flight or self._stopped, drain)
-            self._stopped = True
-            self._news.notify_all()
+        self._door.close(drain)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -153,63 +156,56 @@ class Together:
     def __exit__(self, *error: object) -> None:
         self.close(0.0 if error[0] is not None else 30.0)
 
-    def _enter(self, messages: list[Message], call: Call, ticket: Ticket, sample: bool) -> Ticket:
+    def _enter(
+        self,
+        messages: list[Message],
+        call: Call,
+        ticket: Ticket,
+        sample: bool,
+        follow: Follow | None = None,
+    ) -> Ticket:
         asked = time.perf_counter()
         self._take_place()
         try:
             self._vlm._answering()
             request = self._reception.receive(messages, call, ticket, sample, asked)
+            request.follow = follow if self._pause is not None else None
+            ticket.awake_with(self._door.hang_up)
+            self._door.bring(request)
         except BaseException:
-            self._free_place()
+            self._door.free_place()
             raise
-        ticket.awake_with(self._someone_hung_up)
-        with self._news:
-            if not self._stopped:
-                self._number += 1
-                request.number = self._number
-                self._inbox.append(request)
-                self._news.notify_all()
-                return ticket
-        self._free_place()
-        raise Closed("requests are no longer taken: the scheduler was closed")
+        return ticket
 
     def _take_place(self) -> None:
-        with self._news:
-            if self._closed or not self._thread.is_alive():
-                raise Closed("requests are no longer taken: the scheduler was closed")
-            if self._in_flight >= self.max_running + self.max_waiting:
-                self.counts.refused += 1
-                wait = self.counts.wait(self.max_waiting, self.max_running)
-                raise Busy(self._in_flight, wait)
-            self._in_flight += 1
+        if not self._thread.is_alive():
+            raise closed()
 
-    def _free_place(self) -> None:
-        with self._news:
-            self._in_flight -= 1
-            self._news.notify_all()
+        def wait() -> float:
+            self.counts.refused += 1
+            return self.counts.wait(self.max_waiting, self.max_running)
 
-    def _someone_hung_up(self) -> None:
-        with self._news:
-            self._hung_up = True
-            self._news.notify_all()
+        self._door.take_place(wait)
 
     # -- the thread that has the model -----------------------------------------------------------
 
     def _serve(self) -> None:
         while True:
-            with self._news:
-                self._news.wait_for(self._something_to_do)
-                came, self._inbox = self._inbox, []
-                stopped = self._stopped
-            self._waiting += came
-            if stopped:
+            quiet = self._pause if len(self._ahead) else None
+            news = self._door.wait(self._active, quiet)
+            self._waiting += news.came
+            if news.stopped:
                 break
             try:
-                self._round()
+                if news.asked:
+                    self._round(news.hung_up)
+                else:
+                    self._ahead.piece()
             except Exception as error:  # ours, not a request's: nobody may wait for ever
                 logger.exception("the scheduler failed; its requests end with this error")
                 self._end_all(error)
         self._end_all(Closed("the scheduler was closed before the request was done"))
+        self._ahead.clear()
 
     def _all(self) -> list[Request]:
         return [*self._waiting, *self._prefilling, *self._running.values()]
@@ -218,14 +214,13 @@ class Together:
         for request in self._all():
             self._end(request, error)
 
-    def _something_to_do(self) -> bool:
-        active = self._waiting or self._prefilling or self._running
-        return bool(active or self._inbox or self._hung_up or self._stopped)
+    def _active(self) -> bool:
+        return bool(self._waiting or self._prefilling or self._running)
 
-    def _round(self) -> None:
+    def _round(self, hung_up: bool) -> None:
         self._rounds += 1
-        if self._hung_up:
-            self._hung_up = False
+        self._ahead.put_aside()
+        if hung_up:
             for request in self._all():
                 if request.ticket.cancelled:
                     self._end(request, outcome="cancelled")
@@ -260,10 +255,10 @@ class Together:
         """Whether its states fit beside the others'; one alone is always let in."""
         if not self._prefilling and not self._running:
             return True
-        planned = self._decoding.planned(lambda run: _longest(self._running[run]))
+        planned = self._decoding.planned(lambda run: self._running[run].longest)
         coming = [*self._prefilling, new]
         # They may be laid beside a longer one, and padded to its length.
-        columns = max(map(_longest, [*coming, *self._running.values()]))
+        columns = max(one.longest for one in [*coming, *self._running.values()])
         padded = self._sizes.of(len(coming), columns)
         return planned + padded <= self._budget
 
@@ -335,7 +330,9 @@ class Together:
         if request.taker is None or request.detokenizer is None:
             raise Closed("this request has not begun to decode")
         request.token = request.taker.take(logits)
-        request.ticket.put(Piece(request.detokenizer.push(request.token), request.token))
+        piece = Piece(request.detokenizer.push(request.token), request.token)
+        request.said.append(piece.text)
+        request.ticket.put(piece)
         # Upstream's criterion misses some stop strings that end inside of a token.
         over = request.taker.over or request.detokenizer.stopped
         if over:
@@ -352,6 +349,9 @@ class Together:
             reason = "stop"
         self._leave(request, ended=True)
         turn.keep_decoded()
+        request.said.append(text)
+        if request.follow is not None:
+            self._ahead.follow(request)
         turn.finish()
         request.ticket.put(Piece(text, None, turn.usage(), turn.report(), reason))
         self._end(request, outcome="finished")
@@ -381,7 +381,7 @@ class Together:
                 request.work.close()  # type: ignore[attr-defined]
             request.turn.finish()
         self.counts.ended(outcome, time.perf_counter() - request.ready)
-        self._free_place()
+        self._door.free_place()
         try:
             if begun and outcome == "cancelled":
                 turn = request.turn
@@ -389,8 +389,3 @@ class Together:
             request.ticket.end(error)
         except Exception:  # of a listener: it is over for that one anyway
             logger.exception("a listener of a request failed")
-
-
-def _longest(request: Request) -> int:
-    """Tokens that a request may come to have."""
-    return request.tokens + min(request.room, _LONGEST_ROOM)

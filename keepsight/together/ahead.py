@@ -1,0 +1,162 @@
+"""Answers prefilled as the next turns will render them, while nobody asks for anything.
+
+What is decoded is never remembered, so a next turn would begin by prefilling the answer before it.
+That can be done while its reader still reads. How far the next prompt is certain is found by
+rendering it twice, with two different questions behind the answer; what both have in common is
+prefilled up to its last boundary, in the chunks in which the next turn would do it.
+
+Nothing is computed that memory does not stand on any more: where the answered prompt was deleted or
+evicted meanwhile, nobody follows it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keepsight.calls import Call
+from keepsight.errors import ImageError
+from keepsight.families import Pixels
+from keepsight.generation import DEFAULT_CHAT_TOKENS
+from keepsight.medium import PROCESSORS, Medium
+from keepsight.prompt import Prompt, common
+from keepsight.render import Message, parse_messages
+from keepsight.together.counts import Counts
+from keepsight.together.reception import Request
+from keepsight.turn import Turn
+from keepsight.vlm import VLM
+
+logger = logging.getLogger(__name__)
+
+_MOST = 16  # conversations that wait; the oldest give way
+_QUESTIONS = ("And?", "Why so?")  # that might follow, different from their first letter on
+
+Render = Callable[[list[Message], list[Medium], Call], Prompt]
+
+
+@dataclass(eq=False)
+class Follower:
+    """A conversation whose answer is to be prefilled. It holds no pictures, only their names."""
+
+    messages: list[Message]  # the answer is the last
+    media: list[Medium]
+    call: Call
+    base: int  # tokens that memory held of it when it was answered
+    bound: Any  # the weights and settings under which its media are named
+    until: int = 0  # how far the next prompt is certain, and may be cut
+    turn: Turn | None = None
+    work: Iterator[int] | None = None
+
+    def let_go(self) -> None:
+        """Of its lane and of its path; what was prefilled stays remembered."""
+        if self.work is not None:
+            self.work.close()  # type: ignore[attr-defined]
+        if self.turn is not None:
+            self.turn.finish()
+        self.turn = self.work = None
+
+
+class Ahead:
+    """What can be done for conversations that may go on. It is the scheduler's thread's."""
+
+    def __init__(self, vlm: VLM, render: Render, counts: Counts) -> None:
+        self._vlm, self._render, self._counts = vlm, render, counts
+        self._followers: deque[Follower] = deque(maxlen=_MOST)
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def follow(self, request: Request) -> None:
+        """A request was answered: note what its next turn will stand on, if there is one."""
+        order, node = request.order, request.turn.reached
+        message = request.follow("".join(request.said)) if request.follow is not None else None
+        if node.terminal and node.parent is not None:
+            node = node.parent
+        if message is None or order is None or not node.end or not order.call.exact:
+            return
+        messages, given = parse_messages([*order.messages, message])
+        if len(given) == len(order.media):  # else it was rendered anew, under other settings
+            media = [replace(medium, recall=_gone) for medium in order.media]
+            told = [_with_places(each) for each in messages]
+            self._followers.append(Follower(told, media, order.call, node.end, order.bound))
+
+    def piece(self) -> None:
+        """One chunk for the conversation that was answered last."""
+        with self._vlm._lock:
+            follower = self._followers[-1]
+            try:
+                going_on = self._piece(follower)
+            except Exception as error:  # it will be done, and told, when somebody asks for it
+                logger.debug("an answer is not prefilled ahead: %s", error)
+                going_on = False
+            if not going_on:
+                follower.let_go()
+                self._followers.remove(follower)
+
+    def put_aside(self) -> None:
+        """Somebody asks: lanes and paths are theirs."""
+        begun = [follower for follower in self._followers if follower.turn is not None]
+        if begun:
+            with self._vlm._lock:
+                for follower in begun:
+                    follower.let_go()
+
+    def clear(self) -> None:
+        """Forget who might go on."""
+        self.put_aside()
+        self._followers.clear()
+
+    def _piece(self, follower: Follower) -> bool:
+        if follower.turn is None:
+            self._begin(follower)
+        turn = follower.turn
+        if turn is None or follower.work is None or turn.out_of_date():
+            return False
+        tokens = next(follower.work, 0)
+        self._counts.ahead_tokens += tokens
+        return bool(tokens) and turn.stands < follower.until
+
+    def _begin(self, follower: Follower) -> None:
+        """Find out how far the next prompt is certain, and go on from where memory stands."""
+        memory, call = self._vlm.memory, follower.call
+        if memory.vision_of(call.tenant).namer.bound is not follower.bound:
+            return
+        one, other = (self._next_prompt(follower, question) for question in _QUESTIONS)
+        certain = common(one.ids, one.spans, other.ids, other.spans)
+        cuts = [cut for cut in one.boundaries(memory.rule) if cut <= certain]
+        follower.until = cuts[-1] if cuts else 0
+        options: dict[str, Any] = {}
+        follower.turn = turn = Turn(
+            memory, self._vlm._lock, lambda: one, options, True, DEFAULT_CHAT_TOKENS, call.tenant
+        )
+        turn.begin(sample=False)
+        at = turn.match.length
+        if follower.base <= at < follower.until and not one.clip(at, follower.until):
+            follower.work = turn.work(shared=True)
+
+    def _next_prompt(self, follower: Follower, question: str) -> Prompt:
+        behind: Message = {"role": "user", "content": question}
+        if calls := follower.messages[-1].get("tool_calls"):
+            behind = {"role": "tool", "content": question, "tool_call_id": calls[0].get("id", "")}
+        return self._render([*follower.messages, behind], follower.media, follower.call)
+
+
+def plain_answer(text: str) -> Message | None:
+    """The message that an answer becomes where nobody takes it apart."""
+    return {"role": "assistant", "content": text}
+
+
+def _with_places(message: Message) -> Message:
+    """A message with something to see in each place of a medium; what it is stands beside."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{p["type"]: "", **p} if p.get("type") in PROCESSORS else p for p in content]
+    return dict(message, content=parts)
+
+
+def _gone() -> Pixels:
+    raise ImageError("an answered picture is not looked at again ahead of its next turn")
