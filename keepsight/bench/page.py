@@ -15,7 +15,8 @@ from typing import Any
 
 from keepsight.bench import page_sections, tables
 
-OTHERS = ("exporting", "serving", "together")  # folders of results that have a part on the page
+# Folders of results that have a part on the page.
+OTHERS = ("exporting", "pausing", "serving", "together")
 
 HEAD = """\
 # Benchmarks

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from keepsight.bench import pausing
+
 Told = tuple[str, list[str], list[list[str]]]  # heading, columns, rows
 
 _KEEPSIGHT = "keepsight serve"
@@ -29,13 +31,23 @@ _EXPORTED = {
 
 def sections(folder: str, result: dict[str, Any]) -> list[Told]:
     """The tables of one result; none for a benchmark that has no part on the page."""
-    makers = {"serving": _serving, "together": _together, "exporting": _exporting}
+    makers = {
+        "serving": _serving,
+        "together": _together,
+        "exporting": _exporting,
+        "pausing": _pausing,
+    }
     return list(makers[folder](result)) if folder in makers else []
 
 
 def title(folder: str, result: dict[str, Any]) -> str:
     """What a part is about."""
-    names = {"serving": "Servers", "together": "Chats at once", "exporting": "Exported models"}
+    names = {
+        "serving": "Servers",
+        "together": "Chats at once",
+        "exporting": "Exported models",
+        "pausing": "A chat with pauses",
+    }
     shape = f"{result['shape']} {result.get('size', '')}".strip()
     return f"{names[folder]}: {shape} {result.get('dtype', '')}".strip()
 
@@ -101,6 +113,12 @@ def _together(result: dict[str, Any]) -> Iterator[Told]:
         for name, run in result["runs"].items()
     ]
     yield f"{result['chats']} chats, a picture of {result['picture']} each", columns, rows
+
+
+def _pausing(result: dict[str, Any]) -> Iterator[Told]:
+    about = f"a picture of {result['picture']}, answers of {result['tokens']} tokens"
+    heading = f"{about}, {result['pause']:g} s of reading before each question"
+    yield heading, pausing.COLUMNS, pausing.rows(result)
 
 
 def _exporting(result: dict[str, Any]) -> Iterator[Told]:
