@@ -122,6 +122,17 @@ def test_delete_during_an_answer(name: str, tmp_path: Path) -> None:
         vlm.memory.tree.check()
 
 
+def test_delete_during_the_first_answer_that_a_tenant_gets(name: str) -> None:
+    """All that the tenant has is held then, and was never anything that could be let go."""
+    with load(name) as vlm:
+        pieces = vlm.stream(conversation(1), max_new_tokens=4, tenant="new here")
+        next(pieces)
+        assert vlm.delete(picture(1), tenant="new here") > 0
+        assert sum(piece.token is not None for piece in pieces) == 3
+        assert vlm.memory.tree.held_bytes() == vlm.memory.tree.bytes_of("new here") == 0
+        vlm.memory.tree.check()
+
+
 def said() -> list[Any]:
     return [{"role": "assistant", "content": [{"type": "text", "text": "A picture."}]}]
 

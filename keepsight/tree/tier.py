@@ -66,6 +66,9 @@ class Queue:
     def __contains__(self, part: Part) -> bool:
         return part in self._entry
 
+    def __len__(self) -> int:
+        return len(self._entry)
+
 
 class Tier:
     """The books of one tier, over all tenants and for each."""
@@ -89,7 +92,11 @@ class Tier:
         self._count(part, -1)
         tenant = part.node.home.tenant
         self._all.discard(part)
-        self._own[tenant].discard(part)
+        own = self._own.get(tenant)
+        if own is not None:  # what was held from its first moment on has never waited
+            own.discard(part)
+            if not len(own):  # there may be any number of tenants
+                del self._own[tenant]
         if not self.bytes_of[tenant]:
             del self.bytes_of[tenant]
         if part.base is not None:
