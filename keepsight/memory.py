@@ -8,6 +8,7 @@ of its own; what they share is the model, and the budget.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ class Memory:
         self._ttl = None if settings.ttl is None else parse_seconds(settings.ttl)
         self.image_options = image_options(processor, dict(settings.image_options))
         self.shelves = Shelves.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
-        self._visions: dict[str, Vision] = {}
+        self._visions: OrderedDict[str, Vision] = OrderedDict()  # the latest refreshed is last
         self.tree = self._tree(model)
         shape = Shape.of(model)
         self.engine = Engine(model, family, self.tree, shape, parse_bytes(settings.cache_budget))
@@ -96,20 +97,19 @@ class Memory:
         return self.vision_of("")
 
     def vision_of(self, tenant: str) -> Vision:
-        """The names and packages of one tenant; another's cannot be seen through it."""
-        if tenant in self._visions:
-            self._visions[tenant] = self._visions.pop(tenant)  # the latest stands last
-        else:
-            self._make_room_for_a_tenant()
-            store = self.store_of(tenant)
-            namer = Namer(self.family, self.processor, self.image_options, store, self._ttl)
-            accept, codec = self.settings.accept_features, self.settings.feature_codec
-            vision = Vision(
-                self.family, namer, self.shelves, store, accept, tenant, self._ttl, codec
-            )
-            vision.about = self._about()
-            self._visions[tenant] = vision
-        return self._visions[tenant]
+        """The names and packages of one tenant; another's cannot be seen through it. One that is
+        not known yet is made, and for that the caller must have the model."""
+        known = self._visions.get(tenant)
+        if known is not None:
+            return known
+        self._make_room_for_a_tenant()
+        store = self.store_of(tenant)
+        namer = Namer(self.family, self.processor, self.image_options, store, self._ttl)
+        accept, codec = self.settings.accept_features, self.settings.feature_codec
+        vision = Vision(self.family, namer, self.shelves, store, accept, tenant, self._ttl, codec)
+        vision.about = self._about()
+        self._visions[tenant] = vision
+        return vision
 
     def _make_room_for_a_tenant(self) -> None:
         """Whoever may name tenants may name any number: the one longest unheard of is let go."""
@@ -142,6 +142,7 @@ class Memory:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
         self.weights.refresh(remembered)
         self.vision_of(tenant).bind(self.weights.vision, self._provenance())
+        self._visions.move_to_end(tenant)
         namespace = keys.digest(
             "namespace",
             self.weights.all,

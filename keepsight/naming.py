@@ -8,6 +8,7 @@ and changes nothing, so several threads may look at different images; `learn` re
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class Namer:
         self._family, self._processor, self._options = family, processor, options
         self._store, self._ttl = store, ttl
         self._aliases: dict[str, dict[str, Any]] = {}
+        self._noting = threading.Lock()  # names come from those who look, in many threads
         self._fetched: dict[str, bytes] = {}
         self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
         self._makers_of: dict[str, str] = {}
@@ -61,10 +63,10 @@ class Namer:
             seen = [(type(part), without_arrays(part)) for part in parts if part is not None]
             now = (seen, self._own_settings(), provenance)
         if now != self.bound:
-            self._settings.clear()
-            self._makers_of.clear()
-            self.bound = copy.deepcopy(now)
             self._made_by = {k: provenance[k] for k in ("transformers", "image_backend")}
+            # New ones: who looks at this moment may yet digest what the settings were before.
+            self._settings, self._makers_of = {}, {}
+            self.bound = copy.deepcopy(now)
 
     def settings(self, modality: str = "image", must: bool = True) -> str:
         """The digest of every setting that changes what the processor makes of a medium.
@@ -73,7 +75,8 @@ class Namer:
         """
         if self._processor is None:
             return ""
-        if modality not in self._settings:
+        known = self._settings
+        if modality not in known:
             part = getattr(self._processor, PROCESSORS[modality], None)
             if part is None or not hasattr(part, "to_dict"):
                 if not must:
@@ -82,14 +85,14 @@ class Namer:
                     f"the processor has no {PROCESSORS[modality]} (upstream's need torchvision); "
                     f"{modality} cannot be prepared here"
                 )
-            self._settings[modality] = keys.digest(
+            known[modality] = keys.digest(
                 "processor settings",
                 type(part).__name__,
                 part.to_dict(),
                 self._own_settings(),
                 self._options if modality == "image" else {},
             )
-        return self._settings[modality]
+        return known[modality]
 
     def _own_settings(self) -> dict[str, Any]:
         """Plain settings of the composite processor: some shape pixels, some an image's text."""
@@ -98,10 +101,11 @@ class Namer:
 
     def _makers(self, modality: str) -> str:
         """Settings and the libraries that follow them: with both the same, pixels are the same."""
-        if modality not in self._makers_of:
+        known = self._makers_of
+        if modality not in known:
             settings = self.settings(modality)
-            self._makers_of[modality] = keys.digest("processing", settings, self._made_by)
-        return self._makers_of[modality]
+            known[modality] = keys.digest("processing", settings, self._made_by)
+        return known[modality]
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -172,13 +176,15 @@ class Namer:
             self._store.put_note("alias", digest, entry, about)
 
     def _keep(self, digest: str, entry: dict[str, Any]) -> None:
-        while len(self._aliases) >= _MAX_ALIASES:
-            self._aliases.pop(next(iter(self._aliases)), None)
-        self._aliases[digest] = entry
+        with self._noting:
+            while len(self._aliases) >= _MAX_ALIASES:
+                self._aliases.pop(next(iter(self._aliases)), None)
+            self._aliases[digest] = entry
 
     def forget(self, key: str) -> None:
         """Drop every name that leads to a key, and what URLs gave: one of them may be it."""
-        self._aliases = {n: e for n, e in self._aliases.items() if e["key"] != key}
+        with self._noting:
+            self._aliases = {n: e for n, e in self._aliases.items() if e["key"] != key}
         self._fetched.clear()
 
     def clear(self) -> None:

@@ -41,7 +41,7 @@ class Turn:
         default_tokens: int = 1,
         tenant: str = "",
     ) -> None:
-        self._tenant, self._vision = tenant, memory.vision_of(tenant)
+        self._tenant = tenant
         self._memory, self._lock, self._render = memory, lock, render
         self._options, self._exact, self._default_tokens = options, exact, default_tokens
         self.milliseconds: dict[str, float] = {}
@@ -93,6 +93,7 @@ class Turn:
         memory = self._memory
         with self._stage("check"):
             self.namespace = memory.refresh(self._exact, self._tenant)
+        self._vision = memory.vision_of(self._tenant)  # the one that is bound to the weights of now
         with self._stage("render"):
             self.prompt = self._render()
         check_length(memory.model, len(self.prompt))
@@ -109,6 +110,7 @@ class Turn:
     def foresee(self) -> Report:
         """The report of hops 1 and 2, with nothing held, loaded or made more useful by looking."""
         self.namespace = self._memory.refresh(self._exact, self._tenant)
+        self._vision = self._memory.vision_of(self._tenant)
         with self._stage("render"):
             self.prompt = self._render()
         check_length(self._memory.model, len(self.prompt))

@@ -1,0 +1,134 @@
+"""What several threads do at the same moment: look at pictures, name tenants, forget, hang up."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from models import build, picture, turn
+
+import keepsight as ks
+from keepsight import keys
+from keepsight.together import Together
+
+GREEDY = {"do_sample": False}
+
+
+@pytest.fixture
+def vlm() -> Iterator[Any]:
+    with ks.wrap(*build("qwen3_vl"), grain=16) as wrapped:
+        yield wrapped
+
+
+@contextmanager
+def meanwhile(*work: Callable[[], Any]) -> Iterator[None]:
+    """Do these over and over, each in a thread of its own, switching threads all the time."""
+    over, interval = threading.Event(), sys.getswitchinterval()
+
+    def go_on(one: Callable[[], Any]) -> None:
+        while not over.is_set():
+            one()
+
+    threads = [threading.Thread(target=go_on, args=(one,)) for one in work]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_a_tenant_has_one_vision_however_many_threads_ask(vlm: Any) -> None:
+    """A second one would know no names, and nobody would tell it of new weights."""
+    found = {vlm.memory.vision_of("a")}
+    vlm.memory.vision_of("b")
+
+    def ask() -> None:
+        found.add(vlm.memory.vision_of("a"))
+
+    with meanwhile(ask, ask, ask):
+        for _ in range(300):
+            with vlm._lock:
+                vlm.memory.refresh(tenant="a")
+                vlm.memory.refresh(tenant="b")
+    assert len(found) == 1
+
+
+def test_making_a_request_ready_makes_no_room_for_tenants(vlm: Any) -> None:
+    """Room is made in the tree, which only whoever has the model may change."""
+    has_it: list[bool] = []
+    make_room = vlm.memory._make_room_for_a_tenant
+
+    def watched() -> None:
+        has_it.append(vlm._lock._owner == threading.get_ident())
+        make_room()
+
+    namer = vlm.memory.vision_of("x").namer
+    vlm.memory._make_room_for_a_tenant = watched
+    look = namer.look
+
+    def forgetful(*given: Any) -> Any:
+        """While it looks, so many other tenants come that this one is let go of."""
+        vlm.memory._visions.pop("x", None)
+        return look(*given)
+
+    namer.look = forgetful
+    with Together(vlm) as together:
+        asked = [turn("Look.", picture(1))]
+        reply = together.submit(asked, tenant="x", max_new_tokens=2, **GREEDY).result()
+        assert reply.usage.images_encoded == 1
+    assert has_it and all(has_it)
+
+
+def test_a_picture_is_forgotten_while_others_are_named(vlm: Any) -> None:
+    namer, number = vlm.memory.vision.namer, iter(range(1 << 40))
+
+    def learn() -> None:
+        namer._keep(keys.digest("a name", next(number)), {"key": "k" * 64})
+
+    for at in range(20_000):
+        namer._keep(str(at), {"key": "k" * 64})
+    with meanwhile(learn):
+        for _ in range(50):
+            namer.forget("none")
+
+
+def test_settings_that_change_during_a_look_are_not_remembered_as_they_were(
+    vlm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor, namer = vlm.processor.image_processor, vlm.memory.vision.namer
+    namer._settings.clear()
+    begun, go_on, told = threading.Event(), threading.Event(), type(processor).to_dict
+
+    def slow(self: Any) -> Any:
+        plain = told(self)
+        if threading.current_thread() is looking:
+            begun.set()
+            go_on.wait(20)
+        return plain
+
+    monkeypatch.setattr(type(processor), "to_dict", slow)
+    looking = threading.Thread(target=namer.settings)
+    looking.start()
+    assert begun.wait(20)
+    before = processor.image_mean
+    try:
+        processor.image_mean = [0.1, 0.2, 0.3]
+        with vlm._lock:
+            vlm.memory.refresh()
+        go_on.set()
+        looking.join()
+        late = namer.settings()
+        namer._settings.clear()
+        assert namer.settings() == late
+    finally:
+        processor.image_mean = before
+        go_on.set()
