@@ -115,7 +115,7 @@ class Memory:
         """Whoever may name tenants may name any number: the one longest unheard of is let go."""
         while len(self._visions) >= MAX_TENANTS:
             oldest = next(iter(self._visions))
-            self.tree.clear(oldest)
+            self.tree.let_go_of(oldest)
             self._visions.pop(oldest).clear()
             kept = {n: made for n, made in self.made_under.items() if made.tenant != oldest}
             self.made_under = kept

@@ -146,6 +146,12 @@ class Node:
         for part in self.parts:
             yield from (part.tensors or {}).values()
 
+    @property
+    def is_ghost(self) -> bool:
+        """Whether it holds nothing and nothing is behind it. A root is never one."""
+        held = self.holds or self.children or self.gone or self.parent is None
+        return not held and not any(part.tier for part in self.parts)
+
     def chain(self) -> list[Node]:
         """From the first stretch to this one, the root left out."""
         nodes: list[Node] = []

@@ -153,6 +153,11 @@ def test_any_number_of_tenants_may_be_named(monkeypatch: pytest.MonkeyPatch) -> 
         assert ask(vlm, tenant="d").usage.cached_tokens > 0
         assert ask(vlm, tenant="a").usage.cached_tokens == 0
         assert len(vlm.memory._visions) <= 3 and len(vlm.memory.tree.roots) <= 3
+        for n in range(20):  # whoever sends a salt names one, so nothing may be left of each
+            ask(vlm, tenant=f"number {n}")
+        tree = vlm.memory.tree
+        for known in (tree._homes, tree._floors, tree.device._own, tree.device.bytes_of):
+            assert len(known) <= 4, known
         vlm.memory.tree.check()
         vlm.memory.shelves.packages.check()
 

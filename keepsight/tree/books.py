@@ -287,6 +287,13 @@ class Books:
         self._expiring = [entry for entry in self._expiring if entry[2] in alive]
         heapq.heapify(self._expiring)
 
+    def let_go_of(self, tenant: str) -> None:
+        """Clear, and keep nothing of the tenant itself, unless a turn of it is in flight."""
+        self.clear(tenant)
+        homes, roots = self._homes.items(), self.roots
+        self._homes = {n: home for n, home in homes if n in roots or home.tenant != tenant}
+        self._floors.pop(tenant, None)
+
     # -- forgetting ------------------------------------------------------------------------------
 
     def forget(self, node: Node) -> int:
@@ -342,7 +349,7 @@ class Books:
 
     def _haunt(self, node: Node) -> None:
         """Note a node that holds nothing any more but the memory of having been there."""
-        if _is_ghost(node):
+        if node.is_ghost:
             self._ghosts.pop(node, None)
             self._ghosts[node] = None
 
@@ -350,7 +357,7 @@ class Books:
         while len(self._ghosts) > MAX_GHOSTS:
             node = next(iter(self._ghosts))
             del self._ghosts[node]
-            if _is_ghost(node) and node.parent is not None:
+            if node.is_ghost and node.parent is not None:
                 node.gone = True
                 node.parent.disown(node)
                 self._haunt(node.parent)
@@ -391,9 +398,3 @@ class Books:
     def check(self) -> None:
         """Raise AssertionError where the books or the laws are broken."""
         audit(self)
-
-
-def _is_ghost(node: Node) -> bool:
-    """Whether it holds nothing and nothing is behind it. A root is never one."""
-    held = node.holds or node.children or node.gone or node.parent is None
-    return not held and not any(part.tier for part in node.parts)
