@@ -243,11 +243,14 @@ class Tree(Books):
         """Whether anything on the way of a turn was forgotten after the turn had begun."""
         return node.gone or self._barred(node, prompt, 0, len(prompt), since)
 
+    def is_barred(self, node: Node, image_key: str, since: int) -> bool:
+        """Whether an image was forgotten after `since`, for the tenant of a path that is held."""
+        return node.home.barred.get(image_key, -1) > since
+
     def _barred(self, node: Node, prompt: Prompt, start: int, end: int, since: int) -> bool:
         """Whether a stretch shows an image that was forgotten after `since`."""
-        barred = node.home.barred
-        return bool(barred) and any(
-            barred.get(span.key, -1) > since for span in prompt.clip(start, end)
+        return bool(node.home.barred) and any(
+            self.is_barred(node, span.key, since) for span in prompt.clip(start, end)
         )
 
     def _new_node(

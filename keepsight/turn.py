@@ -89,35 +89,35 @@ class Turn:
     def begin(self, sample: bool = True) -> None:
         """Hops 1 and 2."""
         self._started = time.perf_counter() if self.asked is None else self.asked
-        self._taken_over.clear()
+        self._taken_over, self._sources = [], {}  # nothing of an earlier beginning
+        self._notes, self._others = {}, set()
         memory = self._memory
-        with self._stage("check"):
-            self.namespace = memory.refresh(self._exact, self._tenant)
-        self._vision = memory.vision_of(self._tenant)  # the one that is bound to the weights of now
-        with self._stage("render"):
-            self.prompt = self._render()
-        check_length(memory.model, len(self.prompt))
+        self._name()
         if sample and self.sampler is None:
             ids = torch.from_numpy(self.prompt.ids)[None].to(memory.model.device)
             tokenizer = getattr(memory.processor, "tokenizer", None)
-            self.sampler = sampler(
-                memory.model, tokenizer, ids, self._options, self._default_tokens
-            )
+            more = (self._options, self._default_tokens)
+            self.sampler = sampler(memory.model, tokenizer, ids, *more)
         with self._stage("match"):
             self._find()
         self.milliseconds["match"] -= self.milliseconds.get("load", 0.0)
 
     def foresee(self) -> Report:
         """The report of hops 1 and 2, with nothing held, loaded or made more useful by looking."""
-        self.namespace = self._memory.refresh(self._exact, self._tenant)
-        self._vision = self._memory.vision_of(self._tenant)
-        with self._stage("render"):
-            self.prompt = self._render()
-        check_length(self._memory.model, len(self.prompt))
+        self._name()
         with self._stage("match"):
             self._look()
             self.match = self._deepest()
         return self.report()
+
+    def _name(self) -> None:
+        """Hop 1, under the weights and settings of now."""
+        with self._stage("check"):
+            self.namespace = self._memory.refresh(self._exact, self._tenant)
+        self._vision = self._memory.vision_of(self._tenant)
+        with self._stage("render"):
+            self.prompt = self._render()
+        check_length(self._memory.model, len(self.prompt))
 
     @property
     def _loose(self) -> bool:
@@ -144,8 +144,8 @@ class Turn:
         self._other = self._known_elsewhere()
 
     def _deepest(self) -> Match:
-        tree, cuts = self._memory.tree, self._next_cut()
-        return tree.match(self.namespace, self.prompt, cuts, loose=self._loose)
+        find = self._memory.tree.match
+        return find(self.namespace, self.prompt, self._next_cut(), loose=self._loose)
 
     def from_boundary(self) -> None:
         """Where the whole prompt is remembered, step back to the boundary before its end."""
@@ -247,8 +247,10 @@ class Turn:
         shown = self.prompt.media[medium]
         if medium not in self._sources and self._vision.made_elsewhere(shown):
             self._others.add(medium)  # asked now: soon the store has ours too
+        run = self.run  # what was deleted since it began must not come back by it
+        keep = not self._memory.tree.is_barred(run.node, shown.key, run.since)
         with self._stage("encode"):
-            package, where = self._vision.package(shown)
+            package, where = self._vision.package(shown, keep)
         if medium not in self._sources and where != "tower":
             self._note_making(medium, package)
         self._sources.setdefault(medium, where)
@@ -277,6 +279,8 @@ class Turn:
         if not self._loose or self._run is None:
             return
         with self._lock:
+            if self.out_of_date():  # some of it was decoded by other weights
+                return
             length = self._run.lane.length - len(self.prompt)
             ids = np.concatenate([self.prompt.ids, self.generated[:length]]).astype(np.int64)
             whole = Prompt(ids, self.prompt.media, self.prompt.ranges)
@@ -366,14 +370,11 @@ class Turn:
         reuse = self._memory.rule.reuse
         if reuse == "whole prompt":
             return "not possible: every token of this model's prompts sees all others"
-        if reuse == "same media" and self._new_media_behind(at):
+        if reuse == "same media" and any(span.start >= at for span in self.prompt.spans):
             return "not possible: a new medium changes what stands before it"
         if known.until - at < self._memory.rule.grain:
             return "no boundary yet (below the grain)"
         return f"no snapshot between {at} and {known.until}"
-
-    def _new_media_behind(self, at: int) -> bool:
-        return any(span.start >= at for span in self.prompt.spans)
 
     def _why_unknown(self, behind: int, known: Known) -> str:
         if not known.diverged or behind != known.until:
@@ -385,12 +386,9 @@ class Turn:
 
     def _known_elsewhere(self) -> tuple[int, str] | None:
         """The longest prefix known under other weights or settings, and which of the two."""
-        best = None
-        for namespace, why in self._memory.others(self.namespace, self._tenant):
-            until = self._memory.tree.known(namespace, self.prompt).until
-            if until and (best is None or until > best[0]):
-                best = (until, why)
-        return best
+        tree, others = self._memory.tree, self._memory.others(self.namespace, self._tenant)
+        found = ((tree.known(name, self.prompt).until, why) for name, why in others)
+        return max((one for one in found if one[0]), key=lambda one: one[0], default=None)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

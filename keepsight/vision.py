@@ -213,8 +213,9 @@ class Vision:
         if self._family.tower_absent and self.where(medium) == "tower":
             raise UnsupportedInput(f"{medium.modality} {medium.key[:12]}… is not known: {LEFT_OUT}")
 
-    def package(self, medium: Medium) -> tuple[Package, str]:
-        """The features of a medium and where they came from."""
+    def package(self, medium: Medium, keep: bool = True) -> tuple[Package, str]:
+        """The features of a medium and where they came from. Without `keep` those that have to be
+        computed are remembered nowhere."""
         if isinstance(medium.recall, Package):
             return medium.recall, "caller"
         package = self._shelves.packages.get(self._tenant, medium.feature_id)
@@ -230,8 +231,9 @@ class Vision:
         start = time.perf_counter()
         package = self._encode(medium)
         cost = 1e3 * (time.perf_counter() - start)
-        self._keep(package, cost)
-        if self._store is not None:
+        if keep:
+            self._keep(package, cost)
+        if keep and self._store is not None:
             self.store_package(package, cost)
         return package, "tower"
 

@@ -9,6 +9,7 @@ import pytest
 from model_parts import picture
 
 import keepsight as ks
+from keepsight.calls import Call
 from keepsight.errors import InputError, MadeElsewhere
 
 QUESTION = "What is in this picture, and where does it stand?"
@@ -120,6 +121,27 @@ def test_delete_during_an_answer(name: str, tmp_path: Path) -> None:
         told = vlm.explain(conversation(1))
         assert told.cached_tokens == 0 and told.segments[-1].reason == "new"
         vlm.memory.tree.check()
+
+
+def test_delete_before_an_answer_has_come_to_the_picture(name: str, tmp_path: Path) -> None:
+    """The turn has named it, and encodes it only after it was deleted: for this answer alone."""
+    with load(name, store=tmp_path) as vlm:
+        empty = entries(vlm)
+        both = [*conversation(2), *said(), *conversation(1)]
+        turn = vlm._turn(both, Call.of({}, ""))
+        turn.begin(sample=False)
+        work = turn.work(shared=True)
+        while turn.stands < turn.prompt.spans[0].end:
+            next(work)
+        vlm.delete(picture(1))
+        vlm.delete(picture(2))
+        for _ in work:
+            pass
+        turn.finish()
+        assert entries(vlm) == empty and not len(vlm.memory.shelves.packages)
+        assert vlm.explain(both).segments[-1].reason == "new"
+        vlm.memory.tree.check()
+        assert vlm.chat(both, max_new_tokens=1).usage.images_encoded == 2
 
 
 def test_delete_during_the_first_answer_that_a_tenant_gets(name: str) -> None:

@@ -655,6 +655,52 @@ def test_weights_that_change_between_two_chunks() -> None:
             norm.copy_(kept)
 
 
+def test_a_prompt_that_is_begun_again_tells_where_its_features_came_from_then() -> None:
+    """Other weights make other features: what the first beginning had found is of no use."""
+    model = build("qwen3_vl")[0]
+    weight, asked = model.base_model.visual.patch_embed.proj.weight, [turn(LONG, picture(1))]
+    kept = weight.detach().clone()
+    asked += [turn(LONG, picture(2)), turn("What?")]
+    try:
+        with served() as together:
+            vlm = together._vlm
+            vlm.encode([picture(1), picture(2)])
+
+            def change(piece: Any) -> None:
+                if torch.equal(weight, kept):
+                    with torch.no_grad():
+                        weight.mul_(1.5)
+
+            with vlm._lock:
+                ticket = together.submit(asked, max_new_tokens=2, **GREEDY)
+                together.submit(chats()[1], on_piece=change, max_new_tokens=12, **GREEDY)
+            usage = ticket.result().usage
+            assert vlm.stats()["features"]["encoded"] == 4
+            assert (usage.images_encoded, usage.images_reused) == (2, 0)
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+
+
+def test_decoded_state_of_two_weights_is_not_kept() -> None:
+    """It would be found by whoever goes back to the weights that began it: as with adapters."""
+    norm = build("qwen3_vl")[0].get_decoder().layers[0].input_layernorm.weight
+    kept, asked = norm.detach().clone(), [turn("Look. " * 20, picture(1))]
+    with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
+        try:
+            pieces = vlm.stream(asked, max_new_tokens=8, exact=False, **GREEDY)
+            next(pieces)
+            with torch.no_grad():
+                norm.mul_(1.5)
+            for _ in pieces:
+                pass
+        finally:
+            with torch.no_grad():
+                norm.copy_(kept)
+        vlm.explain(asked, exact=False)
+        assert all(node.end <= vlm.render(asked).ids.size for node in vlm.memory.tree.nodes())
+
+
 def test_decoded_state_is_kept_where_exactness_is_given_up() -> None:
     first = chats()[1]
     for together_too in (False, True):
