@@ -90,11 +90,48 @@ class Desk:
     def __init__(self, together: Together) -> None:
         self.together = together
         self._threads = ThreadPoolExecutor(8, "keepsight-submit")
+        self._others = ThreadPoolExecutor(8, "keepsight-desk")  # nobody's answer waits for them
 
     async def submit(self, ask: Ask, choice: int = 0) -> Answer:
         """Hand in one choice; bad input and a full queue are refused here."""
         options, recorder = ask.sampling.of(choice)
         options |= ask.rendering()
+
+        def work(tell: Callable[[Any], None]) -> Ticket:
+            return self.together.submit(
+                ask.messages,
+                tenant=ask.whose,
+                on_piece=tell,
+                on_done=tell,
+                follow=ask.follow,
+                **options,
+            )
+
+        return Answer(*await self._handed_in(work), ask, recorder)
+
+    async def prepare(self, messages: Any, **options: Any) -> Report:
+        """Prefill in turn with the others; the report when it is done. No thread waits for it:
+        there are few, and who asks for an answer needs one."""
+
+        def work(tell: Callable[[Any], None]) -> Ticket:
+            return self.together.prepare(messages, on_done=tell, **options)
+
+        ticket, arrived = await self._handed_in(work)
+        try:
+            await arrived.get()
+        finally:
+            if not ticket.done.is_set():
+                ticket.cancel()
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.report is None:
+            raise Closed("the server is shutting down")
+        return ticket.report
+
+    async def _handed_in(
+        self, work: Callable[[Callable[[Any], None]], Ticket]
+    ) -> tuple[Ticket, asyncio.Queue[Piece | Ticket]]:
+        """What some thread has handed in to the scheduler, and where it will be heard of."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Piece | Ticket] = asyncio.Queue()
 
@@ -102,40 +139,22 @@ class Desk:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(arrived.put_nowait, what)
 
-        def work() -> Ticket:
-            return self.together.submit(
-                ask.messages,
-                tenant=ask.whose,
-                on_piece=hand_over,
-                on_done=hand_over,
-                follow=ask.follow,
-                **options,
-            )
-
-        future = self._threads.submit(work)
+        future = self._threads.submit(work, hand_over)
         try:
-            ticket = await asyncio.wrap_future(future, loop=loop)
+            return await asyncio.wrap_future(future, loop=loop), arrived
         except asyncio.CancelledError:
             future.add_done_callback(_cancel_late)
             raise
-        return Answer(ticket, arrived, ask, recorder)
-
-    def prepare(self, messages: Any, **options: Any) -> Report:
-        """Prefill in turn with the others; the report when it is done. Called in a thread."""
-        with self.together.prepare(messages, **options) as ticket:
-            report = next((piece.report for piece in ticket if piece.report is not None), None)
-        if report is None:
-            raise Closed("the server is shutting down")
-        return report
 
     async def work(self, call: Callable[[], T]) -> T:
         """Something else that takes time and computes."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await asyncio.get_running_loop().run_in_executor(self._others, call)
 
     def close(self, drain: float) -> None:
         """Let what runs finish."""
         self.together.close(drain)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._others):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _cancel_late(future: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -74,7 +74,11 @@ def _add_reports(router: APIRouter, service: Service) -> None:
     @router.post("/v1/cache/explain", operation_id="explain")
     async def explain(body: Rendering, request: Request) -> dict[str, Any]:
         """The report that an answer would get, computing nothing with the model."""
-        return await _reported(service, body, request, service.vlm.explain)
+
+        def look(messages: Any, **options: Any) -> Awaitable[Report]:
+            return service.desk.work(lambda: service.vlm.explain(messages, **options))
+
+        return await _reported(service, body, request, look)
 
 
 def _add_held(router: APIRouter, service: Service) -> None:
@@ -100,15 +104,15 @@ def _add_held(router: APIRouter, service: Service) -> None:
         a picture that is named by its key must be remembered."""
 
         def keep(what: Any, whose: dict[str, str]) -> None:
-            if body.pinned and not body.pictures_only:  # in turn with others, not at their cost
-                service.desk.prepare(what, **whose)
             service.vlm.pin(what, body.pinned, **whose)
 
         if body.images is not None:
             work = functools.partial(_pin_images, service, pinned=body.pinned)
             keys = (await _on_images(service, body, body.images, request, work))[1]
         else:
-            keys = (await _on_held(service, body, request, keep))[1]
+            # In turn with others, not at their cost.
+            first = service.desk.prepare if body.pinned and not body.pictures_only else None
+            keys = (await _on_held(service, body, request, keep, first))[1]
         return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 
     @router.post("/v1/cache/delete", operation_id="cache_delete")
@@ -182,9 +186,14 @@ def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
 
 
 async def _on_held(
-    service: Service, body: HeldRequest, request: Request, act: Callable[..., Any]
+    service: Service,
+    body: HeldRequest,
+    request: Request,
+    act: Callable[..., Any],
+    first: Callable[..., Awaitable[Any]] | None = None,
 ) -> tuple[Any, list[str]]:
-    """Do something to what a request speaks of; the result, and the keys of its pictures."""
+    """Do something to what a request speaks of, after the scheduler has done something with it;
+    the result, and the keys of its pictures."""
     if body.messages is None:
         raise invalid("messages", "give messages, or images by their keys")
     visit = visit_of(request)
@@ -203,6 +212,8 @@ async def _on_held(
             keys = _keys(service, messages, tenant)
             return act(what, whose), keys
 
+        if first is not None:
+            await first(what, **whose)
         return await service.desk.work(both)
 
     return await unless_gone(request, work(), visit)
@@ -313,7 +324,7 @@ def _used(entry: Entry) -> float:
 
 
 async def _reported(
-    service: Service, body: Rendering, request: Request, call: Callable[..., Report]
+    service: Service, body: Rendering, request: Request, call: Callable[..., Awaitable[Report]]
 ) -> dict[str, Any]:
     visit = visit_of(request)
     caller = visit.who()
@@ -325,7 +336,7 @@ async def _reported(
             options["template_kwargs"] = template
         if body.tools:
             options["tools"] = tools_of(body.tools)
-        report: Report = await service.desk.work(lambda: call(messages, **options))
+        report = await call(messages, **options)
         return {"object": "cache.report", "model": body.model, "report": report_of(report)}
 
     return await unless_gone(request, work(), visit)

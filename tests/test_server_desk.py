@@ -1,0 +1,92 @@
+"""Who waits for whom at the desk: nobody's answer for what others have asked to be prepared."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from server_harness import Live, Scripted, asked, live, scene
+
+from keepsight.report import Piece, Report, Usage
+from keepsight.together import Ticket
+
+MANY = 20  # more than the desk has threads
+
+
+class Slow(Scripted):
+    """A scheduler that answers, and that never comes to what it is asked to prepare."""
+
+    def __init__(self) -> None:
+        super().__init__("Hello")
+        self.prepared: list[Ticket] = []
+
+    def prepare(self, messages: Any, on_done: Any = None, **options: Any) -> Ticket:
+        ticket = Ticket(on_done=on_done)
+        ticket.awake_with(lambda: ticket.done.is_set() or ticket.end())
+        self.prepared.append(ticket)
+        return ticket
+
+
+def send(server: Live, path: str, body: dict[str, Any]) -> socket.socket:
+    data = json.dumps({"model": "demo", **body}).encode()
+    connection = server.raw()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", ["/v1/prepare", "/v1/cache/pin"])
+def test_an_answer_waits_for_nothing_that_is_prepared(demo: Any, path: str) -> None:
+    script = Slow()
+    with live(demo, script) as server:
+        waiting = [send(server, path, {"messages": asked(text=f"{n}")}) for n in range(MANY)]
+        until(lambda: len(script.prepared) == MANY)
+        assert server.chat({"messages": asked(text="Hi.")})[0] == 200
+        assert server.call("/v1/cache/stats")[0] == 200
+        first, rest = script.prepared[0], script.prepared[1:]
+        for connection in waiting:
+            connection.close()  # and who hangs up frees the place
+        until(lambda: all(ticket.cancelled for ticket in rest))
+        assert first.cancelled
+
+
+def test_what_is_prepared_is_reported_and_what_fails_is_an_error(demo: Any) -> None:
+    script = Slow()
+    with live(demo, script) as server:
+        connection = send(server, "/v1/prepare", {"messages": asked(text="1")})
+        until(lambda: script.prepared)
+        script.prepared[0].put(Piece("", None, Usage(10, 0, 4), Report(prompt_tokens=10), None))
+        script.prepared[0].end()
+        assert b"200 OK" in connection.recv(100)
+        connection.close()
+        connection = send(server, "/v1/prepare", {"messages": asked(text="2")})
+        until(lambda: len(script.prepared) == 2)
+        script.prepared[1].end(MemoryError("none left"))
+        assert b" 5" in connection.recv(100)
+        connection.close()
+
+
+def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
+    with live(demo) as server:
+        text = "One more line of a long text. " * 200
+        before = demo.stats()["engine"]["prefill_tokens"]
+        connection = send(server, "/v1/prepare", {"messages": asked(scene(1), text=text)})
+        together = server.service.desk.together
+        until(lambda: together.stats()["in_flight"])
+        connection.close()
+        until(lambda: not together.stats()["in_flight"])
+        assert together.counts.finished + together.counts.cancelled == 1
+        assert demo.stats()["engine"]["prefill_tokens"] >= before
+        told = server.call("/v1/prepare", {"model": "demo", "messages": asked(scene(1), text=text)})
+        assert told[0] == 200 and demo.stats()["prefix"]["held_bytes"] == 0
