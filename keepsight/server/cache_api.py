@@ -69,7 +69,7 @@ def _add_reports(router: APIRouter, service: Service) -> None:
     @router.post("/v1/prepare", operation_id="prepare")
     async def prepare(body: Rendering, request: Request) -> dict[str, Any]:
         """Encode and prefill now: the same messages are then answered at once."""
-        return await _reported(service, body, request, service.desk.prepare)
+        return await _reported(service, body, request, service.prepare)
 
     @router.post("/v1/cache/explain", operation_id="explain")
     async def explain(body: Rendering, request: Request) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
             keys = (await _on_images(service, body, body.images, request, work))[1]
         else:
             # In turn with others, not at their cost.
-            first = service.desk.prepare if body.pinned and not body.pictures_only else None
+            first = service.prepare if body.pinned and not body.pictures_only else None
             keys = (await _on_held(service, body, request, keep, first))[1]
         return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 

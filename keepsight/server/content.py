@@ -26,6 +26,7 @@ from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.spoken import arguments_of
 
 _LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
+_FETCHED = ("http", "https")
 _VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
 
 
@@ -144,10 +145,10 @@ class Gatherer:
     # -- addresses -------------------------------------------------------------------------------
 
     def _bytes(self, url: str, place: str) -> bytes:
-        scheme = url[:8].partition(":")[0].lower()
+        scheme = _scheme(url)
         if scheme == "data":
             return _decoded(url, place)
-        if scheme in ("http", "https"):
+        if scheme in _FETCHED:
             if url not in self._fetched:
                 left = self.config.bytes("url_bytes") - sum(map(len, self._fetched.values()))
                 seconds = self.config.seconds("url_timeout")
@@ -183,6 +184,22 @@ class Gatherer:
             return path.read_bytes()
         except (OSError, RuntimeError, ValueError):
             raise refusal from None
+
+
+def fetches(messages: list[schema.Message]) -> bool:
+    """Whether anything in some messages would be fetched from elsewhere."""
+    parts = (p for m in messages if isinstance(m.content, list) for p in m.content)
+    return any(_scheme(where.url) in _FETCHED for p in parts if (where := _address(p)) is not None)
+
+
+def _address(part: Any) -> schema.Address | schema.VideoAddress | None:
+    if isinstance(part, schema.ImagePart):
+        return part.image_url
+    return part.video_url if isinstance(part, schema.VideoPart) else None
+
+
+def _scheme(url: str) -> str:
+    return url[:8].partition(":")[0].lower()
 
 
 def sound(text: str, place: str) -> str:

@@ -162,6 +162,9 @@ class Door:
             finally:
                 self._held -= len(body)
         except Exception as error:
+            if isinstance(error, TimeoutError):
+                text = "the answer took too long, or was not read"
+                error = ApiError(504, text, code="timeout")
             problem = told(error, visit)
             if not started and not visit.gone:
                 await respond(send_on, problem)

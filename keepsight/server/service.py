@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
+from keepsight.report import Report
 from keepsight.server import schema
 from keepsight.server.answers import Answer, Ask, Delta, Desk
 from keepsight.server.config import ServerConfig
-from keepsight.server.content import Gatherer
+from keepsight.server.content import Gatherer, fetches
 from keepsight.server.door import Visit
 from keepsight.server.files import Files
 from keepsight.server.limits import Caller, Callers
@@ -51,7 +52,9 @@ class Service:
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)
         self.draining = False
-        self._gathering = ThreadPoolExecutor(32, "keepsight-gather")  # they mostly wait for others
+        self._gathering = ThreadPoolExecutor(8, "keepsight-gather")
+        # These mostly wait for other people's servers, and nobody who asks for none waits for them.
+        self._fetching = ThreadPoolExecutor(32, "keepsight-fetch")
 
     # -- from bodies to asks ---------------------------------------------------------------------
 
@@ -67,8 +70,9 @@ class Service:
                 if tool.function.strict:
                     raise refused(f"tools[{i}].function.strict", "arguments cannot be constrained")
         gatherer = Gatherer(self.config, self.files, caller.tenant, body.max_pixels)
+        threads = self._fetching if fetches(body.messages) else self._gathering
         messages = await asyncio.get_running_loop().run_in_executor(
-            self._gathering, gatherer.messages, body.messages, self.subject.template
+            threads, gatherer.messages, body.messages, self.subject.template
         )
         return messages, template, caller.salted(body.cache_salt)
 
@@ -126,6 +130,15 @@ class Service:
             raise
         return answers
 
+    async def prepare(self, messages: list[dict[str, Any]], **options: Any) -> Report:
+        """Encode and prefill; the report when it is done."""
+        seconds = self.config.seconds("request_timeout")
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.desk.prepare(messages, **options)
+        except TimeoutError:
+            raise _too_long(seconds) from None
+
     async def merged(
         self, answers: list[Answer], caller: Caller, visit: Visit
     ) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -156,8 +169,7 @@ class Service:
                 self._count(delta, caller, visit, number)
                 yield number, delta
         except TimeoutError:
-            text = f"the answer took longer than {seconds:.0f} s"
-            raise ApiError(504, text, code="timeout") from None
+            raise _too_long(seconds) from None
         finally:
             for answer in answers:
                 answer.cancel()
@@ -177,7 +189,12 @@ class Service:
     def close(self) -> None:
         """Let what runs finish, and let go of everything."""
         self.desk.close(self.config.seconds("drain"))
-        self._gathering.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._gathering, self._fetching):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _too_long(seconds: float) -> ApiError:
+    return ApiError(504, f"the answer took longer than {seconds:.0f} s", code="timeout")
 
 
 def refuse_stream_options(body: schema.ChatRequest | ResponsesRequest) -> None:

@@ -1,0 +1,124 @@
+"""Nobody who waits for something else holds up those who ask: fetching, preparing, pinning."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server_harness import Live, Scripted, asked, live
+
+import keepsight as ks
+from keepsight.report import Piece, Report, Usage
+from keepsight.server.fetch import Fetcher
+from keepsight.together import Ticket
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def vlm(demo_parts: dict[str, Any]) -> Iterator[Any]:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16) as it:
+        yield it
+
+
+class Long(Scripted):
+    """A scheduler whose prefills last until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__("hi")
+        self.prepared: list[Ticket] = []
+
+    def prepare(self, messages: Any, **options: Any) -> Ticket:
+        self.prepared.append(ticket := Ticket(on_done=options["on_done"]))
+        return ticket
+
+    def let_go(self, error: Exception | None = None) -> None:
+        for ticket in self.prepared:
+            ticket.put(Piece("", None, Usage(10, 0, 0), Report(prompt_tokens=10)))
+            ticket.end(error)
+
+
+def begun(server: Live, path: str, body: dict[str, Any], count: int) -> list[Any]:
+    """So many requests that somebody sends at once; a list that their answers come to."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(server.call(path, {"model": "demo", **body}))
+
+    for _ in range(count):
+        threading.Thread(target=ask, daemon=True).start()
+    return answers
+
+
+def until(true: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", ["/v1/prepare", "/v1/cache/pin"])
+def test_many_long_preparations_hold_up_nobody(vlm: Any, path: str) -> None:
+    script = Long()
+    with live(vlm, script) as server:
+        answers = begun(server, path, {"messages": HELLO}, 12)
+        until(lambda: len(script.prepared) == 12)
+        assert server.chat({"messages": HELLO})[0] == 200
+        assert server.call("/metrics")[0] == 200 and not answers
+        script.let_go()
+        until(lambda: len(answers) == 12)
+        assert {answer[0] for answer in answers} == {200}
+
+
+def test_who_hangs_up_while_it_is_prepared_frees_the_place(vlm: Any) -> None:
+    script = Long()
+    with live(vlm, script) as server:
+        body = json.dumps({"model": "demo", "messages": HELLO}).encode()
+        connection = server.raw()
+        head = "POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: script.prepared)
+        connection.close()
+        until(lambda: script.prepared[0].cancelled)
+
+
+def test_a_preparation_has_the_time_of_an_answer_and_its_errors(vlm: Any) -> None:
+    script = Long()
+    with live(vlm, script, request_timeout=0.3) as server:
+        status, told, _ = server.call("/v1/prepare", {"model": "demo", "messages": HELLO})
+        assert status == 504 and told["error"]["code"] == "timeout"
+        assert script.prepared[0].cancelled
+    with live(vlm, script := Long()) as server:
+        answers = begun(server, "/v1/prepare", {"messages": HELLO}, 1)
+        until(lambda: script.prepared)
+        script.let_go(ks.errors.InputError("not like this"))
+        until(lambda: answers)
+        assert answers[0][0] == 400 and answers[0][1]["error"]["message"] == "not like this"
+
+
+def test_slow_sites_hold_up_only_those_who_ask_for_them(
+    vlm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, over = threading.Semaphore(0), threading.Event()
+
+    def fetch(self: Fetcher, url: str) -> bytes:
+        waiting.release()
+        over.wait(30)
+        return b"no picture"
+
+    monkeypatch.setattr(Fetcher, "fetch", fetch)
+    with live(vlm, Scripted("hi")) as server:
+        answers = begun(
+            server, "/v1/chat/completions", {"messages": asked("http://slow.example/a.png")}, 40
+        )
+        for _ in range(32):
+            assert waiting.acquire(timeout=20)
+        assert server.chat({"messages": HELLO})[0] == 200 and not answers
+        over.set()
+        until(lambda: len(answers) == 40)
+        assert {answer[0] for answer in answers} == {400}
