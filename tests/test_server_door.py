@@ -397,6 +397,50 @@ def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> No
         )
 
 
+def test_openais_client_in_a_browser_may_send_its_own_headers(vlm: Any) -> None:
+    sent = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
+    headers = {"origin": "http://good", "access-control-request-method": "POST"}
+    with live(vlm, Scripted(), allow_origin=("http://good",)) as server:
+        asked = {**headers, "access-control-request-headers": sent}
+        answer = server.call("/v1/chat/completions", method="OPTIONS", headers=asked)
+        assert answer[0] == 200
+        allowed = answer[2]["access-control-allow-headers"].lower().replace(" ", "").split(",")
+        assert set(sent.split(",")) <= set(allowed)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost", True),
+        ("LocalHost.:8000", True),
+        ("[::1]:8000", True),
+        ("192.168.1.7:80", True),
+        ("box:8000", True),
+        ("box.local", True),
+        ("app.localhost:3000", True),
+        ("good.example", True),
+        ("evil.example:8000", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example", False),
+        ("[evil.example]", False),
+    ],
+)
+def test_a_name_of_the_web_does_not_reach_a_server_of_this_machine(
+    vlm: Any, name: str, own: bool
+) -> None:
+    with live(vlm, Scripted("hi"), allow_origin=("https://good.example",)) as server:
+        for path, body in (("/v1/files", None), ("/", None), ("/v1/cache/stats", None)):
+            answer = server.call(path, body, headers={"host": name})
+            assert answer[0] == (200 if own else 403), (name, path)
+            assert own or answer[1]["error"]["code"] == "host_not_allowed"
+
+
+def test_a_server_with_keys_has_any_name(locked: Live) -> None:
+    shown = {**bearer("ann"), "host": "vision.example"}
+    assert locked.call("/v1/files", headers=shown)[0] == 200
+
+
 # -- thinking and tools ------------------------------------------------------------------------
 
 TEMPLATE = """

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepsight.report import Report, Usage
 from keepsight.server.limits import Caller
+from keepsight.server.names import host_of, is_loopback, is_own_name
 from keepsight.server.problems import ApiError, from_error
 from keepsight.server.site import FILES
 
@@ -174,6 +175,7 @@ class Door:
         if self._service.draining and path not in _WHILE_CLOSING:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
         headers = dict(scope["headers"])
+        self._refuse_other_names(headers)
         self._refuse_other_sites(scope["method"], headers)
         if path in _OPEN or scope["method"] == "OPTIONS":
             return
@@ -181,6 +183,18 @@ class Door:
         visit.caller = self._service.callers.find(shown or None)
         if path.startswith("/v1/") and scope["method"] == "POST":
             visit.caller.admit()
+
+    def _refuse_other_names(self, headers: dict[bytes, bytes]) -> None:
+        """A site may let its own name point to this machine (DNS rebinding): its page is then of
+        the same origin as this server, and may read what a server without keys tells everybody."""
+        config = self._service.config
+        if config.keys or not is_loopback(config.host):
+            return
+        name = host_of(headers.get(b"host", b"").decode("latin-1"))
+        known = {host_of(origin.partition("//")[2]) for origin in config.allow_origin}
+        if not (is_own_name(name) or name in known or "*" in config.allow_origin):
+            text = f"this server is not called {name[:100]!r}; see --allow-origin"
+            raise ApiError(403, text, code="host_not_allowed")
 
     def _refuse_other_sites(self, method: str, headers: dict[bytes, bytes]) -> None:
         """A page of another site may make a browser send requests, even if it cannot read answers.
