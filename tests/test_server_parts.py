@@ -476,6 +476,9 @@ def test_files_of_settings(tmp_path: Path) -> None:
     assert ServerConfig(**read_config(str(yaml))).bytes("max_body") == 1 << 20
 
 
+_KEY = "[[keys]]\nname = 'a'\nkey = 'b'\n"
+
+
 @pytest.mark.parametrize(
     ("text", "error", "why"),
     [
@@ -485,19 +488,39 @@ def test_files_of_settings(tmp_path: Path) -> None:
         ("port = [", InputError, "cannot be read"),
         ("[[keys]]\nname = 'a'", InputError, "has no key"),
         ("[[keys]]\nname = 'a'\nkey = 'b'\nadmim = true", UnknownOption, "did you mean 'admin'"),
+        (f"{_KEY}admin = 'no'", InputError, "admin of key 'a' is \"no\", expected true or false"),
+        (f"{_KEY}tenant = 5", InputError, "tenant of key 'a' is 5, expected a text"),
+        (f"{_KEY}requests_per_minute = true", InputError, "is true, expected a whole number"),
+        (f"{_KEY}tokens_per_minute = 1.5", InputError, "is 1.5, expected a whole number"),
+        (f"{_KEY}files_bytes = [1]", InputError, "a whole number or a text"),
+        ("[[keys]]\nname = 'a'\nkey = 'cl\u00e9'", InputError, "ASCII letters"),
+        ("[[keys]]\nname = 'a'\nkey = 'b '", InputError, "without spaces"),
     ],
 )
 def test_settings_that_are_refused(
     tmp_path: Path, text: str, error: type[Exception], why: str
 ) -> None:
     path = tmp_path / "a.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(error, match=why):
         read_config(str(path))
 
 
 @pytest.mark.parametrize(
-    "options", [{"port": 70000}, {"max_images": 0}, {"drain": "soon"}, {"max_body": "big"}]
+    "options",
+    [
+        {"port": 70000},
+        {"max_images": 0},
+        {"max_image_pixels": 0},
+        {"max_tokens": 0},
+        {"max_waiting": -1},
+        {"max_connections": 0},
+        {"drain": "soon"},
+        {"max_body": "big"},
+        {"max_body": 0},
+        {"allow_origin": ("example.com",)},
+        {"allow_origin": ("https://example.com/",)},
+    ],
 )
 def test_numbers_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(InputError):

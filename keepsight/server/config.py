@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,17 @@ from keepsight.settings import parse_seconds
 from keepsight.store import parse_bytes
 
 _MAX_CONFIG = 1 << 20
+_LEAST = {
+    "max_images": 1,
+    "max_image_pixels": 1,
+    "max_messages": 1,
+    "max_choices": 1,
+    "max_tokens": 1,
+    "max_running": 1,
+    "max_waiting": 0,
+    "max_connections": 1,
+    "pdf_dpi": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,11 @@ class ApiKey:
     def __post_init__(self) -> None:
         if not self.name or not self.key:
             raise InputError("a key needs a name and a key; write --api-key NAME:KEY")
+        if not (self.key.isascii() and self.key.isprintable() and " " not in self.key):
+            raise InputError(
+                f"key {self.name!r}: a key goes in a header, so it is made of ASCII letters, "
+                "digits and signs, without spaces"
+            )
         for name in ("requests_per_minute", "tokens_per_minute"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -96,9 +113,17 @@ class ServerConfig:
             parse_seconds(self.prefill_ahead)
         for name in ("max_body", "url_bytes", "files_budget", "clip_bytes"):
             parse_bytes(getattr(self, name))
-        for name in ("max_images", "max_messages", "max_choices", "max_running", "pdf_dpi"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise InputError(f"{name} is {value}, expected at least {least}")
+        if self.bytes("max_body") < 1:
+            raise InputError("max_body is 0, expected at least 1 byte")
+        for origin in self.allow_origin:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
+                raise InputError(
+                    f"allow_origin is {origin!r}, expected one like https://app.example.com, "
+                    "without a path, or *"
+                )
         if not 0 <= self.port < 65536:
             raise InputError(f"port is {self.port}, expected 0 to 65535 (0: any free one)")
         secrets = [key.key for key in self.keys]
@@ -180,10 +205,25 @@ def _key(row: dict[str, Any], path: str) -> ApiKey:
     for name in ("name", "key"):
         if not isinstance(row.get(name), str):
             raise InputError(f"{path}: a key has no {name}")
-    for name in ("requests_per_minute", "tokens_per_minute"):
-        if not isinstance(row.get(name, 1), int):
-            raise InputError(f"{path}: {name} of key {row['name']!r} is not a whole number")
+    for name, value in row.items():
+        wanted = _KEY_KINDS[name]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted != (bool,)):
+            shown = json.dumps(value, default=str)
+            told = " or ".join(_KIND_NAMES[kind] for kind in wanted)
+            raise InputError(f"{path}: {name} of key {row['name']!r} is {shown}, expected {told}")
     return ApiKey(**row)
+
+
+_KEY_KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "key": (str,),
+    "tenant": (str,),
+    "admin": (bool,),
+    "requests_per_minute": (int,),
+    "tokens_per_minute": (int,),
+    "files_bytes": (int, str),
+}
+_KIND_NAMES = {str: "a text", bool: "true or false", int: "a whole number"}
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
