@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -170,6 +171,19 @@ def test_pictures_by_every_way(client: openai.OpenAI, server: Live) -> None:
     assert client.files.delete(sent.id).deleted
     with pytest.raises(openai.NotFoundError, match="no such file"):
         client.files.retrieve(sent.id)
+
+
+def test_files_are_listed_in_either_order(client: openai.OpenAI, server: Live) -> None:
+    made = [client.files.create(file=("a.png", bytes([n])), purpose="vision") for n in (1, 2)]
+    server.service.files._files = {
+        at: dataclasses.replace(f, created_at=f.created_at - (f.id == made[0].id))
+        for at, f in server.service.files._files.items()
+    }
+    listed = [[f.id for f in client.files.list(order=order)] for order in ("asc", "desc")]
+    ids = [file.id for file in made]
+    assert [i for i in listed[0] if i in ids] == ids == [i for i in listed[1] if i in ids][::-1]
+    for file in made:
+        client.files.delete(file.id)
 
 
 def test_pdf_pages_are_pictures(client: openai.OpenAI) -> None:

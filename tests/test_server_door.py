@@ -117,6 +117,56 @@ def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) 
 
 
 @pytest.mark.parametrize(
+    ("path", "more", "hint"),
+    [
+        ("chat/completions", {"tempature": 1}, "'tempature'; did you mean temperature?"),
+        ("chat/completions", {"keepsight": {"reprot": True}}, "did you mean keepsight.report?"),
+        ("chat/completions", {"max_new_tokens": 5}, "here it is max_tokens"),
+        ("chat/completions", {"guided_json": {}}, "tokens cannot be constrained here"),
+        ("chat/completions", {"zzz": {}}, "'zzz'; see /docs"),
+        ("responses", {"max_tokens": 5}, "did you mean max_output_tokens?"),
+        ("cache/reset", {"everone": True}, "did you mean everyone?"),
+        ("chat/completions?api-version=1", {}, "'api-version'; see /docs"),
+    ],
+)
+def test_what_is_unknown_is_answered_with_what_is_known(
+    server: Live, path: str, more: dict[str, Any], hint: str
+) -> None:
+    bodies = {"chat/completions": user("x"), "responses": {"input": "x"}}
+    body = {"model": "demo", **bodies.get(path.partition("?")[0], {}), **more}
+    body = more if path == "cache/reset" else body
+    error = refusal(server.call(f"/v1/{path}", body))
+    assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("address", "hint"),
+    [
+        ("/v1/files?ordr=asc", "did you mean order?"),
+        ("/v1/cache/images?store=true", "did you mean stored?"),
+        ("/v1/models?x=1", "see /docs"),
+        ("/v1/files?order=up", "'asc' or 'desc'"),
+    ],
+)
+def test_addresses_are_read_as_strictly_as_bodies(server: Live, address: str, hint: str) -> None:
+    assert hint in refusal(server.call(address))["message"]
+    assert server.call("/health?x=1")[0] == 200
+
+
+def test_kinds_are_told_in_the_words_of_json(server: Live) -> None:
+    parts = [{"type": "image", "image": "x"}, {"text": "x"}, {"type": "image_url", "image_url": 1}]
+    whys = [refusal(server.chat(user([part])))["message"] for part in parts]
+    item = {"model": "demo", "input": [{"type": "item_reference", "id": "x"}]}
+    whys.append(refusal(server.call("/v1/responses", item))["message"])
+    assert "its type is 'image', expected one of 'text'," in whys[0]
+    assert "it has no type" in whys[1] and "expected an object" in whys[2]
+    assert "its type is 'item_reference', expected one of 'message'," in whys[3]
+    plain = {"content-type": "text/plain"}
+    sent = server.call("/v1/chat/completions", json.dumps(user("x")).encode(), headers=plain)
+    assert "Content-Type: application/json" in refusal(sent)["message"]
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",

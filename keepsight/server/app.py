@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
@@ -20,7 +20,8 @@ from keepsight.errors import KeepsightError
 from keepsight.server import cache_api, chat_api, files_api, responses_api, site
 from keepsight.server.door import Door, told
 from keepsight.server.metrics import CONTENT_TYPE
-from keepsight.server.problems import ApiError, from_validation
+from keepsight.server.problems import ApiError, from_validation, unknown
+from keepsight.server.schema import Strict
 from keepsight.server.service import Service, visit_of
 
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
@@ -35,6 +36,7 @@ def build(service: Service) -> ASGIApp:
         redoc_url=None,
         openapi_url="/openapi.json",
         docs_url="/docs",
+        dependencies=[Depends(_only_known)],
     )
     for room in (chat_api, responses_api, files_api, cache_api):
         app.include_router(room.routes(service), responses=_REFUSALS)
@@ -145,13 +147,32 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 def _problem(request: Request, error: Exception) -> ApiError | None:
     if isinstance(error, RequestValidationError):
-        return from_validation(error.errors())
+        return from_validation(error.errors(), _known(request, error.errors()))
     if not isinstance(error, HTTPException):
         return None
     path = request.url.path
     texts = {404: f"there is nothing at {path[:200]!r}; see /docs", 405: "not with this method"}
     text = texts.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, text, code=_HTTP_CODES.get(error.status_code))
+
+
+def _known(request: Request, errors: Any) -> set[str]:
+    """The names that might have stood where the first of some errors is: at the top of a body its
+    own, further inside those of all that a body may hold."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    if body is not None and len(errors[0].get("loc", ())) == 2:
+        return set(body.field_info.annotation.model_fields)
+    return {name for record in Strict.__subclasses__() for name in record.model_fields}
+
+
+def _only_known(request: Request) -> None:
+    """Refuse a parameter in an address that nobody listens to."""
+    if not request.url.path.startswith("/v1/"):
+        return
+    known = {field.alias for field in request.scope["route"].dependant.query_params}
+    for name in request.query_params:
+        if name not in known:
+            raise unknown(name, known)
 
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}

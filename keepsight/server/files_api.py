@@ -6,7 +6,7 @@ people's pictures to disk, where nobody named a place for them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
@@ -15,7 +15,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from keepsight.server.files import Upload
 from keepsight.server.limits import Caller
-from keepsight.server.problems import ApiError, invalid, refused
+from keepsight.server.problems import ApiError, invalid, refused, unknown
 from keepsight.server.service import Service, visit_of
 from keepsight.store import parse_bytes
 
@@ -72,11 +72,14 @@ def routes(service: Service) -> APIRouter:
         purpose: str | None = None,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+        order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
-        """The files of this key, newest first."""
+        """The files of this key, newest first; oldest first with `order=asc`."""
         tenant = visit_of(request).who().tenant
         found: list[Upload] = await service.desk.work(lambda: files.of(tenant))
         own = [f for f in found if purpose in (None, f.purpose)]
+        if order == "asc":
+            own.reverse()
         if after is not None:
             spots = [i for i, f in enumerate(own) if f.id == after]
             if not spots:
@@ -130,9 +133,8 @@ async def _form(request: Request) -> FormData:
     except (MultiPartException, KeyError, ValueError, UnicodeError) as error:
         reason = getattr(error, "message", None) or "it is damaged"
         raise invalid("file", f"the form cannot be read: {reason}") from None
-    if unknown := sorted(set(form) - _FIELDS):
-        name = unknown[0][:100]
-        raise ApiError(400, f"unknown parameter: {name!r}", param=name, code="unknown_parameter")
+    if others := sorted(set(form) - _FIELDS):
+        raise unknown(others[0], _FIELDS)
     return form
 
 

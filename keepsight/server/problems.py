@@ -6,7 +6,8 @@ and a code. Errors of the library are mapped here, so that bad input is never a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keepsight.errors import (
@@ -34,6 +35,22 @@ _TYPES = {
     503: "server_error",
     504: "timeout_error",
 }
+
+
+# What other servers call things that are called otherwise here, or are not to be had.
+ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), "here it is max_tokens"),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
+         "structured_outputs", "json_schema"), "tokens cannot be constrained here"
+    ),
+    **dict.fromkeys(("thinking", "enable_thinking"), "see chat_template_kwargs"),
+    "cache_control": "what was sent is remembered by itself; see /v1/cache/pin",
+    "mm_processor_kwargs": "the size of pictures is max_pixels here",
+    "reasoning": "here it is reasoning_content",
+    "stop_token_ids": "see stop, which takes texts, and logit_bias",
+    "system": "send it as a message of the role system",
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -104,23 +121,48 @@ def _param(error: BaseException) -> str | None:
     return "messages" if isinstance(error, ImageError | PromptTooLong) else None
 
 
-def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first thing that is wrong with a body, as OpenAI words it."""
+def unknown(place: str, known: Iterable[str]) -> ApiError:
+    """A name that nobody listens to, with the name here of what may have been meant."""
+    head, _, name = place.rpartition(".")
+    hint = ELSEWHERE.get(name)
+    if hint is None:
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+        hint = f"did you mean {f'{head}.' if head else ''}{near[0]}?" if near else "see /docs"
+    text = f"unknown parameter: {place[:200]!r}; {hint}"
+    return ApiError(400, text, param=place[:200] or None, code="unknown_parameter")
+
+
+def from_validation(errors: Sequence[Any], known: Iterable[str] = ()) -> ApiError:
+    """The first thing that is wrong with a body, as OpenAI words it. `known`: names that it may
+    have."""
     error = errors[0] if errors else {"type": "invalid", "loc": (), "msg": "the body is not valid"}
     kind, place = str(error.get("type", "")), _place(error.get("loc", ()))
     if kind == "extra_forbidden":
-        return ApiError(
-            400, f"unknown parameter: {place!r}", param=place or None, code="unknown_parameter"
-        )
+        return unknown(place, known)
     if kind == "missing":
         what = f"missing required parameter: {place!r}" if place else "the request has no body"
         return ApiError(400, what, param=place or None, code="missing_required_parameter")
     if kind in ("json_invalid", "model_attributes_type") and not place:
-        return ApiError(400, f"the body is not a JSON object: {error['msg']}", code="invalid_json")
+        text = "the body is not a JSON object; is it sent with Content-Type: application/json?"
+        return ApiError(400, text, code="invalid_json")
     if kind == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    text = f"invalid value for {place!r}: {error.get('msg', 'not valid')}"
+    text = f"invalid value for {place!r}: {_wrong(kind, error)}"
     return ApiError(400, text, param=place or None, code="invalid_value")
+
+
+def _wrong(kind: str, error: Any) -> str:
+    """What is wrong with a value, in the words of JSON."""
+    about = error.get("ctx", {})
+    if kind == "union_tag_invalid":
+        expected = str(about.get("expected_tags", "")).replace("'as ", "'")
+        shown = str(about.get("tag")).removeprefix("as ")[:100]
+        return f"its type is {shown!r}, expected one of {expected}"
+    if kind == "union_tag_not_found":
+        return "it has no type"
+    if kind in ("model_attributes_type", "model_type", "dict_type"):
+        return "expected an object, as in {...}"
+    return str(error.get("msg", "not valid"))
 
 
 def _place(location: Sequence[Any]) -> str:
