@@ -97,7 +97,7 @@ def test_an_answer_becomes_what_its_client_sends_back(text: str) -> None:
     sent = {"role": "assistant", "content": words or None, "tool_calls": calls or None}
     gatherer = Gatherer(ServerConfig(), None, "", None)  # type: ignore[arg-type]
     body = schema.Message.model_validate(sent)
-    wanted = gatherer._message(body, "messages[0]")
+    wanted = gatherer._message(body, *body.places(0))
     found = spoken_message(Speech(False, True, True), text)
     for call in found.get("tool_calls", []):
         call["id"] = "x"

@@ -106,14 +106,57 @@ def user(content: Any) -> dict[str, Any]:
         ({**user("x"), "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({**user("x"), "chat_template_kwargs": {"enable_x": True}}, "chat_template_kwargs"),
         ({**user("x"), "keepsight": {"repot": True}}, "keepsight.repot"),
-        ({"messages": asked("http://127.0.0.1/x.png")}, "image_url"),
+        ({"messages": asked("http://127.0.0.1/x.png")}, "messages[0].content[0]"),
         ({"messages": asked("file:///etc/passwd")}, "messages[0].content[0].image_url"),
         ({"messages": asked(*[scene(1)] * 5)}, "messages[0].content[4]"),
-        ({"messages": asked(uri(b"GIF89a"))}, "messages"),
+        ({"messages": asked(scene(1), uri(b"GIF89a"))}, "messages[0].content[1]"),
     ],
 )
 def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) -> None:
     assert refusal(server.chat(body))["param"] == param
+
+
+def said(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "input_text", "text": "x"}, *parts]}]
+
+
+def pictured(**fields: str) -> list[dict[str, Any]]:
+    return said({"type": "input_image", **fields})
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": "x", "max_output_tokens": 65}, "max_output_tokens"),
+        ({"input": "x y " * 20_000}, "input"),
+        ({"input": pictured(image_url="nowhere")}, "input[0].content[1].image_url"),
+        ({"input": pictured(image_url=uri(b"GIF89a"))}, "input[0].content[1]"),
+        ({"input": pictured(image_url="http://[::1]/")}, "input[0].content[1]"),
+        ({"input": pictured(file_id="file-x")}, "input[0].content[1].file_id"),
+        (
+            {"instructions": "x", "input": [*said(), {"role": "user", "content": []}]},
+            "input[1].content",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": []}]},
+            "input[0].output",
+        ),
+        (
+            {"input": "x", "tools": [{"type": "function", "name": "f"}]},
+            "tools",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
+    server: Live, more: dict[str, Any], param: str
+) -> None:
+    error = refusal(
+        server.call("/v1/responses", {"model": "demo", **more}),
+        404 if param.endswith("file_id") else 400,
+    )
+    assert error["param"] == param and "messages" not in error["message"]
 
 
 @pytest.mark.parametrize(

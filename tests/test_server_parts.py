@@ -380,7 +380,7 @@ def test_a_bomb_is_refused_by_its_header() -> None:
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0))
     bomb = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
-    with pytest.raises(ImageError, match="bomb"):
+    with pytest.raises(ApiError, match="bomb"):
         gathered(at(uri(bomb)))
     with pytest.raises(ApiError, match="64x64, this server takes at most 4000"):
         gathered(at(uri(scene(1).resize((64, 64)))), max_image_pixels=4000)
@@ -455,6 +455,26 @@ def test_items_of_a_response_come_back_as_messages() -> None:
     assert [m.role for m in messages] == ["system", "user", "assistant", "tool"]
     assert messages[2].reasoning_content == "hm" and messages[2].tool_calls is not None
     assert messages[3].tool_call_id == "c"
+
+
+def test_a_thought_that_comes_back_is_never_lost() -> None:
+    def thoughts(*items: dict[str, Any]) -> list[tuple[str, str | None]]:
+        body = {"model": "demo", "input": list(items)}
+        found = as_chat(ResponsesRequest.model_validate(body)).messages
+        return [(message.role, message.reasoning_content) for message in found]
+
+    def thought(text: str, kind: str = "content") -> dict[str, Any]:
+        part = {"type": "summary_text" if kind == "summary" else "reasoning_text", "text": text}
+        return {"type": "reasoning", kind: [part]}
+
+    asked = {"role": "user", "content": "x"}
+    said = {"role": "assistant", "content": "y"}
+    assert thoughts(asked, thought("a", "summary"), said)[1] == ("assistant", "a")
+    assert thoughts(asked, thought("a"), thought("b"), said)[1] == ("assistant", "a\nb")
+    cut_off = [("user", None), ("assistant", "a"), ("user", None)]
+    assert thoughts(asked, thought("a"), asked) == cut_off
+    assert thoughts(asked, thought("a")) == cut_off[:2]
+    assert thoughts(asked, {"type": "reasoning", "summary": []}, asked) == [("user", None)] * 2
 
 
 # -- settings ------------------------------------------------------------------------------------

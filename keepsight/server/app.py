@@ -21,6 +21,7 @@ from keepsight.server import cache_api, chat_api, files_api, responses_api, site
 from keepsight.server.door import Door, told
 from keepsight.server.metrics import CONTENT_TYPE
 from keepsight.server.problems import ApiError, from_validation, unknown
+from keepsight.server.responses_schema import in_its_words
 from keepsight.server.schema import Strict
 from keepsight.server.service import Service, visit_of
 
@@ -141,6 +142,8 @@ _CLOSING: dict[int | str, dict[str, Any]] = {
 async def _refused(request: Request, error: Exception) -> Response:
     """Any error, in the shape that clients know."""
     problem = _problem(request, error) or told(error, visit_of(request))
+    if request.url.path == "/v1/responses":
+        problem = in_its_words(problem)
     visit_of(request).told["error"] = problem.code
     return JSONResponse(problem.body(), problem.status, headers=problem.headers())
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import stat
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keepsight.errors import ImageError
 from keepsight.render import Message as Rendered
 from keepsight.server import schema
 from keepsight.server.bounds import check_sound, check_video
@@ -53,11 +56,11 @@ class Gatherer:
                 raise refused(
                     "messages", "the chat template of this model has no place for tool_calls"
                 )
-        return [self._message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        return [self._message(m, *m.places(i)) for i, m in enumerate(messages)]
 
-    def _message(self, message: schema.Message, place: str) -> Rendered:
+    def _message(self, message: schema.Message, place: str, content: str) -> Rendered:
         role = "system" if message.role == "developer" else message.role
-        made: Rendered = {"role": role, "content": self._content(message, place)}
+        made: Rendered = {"role": role, "content": self._content(message, content)}
         if message.role == "tool" and message.tool_call_id is None:
             raise invalid(f"{place}.tool_call_id", "a tool's message needs its tool_call_id")
         for name in ("name", "tool_call_id", "reasoning_content"):
@@ -69,7 +72,6 @@ class Gatherer:
         return made
 
     def _content(self, message: schema.Message, place: str) -> Any:
-        place = f"{place}.content"
         content = message.content
         if content is None:
             if message.refusal is not None:
@@ -83,7 +85,10 @@ class Gatherer:
             return [_text(text)] if message.role in _LISTS else text
         if not content:
             raise invalid(place, f"{place} is an empty list; expected at least one part")
-        parts = [p for i, part in enumerate(content) for p in self._part(part, f"{place}[{i}]")]
+        parts = []
+        for i, part in enumerate(content):
+            with _standing(f"{place}[{i}]"):
+                parts += self._part(part, f"{place}[{i}]")
         if message.role not in _LISTS and all(part["type"] == "text" for part in parts):
             return "".join(part["text"] for part in parts)
         return parts
@@ -114,12 +119,14 @@ class Gatherer:
 
     def _file(self, part: schema.FilePart, place: str) -> list[dict[str, Any]]:
         file = part.file
+        # The items of a response have these fields in the part itself.
+        inside = place if place.startswith("input[") else f"{place}.file"
         if (file.file_id is None) == (file.file_data is None):
-            raise invalid(f"{place}.file", f"{place}: give either file_id or file_data")
+            raise invalid(inside, f"{place}: give either file_id or file_data")
         if file.file_id is not None:
-            data = self.files.read(self.tenant, file.file_id, f"{place}.file.file_id")
+            data = self.files.read(self.tenant, file.file_id, f"{inside}.file_id")
         else:
-            data = _decoded(file.file_data or "", f"{place}.file.file_data")
+            data = _decoded(file.file_data or "", f"{inside}.file_data")
         return self._pictures(data, self._cap(part.detail, part.max_pixels), place)
 
     def _pictures(self, data: bytes, cap: int | None, place: str) -> list[dict[str, Any]]:
@@ -184,6 +191,20 @@ class Gatherer:
             return path.read_bytes()
         except (OSError, RuntimeError, ValueError):
             raise refusal from None
+
+
+@contextlib.contextmanager
+def _standing(place: str) -> Iterator[None]:
+    """Say of what is wrong with a file where it stands; those who look into it do not know."""
+    try:
+        yield
+    except ImageError as error:
+        text = f"{place}: {error}"
+        raise ApiError(400, text, param=place, code="invalid_image") from error
+    except ApiError as error:
+        if error.param in ("messages", "image_url"):
+            error.param, error.message = place, f"{place}: {error.message}"
+        raise
 
 
 def fetches(messages: list[schema.Message]) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from keepsight.server import schema
-from keepsight.server.problems import invalid, refused
+from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.schema import Detail, Name, Own, Pixels, Strict, Text, Unit, _kind
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -236,6 +236,16 @@ _SAME = (
 )  # fmt: skip
 
 
+def in_its_words(problem: ApiError) -> ApiError:
+    """A refusal of the chat API, about what the client of this one calls otherwise."""
+    names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+    given = problem.param or ""
+    name = names.get(given, given.replace(".function.", "."))
+    if name != given:
+        problem.param, problem.message = name, problem.message.replace(given, name, 1)
+    return problem
+
+
 def as_chat(body: ResponsesRequest) -> schema.ChatRequest:
     """The same request in the words of the chat API."""
     for name, why in UNSUPPORTED.items():
@@ -275,37 +285,60 @@ def _tool(tool: FunctionTool) -> schema.Tool:
 def _messages(body: ResponsesRequest) -> list[schema.Message]:
     made: list[schema.Message] = []
     if body.instructions is not None:
-        made.append(schema.Message(role="system", content=body.instructions))
+        told = schema.Message(role="system", content=body.instructions)
+        made.append(told.called("instructions", "instructions"))
     if isinstance(body.input, str):
-        return [*made, schema.Message(role="user", content=body.input)]
+        asked = schema.Message(role="user", content=body.input)
+        return [*made, asked.called("input", "input")]
     thought: str | None = None
-    for item in body.input:
+    for number, item in enumerate(body.input):
         if isinstance(item, ThoughtItem):
-            thought = "".join(part.text for part in item.content or [])
+            thought = "\n".join(filter(None, (thought, _thought(item)))) or thought
             continue
-        _append(made, item, thought)
+        if thought and not _answers(item):
+            made.append(_only_thought(thought))
+            thought = None
+        _append(made, item, thought, f"input[{number}]")
         thought = None
+    made += [_only_thought(thought)] if thought else []
+    if not made:
+        raise invalid("input", "there is no message in input")
     return made
 
 
-def _append(made: list[schema.Message], item: Any, thought: str | None) -> None:
+def _thought(item: ThoughtItem) -> str:
+    """The thought itself; where that was not sent, what is told of it."""
+    return "".join(part.text for part in item.content or item.summary or [])
+
+
+def _answers(item: Any) -> bool:
+    return isinstance(item, CallItem) or getattr(item, "role", None) == "assistant"
+
+
+def _only_thought(thought: str) -> schema.Message:
+    """An answer that was cut off before it said anything."""
+    return schema.Message(role="assistant", content="", reasoning_content=thought)
+
+
+def _append(made: list[schema.Message], item: Any, thought: str | None, place: str) -> None:
     """An item as a message; calls of tools join the answer that made them."""
     if isinstance(item, ResultItem):
         content = item.output if isinstance(item.output, str) else _parts(item.output)
-        made.append(schema.Message(role="tool", content=content, tool_call_id=item.call_id))
+        said = schema.Message(role="tool", content=content, tool_call_id=item.call_id)
+        made.append(said.called(place, f"{place}.output"))
     elif isinstance(item, CallItem):
         function = schema.CalledFunction(name=item.name, arguments=item.arguments)
         call = schema.ToolCall(id=item.call_id, function=function)
         if made and made[-1].role == "assistant" and thought is None:
             made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
         else:
-            made.append(
-                schema.Message(role="assistant", tool_calls=[call], reasoning_content=thought)
-            )
+            said = schema.Message(role="assistant", tool_calls=[call], reasoning_content=thought)
+            made.append(said.called(place, f"{place}.content"))
     else:
         content = item.content if isinstance(item.content, str) else _parts(item.content)
         reasoning = thought if item.role == "assistant" else None
-        made.append(schema.Message(role=item.role, content=content, reasoning_content=reasoning))
+        said = schema.Message(role=item.role, content=content, reasoning_content=reasoning)
+        made.append(said.called(place, f"{place}.content"))
 
 
 def _parts(parts: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, PrivateAttr, Tag
 
 Text = Annotated[str, Field(max_length=16_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -185,6 +185,19 @@ class Message(Strict):
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    # What the client calls this message, and its content, where it did not send `messages`.
+    _place: str | None = PrivateAttr(default=None)
+    _content_place: str | None = PrivateAttr(default=None)
+
+    def called(self, place: str, content: str) -> Message:
+        """The message, with what the client calls it and its content."""
+        self._place, self._content_place = place, content
+        return self
+
+    def places(self, number: int) -> tuple[str, str]:
+        """What the client calls the message of this number, and its content."""
+        place = self._place or f"messages[{number}]"
+        return place, self._content_place or f"{place}.content"
 
 
 class StreamOptions(Strict):
