@@ -14,8 +14,11 @@ What is here is the smallest way that works, for exports of the Qwen-VL kind tha
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # or it reports its use, from its import on
 
 import numpy as np
 import onnxruntime

@@ -32,6 +32,7 @@ from keepsight.export.graphs import write_graph
 from keepsight.export.parts import Decoder, Embedding, Head
 from keepsight.export.target import Target, size_text
 from keepsight.export.towers import tower_of
+from keepsight.exported import runtimes
 from keepsight.exported.manifest import (
     GRAPHS,
     RUNTIMES,
@@ -108,6 +109,8 @@ def _check_words(runtime: str, quantised: str | None, max_patches: int | None) -
     missing = [one for one in _LIBRARIES[runtime] if importlib.util.find_spec(one) is None]
     if missing:
         raise MissingExtra.named(" and ".join(missing), runtime)
+    # Before an exporter imports it in another way.
+    runtimes.openvino() if runtime == "openvino" else runtimes.onnxruntime()
 
 
 def _checked_config(path: str, revision: str | None) -> Any:

@@ -6,6 +6,7 @@ states        the states that go in and out of a decoder
 standins      graphs in the places of tower, embedding, decoder and head
 hollow        Transformers' own model around them, without weights
 onnx_session, openvino_session  one graph in either runtime
+runtimes      the doors of both, through which nothing is told to anybody
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.errors import MissingExtra, ModelError
+from keepsight.errors import ModelError
+from keepsight.exported import runtimes
 
 # As ONNX numbers its element types.
 _TYPES = {
@@ -26,10 +27,7 @@ class OnnxSession:
     """A graph that takes and gives tensors by name."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise MissingExtra.named("onnxruntime", "onnx") from error
+        onnxruntime = runtimes.onnxruntime()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
