@@ -629,6 +629,43 @@ def test_what_has_ended_is_absent_and_can_be_put_again(store: RemoteStore) -> No
     assert RemoteStore(ADDRESS).get("package", KEYS[1]) is not None and store.check() == []
 
 
+@pytest.mark.parametrize("ttl", [None, 60.0])
+def test_what_is_written_anew_outlives_the_removal_of_what_was_over(
+    store: RemoteStore, ttl: float | None
+) -> None:
+    """Another process has looked, found it over, and its removal is on the line."""
+    put(store, 1, About(ttl=0.3))
+    store.flush()
+    place = raw(layout.place("package", KEYS[1]))
+    time.sleep(0.4)
+    Line.delay = staticmethod(lambda asked, path: float((asked, path) == ("rm_file", place)))
+    other = RemoteStore(ADDRESS)
+    assert other.get("package", KEYS[1]) is None
+    while ("rm_file", place) not in Line.names:
+        time.sleep(0.01)
+    put(store, 1, About(ttl=ttl))
+    store.flush()
+    assert store.get("package", KEYS[1]) is not None
+    time.sleep(1.2)
+    assert RemoteStore(ADDRESS).get("package", KEYS[1]) is not None and store.check() == []
+    assert not [name for name in objects() if ".part-" in name]
+    other.close()
+
+
+def test_a_claim_of_a_process_that_was_killed_holds_up_nobody_for_long() -> None:
+    store = RemoteStore(ADDRESS, timeout=0.1)
+    claim = f"package/01/.part-{'0' * 32}-over-{KEYS[1]}.sight"
+    poke(claim, b"{}")
+    put(store, 1, About(ttl=60.0))
+    begun = time.monotonic()
+    store.flush()
+    assert 0.2 < time.monotonic() - begun < 5.0
+    assert store.get("package", KEYS[1]) is not None and claim in objects()
+    store.clear()
+    assert set(objects()) == {"store.json"}
+    store.close()
+
+
 def test_an_entry_of_a_clock_that_jumped_is_not_immortal(
     store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ _LIBRARIES = {
     "abfs": ("adlfs", None),
     "az": ("adlfs", None),
 }
-_PART = ".part-"
+PART = ".part-"
 _AT_ONCE = 16  # requests of a housekeeping that run at the same time
 T = TypeVar("T")
 S = TypeVar("S")
@@ -54,7 +54,7 @@ class Found(NamedTuple):
     @property
     def is_part(self) -> bool:
         """Whether it is something half written, that was never moved into place."""
-        return self.name.rpartition("/")[2].startswith(_PART)
+        return self.name.rpartition("/")[2].startswith(PART)
 
 
 class Address:
@@ -146,7 +146,7 @@ class Address:
         if folder not in self._folders:
             self.fs.makedirs(folder, exist_ok=True)
             self._folders.add(folder)
-        part = f"{folder}/{_PART}{uuid.uuid4().hex}-{last}"
+        part = f"{folder}/{PART}{uuid.uuid4().hex}-{last}"
         try:
             self.fs.pipe_file(part, data)
             self.fs.mv(part, path)

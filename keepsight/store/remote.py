@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from keepsight import keys
 from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVersion
-from keepsight.store import entryfile, layout, ranking
+from keepsight.store import claims, entryfile, layout, ranking
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
 from keepsight.store.outbox import Job, Outbox
@@ -65,7 +65,7 @@ class RemoteStore:
         self._allowance = Allowance(self._link, self._seen, budget, quota)
         self._lock = threading.Lock()
         self._marked: list[bool] = []
-        self._swept: dict[str, float] = {}  # when a tenant's entries were last swept
+        self._swept: dict[str, float] = {}  # tenants with entries that were over; when last swept
         self._check_marker()
 
     def _check_marker(self) -> None:
@@ -217,7 +217,9 @@ class RemoteStore:
             if not self._link.exists(layout.MARKER):
                 self._link.write(layout.MARKER, [layout.marker_bytes()], lambda: False)
             self._marked.append(True)
-        self._link.write(job.name, parts, lambda: job.unwanted)
+        was_over = job.tenant in self._swept or self._seen.old_head(job.name) is not None
+        careful = "ttl" in job.told or was_over
+        claims.write(self._link, job.name, parts, lambda: job.unwanted, careful)
         if job.unwanted:
             return
         self._seen.there(job.name, Head(job.told, job.about.cost))
@@ -246,10 +248,8 @@ class RemoteStore:
             return True  # sound, and another's
         except (FileError, FileNotFoundError, NotADirectoryError):
             return False
-        if layout.expired(found.told):
-            return False
         self._seen.there(name, found, since)
-        return True
+        return not layout.expired(found.told)
 
     def flush(self) -> None:
         """Return when all that was handed over before is at the address, or say what is not."""

@@ -15,6 +15,7 @@ from keepsight import tensorfile
 from keepsight.errors import FileError, WrongFormatVersion
 from keepsight.store import entryfile, layout, ranking
 from keepsight.store.address import Address, Found
+from keepsight.store.claims import claim
 from keepsight.store.contract import Entry, Name
 from keepsight.store.survey import Seen, Survey, whole_table
 from keepsight.store.survey import head as read_head
@@ -68,11 +69,16 @@ class Upkeep(Survey):
 
     def _remove_ended(self, item: tuple[Name, Entry]) -> None:
         name, entry = item
-        if entry.expires is not None:  # it may have been written anew since it was listed
-            fresh = read_head(self._link, self.path(name), *name)
-            if not layout.expired(fresh.told):
-                return
-        self.remove_one(name)
+        with claim(self._link, self.path(name)):
+            # It may have been written anew since it was listed.
+            if entry.expires is None or self._still_over(name):
+                self.remove_one(name)
+
+    def _still_over(self, name: Name) -> bool:
+        try:
+            return layout.expired(read_head(self._link, self.path(name), *name).told)
+        except (FileError, FileNotFoundError):  # removed by somebody, or not ours to judge
+            return False
 
     def pin(self, name: Name, pinned: bool) -> None:
         """Make or remove the small object that is a pin."""
