@@ -264,3 +264,28 @@ def test_a_server_removes_what_expires_by_itself(
     monkeypatch.setattr(files._contents, "remove", lambda one: (removed(one), swept.set()))
     assert swept.wait(30), "nobody asked, and it was not removed"
     assert not [path for path in on_disk(tmp_path) if path.suffix == ".upload"]
+
+
+def test_servers_that_share_a_folder_share_its_room(tmp_path: Path, clock: Clock) -> None:
+    """What the other has taken since the last sweep counts, and what it has removed does not."""
+    one, two = (opened(tmp_path, clock, budget=3000) for _ in range(2))
+    first = put(one, b"a" * 1000)
+    put(one, b"b" * 1000, "bob")
+    for who, quota in (("ann", 1500), ("bob", None)):
+        with pytest.raises(ApiError) as refusal:
+            put(two, b"c" * 1001, who, quota=quota)
+        assert refusal.value.status == 413
+    one.delete("ann", first)
+    put(two, b"c" * 1001, quota=1500)
+
+
+def test_an_upload_opens_no_file_that_was_there_before(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, looked = opened(tmp_path, clock), []
+    for number in range(20):
+        put(files, b"%d" % number)
+    look = OnDisk.look
+    monkeypatch.setattr(OnDisk, "look", lambda *of: looked.append(of) or look(*of))
+    put(files, b"one more")
+    assert len(looked) <= 1

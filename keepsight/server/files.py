@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -50,11 +50,15 @@ class Upload:
         return not now < self.expires_at or self.created_at > now + CLOCK_SLACK
 
 
+Uploads = Mapping[tuple[str, str], Upload]  # by the digest of the tenant, and the id
+NONE: Uploads = {}
+
+
 class Contents(Protocol):
     """Where the bytes of files lie."""
 
-    def known(self) -> Iterable[Upload]:
-        """The files that are there from before."""
+    def known(self, have: Uploads = NONE) -> Iterable[Upload]:
+        """The files that are there; those of `have` are not looked at again."""
 
     def look(self, owner: str, file_id: str) -> Upload | None:
         """A file that somebody else put there meanwhile; None where there is none."""
@@ -78,7 +82,7 @@ class InMemory:
     def __init__(self) -> None:
         self._data: dict[tuple[str, str], tuple[Upload, bytes]] = {}
 
-    def known(self) -> Iterable[Upload]:
+    def known(self, have: Uploads = NONE) -> Iterable[Upload]:
         """All that were written; none in the beginning."""
         return [upload for upload, _ in list(self._data.values())]
 
@@ -148,11 +152,12 @@ class Files:
         with self._writing:
             self._drop_expired()
             old = self._find(owner, file_id)
-            if old is not None:
-                new = replace(old, expires_at=max(old.expires_at, until))
-            else:
-                self._check_room(owner, len(data), quota)
             try:
+                if old is not None:
+                    new = replace(old, expires_at=max(old.expires_at, until))
+                else:
+                    self._learn(self._files)  # what other servers have put there counts too
+                    self._check_room(owner, len(data), quota)
                 self._contents.write(new, data)
             except OSError as error:
                 raise _not_kept(error) from error
@@ -229,11 +234,12 @@ class Files:
         if failed is not None:
             raise failed
 
-    def _learn(self) -> None:
-        """What others who share the folder have put there, kept longer or removed."""
-        there = {(f.owner, f.id): f for f in self._contents.known()}
+    def _learn(self, have: Uploads = NONE) -> None:
+        """What others who share the folder have put there, kept longer or removed; with `have`
+        only what was not there before, and what is gone."""
+        known = {(f.owner, f.id): f for f in self._contents.known(have)}
         with self._lock:
-            self._files = there
+            self._files = known
 
     def _all(self) -> list[Upload]:
         with self._lock:

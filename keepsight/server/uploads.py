@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from keepsight import keys
-from keepsight.server.files import Contents, InMemory, Upload
+from keepsight.server.files import NONE, Contents, InMemory, Upload, Uploads
 from keepsight.store import DiskStore, Store
 from keepsight.store.folder import PART, Folder
 
@@ -44,11 +44,12 @@ class OnDisk:
     def __init__(self, root: str | Path) -> None:
         self._folder = Folder(root)
 
-    def known(self) -> Iterator[Upload]:
-        """All files that are there, by their first lines."""
+    def known(self, have: Uploads = NONE) -> Iterator[Upload]:
+        """All files that are there, by their first lines; of `have` the names are enough."""
         for owner in self._folder.names(_ABOVE):
             for last in self._folder.names(f"{_ABOVE}/{owner}"):
-                found = self.look(owner, last.removesuffix(_SUFFIX))
+                file_id = last.removesuffix(_SUFFIX)
+                found = have.get((owner, file_id)) or self.look(owner, file_id)
                 if found is not None and last.endswith(_SUFFIX):
                     yield found
 
