@@ -61,6 +61,24 @@ def test_an_answer_waits_for_nothing_that_is_prepared(demo: Any, path: str) -> N
         assert first.cancelled
 
 
+def test_nobody_waits_for_a_slow_site_that_others_speak_of(demo: Any) -> None:
+    """More of them than there are threads that fetch."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as site,
+        live(demo, Scripted("Hello"), allow_private_urls=True, url_timeout="15s") as server,
+    ):
+        url = f"http://127.0.0.1:{site.getsockname()[1]}/a.png"  # it takes calls and says nothing
+        waiting = [
+            send(server, "/v1/chat/completions", {"messages": asked(url)}) for _ in range(40)
+        ]
+        time.sleep(0.5)
+        begun = time.monotonic()
+        assert server.chat({"messages": asked(scene(1))})[0] == 200
+        assert time.monotonic() - begun < 8
+        for connection in waiting:
+            connection.close()
+
+
 def test_what_is_prepared_is_reported_and_what_fails_is_an_error(demo: Any) -> None:
     script = Slow()
     with live(demo, script) as server:
