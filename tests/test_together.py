@@ -544,6 +544,33 @@ def test_rows_that_cannot_be_laid_anew(when: str, monkeypatch: pytest.MonkeyPatc
     assert failed and replies == [wanted[0][:16], wanted[1][:9], wanted[2][:12]]
 
 
+@pytest.mark.parametrize("where", ["put_back", "finish"])
+def test_one_that_cannot_let_go_ends_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails when a request ends: it has an end, its place is free, the others go on."""
+    wanted, failed = alone("qwen3_vl"), []
+    with served(max_running=3, max_waiting=0) as together:
+        vlm, owner = together._vlm, Batch if where == "put_back" else Turn
+        sound = getattr(owner, where)
+
+        def fail(self: Any, *given: Any) -> None:
+            if where == "finish":
+                sound(self, *given)
+            if self in failed or (not failed and together._running):
+                failed.append(self)
+                raise MemoryError("no room to let go")
+            if where == "put_back":
+                sound(self, *given)
+
+        monkeypatch.setattr(owner, where, fail)
+        with vlm._lock:
+            first = together.submit(chats()[0], max_new_tokens=3, exact=False, **GREEDY)
+            others = [together.submit(chats()[n], max_new_tokens=24, **GREEDY) for n in (1, 2)]
+        with pytest.raises(MemoryError):
+            first.result()
+        assert [ticket.result().tokens for ticket in others] == [wanted[1], wanted[2]]
+        assert failed and together.stats()["in_flight"] == 0
+
+
 def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as together:
         engine = together._memory.engine

@@ -66,9 +66,13 @@ class Decoding:
     def leave(self, run: Run, ended: bool = True) -> None:
         """Let a sequence go, at its end or before it: then nobody wants its lane."""
         group = next((group for group in self.groups if run in _runs(group)), None)
+        failed: Exception | None = None
         if isinstance(group, Batch):
-            if ended and run in self._keep:
-                group.put_back(run)
+            try:
+                if ended and run in self._keep:
+                    group.put_back(run)
+            except Exception as error:  # its lane is of no use; the others go on without it
+                failed = error
             try:
                 group.leave(run)
             except Exception as error:  # its rows are in disorder: the next step sets them apart
@@ -80,6 +84,8 @@ class Decoding:
         self._loners.discard(run)
         self._keep.discard(run)
         self._merge()
+        if failed is not None:
+            raise failed
 
     def _settle(self, group: Group) -> None:
         """Put a sequence, or several, where the next steps read least."""

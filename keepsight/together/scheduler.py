@@ -372,14 +372,12 @@ class Together:
         """Everything of a request is let go of, however it ends."""
         begun = request.work is not None
         with self._vlm._lock:
-            try:
-                self._leave(request)
-            except Exception as failure:  # it is off every list by then, and has to end
-                logger.exception("a request could not be taken out of its batch")
-                error = error or failure
-            if request.work is not None:
-                request.work.close()  # type: ignore[attr-defined]
-            request.turn.finish()
+            for let_go in (self._leave, _close, lambda ended: ended.turn.finish()):
+                try:
+                    let_go(request)
+                except Exception as failure:  # it is off every list by then, and has to end
+                    logger.exception("not all that a request held could be let go of")
+                    error = error or failure
         self.counts.ended(outcome, time.perf_counter() - request.ready)
         self._door.free_place()
         try:
@@ -389,3 +387,8 @@ class Together:
             request.ticket.end(error)
         except Exception:  # of a listener: it is over for that one anyway
             logger.exception("a listener of a request failed")
+
+
+def _close(request: Request) -> None:
+    if request.work is not None:
+        request.work.close()  # type: ignore[attr-defined]
