@@ -85,7 +85,7 @@ class Vision:
         if isinstance(image, Medium | Package) and image.modality != modality:
             raise ImageError(f"this is a package of {image.modality!r}, given as {modality!r}")
         if isinstance(image, Medium):
-            return self._medium_again(image)
+            return self.again(image)
         if isinstance(image, Package):
             return self._medium_of_package(image)
         return self.admit_looked(self.namer.look(image, modality))
@@ -106,7 +106,7 @@ class Vision:
         """The medium behind a processor's output for one image."""
         return self._medium(entry_of(pixels), lambda: pixels)
 
-    def _medium_again(self, medium: Medium) -> Medium:
+    def again(self, medium: Medium) -> Medium:
         """A medium named before, under the weights and provenance of now."""
         if isinstance(medium.recall, Package):
             return self._medium_of_package(medium.recall, medium.feature_id)

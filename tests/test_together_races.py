@@ -88,6 +88,27 @@ def test_making_a_request_ready_makes_no_room_for_tenants(vlm: Any) -> None:
     assert has_it and all(has_it)
 
 
+def test_a_picture_that_is_explained_stops_nobody(vlm: Any) -> None:
+    """It is decoded without the model, named as it will be, and not known afterwards."""
+    namer, asked = vlm.memory.vision.namer, [turn("Look.", picture(1))]
+    look, has_it = namer.look, []
+
+    def watched(*given: Any) -> Any:
+        has_it.append(vlm._lock._owner is not None)
+        return look(*given)
+
+    with Together(vlm) as together:
+        before, namer.look = vlm.stats()["features"], watched
+        told = together.explain(asked)
+        assert has_it == [False] and not namer._aliases
+        assert vlm.stats()["features"] == before
+        direct, given = vlm.explain(asked).to_dict(), told.to_dict()
+        assert {**direct, "milliseconds": 0} == {**given, "milliseconds": 0}
+        namer.look = look
+        assert together.submit(asked, max_new_tokens=2, **GREEDY).result().usage.images_encoded == 1
+        assert together.explain(asked).cached_tokens > 0
+
+
 def test_a_picture_is_forgotten_while_others_are_named(vlm: Any) -> None:
     namer, number = vlm.memory.vision.namer, iter(range(1 << 40))
 

@@ -76,7 +76,7 @@ def _add_reports(router: APIRouter, service: Service) -> None:
         """The report that an answer would get, computing nothing with the model."""
 
         def look(messages: Any, **options: Any) -> Awaitable[Report]:
-            return service.desk.work(lambda: service.vlm.explain(messages, **options))
+            return service.desk.work(lambda: service.desk.together.explain(messages, **options))
 
         return await _reported(service, body, request, look)
 

@@ -25,6 +25,7 @@ from keepsight.naming import Looked
 from keepsight.package import Package
 from keepsight.prompt import Prompt
 from keepsight.render import Message, Renderer, parse_messages
+from keepsight.report import Report
 from keepsight.together.ticket import Ticket
 from keepsight.turn import Turn
 from keepsight.vision import Vision
@@ -112,6 +113,24 @@ class Reception:
                 messages, lambda image, kind: next(waiting), **call.template
             )
 
+    def explain(self, messages: list[Message], options: dict[str, Any]) -> Report:
+        """The report that such a request would get. Its pictures are looked at as those of a
+        request are, in this thread, and nothing of that is remembered."""
+        vlm = self._vlm
+        call = Call.before_decoding(options, vlm.tenant, "explain")
+        vlm._answering()
+        order = _Order(vlm, messages, call)
+        waiting = iter(order.look(self._renderer))
+        with self._tokenizing:
+            order.prompt = self._renderer.render(
+                messages, lambda image, kind: next(waiting), **call.template
+            )
+        order.forget()
+        memory = vlm.memory
+        with vlm._lock:
+            turn = Turn(memory, vlm._lock, order.current, {}, call.exact, tenant=call.tenant)
+            return turn.foresee()
+
     def _sampler(self, prompt: Prompt, call: Call) -> Sampler:
         model = self._vlm.model
         ids = torch.from_numpy(prompt.ids)[None].to(model.device)
@@ -152,6 +171,10 @@ class Order:
         self._looked.append(looked)
         return vision.medium_of(looked)
 
+    def forget(self) -> None:
+        """Let nothing that was found out about the media be noted."""
+        self._looked.clear()
+
     def current(self) -> Prompt:
         """The prompt under the weights and settings of now; called by who has the model."""
         vision = self._vision
@@ -169,7 +192,7 @@ class Order:
         return self.prompt
 
     def _unchanged(self, vision: Vision, medium: Medium) -> bool:
-        return vision.name(medium, medium.modality).feature_id == medium.feature_id
+        return vision.again(medium).feature_id == medium.feature_id
 
     def _learn(self, vision: Vision, looked: Looked) -> None:
         if vision.where(vision.medium_of(looked)) == "tower":

@@ -125,7 +125,7 @@ class Together:
 
     def explain(self, messages: list[Message], **options: Any) -> Report:
         """The report that such a request would get, computing nothing with the model."""
-        return self._vlm.explain(messages, **options)
+        return self._reception.explain(messages, options)
 
     def stats(self) -> dict[str, Any]:
         """How many requests are where, and what was done so far."""
