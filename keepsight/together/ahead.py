@@ -52,11 +52,13 @@ class Follower:
 
     def let_go(self) -> None:
         """Of its lane and of its path; what was prefilled stays remembered."""
-        if self.work is not None:
-            self.work.close()  # type: ignore[attr-defined]
-        if self.turn is not None:
-            self.turn.finish()
-        self.turn = self.work = None
+        turn, work, self.turn, self.work = self.turn, self.work, None, None
+        try:
+            if work is not None:
+                work.close()  # type: ignore[attr-defined]
+        finally:
+            if turn is not None:
+                turn.finish()
 
 
 class Ahead:
@@ -93,8 +95,8 @@ class Ahead:
                 logger.debug("an answer is not prefilled ahead: %s", error)
                 going_on = False
             if not going_on:
-                follower.let_go()
                 self._followers.remove(follower)
+                _let_go(follower)
 
     def put_aside(self) -> None:
         """Somebody asks: lanes and paths are theirs."""
@@ -102,7 +104,7 @@ class Ahead:
         if begun:
             with self._vlm._lock:
                 for follower in begun:
-                    follower.let_go()
+                    _let_go(follower)
 
     def clear(self) -> None:
         """Forget who might go on."""
@@ -142,6 +144,14 @@ class Ahead:
         if calls := follower.messages[-1].get("tool_calls"):
             behind = {"role": "tool", "content": question, "tool_call_id": calls[0].get("id", "")}
         return self._render([*follower.messages, behind], follower.media, follower.call)
+
+
+def _let_go(follower: Follower) -> None:
+    """Whatever it runs into, those who ask now have nothing to do with it."""
+    try:
+        follower.let_go()
+    except Exception:
+        logger.exception("not all that was held for a next turn could be let go of")
 
 
 def plain_answer(text: str) -> Message | None:

@@ -119,12 +119,9 @@ class Reception:
         vlm = self._vlm
         call = Call.before_decoding(options, vlm.tenant, "explain")
         vlm._answering()
-        order = _Order(vlm, messages, call)
-        waiting = iter(order.look(self._renderer))
-        with self._tokenizing:
-            order.prompt = self._renderer.render(
-                messages, lambda image, kind: next(waiting), **call.template
-            )
+        order = Order(vlm, messages, call)
+        order.look(self._renderer)
+        order.prompt = self.render(messages, order.media, call)
         order.forget()
         memory = vlm.memory
         with vlm._lock:
