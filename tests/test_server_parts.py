@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_harness import png, scene, uri
 
-from keepsight.errors import ImageError, InputError, UnknownOption
+from keepsight.errors import InputError, UnknownOption
 from keepsight.server import fetch, schema
 from keepsight.server.config import ApiKey, ServerConfig, read_config
 from keepsight.server.content import Gatherer
@@ -418,7 +418,7 @@ def test_clips_are_measured_before_they_are_decoded() -> None:
     with pytest.raises(ApiError, match="more than 100000 bytes"):
         gathered(sound, clip_bytes=100_000)
     for part in (video, sound):
-        with pytest.raises(ImageError, match="cannot be read"):
+        with pytest.raises(ApiError, match="cannot be read"):
             broken = json.loads(json.dumps(part))
             if "video_url" in broken:
                 broken["video_url"]["url"] = uri(b"\x00\x00\x00\x18ftypisom" + b"x" * 50)
