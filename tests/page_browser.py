@@ -40,7 +40,7 @@ _HAND_OVER = """([files, kind]) => {
     carried.items.add(new File([bytes], name, { type }));
   }
   const about = { bubbles: true, cancelable: true };
-  if (kind === "paste") {
+  if (kind.startsWith("paste")) {
     const event = new ClipboardEvent("paste", { ...about, clipboardData: carried });
     document.activeElement.dispatchEvent(event);
   } else for (const step of ["dragover", "drop"]) {
@@ -101,7 +101,7 @@ class Page:
         return self.tab.locator(".turn.assistant")
 
     def files(self, kind: str, *files: tuple[str, str, bytes]) -> None:
-        """Paste or drop files, as a browser hands them over."""
+        """Paste (into the question, or elsewhere) or drop files, as a browser hands them over."""
         packed = [[name, type_, base64.b64encode(data).decode()] for name, type_, data in files]
         if kind == "paste":
             self.question.focus()

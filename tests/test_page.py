@@ -465,3 +465,50 @@ def test_another_conversation_leaves_the_first_whole(opened: Open) -> None:
     assert page.said() == STAR.describe()
     stored = page.tab.evaluate("JSON.stringify([localStorage, sessionStorage])")
     assert stored == "[{},{}]", "nothing of it is written anywhere"
+
+
+def test_a_picture_is_pasted_wherever_the_focus_is(opened: Open) -> None:
+    page = opened()
+    page.tab.evaluate("document.activeElement.blur()")
+    page.files("paste elsewhere", ("a.png", "image/png", png(STAR.draw())))
+    expect(page.tab.locator(".chip.new")).to_have_count(1)
+    page.ask(DESCRIBE)
+    page.tab.locator("#show-memory").click()
+    page.tab.locator("#show-memory").focus()
+    page.files("paste elsewhere", ("b.png", "image/png", png(RING.draw())))
+    expect(page.tab.locator("#talk-view .chip")).to_have_count(1)
+
+
+def scrolled(page: Page) -> int:
+    far: int = page.tab.evaluate("Math.round(scrollY)")
+    return far
+
+
+def test_a_reader_stays_where_they_read(opened: Open, scripted: Any) -> None:
+    script = Scripted(*["word "] * 600, wait=0.004)
+    page = opened(scripted(script).url, size={"width": 390, "height": 500})
+    page.question.fill("Tell me more")
+    page.question.press("Enter")
+    while page.tab.evaluate("document.documentElement.scrollHeight") < 1200:
+        page.tab.wait_for_timeout(50)
+    page.tab.evaluate("scrollTo(0, 100)")
+    page.answered()
+    expect(page.tab.locator(".numbers")).to_be_attached()
+    assert scrolled(page) == 100
+    page.tab.evaluate("scrollTo(0, 400)")
+    page.tab.locator("#show-memory").click()
+    expect(page.tab.locator("#memory-view h2")).to_be_visible()
+    assert scrolled(page) == 0
+    page.tab.locator("#show-talk").click()
+    assert scrolled(page) == 400
+
+
+def test_a_question_is_edited_in_the_whole_width_of_a_phone(opened: Open) -> None:
+    page = opened(size=PHONE)
+    page.attach(STAR)
+    page.ask(DESCRIBE)
+    page.tab.get_by_role("button", name="Edit").click()
+    text = page.tab.locator(".editing textarea")
+    assert text.bounding_box()["width"] > 300
+    expect(page.tab.locator(".editing .chip.remembered")).to_have_count(1)
+    assert page.overflow() <= 0

@@ -13,7 +13,7 @@ export function composer(options) {
   const tray = el("ul", { class: "tray", "aria-label": "Pictures for this question", hidden: true });
   const trouble = el("p", { class: "trouble", role: "alert", hidden: true });
   const text = el("textarea", {
-    id: options.id, rows: "1", "aria-label": options.label, placeholder: options.placeholder,
+    id: options.id, rows: "1", enterkeyhint: "send", "aria-label": options.label, placeholder: options.placeholder,
   });
   const chooser = el("input", {
     type: "file", accept: "image/*,application/pdf,.pdf", multiple: true, tabindex: "-1",
@@ -90,7 +90,7 @@ export function composer(options) {
   chooser.addEventListener("change", () => (add([...chooser.files]), (chooser.value = "")));
   drawTray();
   requestAnimationFrame(fit);
-  const lookAgain = () => look(pictures.filter((picture) => picture.state === "refused"));
+  const lookAgain = (all) => look(pictures.filter((picture) => all || picture.state === "refused"));
   return { form, add, lookAgain, focus: () => text.focus() };
 }
 

@@ -18,6 +18,7 @@ const page = {
   views: new Map(), // turn -> its element
   editing: null, // the turn whose question is being edited, in `editor`
   editor: null,
+  reading: 0, // how far the conversation was scrolled when the memory was shown
 };
 
 // -- asking ------------------------------------------------------------------------------------
@@ -88,8 +89,9 @@ function take(turn, chunk) {
 function finish(turn) {
   const { usage } = turn.told;
   if (usage) page.answers.push({ prompt: usage.prompt_tokens, cached: usage.prompt_tokens_details.cached_tokens });
+  const near = nearEnd();
   drawTalk();
-  toEnd();
+  if (near && page.views.has(turn)) toEnd(); // not from under somebody who reads
   if (turn.error) announce(`That did not work: ${turn.error.message}`);
   else announce(turn.stopped ? "Stopped" : `${turn.text} (${summary(turn.told)})`);
   if (document.activeElement === document.body) foot.focus();
@@ -153,6 +155,7 @@ function editor(turn) {
       return trouble;
     },
   });
+  made.lookAgain(true);
   return { ...made, element: el("article", { class: "turn user editing" }, made.form) };
 }
 
@@ -191,7 +194,7 @@ function drawSoon(turn) {
   });
 }
 
-const nearEnd = () => innerHeight + scrollY > document.documentElement.scrollHeight - 160;
+const nearEnd = () => !byId("talk-view").hidden && innerHeight + scrollY > document.documentElement.scrollHeight - 160;
 
 function toEnd() {
   scrollTo({ top: document.documentElement.scrollHeight });
@@ -204,11 +207,15 @@ function drawTalks() {
 }
 
 function show(memory) {
-  byId("talk-view").hidden = memory;
+  const talk = byId("talk-view");
+  if (memory && !talk.hidden) page.reading = scrollY;
+  const back = !memory && talk.hidden;
+  talk.hidden = memory;
   byId("memory-view").hidden = !memory;
   byId("show-talk").setAttribute("aria-pressed", String(!memory));
   byId("show-memory").setAttribute("aria-pressed", String(memory));
   if (memory) memoryRoom.draw();
+  if (memory || back) scrollTo({ top: memory ? 0 : page.reading });
 }
 
 function newTalk() {
@@ -280,7 +287,19 @@ function listen() {
   addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !byId("settings").open) stop();
   });
+  addEventListener("paste", (event) => {
+    const { files } = event.clipboardData;
+    if (event.defaultPrevented || !files.length || byId("settings").open) return;
+    event.preventDefault();
+    bring(files);
+  });
   dropping();
+}
+
+/** Files for the question that is being written. */
+function bring(files) {
+  show(false);
+  (page.editing ? page.editor : foot).add(files);
 }
 
 /** Files dropped anywhere go to the question that is being written. */
@@ -299,8 +318,7 @@ function dropping() {
     veil.hidden = true;
     if (!brings(event)) return;
     event.preventDefault();
-    show(false);
-    (page.editing ? page.editor : foot).add(event.dataTransfer.files);
+    bring(event.dataTransfer.files);
   });
 }
 
