@@ -512,3 +512,21 @@ def test_a_question_is_edited_in_the_whole_width_of_a_phone(opened: Open) -> Non
     assert text.bounding_box()["width"] > 300
     expect(page.tab.locator(".editing .chip.remembered")).to_have_count(1)
     assert page.overflow() <= 0
+
+
+def test_the_schema_is_read_without_anything_from_elsewhere(
+    opened: Open, server: Live, context: Any
+) -> None:
+    page = Page(context, "about:blank", known=False, size=PHONE)
+    asked: list[str] = []
+    page.tab.on("request", lambda request: asked.append(request.url))
+    page.tab.goto(f"{server.url}/docs")
+    page.tab.locator("#chat summary").click()
+    page.tab.locator("#chat a", has_text="ChatRequest").click()
+    row = page.tab.locator("#record-ChatRequest tr", has_text="temperature")
+    expect(row).to_contain_text("number, from 0, to 2")
+    page.tab.locator("#record-ChatRequest a", has_text="Message").click()
+    expect(page.tab.locator("#record-Message tr", has_text="role")).to_contain_text("developer")
+    assert page.overflow() <= 0 and not page.wrong
+    assert asked and all(url.startswith(server.url) for url in asked)
+    page.close()

@@ -292,7 +292,9 @@ def test_models_health_metrics_schema(server: Live, client: openai.OpenAI) -> No
     for name in ("prefix_cache_hits_total", "mm_cache_hits_total", "generation_tokens_total"):
         assert after[f"keepsight_{name}"] > before[f"keepsight_{name}"], name
     assert server.call("/openapi.json")[1]["openapi"].startswith("3.")
-    assert "swagger" in server.call("/docs")[1]
+    assert "page/docs.js" in server.call("/docs")[1]
+    fields = server.call("/openapi.json")[1]["components"]["schemas"]["ChatRequest"]["properties"]
+    assert fields["audio"]["description"] == "Refused: answers are text."
     assert server.call("/")[0] == 200
 
 

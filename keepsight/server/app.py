@@ -18,10 +18,11 @@ from starlette.types import ASGIApp
 from keepsight import __version__
 from keepsight.errors import KeepsightError
 from keepsight.server import cache_api, chat_api, files_api, responses_api, site
+from keepsight.server import schema as schemas
 from keepsight.server.door import Door, told
 from keepsight.server.metrics import CONTENT_TYPE
 from keepsight.server.problems import ApiError, from_validation, unknown
-from keepsight.server.responses_schema import in_its_words
+from keepsight.server.responses_schema import UNSUPPORTED, in_its_words
 from keepsight.server.schema import Strict
 from keepsight.server.service import Service, visit_of
 
@@ -36,7 +37,7 @@ def build(service: Service) -> ASGIApp:
         description=_ABOUT,
         redoc_url=None,
         openapi_url="/openapi.json",
-        docs_url="/docs",
+        docs_url=None,  # FastAPI's own is drawn by scripts from elsewhere
         dependencies=[Depends(_only_known)],
     )
     for room in (chat_api, responses_api, files_api, cache_api):
@@ -65,6 +66,12 @@ def _schema(app: FastAPI, model: str) -> dict[str, Any]:
     for part in schema["components"]["schemas"].values():
         if "model" in part.get("properties", {}):
             part["properties"]["model"] = {"type": "string", "enum": [model]}
+    for name, why in (("ChatRequest", schemas.UNSUPPORTED), ("ResponsesRequest", UNSUPPORTED)):
+        for field, reason in why.items():
+            fields = schema["components"]["schemas"][name]["properties"]
+            fields[field] = {**fields[field], "description": f"Refused: {reason}."}
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
     for path in schema["paths"].values():
         for operation in path.values():
             operation.get("responses", {}).pop("422", None)  # what is not valid is a 400

@@ -52,6 +52,10 @@ def routes() -> APIRouter:
     async def page() -> Response:
         return _sent(_FOLDER / "index.html")
 
+    @router.get("/docs")
+    async def docs() -> Response:
+        return _sent(_FOLDER / "docs.html")
+
     @router.get("/page/{name}")
     async def beside(name: str) -> Response:
         path = FILES.get(f"/page/{name}")
