@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from typer.testing import CliRunner
 
 import keepsight as ks
 from keepsight.cli import app
+from keepsight.errors import Closed
+from keepsight.report import Piece
+from keepsight.together import Ticket
 
 ROOT = Path(ks.__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -158,6 +162,57 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     done = CliRunner().invoke(app, ["serve", "demo"])
     assert done.exit_code == 2 and "pip install keepsight[server]" in done.output
+
+
+class Endless(Scripted):
+    """A scheduler whose answers have no end, until it is closed."""
+
+    def submit(self, messages: Any, **options: Any) -> Ticket:
+        ticket = Ticket(options["on_piece"], options["on_done"])
+        self.tickets.append(ticket)
+        ticket.put(Piece("word ", 1))
+        return ticket
+
+    def close(self, drain: float | None = None) -> None:
+        for ticket in self.tickets:
+            if not ticket.done.is_set():
+                ticket.end(Closed("closed"))
+
+
+def test_what_is_cut_off_at_the_end_is_told_why(demo_parts: Any) -> None:
+    model, processor = demo_parts["demo"]
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    ends: dict[str, Any] = {}
+    with ks.wrap(model, processor, grain=16) as vlm, live(vlm, script := Endless()) as server:
+        server.server._drain = 0.2
+
+        def whole() -> None:
+            ends["whole"] = server.chat(body)
+
+        def stream() -> None:
+            asked = {"model": "demo", **body, "stream": True}
+            ends["stream"] = server.events("/v1/chat/completions", asked)
+
+        def slow() -> None:  # one whose body never comes
+            with server.raw() as connection:
+                connection.sendall(
+                    b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+                )
+                ends["slow"] = connection.recv(4096)
+
+        threads = [threading.Thread(target=one) for one in (whole, stream, slow)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 30
+        while len(script.tickets) < 2 or len(server.server.server_state.tasks) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.server.handle_exit(signal.SIGTERM, None)
+        for thread in threads:
+            thread.join(20)
+    assert ends["whole"][0] == 503 and ends["whole"][1]["error"]["code"] == "shutting_down"
+    assert ends["stream"][-1]["error"]["code"] == "shutting_down"
+    assert ends["slow"].startswith(b"HTTP/1.1 503") and b"shutting_down" in ends["slow"]
 
 
 def test_a_closing_server_finishes_what_runs(server: Live) -> None:

@@ -162,6 +162,11 @@ class Door:
                     await self._app(scope, _replayed(body, receive), send_on)
             finally:
                 self._held -= len(body)
+        except asyncio.CancelledError:
+            # Where not even the engine's end has ended it, the server ends it, and it says why.
+            if not self._service.draining or started or visit.gone:
+                raise
+            await respond(send_on, told(_closing(), visit))
         except Exception as error:
             if isinstance(error, TimeoutError):
                 text = "the answer took too long, or was not read"
@@ -173,7 +178,7 @@ class Door:
     def _admit(self, scope: Scope, visit: Visit) -> None:
         path = scope["path"]
         if self._service.draining and path not in _WHILE_CLOSING:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+            raise _closing()
         headers = dict(scope["headers"])
         self._refuse_other_names(headers)
         self._refuse_other_sites(scope["method"], headers)
@@ -236,7 +241,7 @@ class Door:
             if isinstance(error, TimeoutError):
                 text = "the body took too long to arrive"
                 raise ApiError(408, text, code="body_timeout") from None
-            if more and not visit.gone:
+            if more and not visit.gone and isinstance(error, ApiError):
                 await self._discard(receive)
             raise
         return b"".join(parts)
@@ -263,6 +268,10 @@ def _shown_path(scope: Scope, known: set[str]) -> str:
         parts[3] = "{id}"
     shown = "/".join(parts)
     return shown if shown in known else "other"
+
+
+def _closing() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 def _too_large(most: int) -> ApiError:

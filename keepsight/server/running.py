@@ -31,6 +31,7 @@ logger = logging.getLogger("keepsight.server")
 
 _POLL = 0.05
 _SWEEP = 30.0  # seconds
+_LAST_WORDS = 2.0  # seconds, for saying that the time for draining is over
 _HEADERS = 64 << 10  # bytes of a request's head
 
 
@@ -103,11 +104,20 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_SWEEP)
 
     async def _close_soon(self) -> None:
+        if not await self._done_within(self._drain):
+            # What still runs ends with an error that its client can read.
+            ending = asyncio.create_task(asyncio.to_thread(self._service.desk.together.close, 0.0))
+            await self._done_within(_LAST_WORDS)
+            ending.cancel()
+        self.should_exit = True
+
+    async def _done_within(self, seconds: float) -> bool:
+        """Whether all requests are done within so many seconds."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain):
+            async with asyncio.timeout(seconds):
                 while self.server_state.tasks:
                     await asyncio.sleep(_POLL)
-        self.should_exit = True
+        return not self.server_state.tasks
 
 
 class Connection(H11Protocol):
