@@ -182,6 +182,13 @@ def test_what_is_unknown_is_answered_with_what_is_known(
     assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
 
 
+def test_monitors_ask_for_the_head_alone(server: Live) -> None:
+    for path in ("/health", "/", "/docs"):
+        assert server.call(path, method="HEAD")[:2] == (200, "")
+    other = server.call("/v1/files", {}, "PUT")
+    assert refusal(other, 405)["code"] == "method_not_allowed" and other[2]["allow"]
+
+
 @pytest.mark.parametrize(
     ("address", "hint"),
     [
@@ -557,6 +564,25 @@ TEMPLATE = """
 {% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+NAMED = TEMPLATE.replace(
+    "}}\n{% if message.content is", "}} {{ message.name }}\n{% if message.content is"
+)
+
+
+def test_names_are_told_to_the_model_or_refused(server: Live, demo_parts: dict[str, Any]) -> None:
+    speaking = [{"role": "user", "name": "ann", "content": "x"}]
+    error = refusal(server.chat({"messages": speaking}))
+    assert error["param"] == "messages[0].name" and error["code"] == "unsupported_parameter"
+    later = [*user("x")["messages"], {"role": "assistant", "name": "b", "content": "y"}, *speaking]
+    assert refusal(server.chat({"messages": later}))["param"] == "messages[1].name"
+    model, processor = demo_parts["demo"]
+    assert NAMED != TEMPLATE
+    with ks.wrap(model, processor, grain=16, chat_template=NAMED) as named:
+        with live(named, script := Scripted("hi")) as other:
+            assert other.chat({"messages": later})[0] == 200
+        assert script.asked[0][0][2]["name"] == "ann"
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,7 @@ def _schema(app: FastAPI, model: str) -> dict[str, Any]:
 
 
 def _plain_routes(app: FastAPI, service: Service) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], operation_id="health", responses=_CLOSING)
     async def health() -> Response:
         """Whether the server takes requests."""
@@ -152,7 +153,9 @@ async def _refused(request: Request, error: Exception) -> Response:
     if request.url.path == "/v1/responses":
         problem = in_its_words(problem)
     visit_of(request).told["error"] = problem.code
-    return JSONResponse(problem.body(), problem.status, headers=problem.headers())
+    allowed = getattr(error, "headers", None) if isinstance(error, HTTPException) else None
+    headers = {**(allowed or {}), **problem.headers()}
+    return JSONResponse(problem.body(), problem.status, headers=headers)
 
 
 def _problem(request: Request, error: Exception) -> ApiError | None:

@@ -69,12 +69,22 @@ class Service:
             for i, tool in enumerate(body.tools):
                 if tool.function.strict:
                     raise refused(f"tools[{i}].function.strict", "arguments cannot be constrained")
+        self._check_names(body.messages)
         gatherer = Gatherer(self.config, self.files, caller.tenant, body.max_pixels)
         threads = self._fetching if fetches(body.messages) else self._gathering
         messages = await asyncio.get_running_loop().run_in_executor(
             threads, gatherer.messages, body.messages, self.subject.template
         )
         return messages, template, caller.salted(body.cache_salt)
+
+    def _check_names(self, messages: list[schema.Message]) -> None:
+        """Refuse names that the model would never be told of."""
+        for number, said in enumerate(messages):
+            role = "system" if said.role == "developer" else said.role
+            named = said.name is not None and role != "tool"  # which has the id of its call
+            if named and not self.subject.places_name(role):
+                why = "the chat template of this model has no place for the names of speakers"
+                raise refused(f"{said.places(number)[0]}.name", why)
 
     async def ask(self, body: schema.ChatRequest, caller: Caller) -> Ask:
         """All that a body asks for, or a refusal of what cannot be had."""

@@ -41,6 +41,7 @@ class Subject:
         self.tools = re.search(r"\btools\b", self.template) is not None
         self.calls_readable = CALL in self.template
         self._opened: dict[str, bool] = {}
+        self._named: dict[str, bool] = {}
         self._lock = threading.Lock()
 
     def check_name(self, name: str) -> None:
@@ -70,6 +71,20 @@ class Subject:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.calls_readable:
             raise refused("tools", "this model writes calls in a way that is not understood here")
+
+    def places_name(self, role: str) -> bool:
+        """Whether the template renders the name of who speaks, in messages of a role."""
+        with self._lock:
+            if role not in self._named:
+                said = {"role": role, "content": [{"type": "text", "text": "x"}]}
+                asked = {"role": "user", "content": said["content"]}
+                around = [asked, said, asked] if role == "assistant" else [said, asked]
+                named = [{**m, "name": "quandary"} if m is said else m for m in around]
+                try:
+                    self._named[role] = "quandary" in self._prompt(named, {})
+                except MessagesError:  # not in this way; who knows in which
+                    self._named[role] = True
+            return self._named[role]
 
     def opens_thinking(self, template: dict[str, Any]) -> bool:
         """Whether the template itself opens a thought at the start of an answer."""
