@@ -397,6 +397,17 @@ def test_options_that_an_export_cannot_honour(whole: Path, options: Any, told: s
         ks.load(whole, **options)
 
 
+def test_training_and_saving_take_the_checkpoint(whole: Path, tmp_path: Path) -> None:
+    with ks.load(whole, grain=16) as vlm:
+        with pytest.raises(UnsupportedInput, match="cannot be trained"):
+            vlm.model.train()
+        with pytest.raises(UnsupportedInput, match="copy .*export instead"):
+            vlm.model.save_pretrained(tmp_path / "saved")
+        assert not vlm.model.eval().training and not (tmp_path / "saved").exists()
+        wanted = vlm.ask(picture(1), QUESTION, max_new_tokens=4, do_sample=False).tokens
+    assert wanted == answers(whole)
+
+
 def test_a_runtime_that_is_not_installed(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingExtra, match=r"keepsight\[onnx\]"):

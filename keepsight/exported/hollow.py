@@ -15,7 +15,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from keepsight.errors import ModelError
+from keepsight.errors import ModelError, UnsupportedInput
 from keepsight.exported.manifest import GRAPHS, Manifest
 from keepsight.exported.onnx_session import OnnxSession
 from keepsight.exported.openvino_session import OpenVinoSession
@@ -67,7 +67,30 @@ def load_model(folder: Path, manifest: Manifest) -> Any:
     _fill(model, manifest, sessions)
     version = sessions["decoder"].version
     model.exported = Exported(folder, manifest, version, threads)
-    return model.eval()
+    model.eval()
+    _refuse_what_takes_weights(model, folder)
+    return model
+
+
+def _refuse_what_takes_weights(model: Any, folder: Path) -> None:
+    """Training would end in PyTorch's words on gradients, and saving in a checkpoint that holds
+    nothing and loads with weights of chance."""
+    before = model.train
+
+    def train(mode: bool = True) -> Any:
+        if mode:
+            raise UnsupportedInput(
+                f"{folder} is an exported model, which cannot be trained: its weights are in "
+                "graphs; train the checkpoint that it was made of"
+            )
+        return before(mode)
+
+    def save_pretrained(*args: Any, **options: Any) -> Any:
+        raise UnsupportedInput(
+            f"an exported model has no weights of PyTorch's to save; copy {folder} instead"
+        )
+
+    model.train, model.save_pretrained = train, save_pretrained
 
 
 def _empty(folder: Path) -> Any:
