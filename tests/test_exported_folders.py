@@ -16,6 +16,7 @@ from typing import Any
 
 import onnx
 import pytest
+import torch
 from model_parts import picture
 
 import keepsight as ks
@@ -31,6 +32,7 @@ from keepsight.errors import (
 )
 from keepsight.export import making
 from keepsight.exported import is_export, manifest, other_versions, read
+from keepsight.exported.onnx_session import OnnxSession
 
 QUESTION = "What do you see?"
 FILES = [
@@ -395,6 +397,14 @@ def ks_message(images: list[Any]) -> dict[str, Any]:
 def test_options_that_an_export_cannot_honour(whole: Path, options: Any, told: str) -> None:
     with pytest.raises(UnsupportedInput, match=told):
         ks.load(whole, **options)
+
+
+def test_a_graph_that_breaks_off_is_named_and_runs_again(whole: Path) -> None:
+    session = OnnxSession(whole / "graphs/head.onnx", 1)
+    with pytest.raises(ModelError, match=r"broke off in head\.onnx"):
+        session.run({"hidden": torch.zeros(1, 2, 3)})
+    width = json.loads((whole / "config.json").read_text())["text_config"]["hidden_size"]
+    assert session.run({"hidden": torch.zeros(1, 2, width)})["logits"].shape[:2] == (1, 2)
 
 
 def test_training_and_saving_take_the_checkpoint(whole: Path, tmp_path: Path) -> None:

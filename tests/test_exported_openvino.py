@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import random
 import shutil
 import threading
@@ -23,11 +24,14 @@ from keepsight.errors import ModelError
 from keepsight.export.check import deviation
 from keepsight.export.making import export
 from keepsight.export.openvino import quantise_openvino
+from keepsight.exported import runtimes
 from keepsight.exported.manifest import files_in, read
 from keepsight.exported.openvino_session import OpenVinoSession
 from keepsight.together import Together
 
-openvino = pytest.importorskip("openvino")
+if importlib.util.find_spec("openvino") is None:
+    pytest.skip("needs openvino", allow_module_level=True)
+openvino = runtimes.openvino()
 _FOLDER = TemporaryDirectory(prefix="keepsight-openvino-")
 _DEMOS = ("demo", "demo-hybrid")
 
@@ -131,6 +135,13 @@ def test_nothing_is_computed_in_fewer_bits(graph: Path) -> None:
     assert compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE") == 0
     assert compiled.get_property("NUM_STREAMS") == 1
     assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
+
+
+def test_a_graph_that_breaks_off_is_named_and_runs_again(graph: Path) -> None:
+    session = OpenVinoSession(graph, 1)
+    with pytest.raises(ModelError, match=r"broke off in both\.xml"):
+        session.run({"x": torch.ones(3, 8, dtype=torch.long)})
+    assert session.run({"x": torch.ones(3, 8)})["product"].shape == (3, 8)
 
 
 def test_a_graph_that_it_cannot_read_is_named(tmp_path: Path) -> None:

@@ -15,14 +15,16 @@ import numpy as np
 
 from keepsight.errors import MissingExtra
 from keepsight.export.parts import Decoder, Sample
+from keepsight.exported import runtimes
+from keepsight.exported.openvino_session import core
 
 BLOCK = 32  # weights of a row that share a scale, as in ONNX
 
 
 def write_openvino(path: Path, part: Any, sample: Sample, write_onnx: Any) -> None:
     """Trace a part and write its graph; `write_onnx` writes one for ONNX."""
+    openvino = runtimes.openvino()
     try:
-        import openvino
         from transformers.exporters import OpenVINOConfig
         from transformers.exporters.exporter_openvino import OpenVINOExporter
 
@@ -42,10 +44,9 @@ def write_openvino(path: Path, part: Any, sample: Sample, write_onnx: Any) -> No
 
 def quantise_openvino(path: Path) -> None:
     """Give the products of a graph weights in eight bits; sums are made in float32."""
-    import openvino
-
+    openvino = runtimes.openvino()
     # Read into memory: the file is replaced, and must not be mapped by then.
-    graph = openvino.Core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
+    graph = core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
     for product in graph.get_ordered_ops():
         if product.get_type_name() == "MatMul":
             _quantise(product, openvino.opset13)

@@ -41,6 +41,7 @@ class OnnxSession:
                 "the model again with this version, or install the one it was exported with"
             ) from error
         self.version: str = onnxruntime.__version__
+        self._name = path.name
         self.inputs = frozenset(spec.name for spec in self._session.get_inputs())
         self._outputs = [spec.name for spec in self._session.get_outputs()]
 
@@ -65,7 +66,12 @@ class OnnxSession:
                 )
             else:
                 binding.bind_output(name, "cpu")
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # the same classes
+            raise ModelError(
+                f"ONNX Runtime {self.version} broke off in {self._name}: {error}"
+            ) from error
         values = dict(zip(self._outputs, binding.get_outputs(), strict=True))
         return {
             name: into[name] if name in into else torch.from_numpy(value.numpy())

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepsight.errors import MissingExtra, ModelError
+from keepsight.errors import ModelError
+from keepsight.exported import runtimes
 
 # float32 throughout: on processors that have it the runtime would take bfloat16, would keep keys
 # and values in 8 bits and quantise activations.
@@ -30,33 +31,29 @@ _SETTINGS = {
 
 
 @functools.cache
-def _core() -> Any:
+def core() -> Any:
     """One for the process, never let go: with the last of them the runtime unloads code that its
     own threads may still be in, and the process dies some time later."""
-    import openvino
-
-    return openvino.Core()
+    return runtimes.openvino().Core()
 
 
 class OpenVinoSession:
     """A graph that takes and gives tensors by name."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        try:
-            import openvino
-        except ImportError as error:
-            raise MissingExtra.named("openvino", "openvino") from error
+        openvino = runtimes.openvino()
         self.version: str = openvino.__version__
         settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": str(threads)}
         try:
-            core = _core()
-            graph = core.read_model(str(path))
-            compiled = core.compile_model(graph, "CPU", settings)
+            shared = core()
+            graph = shared.read_model(str(path))
+            compiled = shared.compile_model(graph, "CPU", settings)
         except RuntimeError as error:
             raise ModelError(
                 f"OpenVINO {self.version} cannot run {path.name}: {error}; export the model again "
                 "with this version, or install the one it was exported with"
             ) from error
+        self._name = path.name
         self._tensor: Any = openvino.Tensor
         self._request: Any = compiled.create_infer_request()
         self._rooms: dict[str, Any] = {}  # where inputs are put together
@@ -70,9 +67,14 @@ class OpenVinoSession:
         into = into or {}
         with self._alone:
             held = {name: self._in_one_piece(name, feeds[name]) for name in self.inputs}
-            for name, array in held.items():
-                self._request.set_tensor(name, self._tensor(array, shared_memory=True))
-            self._request.infer()
+            try:
+                for name, array in held.items():
+                    self._request.set_tensor(name, self._tensor(array, shared_memory=True))
+                self._request.infer()
+            except RuntimeError as error:
+                raise ModelError(
+                    f"OpenVINO {self.version} broke off in {self._name}: {error}"
+                ) from error
             return {name: self._given(name, into.get(name)) for name in self._outputs}
 
     def _in_one_piece(self, name: str, tensor: Tensor) -> Any:
