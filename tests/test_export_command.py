@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,26 @@ def test_what_goes_wrong_midway_is_named_and_leaves_nothing(
     with pytest.raises(named, match=told):
         making.export("demo", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_whatever_the_exporter_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever step: OpenVINO says `basic_ios::clear: iostream error`."""
+    usage = namedtuple("usage", "total used free")
+
+    def fail(patched: pytest.MonkeyPatch, *args: Any) -> None:
+        patched.setattr(target.shutil, "disk_usage", lambda path: usage(9, 9, 4096))
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    for where, name in ((making, "write_graph"), (making.quantise, "quantise")):
+        with monkeypatch.context() as patched:
+            patched.setattr(making, "write_graph", lambda *args: None)
+            patched.setattr(making.quantise, "PARTS", ("tower",))
+            patched.setattr(where, name, partial(fail, patched))
+            with pytest.raises(InputError, match=r"out cannot be written: No space left on device"):
+                making.export("demo", tmp_path / "out", runtime="openvino", quantised="int8")
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("what", ["features", "logits"])

@@ -7,7 +7,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from keepsight.export import quantise, tracing
 from keepsight.export.check import deviation
 from keepsight.export.graphs import write_graph
 from keepsight.export.parts import Decoder, Embedding, Head
-from keepsight.export.target import Target, size_text
+from keepsight.export.target import Target, check_room, size_text
 from keepsight.export.towers import tower_of
 from keepsight.exported import runtimes
 from keepsight.exported.manifest import (
@@ -202,10 +203,12 @@ def _write(
     }
     for name, part in parts.items():
         tell(f"tracing the {name}")
-        _write_part(vlm, runtime, folder / GRAPHS / name, part, appends)
-        if quantised is not None and name in quantise.PARTS:
-            tell(f"quantising the {name}")
-            quantise.quantise(runtime, folder / GRAPHS / name)
+        path = folder / GRAPHS / name
+        with _named(path, vlm.model.config.model_type):
+            _write_part(vlm, runtime, path, part, appends)
+            if quantised is not None and name in quantise.PARTS:
+                tell(f"quantising the {name}")
+                quantise.quantise(runtime, path)
     most = max_patches or MAX_PATCHES
     manifest = Manifest(
         runtime=runtime,
@@ -230,15 +233,22 @@ def _write(
 
 def _write_part(vlm: VLM, runtime: str, path: Path, part: Any, appends: bool) -> None:
     sample = part.eval().requires_grad_(False).sample()
+    with tracing.traced(vlm.model.get_decoder(), appends), torch.no_grad():
+        write_graph(runtime, path, part, sample)
+
+
+@contextmanager
+def _named(path: Path, model_type: str) -> Iterator[None]:
+    """Exporters, and what quantises, raise whatever their many parts raise."""
     try:
-        with tracing.traced(vlm.model.get_decoder(), appends), torch.no_grad():
-            write_graph(runtime, path, part, sample)
+        yield
     except (KeepsightError, OSError, MemoryError):
         raise
-    except Exception as error:  # exporters raise whatever their many parts raise
+    except Exception as error:
+        check_room(path.parents[1])  # where the disk is full, OpenVINO speaks of "iostream error"
         why = str(error).strip().split("\n")[0][:300]
         raise ModelError(
-            f"the {path.name} of {vlm.model.config.model_type} could not be made a graph "
+            f"the {path.name} of {model_type} could not be made a graph "
             f"({type(error).__name__}: {why}). Please report this, with the model and `pip freeze`"
         ) from error
 

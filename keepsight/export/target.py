@@ -7,6 +7,7 @@ removes it, and knows by a lock that nobody is at work there.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -20,6 +21,7 @@ from keepsight.errors import InputError, KeepsightError
 from keepsight.exported.manifest import NAME
 
 _LOCK = "lock"
+_FULL = 2**20  # bytes free where something was just refused for want of room
 
 
 class Target:
@@ -97,6 +99,12 @@ class Target:
                 with suppress(OSError), (path / _LOCK).open("w") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def check_room(folder: Path) -> None:
+    """Say so where the disk is full: libraries that fail for it seldom name it."""
+    if shutil.disk_usage(folder).free < _FULL:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _unwritable(path: Any, error: Exception) -> Exception:
