@@ -472,10 +472,10 @@ def test_an_error_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> 
         vision = vlm.memory.vision_of("")
         original = vision.package
 
-        def package(medium: Any) -> Any:
+        def package(medium: Any, *keep: bool) -> Any:
             if medium.key == broken.media[0].key:
                 raise ImageError("the tower refused it")
-            return original(medium)
+            return original(medium, *keep)
 
         broken = vlm.render([turn("Broken.", picture(7))])
         monkeypatch.setattr(vision, "package", package)
