@@ -11,6 +11,7 @@ This module knows nothing of models, files or images: it turns bytes into names.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ from blake3 import blake3
 SCHEMA = "keepsight-1"
 
 _FEW = 4096  # values looked at first
+_threads = [blake3.AUTO]
+# A forked process has none of BLAKE3's threads, and would wait for them without end.
+os.register_at_fork(after_in_child=lambda: _threads.__setitem__(0, 1))
 
 Part = str | bytes | int | float | bool | None | np.ndarray | torch.Tensor
 
@@ -28,7 +32,7 @@ Part = str | bytes | int | float | bool | None | np.ndarray | torch.Tensor
 def digest(kind: str, *parts: Part | Iterable[Any]) -> str:
     """The digest of a record: its kind and its parts, in order."""
     # BLAKE3 hashes a tree, so threads change the time and never the result.
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = blake3(max_threads=_threads[0])
     _frame(hasher, b"k", f"{SCHEMA}/{kind}".encode())
     for part in parts:
         _feed(hasher, part)

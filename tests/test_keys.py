@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
-from hostile import bounded
+from hostile import bounded, finished, start
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -288,3 +288,20 @@ def test_what_has_no_form_is_refused() -> None:
         keys.canonical_json({1: "a", "1": "b"})
     with pytest.raises(TypeError, match="canonical form"):
         keys.digest("test", 1j)
+
+
+def test_a_forked_process_names_things_too() -> None:
+    """The threads that hash large things are not there after a fork."""
+    code = """
+import os, signal
+import numpy as np
+from keepsight import keys
+large = np.zeros(4_000_000, dtype=np.uint8)
+wanted = keys.digest("image", large)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(keys.digest("image", large) != wanted)
+print(os.waitpid(child, 0)[1])
+"""
+    assert finished(start(code)) == "0\n"
