@@ -457,3 +457,15 @@ def test_with_a_store_the_same_files_are_read_once(
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(DamagedFile, match="is not the file"):
         ks.load(folder, store=store)
+
+
+@pytest.mark.parametrize("part", ["head", "decoder"])
+def test_a_graph_of_another_part_is_named_when_it_is_loaded(part: str, folder: Path) -> None:
+    """Whoever reseals a folder gets past the digests, and still no KeyError in the first call."""
+    graphs = folder / manifest.GRAPHS
+    swapped = {"head": "embedding", "decoder": "head"}[part]
+    shutil.copyfile(graphs / f"{swapped}.onnx", graphs / f"{part}.onnx")
+    resealed_files(folder)
+    sealed(folder, lambda told: told.update(appends=part == "head" and told["appends"]))
+    with pytest.raises(ModelError, match=rf"the {part}'s graph takes .* which this model has not"):
+        ks.load(folder, grain=16)

@@ -76,8 +76,11 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
 
 @pytest.mark.parametrize(("budget", "processes"), [(None, 1), (None, 2), (400_000, 2)])
 def test_random_kills(tmp_path: Path, budget: int | None, processes: int) -> None:
-    promises = crash(tmp_path, 5, budget, processes, seed=processes)
-    assert promises.kept, "something was acknowledged before it was killed"
+    for attempt in range(10):  # a busy machine may kill all of them before their first word
+        promises = crash(tmp_path / str(attempt), 5, budget, processes, seed=processes + attempt)
+        if promises.kept:
+            return
+    pytest.fail("nothing was ever acknowledged before it was killed")
 
 
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])

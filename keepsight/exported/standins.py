@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from keepsight.errors import ImageError, UnsupportedInput
+from keepsight.errors import ImageError, ModelError, UnsupportedInput
 from keepsight.exported.states import (
     BIAS,
     PRESENT,
@@ -39,6 +39,17 @@ _MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of 
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 
 
+_DECODER = (
+    "inputs_embeds",
+    "position_ids",
+    "lengths",
+    "total",
+    BIAS,
+    SLIDING_BIAS,
+    PRESENT,
+)  # beside states and features
+
+
 class Session(Protocol):
     """A graph that can be run."""
 
@@ -52,6 +63,7 @@ class EmbeddingStandIn:
     """Token ids to embeddings."""
 
     def __init__(self, session: Session, width: int) -> None:
+        _check_inputs(session, {"input_ids", "features", "spots"}, "embedding")
         self._session, self._nothing = session, torch.zeros(0, width)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -66,6 +78,7 @@ class HeadStandIn:
     """Hidden states to logits."""
 
     def __init__(self, session: Session) -> None:
+        _check_inputs(session, {"hidden"}, "head")
         self._session = session
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -103,6 +116,7 @@ class PackedTowerStandIn:
     def _one(self, pixels: Tensor, frame: tuple[int, int, int]) -> dict[str, Tensor]:
         grid = {"image_grid_thw": torch.tensor([frame])}
         told = self._tensors.of(grid, "cpu")
+        _check_inputs(self._session, {"pixel_values", *told}, "tower")
         feeds = {name: told[name] for name in self._session.inputs if name in told}
         found: dict[str, Tensor] = self._session.run({"pixel_values": pixels, **feeds})
         return found
@@ -112,6 +126,7 @@ class WholeTowerStandIn:
     """Pictures of one size, and tiles of pictures, each through the graph alone."""
 
     def __init__(self, session: Session) -> None:
+        _check_inputs(session, {"pixel_values"}, "tower")
         self._session = session
 
     def __call__(self, pixel_values: Tensor, **options: Any) -> Any:
@@ -133,6 +148,9 @@ class DecoderStandIn:
         self._sizes = [state_sizes(decoder, n, kind) for n, kind in enumerate(shape.kinds)]
         self._config = decoder.config
         self._window = getattr(decoder.config, "sliding_window", None) or 0
+        states = (state(s, n) for n, kind in enumerate(self._kinds) for s in state_names(kind))
+        levels = map(deepstack, range(self._levels))
+        _check_inputs(session, {*_DECODER, *levels, *states}, "decoder")
 
     def __call__(
         self,
@@ -252,6 +270,15 @@ class DecoderStandIn:
             own = given.get("full_attention")
             found[PRESENT] = torch.ones(rows, tokens) if own is None else own[:, -tokens:].float()
         return found
+
+
+def _check_inputs(session: Session, given: set[str], part: str) -> None:
+    """A graph that wants what this model has not is of another model, whatever the record says."""
+    if unknown := sorted(session.inputs - given):
+        raise ModelError(
+            f"the {part}'s graph takes {unknown[0]!r}, which this model has not: it is of another "
+            "export; copy the whole folder again, or export the model again"
+        )
 
 
 def _refuse_unknown(cache: Any, options: dict[str, Any]) -> None:
