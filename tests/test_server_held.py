@@ -10,6 +10,7 @@ import pytest
 from server_harness import Live, asked, live, scene
 
 import keepsight as ks
+from keepsight.naming import Namer
 from keepsight.server.config import ApiKey
 
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
@@ -191,3 +192,23 @@ def test_a_whole_prompt_says_from_which_tier_it_came(
         vlm.clear()
         told = vlm.chat([{"role": "user", "content": parts}], max_new_tokens=1).report
         assert "whole prompt, from disk" in str(told)
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_pictures_are_opened_without_the_model(only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one would stop everybody's tokens while it is decoded."""
+    look, has_it = Namer.look, []
+
+    with ks.load("demo") as vlm, live(vlm) as server:
+
+        def watched(*given: Any) -> Any:
+            has_it.append(vlm._lock._owner is not None)
+            return look(*given)
+
+        monkeypatch.setattr(Namer, "look", watched)
+        body = {"model": "demo", "messages": asked(scene(60)), "pictures_only": only}
+        for path in ("/v1/cache/pin", "/v1/cache/delete"):
+            status, told, _ = server.call(path, body)
+            assert status == 200 and len(told["images"]) == 1
+        assert has_it and not any(has_it)
+        assert server.call("/v1/cache/images")[1]["data"] == []

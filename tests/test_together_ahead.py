@@ -13,7 +13,8 @@ from models import build, picture, turn
 from test_together import check
 
 import keepsight as ks
-from keepsight.errors import InputError
+from keepsight.errors import ImageError, InputError
+from keepsight.medium import Medium
 from keepsight.together import Together
 
 GREEDY = {"do_sample": False, "min_new_tokens": 40, "max_new_tokens": 40}
@@ -159,7 +160,9 @@ def test_what_waits_is_bounded_and_holds_no_pictures() -> None:
         followers = list(together._ahead._followers)
         assert len(followers) == 16
         parts = [part for f in followers for part in f.messages[0]["content"]]
-        assert all(part.get("image", "") == "" for part in parts)
+        assert all(isinstance(part.get("image"), Medium | None) for part in parts)
+        with pytest.raises(ImageError):  # a name, and nothing to look at
+            followers[0].media[0].recall()
 
 
 def test_calls_of_tools_are_followed_by_their_results() -> None:

@@ -112,7 +112,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
         else:
             # In turn with others, not at their cost.
             first = service.prepare if body.pinned and not body.pictures_only else None
-            keys = (await _on_held(service, body, request, keep, first))[1]
+            keys = (await _on_held(service, body, request, keep, first, True))[1]
         return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 
     @router.post("/v1/cache/delete", operation_id="cache_delete")
@@ -191,6 +191,7 @@ async def _on_held(
     request: Request,
     act: Callable[..., Any],
     first: Callable[..., Awaitable[Any]] | None = None,
+    learn: bool = False,
 ) -> tuple[Any, list[str]]:
     """Do something to what a request speaks of, after the scheduler has done something with it;
     the result, and the keys of its pictures."""
@@ -202,7 +203,11 @@ async def _on_held(
     rendering = Rendering(**{name: getattr(body, name) for name in fields})
 
     async def work() -> tuple[Any, list[str]]:
-        messages, _, tenant = await service.rendering(rendering, caller)
+        given, _, tenant = await service.rendering(rendering, caller)
+        # Pictures are opened here, where nobody's tokens wait for them.
+        messages = await service.desk.work(
+            lambda: service.desk.together.named(given, tenant or service.vlm.tenant, learn)
+        )
         what = [medium for _, medium in _media_in(messages)] if body.pictures_only else messages
         if not what:
             raise ApiError(400, "there is no picture in these messages", param="messages")

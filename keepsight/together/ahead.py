@@ -21,11 +21,11 @@ from keepsight.calls import Call
 from keepsight.errors import ImageError
 from keepsight.families import Pixels
 from keepsight.generation import DEFAULT_CHAT_TOKENS
-from keepsight.medium import PROCESSORS, Medium
+from keepsight.medium import Medium
 from keepsight.prompt import Prompt, common
 from keepsight.render import Message, parse_messages
 from keepsight.together.counts import Counts
-from keepsight.together.reception import Request
+from keepsight.together.reception import Request, with_media
 from keepsight.turn import Turn
 from keepsight.vlm import VLM
 
@@ -79,11 +79,11 @@ class Ahead:
             node = node.parent
         if message is None or order is None or not node.end or not order.call.exact:
             return
-        messages, given = parse_messages([*order.messages, message])
-        if len(given) == len(order.media):  # else it was rendered anew, under other settings
-            media = [replace(medium, recall=_gone) for medium in order.media]
-            told = [_with_places(each) for each in messages]
-            self._followers.append(Follower(told, media, order.call, node.end, order.bound))
+        if len(parse_messages(order.messages)[1]) != len(order.media):
+            return  # it was rendered anew, under other settings
+        media = [replace(medium, recall=_gone) for medium in order.media]
+        messages = [*with_media(order.messages, media), message]
+        self._followers.append(Follower(messages, media, order.call, node.end, order.bound))
 
     def piece(self) -> None:
         """One chunk for the conversation that was answered last."""
@@ -157,15 +157,6 @@ def _let_go(follower: Follower) -> None:
 def plain_answer(text: str) -> Message | None:
     """The message that an answer becomes where nobody takes it apart."""
     return {"role": "assistant", "content": text}
-
-
-def _with_places(message: Message) -> Message:
-    """A message with something to see in each place of a medium; what it is stands beside."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    parts = [{p["type"]: "", **p} if p.get("type") in PROCESSORS else p for p in content]
-    return dict(message, content=parts)
 
 
 def _gone() -> Pixels:

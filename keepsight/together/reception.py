@@ -20,7 +20,7 @@ import torch
 from keepsight.calls import Call
 from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
 from keepsight.generation import Taker as TokenTaker
-from keepsight.medium import Medium
+from keepsight.medium import PROCESSORS, Medium
 from keepsight.naming import Looked
 from keepsight.package import Package
 from keepsight.prompt import Prompt
@@ -128,6 +128,16 @@ class Reception:
             turn = Turn(memory, vlm._lock, order.current, {}, call.exact, tenant=call.tenant)
             return turn.foresee()
 
+    def named(self, messages: list[Message], tenant: str, learn: bool) -> list[Message]:
+        """The same messages with their media looked at, in this thread; with `learn` who shows them
+        again need not."""
+        order = Order(self._vlm, messages, Call(True, tenant, {}, {}))
+        order.look(self._renderer)
+        if learn:
+            with self._vlm._lock:
+                order.learn()
+        return with_media(messages, order.media)
+
     def _sampler(self, prompt: Prompt, call: Call) -> Sampler:
         model = self._vlm.model
         ids = torch.from_numpy(prompt.ids)[None].to(model.device)
@@ -182,11 +192,18 @@ class Order:
             if self.turn is not None:
                 self.turn.sampler = None  # it was made for the length of the other prompt
         elif self._fresh:
-            for looked in self._looked:
-                self._learn(vision, looked)
+            self.learn()
         self._fresh = False
         self._looked.clear()
         return self.prompt
+
+    def learn(self) -> None:
+        """Note what was found out about the media; for who has the model."""
+        vision = self._vision
+        if vision.namer.bound is self.bound:
+            for looked in self._looked:
+                self._learn(vision, looked)
+        self._looked.clear()
 
     def _unchanged(self, vision: Vision, medium: Medium) -> bool:
         return vision.again(medium).feature_id == medium.feature_id
@@ -196,6 +213,23 @@ class Order:
             vision.admit_looked(looked)
         else:  # another request had the same picture: its pixels will not be needed
             vision.namer.learn(looked)
+
+
+def with_media(messages: list[Message], media: list[Medium]) -> list[Message]:
+    """Messages with media that were looked at in the places of what was given."""
+    clean, _ = parse_messages(messages)
+    waiting = iter(media)
+
+    def part(given: Any) -> Any:
+        kind = given.get("type")
+        return {**given, kind: next(waiting)} if kind in PROCESSORS else given
+
+    return [
+        dict(message, content=[part(given) for given in message["content"]])
+        if isinstance(message.get("content"), list)
+        else message
+        for message in clean
+    ]
 
 
 _NOTHING = Prompt(torch.empty(0, dtype=torch.int64).numpy())

@@ -127,6 +127,10 @@ class Together:
         """The report that such a request would get, computing nothing with the model."""
         return self._reception.explain(messages, options)
 
+    def named(self, messages: list[Message], tenant: str, learn: bool = False) -> list[Message]:
+        """The same messages with their media looked at, in the caller's thread."""
+        return self._reception.named(messages, tenant, learn)
+
     def stats(self) -> dict[str, Any]:
         """How many requests are where, and what was done so far."""
         decoding, inside = self._decoding, self._door.in_flight
