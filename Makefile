@@ -19,8 +19,9 @@ $(VENV)/ready: pyproject.toml constraints.txt requirements-dev.txt
 demo: $(VENV)/ready
 	$(BIN)/keepsight demo
 
-# Graphs are made and run in processes of their own: once OpenVINO, ONNX Runtime and the compiler had
-# been at work in a worker, it died now and then hundreds of tests later (SIGSEGV).
+# Graphs are made and run in a pytest of their own: in one with all else a worker once died, hundreds of
+# tests later (SIGSEGV). Two things that can do that are gone since (runtimes that fork or send from
+# threads, an environment that changed under them), and it was not seen again.
 GRAPHS := tests/test_export*.py tests/test_whole_model_compiles.py
 
 test: check
