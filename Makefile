@@ -26,7 +26,7 @@ GRAPHS := tests/test_export*.py tests/test_whole_model_compiles.py
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(foreach path,$(wildcard $(GRAPHS)),--ignore=$(path))
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(wildcard $(GRAPHS))
+	$(BIN)/python -m pytest -n 2 --dist loadscope $(wildcard $(GRAPHS))
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,8 +56,12 @@ def export(
     err = console(stderr=True)
     err.file = sys.stderr  # the one of now: what is held back below is another
     start = time.perf_counter()
-    with _ending_tidily(), contextlib.nullcontext() if verbose else _quiet():
+    with _ending_tidily() as go_on, contextlib.nullcontext() if verbose else _quiet():
         from keepsight.export.making import export as make
+
+        def tell(line: str) -> None:
+            go_on()
+            err.print(plain(line))
 
         manifest = make(
             model,
@@ -66,7 +70,7 @@ def export(
             quantised=quantised,
             max_patches=max_patches,
             revision=revision,
-            tell=lambda line: err.print(plain(line)),
+            tell=tell,
         )
     told = _told(to, manifest) | {"seconds": round(time.perf_counter() - start, 1)}
     if as_json:
@@ -93,17 +97,28 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ending_tidily() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, so that half an export is removed."""
+def _ending_tidily() -> Iterator[Callable[[], None]]:
+    """SIGTERM ends the command as Ctrl-C does, so that half an export is removed.
+
+    Tracers swallow either now and then, so it is asked again before each step: what is given ends
+    what was to end before.
+    """
+    asked: list[int] = []
 
     def end(number: int, frame: object) -> None:
+        asked.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
+    def go_on() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield go_on
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _told(folder: Path, manifest: Manifest) -> Record:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +28,17 @@ def _declare_torchvision_operators() -> None:
 _declare_torchvision_operators()
 # Tiny models gain nothing from a second thread, and two test processes then share two cores.
 torch.set_num_threads(1)
+# Exports are made once for all processes of a run; the first one makes the folder and removes it.
+_SHARED = "KEEPSIGHT_TEST_EXPORTS"
+_OWNER = _SHARED not in os.environ
+if _OWNER:
+    os.environ[_SHARED] = tempfile.mkdtemp(prefix="keepsight-exports-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_unconfigure() -> None:
+    if _OWNER:
+        shutil.rmtree(os.environ.pop(_SHARED, ""), ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

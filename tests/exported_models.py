@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from filelock import FileLock
 from model_parts import wake
 from models import ALL
 
 import keepsight as ks
 from keepsight.export.making import export
 
-_FOLDER = TemporaryDirectory(prefix="keepsight-exports-")
+# One for all processes of a test run (see conftest.py): to make an export takes half a minute.
+_SHARED = Path(os.environ["KEEPSIGHT_TEST_EXPORTS"])
+_FOLDER = TemporaryDirectory(prefix="keepsight-checkpoints-")
 _LAYERS = {"qwen3_5": ["linear_attention", "full_attention"]}
 _HALVED = {"gemma3_sliding", "sliding"}  # half of their layers see 24 tokens back
 
@@ -66,8 +71,19 @@ def folder(kind: str) -> Path:
 @functools.cache
 def exported_folder(kind: str) -> Path:
     """What `keepsight export` made of it."""
-    target = Path(_FOLDER.name) / f"{kind}-exported"
-    export(str(folder(kind)), target)
+    return _once(kind, lambda target: export(str(folder(kind)), target))
+
+
+def exported_demo(name: str) -> Path:
+    """An export of a demo model, which nobody may change."""
+    return _once(name, lambda target: export(name, target))
+
+
+def _once(name: str, make: Callable[[Path], Any]) -> Path:
+    target = _SHARED / name
+    with FileLock(_SHARED / f"{name}.lock"):
+        if not target.exists():
+            make(target)
     return target
 
 

@@ -8,6 +8,7 @@ with the model is still to come.
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import json
 import re
@@ -27,6 +28,7 @@ from server_harness import Process
 from typer.testing import CliRunner
 
 import keepsight as ks
+from keepsight import export_command
 from keepsight.cli import app
 from keepsight.demo.scene import Scene
 from keepsight.errors import DamagedFile, InputError, ModelError, UnsupportedModel
@@ -104,7 +106,8 @@ def test_it_says_what_it_does_and_nothing_else(made: Any) -> None:
     first, *lines = errors.strip().split("\n")
     assert re.fullmatch(r"this takes about [\d.]+ \w+ of memory and [\d.]+ \w+ of disk", first)
     parts = [f"tracing the {part}" for part in ("tower", "embedding", "decoder", "head")]
-    assert lines == ["loading the model", *parts, "comparing with the model"]
+    last = ["comparing with the model", "giving it its name"]
+    assert lines == ["loading the model", *parts, *last]
     told, manifest = json.loads(output), read(folder)
     assert told["folder"] == "made" and told["bytes"] == manifest.bytes > sum(
         told["graphs"].values()
@@ -260,6 +263,16 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     # being executed (`exec`), as tracers and dataclasses do.
     assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in errors
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_that_a_tracer_swallows_ends_it_before_the_next_step() -> None:
+    with export_command._ending_tidily() as go_on:
+        go_on()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            go_on()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_kill_9_leaves_no_folder_that_loads_and_the_next_export_removes_it(tmp_path: Path) -> None:

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from exported_models import exported_demo
 from model_parts import picture
 
 import keepsight as ks
 from keepsight.export.making import export
 
-KINDS = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 
-
-@pytest.fixture(scope="module", params=KINDS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("export") / request.param
-    export(request.param, folder)
+@pytest.fixture(
+    scope="module",
+    params=["demo", pytest.param("demo-hybrid", marks=pytest.mark.slow)],  # minutes to trace
+)
+def pair(request: pytest.FixtureRequest) -> Any:
+    folder = exported_demo(request.param)
     with ks.load(str(folder), grain=16) as exported, ks.load(request.param, dtype="float32") as own:
         yield exported, own
 

@@ -17,6 +17,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from exported_models import exported_demo
 from model_parts import picture
 
 import keepsight as ks
@@ -30,7 +31,6 @@ from keepsight.errors import (
     UnsupportedInput,
     WrongFormatVersion,
 )
-from keepsight.export import making
 from keepsight.exported import is_export, manifest, other_versions, read
 from keepsight.exported.onnx_session import OnnxSession
 
@@ -46,11 +46,9 @@ FILES = [
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole() -> Path:
     """An export that nobody may change."""
-    folder = tmp_path_factory.mktemp("whole") / "export"
-    making.export("demo", folder)
-    return folder
+    return exported_demo("demo")
 
 
 @pytest.fixture
@@ -411,7 +409,7 @@ def test_training_and_saving_take_the_checkpoint(whole: Path, tmp_path: Path) ->
     with ks.load(whole, grain=16) as vlm:
         with pytest.raises(UnsupportedInput, match="cannot be trained"):
             vlm.model.train()
-        with pytest.raises(UnsupportedInput, match="copy .*export instead"):
+        with pytest.raises(UnsupportedInput, match=r"copy .* instead"):
             vlm.model.save_pretrained(tmp_path / "saved")
         assert not vlm.model.eval().training and not (tmp_path / "saved").exists()
         wanted = vlm.ask(picture(1), QUESTION, max_new_tokens=4, do_sample=False).tokens

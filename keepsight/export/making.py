@@ -92,6 +92,7 @@ def export(
                     manifest = _write(vlm, folder, runtime, quantised, max_patches, tell)
             except MemoryError as error:
                 raise ModelError(f"the memory is full; {_takes(needed)}") from error
+        tell("giving it its name")
         target.take(folder)
     return manifest
 
