@@ -100,6 +100,16 @@ def test_nothing_is_done_where_there_is_no_next_turn() -> None:
         assert not len(together._ahead) and until_quiet(together) == 0
 
 
+def test_an_answer_stands_whatever_goes_wrong_behind_it() -> None:
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    with served() as together:
+        reply = together.submit(FIRST, follow=fail, **GREEDY).result()
+        assert len(reply.tokens) == 40 and not len(together._ahead)
+        assert together.stats()["failed"] == 0 and together.stats()["finished"] == 1
+
+
 def test_what_was_deleted_does_not_come_back() -> None:
     with served(ahead=0.3) as together:
         vlm = together._vlm

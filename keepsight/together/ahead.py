@@ -72,7 +72,14 @@ class Ahead:
         return len(self._followers)
 
     def follow(self, request: Request) -> None:
-        """A request was answered: note what its next turn will stand on, if there is one."""
+        """A request was answered: note what its next turn will stand on, if there is one. Nothing
+        that goes wrong here may take its answer back."""
+        try:
+            self._follow(request)
+        except Exception:
+            logger.exception("what an answer becomes in the next turn is not known")
+
+    def _follow(self, request: Request) -> None:
         order, node = request.order, request.turn.reached
         message = request.follow("".join(request.said)) if request.follow is not None else None
         if node.terminal and node.parent is not None:
