@@ -120,6 +120,25 @@ def test_what_was_deleted_does_not_come_back() -> None:
         assert vlm.memory.shelves.packages.nbytes == 0
 
 
+def test_deleted_words_do_not_come_back_either() -> None:
+    """No picture in them says that something is gone: only what memory stood on does."""
+    words = [turn("Words. " * 25), turn("Well. " * 25, role="assistant"), turn("And?")]
+    with served(ahead=0.3) as together:
+        together.submit(words, **GREEDY).result()
+        together._vlm.delete(words)
+        assert until_quiet(together) == 0
+
+
+def test_no_question_is_guessed() -> None:
+    """With so fine a grain a boundary stands behind the question too, and nobody has asked it."""
+    with ks.wrap(*build("qwen3_vl"), grain=1) as vlm, Together(vlm, ahead=0.0) as together:
+        reply = together.submit(FIRST, **GREEDY).result()
+        until_quiet(together)
+        wanted = behind_the_answer(together, reply)
+        for question in ("And?", "Why so?", "Else"):
+            assert together.explain(after(reply, question)).cached_tokens <= wanted + 4
+
+
 def test_changed_weights_are_no_ones_next_turn() -> None:
     model, processor = build("qwen3_vl")
     head = model.lm_head.weight
