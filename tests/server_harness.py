@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import io
 import json
 import os
@@ -31,6 +32,13 @@ from keepsight.server.service import Service
 from keepsight.together import Ticket, Together
 
 QUESTION = "What is in the picture?"
+
+
+def answered(connection: socket.socket) -> tuple[int, Any]:
+    """Status and JSON (or text) of the answer that comes, in however many pieces it does."""
+    with http.client.HTTPResponse(connection) as answer:
+        answer.begin()
+        return answer.status, parsed(answer.read())
 
 
 class Client:

@@ -366,7 +366,7 @@ def test_a_client_that_hangs_up_frees_its_place(vlm: Any) -> None:
             if stream:
                 assert b"200" in connection.recv(100)
             connection.close()
-            assert script.tickets[0].done.wait(5) and script.tickets[0].cancelled
+            assert script.tickets[0].done.wait(60) and script.tickets[0].cancelled
 
 
 def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
@@ -400,7 +400,7 @@ def test_an_answer_that_takes_too_long(vlm: Any) -> None:
     script = Scripted(*["word "] * 1000, wait=0.05)
     with live(vlm, script, request_timeout=0.5) as server:
         assert refusal(server.chat(user("x")), 504)["code"] == "timeout"
-        assert script.tickets[0].done.wait(5)
+        assert script.tickets[0].done.wait(60)
         events = server.events(
             "/v1/chat/completions", {"model": "demo", **user("x"), "stream": True}
         )
