@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from server_harness import Live, Scripted, asked, live, scene
 
 from keepsight.report import Piece, Report, Usage
+from keepsight.server.answers import Delta
+from keepsight.server.config import ServerConfig
+from keepsight.server.limits import Caller
+from keepsight.server.service import Service
 from keepsight.together import Ticket
 
 MANY = 20  # more than the desk has threads
@@ -108,3 +115,39 @@ def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
         assert demo.stats()["engine"]["prefill_tokens"] >= before
         told = server.call("/v1/prepare", {"model": "demo", "messages": asked(scene(1), text=text)})
         assert told[0] == 200 and demo.stats()["prefix"]["held_bytes"] == 0
+
+
+@pytest.mark.parametrize("later", range(4))
+def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
+    """Whichever step of the event loop both fall into: the word, and the end of its listener."""
+
+    class Talker:
+        unpaid, ended = 0, False
+
+        async def deltas(self) -> AsyncGenerator[Delta, None]:
+            await asyncio.sleep(0.01)
+            yield Delta()
+            for _ in range(later):
+                await asyncio.sleep(0)
+            listener.cancel()
+            await asyncio.sleep(3600)
+
+        def cancel(self) -> None:
+            self.ended = True
+
+    async def listen() -> None:
+        merged: Any = Service.merged(desk, [talker], Caller(None), None)
+        async with aclosing(merged) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def main() -> None:
+        nonlocal listener
+        listener = asyncio.create_task(listen())
+        done, _ = await asyncio.wait({listener}, timeout=20)
+        assert done and listener.cancelled() and talker.ended
+
+    desk: Any = SimpleNamespace(config=ServerConfig(), _count=lambda *what: None)
+    talker: Any = Talker()
+    listener: Any = None
+    asyncio.run(main())

@@ -7,7 +7,6 @@ their API.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -166,11 +165,13 @@ class Service:
 
         readers = [asyncio.create_task(read(*pair)) for pair in enumerate(answers)]
         seconds = self.config.seconds("request_timeout")
-        deadline = time.monotonic() + seconds
+        deadline = asyncio.get_running_loop().time() + seconds
         try:
             left = len(answers)
             while left:
-                number, delta = await asyncio.wait_for(arrived.get(), deadline - time.monotonic())
+                # Not `wait_for`: Python 3.11's drops a cancellation that comes with a result.
+                async with asyncio.timeout_at(deadline):
+                    number, delta = await arrived.get()
                 if isinstance(delta, BaseException):
                     raise delta
                 if delta is None:
