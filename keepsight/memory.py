@@ -189,7 +189,8 @@ class Memory:
         return freed + (store.delete_media(medium.key) if store is not None else 0)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget everything in memory that nobody holds, of everyone or of one tenant."""
+        """Forget everything in memory, of everyone or of one tenant. Nothing that a turn under way
+        computes comes back by it."""
         self.engine.lanes.clear()
         self.tree.clear(tenant)
         for name, vision in self._visions.items():

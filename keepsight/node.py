@@ -30,6 +30,7 @@ class Home:
     store: Store | None = None
     holds: int = 0  # turns in flight
     barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
+    cleared: int = -1  # tick when everything was
 
 
 @dataclass(frozen=True)

@@ -245,12 +245,15 @@ class Tree(Books):
 
     def is_barred(self, node: Node, image_key: str, since: int) -> bool:
         """Whether an image was forgotten after `since`, for the tenant of a path that is held."""
-        return node.home.barred.get(image_key, -1) > since
+        home = node.home
+        return home.cleared > since or home.barred.get(image_key, -1) > since
 
     def _barred(self, node: Node, prompt: Prompt, start: int, end: int, since: int) -> bool:
-        """Whether a stretch shows an image that was forgotten after `since`."""
-        return bool(node.home.barred) and any(
-            self.is_barred(node, span.key, since) for span in prompt.clip(start, end)
+        """Whether a stretch, or an image that it shows, was forgotten after `since`."""
+        home = node.home
+        return home.cleared > since or any(
+            home.barred.get(span.key, -1) > since
+            for span in (prompt.clip(start, end) if home.barred else ())
         )
 
     def _new_node(

@@ -128,9 +128,9 @@ def expect_values(node: Node, whole: Prompt, fixed: bool) -> None:
 
 
 def counted(tree: Tree) -> int:
-    """Unique storage bytes reachable from the roots, counted by walking."""
+    """Unique storage bytes reachable from the roots, or forgotten and held, counted by walking."""
     storages: dict[int, int] = {}
-    stack = list(tree.roots.values())
+    stack = [*tree.roots.values(), *tree.detached]
     while stack:
         node = stack.pop()
         stack += node.children.values()

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from models import build, picture, turn
 
 import keepsight as ks
 from keepsight import keys
+from keepsight.calls import Call
 from keepsight.together import Together
 
 GREEDY = {"do_sample": False}
@@ -153,3 +155,31 @@ def test_settings_that_change_during_a_look_are_not_remembered_as_they_were(
     finally:
         processor.image_mean = before
         go_on.set()
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_what_a_turn_under_way_computes_does_not_come_back_after_a_reset(
+    tmp_path: Path, steps: int
+) -> None:
+    asked = [turn("Look.", picture(1)), turn("I do.", role="assistant"), turn("Two?", picture(2))]
+    with ks.wrap(*build("qwen3_vl"), grain=4, store=tmp_path) as vlm:
+        wanted = vlm.chat(asked, max_new_tokens=3, **GREEDY).tokens
+        vlm.clear(store=True)
+        one = vlm._turn(asked, Call(True, "", {"max_new_tokens": 3, **GREEDY}, {}))
+        one.begin()
+        work = one.work()
+        for _ in range(steps):
+            next(work)
+        vlm.clear(store=True)
+        for _ in work:
+            pass
+        tree = vlm.memory.tree
+        assert not list(tree.nodes()) and tree.check() is None
+        assert int(one.run.logits.argmax()) == wanted[0]
+        one.finish()
+        vlm.flush()
+        assert tree.nbytes == 0 and vlm.stats()["features"]["packages"] == 0
+        assert not list(tmp_path.rglob("*.sight"))
+        again = vlm.chat(asked, max_new_tokens=3, **GREEDY)
+        assert again.tokens == wanted and again.usage.cached_tokens == 0
+        assert vlm.chat(asked, max_new_tokens=3, **GREEDY).usage.cached_tokens > 0

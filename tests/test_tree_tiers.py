@@ -203,6 +203,7 @@ class TierMachine(RuleBasedStateMachine):
         self.count = itertools.count(1)
         self.forgotten: dict[tuple[str, str], int] = {}  # when an image was, counted in steps
         self.came_back: set[tuple[str, str]] = set()  # in a turn that began after that
+        self.cleared: dict[str, int] = {}  # when a space was
         self.born: dict[Any, float] = {}
 
     def teardown(self) -> None:
@@ -227,6 +228,7 @@ class TierMachine(RuleBasedStateMachine):
         node = turn.step()
         if node.gone:
             return
+        assert self.begun[id(turn)] > self.cleared.get(turn.space, -1)
         for span in node.spans:
             name = self.tenant[turn.space], span.key
             if name in self.forgotten:
@@ -343,8 +345,9 @@ class TierMachine(RuleBasedStateMachine):
             return  # not too often
         self.tree.clear(tenant)
         for space, whose in self.tenant.items():
-            if tenant in (None, whose) and space in self.tree.roots:
-                assert any(turn.space == space for turn in self.turns)
+            if tenant in (None, whose):
+                self.cleared[space] = next(self.count)
+                assert not list(self.tree.nodes(whose))
 
     @invariant()
     def sound(self) -> None:

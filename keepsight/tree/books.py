@@ -268,20 +268,17 @@ class Books:
         return start - self.device.nbytes
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget everything that no turn holds, pinned or not, of everyone or of one tenant."""
-        for node in list(self.nodes(tenant)):
-            if node.pinned:
-                node.pinned = False
-                self._let(node)
-        for node in reversed(list(self.nodes(tenant))):
-            if not node.holds:
-                for part in node.parts:
-                    self._drop(part)
-        self.roots = {
-            name: root
-            for name, root in self.roots.items()
-            if root.home.holds or tenant not in (None, root.home.tenant)
-        }
+        """Forget everything, pinned or not, of everyone or of one tenant.
+
+        A turn that began before remembers nothing either.
+        """
+        for name, root in list(self.roots.items()):
+            if tenant in (None, root.home.tenant):
+                for node in list(root.children.values()):
+                    self.forget(node)
+                root.home.cleared = self.tick
+                if not root.home.holds:
+                    del self.roots[name]
         alive = set(self.nodes())
         self._ghosts = {node: None for node in self._ghosts if node in alive}
         self._expiring = [entry for entry in self._expiring if entry[2] in alive]
