@@ -14,7 +14,7 @@ import transformers
 from family_models import BUILDERS as _MORE
 from model_parts import MROPE, TEMPLATE, TEXT, TOKENS, picture, processor_of, tokenizer_with, wake
 
-__all__ = ["ALL", "KINDS", "TEMPLATE", "build", "folder_of", "picture", "stock_inputs", "turn"]
+__all__ = ["ALL", "TEMPLATE", "build", "folder_of", "picture", "stock_inputs", "turn"]
 
 
 @functools.cache
@@ -231,7 +231,6 @@ _BUILDERS = {
     "llava": _llava,
     "internvl": _internvl,
 }
-KINDS = tuple(_BUILDERS)  # one for each kind of code in the engine; `ALL` for the rest
 ALL = {**_BUILDERS, **_MORE}
 
 

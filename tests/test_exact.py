@@ -6,16 +6,19 @@ Every comparison is with something computed afresh: a second memory around the s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import KINDS, build, picture, stock_inputs, turn
+from models import build, picture, stock_inputs, turn
 
 import keepsight as ks
 
 GRAIN = 16
+# Through messages; the shipped suite does the same for every family, through tensors.
+SOME = ["qwen3_vl", "qwen3_5", "sliding", "internvl"]
 
 
 class Catch:
@@ -78,7 +81,7 @@ def conversation() -> list[list[Any]]:
     return [first, second, third, swapped, text_first, edited, second, third]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_warm_equals_cold_and_stock(kind: str) -> None:
     model, processor = build(kind)
     with ks.wrap(model, processor, grain=GRAIN) as vlm:
@@ -88,7 +91,7 @@ def test_warm_equals_cold_and_stock(kind: str) -> None:
             vlm.memory.tree.check()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "sliding", "llava"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_warm_equals_cold_in_bfloat16(kind: str, attention: str) -> None:
     model, processor = build(kind, torch.bfloat16)
@@ -274,8 +277,9 @@ def test_an_image_longer_than_a_run_is_cut_inside() -> None:
     """A causal family may be cut inside an image; its features are then fed in parts."""
     model, processor = build("qwen3_vl")
     options = {"size": {"shortest_edge": 64 * 32 * 32, "longest_edge": 4096 * 32 * 32}}
-    image = picture(1, 1600, 1600)
+    image = picture(1, 640, 640)
     with ks.wrap(model, processor, grain=GRAIN, image_options=options) as vlm:
+        vlm.memory.rule = replace(vlm.memory.rule, run=256)
         messages = [turn("Big.", image)]
         prompt = vlm.render(messages)
         cuts = prompt.boundaries(vlm.memory.rule)
@@ -283,5 +287,5 @@ def test_an_image_longer_than_a_run_is_cut_inside() -> None:
         warm = [*messages, turn("Yes.", role="assistant"), turn("Again.")]
         vlm.chat(messages, max_new_tokens=1)
         report = vlm.verify(warm, stock=True)
-        assert report.equal and report.cached_tokens > 2048
+        assert report.equal and report.cached_tokens > 256
         assert report.stock_max_difference < 1e-4 * report.stock_scale
