@@ -613,13 +613,16 @@ def test_pins_keep_entries_and_what_they_stand_on(store: RemoteStore) -> None:
 # -- time, tenants, room -------------------------------------------------------------------------
 
 
-def test_what_has_ended_is_absent_and_can_be_put_again(store: RemoteStore) -> None:
-    put(store, 1, About(ttl=0.4))
-    store.put_note("alias", KEYS[1], {"a": 1}, About(ttl=0.4))
+def test_what_has_ended_is_absent_and_can_be_put_again(
+    store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, 1, About(ttl=60.0))
+    store.put_note("alias", KEYS[1], {"a": 1}, About(ttl=60.0))
     store.flush()
     other = RemoteStore(ADDRESS)
     assert other.has("package", KEYS[1]) and store.has("alias", KEYS[1])
-    time.sleep(0.45)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 61.0)
     for one in (store, other, RemoteStore(ADDRESS)):
         assert not one.has("package", KEYS[1]) and one.get("package", KEYS[1]) is None
         assert one.note("alias", KEYS[1]) is None and one.entry("alias", KEYS[1]) is None
