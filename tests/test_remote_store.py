@@ -662,7 +662,7 @@ def test_a_claim_of_a_process_that_was_killed_holds_up_nobody_for_long() -> None
     put(store, 1, About(ttl=60.0))
     begun = time.monotonic()
     store.flush()
-    assert 0.2 < time.monotonic() - begun < 5.0
+    assert 0.2 < time.monotonic() - begun < 20.0
     assert store.get("package", KEYS[1]) is not None and claim in objects()
     store.clear()
     assert set(objects()) == {"store.json"}

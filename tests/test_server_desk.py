@@ -72,7 +72,7 @@ def test_nobody_waits_for_a_slow_site_that_others_speak_of(demo: Any) -> None:
     """More of them than there are threads that fetch."""
     with (
         socket.create_server(("127.0.0.1", 0)) as site,
-        live(demo, Scripted("Hello"), allow_private_urls=True, url_timeout="15s") as server,
+        live(demo, Scripted("Hello"), allow_private_urls=True, url_timeout="40s") as server,
     ):
         url = f"http://127.0.0.1:{site.getsockname()[1]}/a.png"  # it takes calls and says nothing
         waiting = [
@@ -81,7 +81,7 @@ def test_nobody_waits_for_a_slow_site_that_others_speak_of(demo: Any) -> None:
         time.sleep(0.5)
         begun = time.monotonic()
         assert server.chat({"messages": asked(scene(1))})[0] == 200
-        assert time.monotonic() - begun < 8
+        assert time.monotonic() - begun < 30
         for connection in waiting:
             connection.close()
 
