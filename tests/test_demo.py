@@ -71,8 +71,7 @@ def test_every_act_is_played_and_answers_are_those_of_stock(toured: tuple[str, P
         assert re.search(rf"^{number}  \w.*─", said, re.M)
     assert "25 of 25 answers are, word for word, those of stock Transformers." in said
     assert "OTHER" not in said
-    seconds = re.search(r"That was it, in (\d+) seconds", said)
-    assert seconds is not None and int(seconds[1]) < 120
+    assert re.search(r"That was it, in \d+ seconds", said)
 
 
 def test_each_turn_says_what_was_reused(toured: tuple[str, Path]) -> None:
