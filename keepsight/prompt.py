@@ -113,6 +113,10 @@ class Prompt:
             s.clip(start, end) for s in self.spans if max(s.start, start) < min(s.end, end)
         )
 
+    def shown(self, start: int) -> list[Medium]:
+        """The media that are shown behind a position, each as often as it is."""
+        return [self.media[span.medium] for span in self.clip(start, len(self))]
+
     def segment_digest(self, parent: str, start: int, end: int, kind: str = "segment") -> str:
         """The name of the path up to `end`, given the name of the path up to `start`."""
         spans = [

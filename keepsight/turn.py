@@ -108,6 +108,7 @@ class Turn:
         with self._stage("match"):
             self._look()
             self.match = self._deepest()
+        self._vision.require(self.prompt.shown(self.match.length))
         return self.report()
 
     def _name(self) -> None:
@@ -201,8 +202,7 @@ class Turn:
         many tokens, others may have the model. With `shared` they do, and what they put in the tree
         meanwhile is taken and not computed again."""
         engine, end = self._memory.engine, len(self.prompt)
-        for span in self.prompt.clip(self.match.length, end):
-            self._vision.require(self.prompt.media[span.medium])  # before anything is computed
+        self._vision.require(self.prompt.shown(self.match.length))  # before anything is computed
         room = self.sampler.max_new_tokens if self.sampler is not None else 0
         with self._stage("restore"):
             self._run = run = engine.start(self.prompt, self.match, min(room, 4096))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,10 +208,18 @@ class Vision:
         tier = self._store.tier("package", medium.feature_id) if self._store is not None else None
         return tier or "tower"
 
-    def require(self, medium: Medium) -> None:
-        """Refuse, by name, features that only a tower which was left out could make."""
-        if self._family.tower_absent and self.where(medium) == "tower":
-            raise UnsupportedInput(f"{medium.modality} {medium.key[:12]}… is not known: {LEFT_OUT}")
+    def require(self, media: Iterable[Medium]) -> None:
+        """Refuse, by name, features that nobody here could make: of a tower that was left out, or
+        of a picture that is too large for an exported one."""
+        exported: Any = getattr(self._family.model, "exported", None)
+        absent = self._family.tower_absent
+        for medium in media if absent or exported is not None else ():
+            if self.where(medium) != "tower":
+                continue
+            if absent:
+                name = f"{medium.modality} {medium.key[:12]}…"
+                raise UnsupportedInput(f"{name} is not known: {LEFT_OUT}")
+            exported.require(medium.grid)
 
     def package(self, medium: Medium, keep: bool = True) -> tuple[Package, str]:
         """The features of a medium and where they came from. Without `keep` those that have to be
@@ -269,7 +277,7 @@ class Vision:
         return self._encode(medium)
 
     def _encode(self, medium: Medium) -> Package:
-        self.require(medium)
+        self.require([medium])
         pixels = self._pixels_of(medium)
         tensors, container = self._run_tower(pixels)
         self._counts["encoded"] += 1

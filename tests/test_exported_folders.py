@@ -368,10 +368,14 @@ def test_a_picture_beyond_the_bound_is_named_and_the_next_call_works(folder: Pat
     small, large = picture(1, 96, 96), picture(2, 128, 96)
     with ks.load(folder, grain=16) as vlm:
         wanted = vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False).tokens
+        before = vlm.stats()["engine"]["prefill_tokens"]
         for images in ([large], [small, large]):
             pieces = vlm.stream([ks_message(images)], max_new_tokens=4)
             with pytest.raises(ImageError, match="48 patches is beyond the 40"):
                 next(pieces)
+            with pytest.raises(ImageError, match="48 patches is beyond the 40"):
+                vlm.explain([ks_message(images)])
+        assert vlm.stats()["engine"]["prefill_tokens"] == before, "refused before anything is run"
         again = vlm.ask(small, QUESTION, max_new_tokens=4, do_sample=False)
         assert again.tokens == wanted and again.usage.images_encoded == 0
         vlm.clear()

@@ -87,6 +87,9 @@ def test_demo_models_answer_from_packages(name: str, dtype: str, tmp_path: Path)
         assert part.encode(picture(1)).feature_id == package.feature_id
         with pytest.raises(UnsupportedInput, match="left out"):
             part.ask(picture(2), TEXT)
+        with pytest.raises(UnsupportedInput, match="left out"):
+            part.explain([turn(TEXT, picture(2))])
+        assert part.explain([turn(TEXT, picture(1))]).prompt_tokens > 0
 
 
 def test_no_weight_of_the_tower_is_there_and_its_settings_are() -> None:

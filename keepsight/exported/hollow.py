@@ -26,6 +26,7 @@ from keepsight.exported.standins import (
     PackedTowerStandIn,
     Session,
     WholeTowerStandIn,
+    check_sizes,
 )
 from keepsight.families.tower_tensors import TowerTensors
 from keepsight.state import Shape
@@ -51,6 +52,13 @@ class Exported:
     def weights(self) -> dict[str, str]:
         """The fingerprints of the model that was exported."""
         return dict(self.manifest.weights)
+
+    def require(self, grid: dict[str, list[Any]]) -> None:
+        """Refuse what the graph of the tower cannot take. `grid` holds rows of (time, h, w)."""
+        if self.manifest.most_patches is not None:
+            grids = (grid[name] for name in ("image_grid_thw", "video_grid_thw") if name in grid)
+            sizes = [row[1] * row[2] for rows in grids for row in rows]
+            check_sizes(sizes, self.manifest.most_patches)
 
     @property
     def decoder_bytes(self) -> int:

@@ -97,13 +97,7 @@ class PackedTowerStandIn:
         # Frames see only themselves, so a video is as many pictures.
         frames = [(1, h, w) for t, h, w in grid_thw.tolist() for _ in range(t)]
         sizes = [h * w for _, h, w in frames]
-        for size in sizes:
-            if size > self._most:
-                raise ImageError(
-                    f"a picture of {size} patches is beyond the {self._most} that this model was "
-                    "exported for; make the picture smaller (max_pixels), or export with a larger "
-                    "--max-patches"
-                )
+        check_sizes(sizes, self._most)
         pieces = hidden_states.float().split(sizes)
         made = [self._one(*each) for each in zip(pieces, frames, strict=True)]
         names = ["features", *(deepstack(level) for level in range(self._levels))]
@@ -120,6 +114,16 @@ class PackedTowerStandIn:
         feeds = {name: told[name] for name in self._session.inputs if name in told}
         found: dict[str, Tensor] = self._session.run({"pixel_values": pixels, **feeds})
         return found
+
+
+def check_sizes(sizes: list[int], most: int) -> None:
+    """Refuse pictures that have more patches than the graph was made for."""
+    for size in sizes:
+        if size > most:
+            raise ImageError(
+                f"a picture of {size} patches is beyond the {most} that this model was exported "
+                "for; make the picture smaller (max_pixels), or export with a larger --max-patches"
+            )
 
 
 class WholeTowerStandIn:
