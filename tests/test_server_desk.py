@@ -19,6 +19,7 @@ from keepsight.server.answers import Delta
 from keepsight.server.config import ServerConfig
 from keepsight.server.limits import Caller
 from keepsight.server.service import Service
+from keepsight.server.wire import EventStream
 from keepsight.together import Ticket
 
 MANY = 20  # more than the desk has threads
@@ -151,3 +152,31 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
     talker: Any = Talker()
     listener: Any = None
     asyncio.run(main())
+
+
+def test_who_hangs_up_before_the_head_of_a_stream_is_out_frees_their_place() -> None:
+    """Its socket is full of what came before, so nothing of the stream has begun."""
+    answer: Any = SimpleNamespace(ended=[])
+    answer.cancel = lambda: answer.ended.append(True)
+
+    async def events() -> AsyncGenerator[tuple[str | None, Any], None]:
+        yield None, "never read"
+
+    async def main() -> None:
+        begun = asyncio.Event()
+
+        async def receive() -> Any:
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            begun.set()
+            await asyncio.sleep(3600)
+
+        visit: Any = SimpleNamespace(gone=False)
+        response = EventStream(events(), visit, [answer])
+        async with asyncio.timeout(20):
+            await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+
+    asyncio.run(main())
+    assert answer.ended

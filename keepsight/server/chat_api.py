@@ -21,7 +21,7 @@ from keepsight.server.door import Visit
 from keepsight.server.schema import ChatRequest
 from keepsight.server.service import Service, visit_of
 from keepsight.server.spoken import Said
-from keepsight.server.wire import STREAMED, event_stream, images_of, report_of, timings, unless_gone
+from keepsight.server.wire import STREAMED, EventStream, images_of, report_of, timings, unless_gone
 
 
 def routes(service: Service) -> APIRouter:
@@ -38,7 +38,7 @@ def routes(service: Service) -> APIRouter:
         answers = await unless_gone(request, service.submit(ask), visit)
         chat = Chat(service, body, ask, answers, visit)
         if body.stream:
-            return event_stream(chat.events(), visit)
+            return EventStream(chat.events(), visit, answers)
         return JSONResponse(await unless_gone(request, chat.whole(), visit))
 
     return router

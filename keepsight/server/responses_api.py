@@ -24,7 +24,7 @@ from keepsight.server.service import Service, refuse_stream_options, visit_of
 from keepsight.server.spoken import Said
 from keepsight.server.wire import (
     STREAMED,
-    event_stream,
+    EventStream,
     images_of,
     report_of,
     timings,
@@ -49,7 +49,7 @@ def routes(service: Service) -> APIRouter:
         [answer] = await unless_gone(request, service.submit(ask), visit)
         writer = Writer(service, body, answer, visit)
         if body.stream:
-            return event_stream(writer.lines(), visit)
+            return EventStream(writer.lines(), visit, [answer])
         return JSONResponse(await unless_gone(request, writer.whole(), visit))
 
     return router

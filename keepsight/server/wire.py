@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from keepsight.report import Report, Usage
-from keepsight.server.answers import End
+from keepsight.server.answers import Answer, End
 from keepsight.server.door import Visit, told
 from keepsight.server.problems import ApiError
 
@@ -50,13 +51,26 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def event_stream(
-    events: AsyncGenerator[tuple[str | None, Any], None], visit: Visit
-) -> StreamingResponse:
+class EventStream(StreamingResponse):
     """Events as they come; what goes wrong on the way is the last event."""
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    lines = _lines(events, visit)
-    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+
+    def __init__(
+        self,
+        events: AsyncGenerator[tuple[str | None, Any], None],
+        visit: Visit,
+        answers: Sequence[Answer],
+    ) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(_lines(events, visit), media_type="text/event-stream", headers=headers)
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Events that nobody has begun to read free nothing when they are closed; this does."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self._answers:
+                answer.cancel()
 
 
 async def _lines(
