@@ -250,10 +250,10 @@ class Tree(Books):
 
     def _barred(self, node: Node, prompt: Prompt, start: int, end: int, since: int) -> bool:
         """Whether a stretch, or an image that it shows, was forgotten after `since`."""
-        home = node.home
-        return home.cleared > since or any(
-            home.barred.get(span.key, -1) > since
-            for span in (prompt.clip(start, end) if home.barred else ())
+        if node.home.cleared > since:
+            return True
+        return bool(node.home.barred) and any(
+            self.is_barred(node, span.key, since) for span in prompt.clip(start, end)
         )
 
     def _new_node(

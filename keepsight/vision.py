@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,9 +208,11 @@ class Vision:
         tier = self._store.tier("package", medium.feature_id) if self._store is not None else None
         return tier or "tower"
 
-    def require(self, media: Iterable[Medium]) -> None:
+    def require(self, media: list[Medium]) -> None:
         """Refuse, by name, features that nobody here could make: of a tower that was left out, or
         of a picture that is too large for an exported one."""
+        if not media:
+            return  # a warm turn walks over no modules
         exported: Any = getattr(self._family.model, "exported", None)
         absent = self._family.tower_absent
         for medium in media if absent or exported is not None else ():

@@ -409,3 +409,14 @@ def test_a_stop_string_that_upstream_misses_ends_the_answer(
     reply = demo.chat(messages, max_new_tokens=16, stop=[word])
     assert reply.text == whole.text[: whole.text.index(word)]
     assert reply.finish_reason == "stop" and len(reply.tokens) < len(whole.tokens)
+
+
+def test_a_warm_turn_does_not_walk_over_the_model(
+    demo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a tower was left out matters to pictures that are new, and to nothing else."""
+    asked = [turn("Look.", picture(1))]
+    first = demo.chat(asked, max_new_tokens=2, do_sample=False)
+    monkeypatch.setattr("keepsight.families.base.absent_parts", boom)
+    goes_on = [*asked, turn(first.text, role="assistant"), turn("And?")]
+    assert demo.chat(goes_on, max_new_tokens=2).usage.images_encoded == 0

@@ -272,7 +272,7 @@ class FamilyTests:
                     self.expect_as_stock(vlm, messages, f"cut every {run}, prompt {number}")
 
     def test_a_long_prompt(self) -> None:
-        """Longer than the longest stretch without a boundary, and longer than any window."""
+        """Longer than the longest stretch without a boundary, and than a small model's window."""
         words = " ".join(str(number % 10) for number in range(self.long_words // 2))
         long = [turn(f"Numbers: {words}", self.picture(1))]
         goes_on = [*long, said("Many."), turn("And this?", self.picture(2))]
