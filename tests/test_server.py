@@ -25,7 +25,12 @@ def server(demo_parts: dict[str, Any]) -> Iterator[Live]:
 
 @pytest.fixture
 def client(server: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        _strict_response_validation=True,
+    )
 
 
 def told(server: Live, messages: list[Any], **options: Any) -> str:
@@ -215,6 +220,8 @@ def test_responses_and_their_events(client: openai.OpenAI) -> None:
         final = stream.get_final_response()
     assert final.output_text == chat.choices[0].message.content and final.status == "completed"
     assert final.usage.input_tokens_details.cached_tokens == chat.usage.prompt_tokens
+    assert final.usage.input_tokens_details.cache_write_tokens == 0
+    assert chat.usage.prompt_tokens_details.cache_write_tokens > 0
     numbers = [event.sequence_number for event in events if hasattr(event, "sequence_number")]
     assert numbers == sorted(set(numbers))
     items += [*final.output, {"role": "user", "content": "What colour is it?"}]

@@ -167,6 +167,22 @@ def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
         ("chat/completions", {"max_new_tokens": 5}, "here it is max_tokens"),
         ("chat/completions", {"guided_json": {}}, "tokens cannot be constrained here"),
         ("chat/completions", {"zzz": {}}, "'zzz'; see /docs"),
+        ("chat/completions", {"functoins": []}, "see /docs"),  # functions are refused
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x", "images": []}]},
+            "'messages[0].images'; see /docs",
+        ),
+        (
+            "chat/completions",
+            user([{"type": "image_url", "image_url": {"url": "x", "detial": "low"}}]),
+            "did you mean messages[0].content[0].image_url.detail?",
+        ),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": "x", "statsu": "completed"}]},
+            "did you mean input[0].status?",
+        ),
         ("responses", {"max_tokens": 5}, "did you mean max_output_tokens?"),
         ("cache/reset", {"everone": True}, "did you mean everyone?"),
         ("chat/completions?api-version=1", {}, "'api-version'; see /docs"),
@@ -180,6 +196,23 @@ def test_what_is_unknown_is_answered_with_what_is_known(
     body = more if path == "cache/reset" else body
     error = refusal(server.call(f"/v1/{path}", body))
     assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
+
+
+@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any"}, "maybe", 5, [], {}])
+def test_a_choice_of_tools_says_what_it_may_be(server: Live, choice: Any) -> None:
+    for path, more in (("chat/completions", user("x")), ("responses", {"input": "x"})):
+        body = {"model": "demo", **more, "tool_choice": choice}
+        error = refusal(server.call(f"/v1/{path}", body))
+        assert error["param"] == "tool_choice" and error["message"].startswith(
+            "invalid value for 'tool_choice': expected 'none', 'auto', 'required', or a function"
+        )
+
+
+def test_names_of_branches_are_no_part_of_a_place(server: Live) -> None:
+    options = {**user("x"), "chat_template_kwargs": {"enable_thinking": []}}
+    assert refusal(server.chat(options))["param"] == "chat_template_kwargs.enable_thinking"
+    forced = {**user("x"), "tool_choice": {"type": "function", "function": {"nam": "f"}}}
+    assert refusal(server.chat(forced))["param"] == "tool_choice.function.name"
 
 
 def test_monitors_ask_for_the_head_alone(server: Live) -> None:

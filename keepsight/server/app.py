@@ -6,6 +6,7 @@ check bodies with.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -22,8 +23,7 @@ from keepsight.server import schema as schemas
 from keepsight.server.door import Door, told
 from keepsight.server.metrics import CONTENT_TYPE
 from keepsight.server.problems import ApiError, from_validation, unknown
-from keepsight.server.responses_schema import UNSUPPORTED, in_its_words
-from keepsight.server.schema import Strict
+from keepsight.server.responses_schema import UNSUPPORTED, ResponsesRequest, in_its_words
 from keepsight.server.service import Service, visit_of
 
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
@@ -160,7 +160,9 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 def _problem(request: Request, error: Exception) -> ApiError | None:
     if isinstance(error, RequestValidationError):
-        return from_validation(error.errors(), _known(request, error.errors()))
+        field = getattr(request.scope.get("route"), "body_field", None)
+        body = field.field_info.annotation if field is not None else None
+        return from_validation(error.errors(), body, _NOT_HONOURED.get(body, ()))
     if not isinstance(error, HTTPException):
         return None
     path = request.url.path
@@ -169,13 +171,10 @@ def _problem(request: Request, error: Exception) -> ApiError | None:
     return ApiError(error.status_code, text, code=_HTTP_CODES.get(error.status_code))
 
 
-def _known(request: Request, errors: Any) -> set[str]:
-    """The names that might have stood where the first of some errors is: at the top of a body its
-    own, further inside those of all that a body may hold."""
-    body = getattr(request.scope.get("route"), "body_field", None)
-    if body is not None and len(errors[0].get("loc", ())) == 2:
-        return set(body.field_info.annotation.model_fields)
-    return {name for record in Strict.__subclasses__() for name in record.model_fields}
+_NOT_HONOURED: dict[Any, Iterable[str]] = {
+    schemas.ChatRequest: schemas.UNSUPPORTED,
+    ResponsesRequest: UNSUPPORTED,
+}
 
 
 def _only_known(request: Request) -> None:

@@ -21,7 +21,15 @@ from keepsight.server.door import Visit
 from keepsight.server.schema import ChatRequest
 from keepsight.server.service import Service, visit_of
 from keepsight.server.spoken import Said
-from keepsight.server.wire import STREAMED, EventStream, images_of, report_of, timings, unless_gone
+from keepsight.server.wire import (
+    STREAMED,
+    EventStream,
+    cached_of,
+    images_of,
+    report_of,
+    timings,
+    unless_gone,
+)
 
 
 def routes(service: Service) -> APIRouter:
@@ -185,7 +193,7 @@ def usage_of(ends: list[End]) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": written,
         "total_tokens": usage.prompt_tokens + written,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": cached_of(usage),
         "completion_tokens_details": {"reasoning_tokens": sum(e.reasoning_tokens for e in ends)},
         **images_of(usage),
     }

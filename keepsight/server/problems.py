@@ -21,6 +21,7 @@ from keepsight.errors import (
     UnknownOption,
     UnsupportedInput,
 )
+from keepsight.server.places import place_in
 
 _TYPES = {
     400: "invalid_request_error",
@@ -132,13 +133,20 @@ def unknown(place: str, known: Iterable[str]) -> ApiError:
     return ApiError(400, text, param=place[:200] or None, code="unknown_parameter")
 
 
-def from_validation(errors: Sequence[Any], known: Iterable[str] = ()) -> ApiError:
-    """The first thing that is wrong with a body, as OpenAI words it. `known`: names that it may
-    have."""
+def from_validation(
+    errors: Sequence[Any], body: Any = None, refused: Iterable[str] = ()
+) -> ApiError:
+    """The first thing that is wrong with a request, as OpenAI words it. `body` is the type of the
+    body; `refused` are names at the top of it that nobody should be pointed to."""
     error = errors[0] if errors else {"type": "invalid", "loc": (), "msg": "the body is not valid"}
-    kind, place = str(error.get("type", "")), _place(error.get("loc", ()))
+    kind, location = str(error.get("type", "")), tuple(error.get("loc", ()))
+    if location and location[0] in _SOURCES:
+        body, location = body if location[0] == "body" else None, location[1:]
     if kind == "extra_forbidden":
-        return unknown(place, known)
+        head, known = place_in(body, location[:-1])
+        place = f"{head}.{location[-1]}" if head else str(location[-1])
+        return unknown(place, known if head else known.difference(refused))
+    place, _ = place_in(body, location)
     if kind == "missing":
         what = f"missing required parameter: {place!r}" if place else "the request has no body"
         return ApiError(400, what, param=place or None, code="missing_required_parameter")
@@ -147,6 +155,7 @@ def from_validation(errors: Sequence[Any], known: Iterable[str] = ()) -> ApiErro
         return ApiError(400, text, code="invalid_json")
     if kind == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    place = place[:200]
     text = f"invalid value for {place!r}: {_wrong(kind, error)}"
     return ApiError(400, text, param=place or None, code="invalid_value")
 
@@ -163,21 +172,6 @@ def _wrong(kind: str, error: Any) -> str:
     if kind in ("model_attributes_type", "model_type", "dict_type"):
         return "expected an object, as in {...}"
     return str(error.get("msg", "not valid"))
-
-
-def _place(location: Sequence[Any]) -> str:
-    """`messages[0].content`; the names of branches that a value might have taken are left out."""
-    text = ""
-    before: tuple[Any, Any] = (None, None)
-    for part in location[1:] if location and location[0] in _SOURCES else location:
-        # Behind the number of a part stands its type, which is no field of it.
-        branch = before[0] == "as parts" and isinstance(before[1], int)
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif isinstance(part, str) and not part.startswith("as ") and not branch:
-            text += f".{part}" if text else part
-        before = (before[1], part)
-    return text
 
 
 _SOURCES = ("body", "query", "path", "header")

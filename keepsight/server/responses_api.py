@@ -25,6 +25,7 @@ from keepsight.server.spoken import Said
 from keepsight.server.wire import (
     STREAMED,
     EventStream,
+    cached_of,
     images_of,
     report_of,
     timings,
@@ -227,7 +228,7 @@ class Writer:
         usage = end.usage
         counts = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": cached_of(usage),
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
             "total_tokens": usage.total_tokens,

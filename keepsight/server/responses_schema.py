@@ -152,6 +152,18 @@ class NamedTool(Strict):
     name: Name
 
 
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as text")]
+    | Annotated[NamedTool, Tag("as function")],
+    Discriminator(
+        schema.choice_kind,
+        custom_error_type="tool_choice",
+        custom_error_message="expected 'none', 'auto', 'required', or a function by its name, as "
+        "in {'type': 'function', 'name': ...}",
+    ),
+]
+
+
 class Format(Strict):
     """The format of answers."""
 
@@ -187,7 +199,7 @@ class ResponsesRequest(Strict):
     stream: bool | None = None
     stream_options: schema.StreamOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None

@@ -169,6 +169,26 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+def choice_kind(value: Any) -> str | None:
+    """How a choice of a tool is written."""
+    if isinstance(value, dict | BaseModel):
+        kind = value.get("type") if isinstance(value, dict) else "function"
+        return "as function" if kind == "function" else None
+    return "as text" if value in ("none", "auto", "required") else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as text")]
+    | Annotated[NamedTool, Tag("as function")],
+    Discriminator(
+        choice_kind,
+        custom_error_type="tool_choice",
+        custom_error_message="expected 'none', 'auto', 'required', or a function by its name, as "
+        "in {'type': 'function', 'function': {'name': ...}}",
+    ),
+]
+
+
 # -- messages ----------------------------------------------------------------------------------
 
 
@@ -252,7 +272,7 @@ class ChatRequest(Rendering):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: Plain | None = None
     modalities: list[Literal["text", "audio"]] | None = None

@@ -94,6 +94,12 @@ def dumped(data: Any) -> str:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
+def cached_of(usage: Usage) -> dict[str, int]:
+    """Prompt tokens that were remembered, and those that are from now on: all that was computed."""
+    computed = usage.prompt_tokens - usage.cached_tokens
+    return {"cached_tokens": usage.cached_tokens, "cache_write_tokens": computed}
+
+
 def images_of(usage: Usage) -> dict[str, int]:
     """The counts of images, beside those that OpenAI has."""
     return {
