@@ -9,7 +9,6 @@ of its own; what they share is the model, and the budget.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from keepsight.families import Family
 from keepsight.medium import Medium
 from keepsight.naming import Namer
 from keepsight.prefix import Tree
-from keepsight.prompt import Rule
+from keepsight.prompt import Prompt, Rule
 from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
@@ -155,14 +154,17 @@ class Memory:
         if namespace not in self.made_under:
             self.made_under[namespace] = Made(self.weights.all, tenant)
             self.tree.root(namespace, tenant, self.store_of(tenant))
+            for empty in self.tree.drop_empty(namespace):
+                self.made_under.pop(empty, None)
         return namespace
 
-    def others(self, namespace: str, tenant: str) -> Iterator[tuple[str, str]]:
-        """Other namespaces of a tenant, and why what they know is of no use in this one."""
-        mine = self.weights.all
-        for other, made in self.made_under.items():
-            if other != namespace and made.tenant == tenant:
-                yield other, "other settings" if made.weights == mine else "other weights"
+    def elsewhere(self, namespace: str, prompt: Prompt) -> tuple[int, str] | None:
+        """How far other namespaces of the tenant know a prompt, and why that is of no use here."""
+        until, other = self.tree.elsewhere(namespace, prompt, prompt.boundaries(self.rule))
+        made = self.made_under.get(other)
+        if not until or made is None:
+            return None
+        return until, "other settings" if made.weights == self.weights.all else "other weights"
 
     def circumstances(self) -> dict[str, Any]:
         """All that a snapshot depends on beside weights and input, as plain data for a file."""

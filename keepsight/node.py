@@ -28,6 +28,7 @@ class Home:
 
     tenant: str = ""
     store: Store | None = None
+    name: str = ""  # of the namespace
     holds: int = 0  # turns in flight
     barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
     cleared: int = -1  # tick when everything was
@@ -105,6 +106,7 @@ class Node:
     uses: int = 0
     used: int = 0
     floors: tuple[float, float] = (0.0, 0.0)  # those of all and of its tenant, at the last use
+    path: str = ""  # the digest of its path without the namespace
 
     def __post_init__(self) -> None:
         self.home: Home = Home() if self.parent is None else self.parent.home

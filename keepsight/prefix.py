@@ -12,7 +12,7 @@ the device, `insert` fills what is there. Which snapshots are kept, and in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -105,7 +105,7 @@ class Tree(Books):
             if child is None:
                 child = self._new_node(node, prompt, end, digest, kind == "terminal")
                 child.leased = self.ttl is not None
-                self._haunt(child)
+                self.tombstones.note(child)
             child.on_disk = True
         return child if child is not None and child.same_as(prompt) else None
 
@@ -134,9 +134,29 @@ class Tree(Books):
     def known(self, namespace: str, prompt: Prompt) -> Known:
         """How far the prompt agrees with anything ever seen, for the report's reasons."""
         self.expire()
-        node, evicted = self.roots.get(namespace), None
-        if node is None:
-            return Known(0, False)
+        root = self.roots.get(namespace)
+        return Known(0, False) if root is None else self._known_from(root, prompt)
+
+    def elsewhere(self, namespace: str, prompt: Prompt, cuts: list[int]) -> tuple[int, str]:
+        """How far other namespaces of the same tenant know the prompt, and which of them does.
+
+        `cuts` are the prompt's boundaries. The deepest nodes are found by the path, however many
+        namespaces there are, and only the latest are followed further.
+        """
+        home, path, at = self.root(namespace).home, "", 0
+        found = self.paths.elsewhere(path, home)
+        for cut in [*cuts, len(prompt)] if found else ():
+            kind = "segment" if cut < len(prompt) else "terminal"
+            path, at = prompt.segment_digest(path, at, cut, kind), cut
+            deeper = self.paths.elsewhere(path, home)
+            if not deeper:
+                break
+            found = deeper
+        known = ((self._known_from(node, prompt).until, node.home.name) for node in found)
+        return max(known, default=(0, ""), key=lambda one: one[0])
+
+    def _known_from(self, node: Node, prompt: Prompt) -> Known:
+        evicted = None
         while True:
             best, length = node.closest(prompt)
             if best is None:
@@ -273,6 +293,9 @@ class Tree(Books):
             self.detached.add(node)
         else:
             parent.adopt(node)
+            kind = "terminal" if terminal else "segment"
+            node.path = prompt.segment_digest(parent.path, start, end, kind)
+            self.paths.add(node)
             self._will_expire(node)
         return node
 
@@ -284,8 +307,3 @@ def _made_elsewhere(node: Node, prompt: Prompt, until: int) -> bool:
     if here is None or there is None:
         return False
     return here.identity == there.identity and here.feature_id != there.feature_id
-
-
-def longest_known(tree: Tree, namespaces: Iterable[str], prompt: Prompt) -> int:
-    """The longest prefix that any of some other namespaces has seen."""
-    return max((tree.known(name, prompt).until for name in namespaces), default=0)

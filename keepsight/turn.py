@@ -142,7 +142,8 @@ class Turn:
 
     def _look(self) -> None:
         self.known = self._memory.tree.known(self.namespace, self.prompt)
-        self._other = self._known_elsewhere()
+        whole = self.known.until == len(self.prompt)  # then it need not be known elsewhere
+        self._other = None if whole else self._memory.elsewhere(self.namespace, self.prompt)
 
     def _deepest(self) -> Match:
         find = self._memory.tree.match
@@ -383,12 +384,6 @@ class Turn:
             return "made elsewhere"
         medium = self.prompt.medium_at(behind)
         return f"diverged at token {behind} ({'text' if medium is None else f'medium {medium}'})"
-
-    def _known_elsewhere(self) -> tuple[int, str] | None:
-        """The longest prefix known under other weights or settings, and which of the two."""
-        tree, others = self._memory.tree, self._memory.others(self.namespace, self._tenant)
-        found = ((tree.known(name, self.prompt).until, why) for name, why in others)
-        return max((one for one in found if one[0]), key=lambda one: one[0], default=None)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

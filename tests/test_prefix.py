@@ -43,10 +43,10 @@ from hypothesis.stateful import (
 
 from keepsight import keys, prompt, tensorfile
 from keepsight.node import Node
-from keepsight.prefix import Known, Match, Tree, longest_known
+from keepsight.prefix import Known, Match, Tree
 from keepsight.prompt import Prompt
 from keepsight.store import FORMAT, DiskStore
-from keepsight.tree import books
+from keepsight.tree import tombstones
 
 
 @pytest.fixture(autouse=True)
@@ -365,17 +365,22 @@ def test_check_notices(break_it: Callable[[Tree, Node], Any]) -> None:
         tree.check()
 
 
-def test_ghosts_are_remembered_and_at_last_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bound", ["MAX_NODES", "MAX_BYTES"])
+def test_tombstones_are_remembered_and_at_last_forgotten(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
     tree = Tree(1 << 30, has_fixed=False)
     whole = build("11.22.1")
     prefill(tree, whole)
     tree.evict(1 << 30)
     assert tree.known("n", whole) == Known(7, False, evicted_from=0)
     assert found(tree, whole).length == 0
-    monkeypatch.setattr(books, "MAX_GHOSTS", 0)
-    for _ in range(3):
-        tree.evict(1)
+    tree.check()
+    monkeypatch.setattr(tombstones, bound, 0)
+    tree.evict(1)
     assert tree.known("n", whole).until == 0 and list(tree.nodes()) == []
+    assert len(tree.tombstones) == tree.tombstones.nbytes == 0
+    tree.check()
 
 
 # -- how far something is known ----------------------------------------------------------------
@@ -432,9 +437,40 @@ def test_what_other_namespaces_know() -> None:
     tree = Tree(1 << 30, has_fixed=False)
     for space, letters in (("n", "11.1"), ("m", "11.22.1")):
         prefill(tree, build(letters), space)
-    assert longest_known(tree, ["n", "m"], build("11.22.2")) == 6
-    assert longest_known(tree, ["n"], build("11.22.2")) == 3
-    assert longest_known(tree, [], build("11.22.2")) == 0
+    asked = build("11.22.2")
+    cuts = asked.boundaries(RULE)
+    assert tree.elsewhere("o", asked, cuts) == (6, "m")
+    assert tree.elsewhere("m", asked, cuts) == (3, "n")
+    assert tree.elsewhere("n", asked, cuts) == (6, "m")
+    assert tree.elsewhere("o", build("12.1"), build("12.1").boundaries(RULE))[0] == 1
+    assert tree.elsewhere("o", build("2.1"), [2])[0] == 0
+    tree.check()
+
+
+def test_a_path_that_many_namespaces_know_is_followed_in_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = Tree(1 << 30, has_fixed=False)
+    for number in range(40):
+        prefill(tree, build("11.22.1"), f"n{number}")
+    followed: list[Any] = []
+    follow = tree._known_from
+    monkeypatch.setattr(tree, "_known_from", lambda *a: followed.append(a) or follow(*a))
+    asked = build("11.22.2")
+    assert tree.elsewhere("n0", asked, asked.boundaries(RULE)) == (6, "n39")
+    assert len(followed) < 10
+    tree.clear()
+    assert tree.drop_empty("n0") == {f"n{number}" for number in range(1, 40)}
+    assert tree.namespaces() == [] and len(tree.paths) == 0
+
+
+def test_a_namespace_with_a_turn_in_flight_is_not_dropped() -> None:
+    tree = Tree(1 << 30, has_fixed=False)
+    root = tree.root("n")
+    tree.hold(root)
+    assert tree.drop_empty("m") == set()
+    tree.release(root)
+    assert tree.drop_empty("m") == {"n"}
 
 
 # -- on disk -----------------------------------------------------------------------------------

@@ -208,6 +208,38 @@ def test_reason_other_weights(demo: Any) -> None:
     assert demo.explain(messages).cached_tokens == demo.explain(messages).prompt_tokens
 
 
+def test_weights_of_which_nothing_is_remembered_leave_nothing_behind(demo: Any) -> None:
+    """As in a training: each step makes a namespace, and only those with snapshots are kept."""
+    messages = [turn("What is it?", picture(1))]
+    weight = demo.model.get_decoder().layers[0].mlp.down_proj.weight
+    kept = weight.detach().clone()
+    memory = demo.memory
+    try:
+        for step in range(8):
+            if step % 4 == 0:
+                demo.chat(messages, max_new_tokens=1)
+            with torch.no_grad():
+                weight.mul_(1.01)
+            assert {reason for _, reason in reasons(demo.explain(messages))} == {"other weights"}
+            memory.tree.check()
+        assert len(memory.made_under) == len(memory.tree.roots) == len(memory.tree._homes) == 3
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+
+
+def test_nobody_asks_for_other_weights_where_the_whole_prompt_is_known(
+    demo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [turn("What is it?", picture(1))]
+    demo.prepare(messages, exact=False)
+    demo.prepare(messages)
+    asked: list[Any] = []
+    monkeypatch.setattr(demo.memory.tree, "elsewhere", lambda *a: asked.append(a) or (0, ""))
+    demo.explain(messages)
+    assert not asked
+
+
 def test_reason_made_elsewhere(demo: Any, tmp_path: Path) -> None:
     import dataclasses
 

@@ -33,6 +33,15 @@ def audit(books: Books) -> None:
         for part in node.parts:
             _stands(part)
     _within_budgets(books)
+    _found_by_path(books)
+    books.tombstones.check()
+
+
+def _found_by_path(books: Books) -> None:
+    """Every node that can be reached is found by its path, and no other."""
+    reached = [*books.nodes(), *books.roots.values()]
+    if len(books.paths) != len(reached) or not all(node in books.paths for node in reached):
+        raise AssertionError("the index of paths is not that of the nodes")
 
 
 def _conserved(tier: Tier, parts: list[Part]) -> None:

@@ -24,9 +24,11 @@ from keepsight.package import storage_bytes
 from keepsight.store import Store, worth
 from keepsight.tree.audit import audit
 from keepsight.tree.carry import Carrier
+from keepsight.tree.paths import Paths
 from keepsight.tree.tier import Tier
+from keepsight.tree.tombstones import Tombstones
 
-MAX_GHOSTS = 20_000  # nodes that hold nothing but the memory of having been there
+MAX_BARRED = 10_000  # images deleted while turns of one namespace are in flight
 SLACK = 8  # within a turn the device may be over its budget by this part of it
 
 
@@ -63,7 +65,7 @@ class Books:
         self._floor = 0.0
         self._floors: dict[str, float] = defaultdict(float)  # by tenant
         self._touched: set[str] = set()  # tenants that may have come over their quota
-        self._ghosts: dict[Node, None] = {}
+        self.paths, self.tombstones = Paths(), Tombstones(self._forget_tombstone)
         self._expiring: list[tuple[float, int, Node]] = []
 
     # -- namespaces ------------------------------------------------------------------------------
@@ -71,7 +73,8 @@ class Books:
     def root(self, namespace: str, tenant: str | None = None, store: Store | None = None) -> Node:
         """Where every path of a namespace begins; it belongs to one tenant and one store."""
         if namespace not in self._homes:
-            self._homes[namespace] = Home(tenant or "", store or self._store_of(tenant or ""))
+            owner = tenant or ""
+            self._homes[namespace] = Home(owner, store or self._store_of(owner), namespace)
         home = self._homes[namespace]
         if tenant not in (None, home.tenant):
             raise InputError("this namespace belongs to another tenant; each has its own")
@@ -79,6 +82,7 @@ class Books:
         if namespace not in self.roots:
             self.roots[namespace] = Node(None, 0, 0, namespace)
             self.roots[namespace].home = home
+            self.paths.add(self.roots[namespace])
         return self.roots[namespace]
 
     def _store_of(self, tenant: str) -> Store | None:
@@ -145,7 +149,7 @@ class Books:
         for part in node.parts:
             if part.tier:
                 self._tier(part).offer(part)
-        self._haunt(node)
+        self.tombstones.note(node)
 
     def pin(self, node: Node, on: bool = True) -> None:
         """Keep a node and all it stands on in memory, or no longer. To forget or to clear is
@@ -201,7 +205,7 @@ class Books:
                 self._drop(other)
         self._remove(part)
         self.evictions += 1
-        self._haunt(part.node)
+        self.tombstones.note(part.node)
 
     def _lower(self, part: Part, away: Callable[[Part], None], whose: str | None = None) -> None:
         """One part out of its tier. Rows that nothing needs without their state go with it."""
@@ -238,7 +242,7 @@ class Books:
             for tenant in list(self._touched) if self.quota is not None else ():
                 self._keep_quota(tier, tenant, away)
         self._touched.clear()
-        self._prune_ghosts()
+        self.tombstones.prune()
 
     def _keep_quota(self, tier: Tier, tenant: str, away: Callable[[Part], None]) -> None:
         while tier.bytes_of.get(tenant, 0) > (self.quota or 0):
@@ -256,7 +260,7 @@ class Books:
                 if part is None:
                     break
                 self._lower(part, self._drop)
-        self._prune_ghosts()
+        self.tombstones.prune()
         return start - self.device.nbytes - self.host.nbytes
 
     def demote(self, nbytes: int) -> int:
@@ -278,11 +282,21 @@ class Books:
                     self.forget(node)
                 root.home.cleared = self.tick
                 if not root.home.holds:
-                    del self.roots[name]
+                    self.paths.discard(self.roots.pop(name))
         alive = set(self.nodes())
-        self._ghosts = {node: None for node in self._ghosts if node in alive}
         self._expiring = [entry for entry in self._expiring if entry[2] in alive]
         heapq.heapify(self._expiring)
+
+    def drop_empty(self, spare: str) -> set[str]:
+        """Drop every namespace but one in which nothing stands and no turn is in flight; which."""
+        homes, roots = self._homes, self.roots
+        used = {spare} | {name for name, root in roots.items() if root.children}
+        empty = {name for name, home in homes.items() if not home.holds} - used
+        for name in empty:
+            del homes[name]
+            if name in roots:
+                self.paths.discard(roots.pop(name))
+        return empty
 
     def let_go_of(self, tenant: str) -> None:
         """Clear, and keep nothing of the tenant itself, unless a turn of it is in flight."""
@@ -306,7 +320,8 @@ class Books:
         below = list(node.below())
         for n in below:
             n.gone = True
-            self._ghosts.pop(n, None)
+            self.tombstones.discard(n)
+            self.paths.discard(n)
         for n in reversed(below):
             if n.pinned:
                 n.pinned = False
@@ -316,7 +331,7 @@ class Books:
                 continue
             for part in n.parts:
                 self._drop(part)
-        self._haunt(node.parent)
+        self.tombstones.note(node.parent)
         self.on_forget()
         return start - self.device.nbytes - self.host.nbytes
 
@@ -329,6 +344,8 @@ class Books:
             home = self.roots[name].home
             if home.holds:
                 home.barred[image_key] = self.tick
+            if len(home.barred) > MAX_BARRED:  # then its turns in flight remember nothing at all
+                home.cleared, home.barred = self.tick, {}
         found = [n for n in self.nodes(tenant) if any(s.key == image_key for s in n.spans)]
         freed = sum(self.forget(node) for node in found)
         self.on_forget()
@@ -344,20 +361,12 @@ class Books:
             node.expires = self._now() + self.ttl
             heapq.heappush(self._expiring, (node.expires, next(self._number), node))
 
-    def _haunt(self, node: Node) -> None:
-        """Note a node that holds nothing any more but the memory of having been there."""
-        if node.is_ghost:
-            self._ghosts.pop(node, None)
-            self._ghosts[node] = None
-
-    def _prune_ghosts(self) -> None:
-        while len(self._ghosts) > MAX_GHOSTS:
-            node = next(iter(self._ghosts))
-            del self._ghosts[node]
-            if node.is_ghost and node.parent is not None:
-                node.gone = True
-                node.parent.disown(node)
-                self._haunt(node.parent)
+    def _forget_tombstone(self, node: Node) -> None:
+        if node.parent is not None:
+            node.gone = True
+            node.parent.disown(node)
+            self.paths.discard(node)
+            self.tombstones.note(node.parent)
 
     # -- the books -------------------------------------------------------------------------------
 
@@ -381,16 +390,7 @@ class Books:
     def stats(self) -> dict[str, dict[str, int]]:
         """Bytes and snapshots per tier."""
         budgets = ((self.device, self.budget), (self.host, self.host_budget))
-        return {
-            tier.name: {
-                "bytes": tier.nbytes,
-                "budget": budget,
-                "held_bytes": tier.held,
-                "evictable_bytes": tier.nbytes - tier.held,
-                "snapshots": tier.snapshots,
-            }
-            for tier, budget in budgets
-        }
+        return {tier.name: tier.stats(budget) for tier, budget in budgets}
 
     def check(self) -> None:
         """Raise AssertionError where the books or the laws are broken."""

@@ -111,6 +111,16 @@ class Tier:
         if part.node.holds:
             self.held += nbytes
 
+    def stats(self, budget: int) -> dict[str, int]:
+        """Its bytes and snapshots, as plain data."""
+        return {
+            "bytes": self.nbytes,
+            "budget": budget,
+            "held_bytes": self.held,
+            "evictable_bytes": self.nbytes - self.held,
+            "snapshots": self.snapshots,
+        }
+
     def may_go(self, part: Part) -> bool:
         """Whether nothing holds it and nothing in this tier stands on it."""
         return part.tier == self.name and not part.node.holds and not part.bears(self.name)
