@@ -22,9 +22,20 @@ from keepsight.server.problems import ApiError
 _REDIRECTS = 5
 _CHUNK = 1 << 16
 _MOVED = (301, 302, 303, 307, 308)
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_SHARED = ipaddress.ip_network("100.64.0.0/10")
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+# What is set apart and no host of the public internet has. Versions of Python know different parts
+# of this. Of IPv6 all that is public begins with 2000::/3.
+_UNICAST = ipaddress.ip_network("2000::/3")
+_SET_APART = [
+    ipaddress.ip_network(network)
+    for network in (
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16",
+        "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16",
+        "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
+        "2001::/23", "2001:db8::/32", "3fff::/20",
+    )
+]  # fmt: skip
+_ISATAP = (0x00005EFE, 0x02005EFE)  # before an IPv4 address in the last half of an IPv6 one
 
 
 @dataclass(frozen=True)
@@ -116,23 +127,23 @@ def is_public(text: str) -> bool:
         address: _Address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return False
-    return all(
-        a.is_global
-        and not (a.is_multicast or a.is_reserved or a.is_unspecified or a.is_loopback)
-        and not (a.is_link_local or a.is_private)
-        and a not in _SHARED
-        for a in _meanings(address)
-    )
+    return all(map(_is_of_everybody, _meanings(address)))
+
+
+def _is_of_everybody(address: _Address) -> bool:
+    if address.version == 6 and address not in _UNICAST:
+        return False
+    return address.is_global and not any(address in network for network in _SET_APART)
 
 
 def _meanings(address: _Address) -> list[_Address]:
     """The address, and the IPv4 address that is wrapped in it where one is."""
     found: list[_Address] = [address]
     if isinstance(address, ipaddress.IPv6Address):
-        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-        if address in _NAT64 or int(address) >> 32 == 0:
-            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        found += [a for a in inner if a is not None]
+        if address.sixtofour is not None:
+            found.append(address.sixtofour)
+        if int(address) >> 32 & 0xFFFFFFFF in _ISATAP:
+            found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     return found
 
 
