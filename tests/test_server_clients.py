@@ -235,6 +235,35 @@ def test_a_closing_server_finishes_what_runs(server: Live) -> None:
         assert sum("word" in json.dumps(event) for event in events) == 60
 
 
+def test_a_second_signal_ends_streams_with_an_event(
+    server: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What runs is broken off at once, and each client is told; a traceback is for nobody."""
+    script = Scripted(*["word "] * 10_000, wait=0.01)
+    with live(server.service.vlm, script) as closing:
+        body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True}
+        ends: list[Any] = []
+
+        def read(path: str, asked: dict[str, Any]) -> None:
+            ends.append(closing.events(path, asked)[-1])
+
+        said = {"model": "demo", "input": "x", "stream": True}
+        both = (("/v1/chat/completions", body), ("/v1/responses", said))
+        readers = [threading.Thread(target=read, args=one) for one in both]
+        for reader in readers:
+            reader.start()
+        deadline = time.monotonic() + 30
+        while len(script.tickets) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for _ in range(2):
+            closing.server.handle_exit(signal.SIGTERM, None)
+        for reader in readers:
+            reader.join(30)
+    assert [end["error"]["code"] for end in ends] == ["shutting_down"] * 2
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 # -- whatever the schema allows, and what it does not ------------------------------------------
 
 

@@ -215,9 +215,14 @@ def test_names_of_branches_are_no_part_of_a_place(server: Live) -> None:
     assert refusal(server.chat(forced))["param"] == "tool_choice.function.name"
 
 
-def test_monitors_ask_for_the_head_alone(server: Live) -> None:
-    for path in ("/health", "/", "/docs"):
-        assert server.call(path, method="HEAD")[:2] == (200, "")
+def test_whatever_answers_get_answers_head(server: Live) -> None:
+    paths = ["/health", "/", "/docs", "/metrics", "/openapi.json", "/page/docs.js", "/v1/models"]
+    paths += ["/v1/models/demo", "/v1/files", "/v1/cache/stats", "/v1/cache/images"]
+    for path in paths:
+        status, text, headers = server.call(path, method="HEAD")
+        assert (status, text) == (200, "") and int(headers["content-length"]) > 0, path
+    assert server.call("/v1/chat/completions", method="HEAD")[0] == 405
+    assert server.call("/v1/files/file-0", method="HEAD")[0] == 404
     other = server.call("/v1/files", {}, "PUT")
     assert refusal(other, 405)["code"] == "method_not_allowed" and other[2]["allow"]
 

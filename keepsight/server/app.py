@@ -79,7 +79,6 @@ def _schema(app: FastAPI, model: str) -> dict[str, Any]:
 
 
 def _plain_routes(app: FastAPI, service: Service) -> None:
-    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], operation_id="health", responses=_CLOSING)
     async def health() -> Response:
         """Whether the server takes requests."""

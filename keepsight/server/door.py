@@ -34,6 +34,8 @@ errors = logging.getLogger("keepsight.server")
 _OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # without a key: of nobody
 _WHILE_CLOSING = {"/health", "/metrics"}
 _READING = 60.0
+_LAST_WORDS = 1.0  # seconds for a client that does not read, when the server ends
+_EVENTS = b"text/event-stream"
 _DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens
 _BODIES_HELD = 8  # times the largest body, of all requests together
 
@@ -50,6 +52,7 @@ class Visit:
     status: int = 0
     told: dict[str, Any] = field(default_factory=dict)
     gone: bool = False  # the client hung up
+    streams: bool = False  # what is being sent are events, which may end at any time
 
     def who(self) -> Caller:
         """The caller, who was found at the door."""
@@ -134,18 +137,23 @@ class Door:
                 log.info(visit.line())
 
     async def _through(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
-        started = False
+        started = complete = False
 
         async def send_on(message: Message) -> None:
-            nonlocal started
+            nonlocal started, complete
             if message["type"] == "http.response.start":
                 started = True
                 visit.status = message["status"]
-                message["headers"] = [
-                    *message.get("headers", ()),
-                    (b"x-request-id", visit.id.encode()),
-                ]
+                headers = list(message.get("headers", ()))
+                visit.streams = any(value.startswith(_EVENTS) for _, value in headers)
+                message["headers"] = [*headers, (b"x-request-id", visit.id.encode())]
+            complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
+
+        async def receive_on() -> Message:
+            message = await receive()
+            visit.gone |= message["type"] == "http.disconnect" and not complete
+            return message
 
         try:
             try:
@@ -159,14 +167,16 @@ class Door:
                 # Answers have a limit of their own; this one is for clients that do not read.
                 seconds = self._service.config.seconds("request_timeout") + _READING
                 async with asyncio.timeout(seconds):
-                    await self._app(scope, _replayed(body, receive), send_on)
+                    await self._app(_as_get(scope), _replayed(body, receive_on), send_on)
             finally:
                 self._held -= len(body)
         except asyncio.CancelledError:
             # Where not even the engine's end has ended it, the server ends it, and it says why.
-            if not self._service.draining or started or visit.gone:
+            if not self._service.draining or visit.gone or (started and not visit.streams):
                 raise
-            await respond(send_on, told(_closing(), visit))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS):
+                    await (last_event if started else respond)(send_on, told(_closing(), visit))
         except Exception as error:
             if isinstance(error, TimeoutError):
                 text = "the answer took too long, or was not read"
@@ -282,6 +292,11 @@ def _too_large(most: int) -> ApiError:
     )
 
 
+def _as_get(scope: Scope) -> Scope:
+    """Whoever asks for a head gets that of the whole answer; the connection leaves out the rest."""
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+
+
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """The body once, then whatever the connection says."""
     given = False
@@ -294,6 +309,12 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again
+
+
+async def last_event(send: Send, problem: ApiError) -> None:
+    """An error as the end of a stream of events."""
+    body = f"data: {json.dumps(problem.body())}\n\n".encode()
+    await send({"type": "http.response.body", "body": body})
 
 
 async def respond(send: Send, problem: ApiError) -> None:

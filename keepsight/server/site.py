@@ -48,12 +48,10 @@ def routes() -> APIRouter:
     """The page and its files; what is not one of them is not there."""
     router = APIRouter(include_in_schema=False)
 
-    @router.head("/")
     @router.get("/")
     async def page() -> Response:
         return _sent(_FOLDER / "index.html")
 
-    @router.head("/docs")
     @router.get("/docs")
     async def docs() -> Response:
         return _sent(_FOLDER / "docs.html")

@@ -81,9 +81,6 @@ async def _lines(
             async for name, data in source:
                 text = data if isinstance(data, str) else dumped(data)
                 yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
-    except (asyncio.CancelledError, GeneratorExit):
-        visit.gone = True
-        raise
     except Exception as error:
         problem = told(error, visit)
         yield f"data: {dumped(problem.body())}\n\n"
