@@ -10,12 +10,10 @@ from __future__ import annotations
 import base64
 import binascii
 import http.client
-import io
 import os
 import stat
 import urllib.parse
 import urllib.request
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +22,12 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
-from keepsight import keys
+from keepsight import keys, pictures
 from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
+from keepsight.pictures import check_size
 
-MAX_PIXELS = 120_000_000  # decoded, this is 360 MB; what is larger is refused as a bomb
 MAX_BYTES = 256 << 20
 _VIDEO = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 Decoded = Image.Image | np.ndarray
@@ -167,26 +165,11 @@ def decode_bytes(data: bytes, label: str) -> Image.Image:
     """An upright RGB image from an encoded one, as Transformers' `load_image` gives it."""
     if label.lower().endswith(_VIDEO):
         raise UnsupportedInput(f"{label} is a video; pass it as a part of type 'video'")
-    if not data:
-        raise ImageError(f"{label} is empty")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data))
-            _check_size(image.size, label)
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except UnidentifiedImageError:
-        raise ImageError(f"{label} is not an image (nothing PIL can identify)") from None
-    except Image.DecompressionBombError as error:
-        raise ImageError(f"{label}: {error}") from None
-    except ImageError:
-        raise
-    except Exception as error:  # PIL's decoders raise almost anything on a damaged file
-        raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
+    return pictures.decode(data, label)
 
 
 def _from_pil(image: Image.Image) -> Source:
-    _check_size(image.size, "the image")
+    check_size(image.size, "the image")
     try:
         image.load()
         name = keys.digest("pixels", *_pixel_parts(image))
@@ -212,7 +195,7 @@ def _from_array(image: np.ndarray | torch.Tensor) -> Source:
         )
     channels_first = array.shape[-1] not in (1, 3, 4)
     height_width = array.shape[1:] if channels_first else array.shape[:2]
-    _check_size((height_width[1], height_width[0]), "the array")
+    check_size((height_width[1], height_width[0]), "the array")
     return _in_memory(array, keys.digest("pixels", *_pixel_parts(array)), "an array")
 
 
@@ -243,14 +226,3 @@ def _palette(image: Image.Image) -> tuple[str, list[int] | None] | None:
     own_alpha = image.palette is not None and image.palette.mode == "RGBA"
     mode = "RGBA" if own_alpha else "RGB"
     return mode, image.getpalette(mode)
-
-
-def _check_size(size: tuple[int, int], label: str) -> None:
-    width, height = size
-    if width < 1 or height < 1:
-        raise ImageError(f"{label} is {width}x{height}: there is nothing to see")
-    if width * height > MAX_PIXELS:
-        raise ImageError(
-            f"{label} is {width}x{height}, more than {MAX_PIXELS} pixels: refused as a possible "
-            "decompression bomb; make it smaller first"
-        )

@@ -25,7 +25,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 LAYERS = """
 errors
 keys lock grouped
-tensorfile report codecs handover
+tensorfile report codecs handover pictures
 package
 media store state loading circumstances
 shelf

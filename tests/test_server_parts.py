@@ -314,11 +314,14 @@ def test_files_expire_and_are_their_tenants() -> None:
 
 
 def gathered(part: dict[str, Any], **options: Any) -> Any:
-    config = ServerConfig(**options)
-    body = {"role": "user", "content": [part]}
-    message = schema.Message.model_validate(body)
-    gatherer = Gatherer(config, Files(1 << 20, 60), "")
-    return gatherer.messages([message], "")[0]["content"][0]
+    return gathered_all(part, **options)[0]
+
+
+def gathered_all(part: dict[str, Any], **options: Any) -> list[Any]:
+    """All that one part of a message becomes."""
+    message = schema.Message.model_validate({"role": "user", "content": [part]})
+    gatherer = Gatherer(ServerConfig(**options), Files(1 << 20, 60), "")
+    return list(gatherer.messages([message], "")[0]["content"])
 
 
 def at(url: str) -> dict[str, Any]:
@@ -359,8 +362,8 @@ def test_local_files_only_under_an_allowed_folder(tmp_path: Path) -> None:
     [
         (at("data:image/png;base64,???"), "cannot be decoded"),
         (at("data:nothing"), "no comma"),
-        (at(uri(b"not a picture")), "cannot be read"),
-        (at(uri(png(scene(1))[:40])), "cannot be read|truncated"),
+        (at(uri(b"not a picture")), "not an image in a format"),
+        (at(uri(png(scene(1))[:40])), "damaged|truncated"),
         ({"type": "file", "file": {}}, "either file_id or file_data"),
         ({"type": "file", "file": {"file_id": "file-x"}}, "no such file"),
         ({"type": "text", "text": "\ud800"}, "surrogate|valid string"),
@@ -395,6 +398,30 @@ def test_too_many_pages() -> None:
     part = {"type": "file", "file": {"file_data": uri(buffer.getvalue())}}
     with pytest.raises(ApiError, match="3 pages; expected 1 to 2"):
         gathered(part, max_images=2)
+
+
+def _pdf(*sides: int) -> bytes:
+    """A PDF of empty pages; a few hundred bytes, whatever their sizes."""
+    kids = " ".join(f"{number + 3} 0 R" for number in range(len(sides)))
+    objects = ["<</Type/Catalog/Pages 2 0 R>>", f"<</Type/Pages/Kids[{kids}]/Count {len(sides)}>>"]
+    objects += [f"<</Type/Page/Parent 2 0 R/MediaBox[0 0 {side} {side}]>>" for side in sides]
+    body = "".join(f"{i + 1} 0 obj{text}endobj\n" for i, text in enumerate(objects))
+    return f"%PDF-1.4\n{body}trailer<</Root 1 0 R>>".encode()
+
+
+def test_pages_are_measured_before_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pypdfium2
+
+    part = {"type": "file", "file": {"file_data": uri(_pdf(72, 5000))}}
+    drawn: list[Any] = []
+    monkeypatch.setattr(pypdfium2.PdfPage, "render", lambda *a, **b: drawn.append(a))
+    with pytest.raises(ApiError, match="page 2 of a PDF is 10000x10000 at 144 dpi") as caught:
+        gathered(part)
+    assert caught.value.code == "image_too_large" and not drawn
+    pages = gathered_all({**part, "max_pixels": 4000})
+    monkeypatch.undo()
+    sizes = [page["image"].decode().size for page in pages]
+    assert sizes[0] == sizes[1] and 3000 < sizes[0][0] * sizes[0][1] < 5000
 
 
 def test_clips_are_measured_before_they_are_decoded() -> None:

@@ -20,7 +20,8 @@ from keepsight import keys
 from keepsight.clips import MAX_FRAMES, open_clip
 from keepsight.encode.items import Item, broken
 from keepsight.errors import ImageError, MissingExtra
-from keepsight.media import MAX_PIXELS, Source, open_source
+from keepsight.media import Source, open_source
+from keepsight.pictures import MAX_PIXELS
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000

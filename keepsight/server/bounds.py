@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 
+from keepsight.clips import MAX_FRAMES
 from keepsight.errors import ImageError, MissingExtra
 from keepsight.server.problems import ApiError
 
@@ -21,10 +22,11 @@ def check_video(data: bytes, most: int) -> None:
         with av.open(io.BytesIO(data)) as container:
             stream = container.streams.video[0]
             frame = 3 * stream.codec_context.width * stream.codec_context.height
-            size = 0
+            size = frames = 0
             for packet in container.demux(stream):
-                size += frame if packet.size else 0
-                if size > most:
+                frames += bool(packet.size)
+                size = frames * frame
+                if size > most or frames > MAX_FRAMES:
                     raise _too_large("a video", most)
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise ImageError(f"a video cannot be read: {type(error).__name__}") from None

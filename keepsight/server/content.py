@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import ImageError
+from keepsight.pictures import MAX_PIXELS
 from keepsight.render import Message as Rendered
 from keepsight.server import schema
 from keepsight.server.bounds import check_sound, check_video
@@ -136,7 +137,8 @@ class Gatherer:
         found: list[Any]
         if is_pdf(data):
             room = self.config.max_images - self.images
-            found = list(pages(data, cap, self.config.pdf_dpi, max(1, room)))
+            largest = min(self.config.max_image_pixels, MAX_PIXELS)
+            found = list(pages(data, cap, self.config.pdf_dpi, max(1, room), largest))
         else:
             found = [picture(data, cap, self.config.max_image_pixels)]
         self.images += len(found)

@@ -6,8 +6,6 @@ that was seen before is neither decoded nor drawn again.
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,8 @@ from PIL import Image
 
 from keepsight import keys
 from keepsight.errors import ImageError
-from keepsight.media import MAX_PIXELS, Source, decode_bytes
+from keepsight.media import Source, decode_bytes
+from keepsight.pictures import MAX_PIXELS, size_of
 from keepsight.server.problems import ApiError, invalid
 
 LOW = 512 * 512  # what `detail: "low"` comes to
@@ -29,33 +28,13 @@ def is_pdf(data: bytes) -> bool:
 
 def picture(data: bytes, cap: int | None, largest: int) -> bytes | Source:
     """A picture for the library, at most `cap` pixels large; only its header is read here."""
-    width, height = _size(data)
+    width, height = size_of(data, "it")
     if width * height > largest:
-        raise ApiError(
-            400,
-            f"an image is {width}x{height}, this server takes at most {largest} pixels; make it "
-            "smaller first",
-            param="messages",
-            code="image_too_large",
-        )
+        raise _too_large(f"an image is {width}x{height}", largest, "make it smaller first")
     if cap is None or width * height <= cap:
         return data
     name = keys.digest("shrunk image", data, cap, PIL.__version__)
     return Source(name, lambda: _shrunk(data, cap), "an image", [])
-
-
-def _size(data: bytes) -> tuple[int, int]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data)) as image:
-                return image.size
-    except Image.DecompressionBombError as error:
-        raise ImageError(f"an image is refused as a possible decompression bomb: {error}") from None
-    except Exception as error:  # PIL's readers raise almost anything on a damaged file
-        raise ImageError(
-            "an image cannot be read: it is not in a format that PIL knows, or damaged"
-        ) from error
 
 
 def _shrunk(data: bytes, cap: int) -> Image.Image:
@@ -65,8 +44,17 @@ def _shrunk(data: bytes, cap: int) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def pages(data: bytes, cap: int | None, dpi: int, most: int) -> Iterator[Source]:
-    """The pages of a PDF, each drawn only if nobody knows it."""
+def _too_large(what: str, largest: int, hint: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{what}, this server takes at most {largest} pixels; {hint}",
+        param="messages",
+        code="image_too_large",
+    )
+
+
+def pages(data: bytes, cap: int | None, dpi: int, most: int, largest: int) -> Iterator[Source]:
+    """The pages of a PDF, each at most `largest` pixels large and drawn only if nobody knows it."""
     from keepsight.encode import documents  # the library is not thread-safe: one lock for all
 
     library = documents.pdfium()
@@ -77,13 +65,32 @@ def pages(data: bytes, cap: int | None, dpi: int, most: int) -> Iterator[Source]
             raise ImageError("a PDF cannot be opened: it is damaged, or needs a password") from None
         try:
             count = len(document)
+            if not 0 < count <= most:
+                what = f"a PDF has {count} pages; expected 1 to {most} in one request"
+                raise invalid("messages", what)
+            for number in range(count):
+                _check_page(document.get_page_size(number), number, cap, dpi, largest)
         finally:
             document.close()
-    if not 0 < count <= most:
-        raise invalid("messages", f"a PDF has {count} pages; expected 1 to {most} in one request")
     name = keys.digest("pdf bytes", data, str(library.PDFIUM_INFO), PIL.__version__)
     for number in range(count):
         yield _page(data, name, number, cap, dpi)
+
+
+def _scale(size: tuple[float, float], cap: int | None, dpi: int) -> float:
+    """Pixels for each point of a page, so many that the picture keeps below a cap."""
+    scale = dpi / 72
+    return scale if cap is None else min(scale, (cap / max(size[0] * size[1], 1)) ** 0.5)
+
+
+def _check_page(
+    size: tuple[float, float], number: int, cap: int | None, dpi: int, largest: int
+) -> None:
+    scale = _scale(size, cap, dpi)
+    width, height = (max(1, round(side * scale)) for side in size)
+    if width * height > largest:
+        what = f"page {number + 1} of a PDF is {width}x{height} at {dpi} dpi"
+        raise _too_large(what, largest, "with max_pixels it is drawn smaller")
 
 
 def _page(data: bytes, name: str, number: int, cap: int | None, dpi: int) -> Source:
@@ -101,9 +108,7 @@ def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> I
         try:
             page = document[number]
             width, height = page.get_size()
-            scale = dpi / 72
-            if cap is not None:
-                scale = min(scale, (cap / max(width * height, 1)) ** 0.5)
+            scale = _scale((width, height), cap, dpi)
             area = width * height * scale * scale
             if not 1 <= area <= MAX_PIXELS:
                 raise ImageError(f"{label} is {area:.0f} pixels large at {dpi} dpi")

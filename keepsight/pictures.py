@@ -1,0 +1,209 @@
+"""Pictures from bytes: which formats are opened, and what is refused before it is decoded.
+
+A reader of a format believes what a file says. A small file may say that it holds an enormous
+picture, or millions of parts that are read one by one in Python. So a file is looked at here first:
+its format must be one of `FORMATS`, its structure of a size that some camera or program may have
+written, and its pixels no more than the caller takes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from keepsight.errors import ImageError
+
+MAX_PIXELS = 120_000_000  # decoded, this is 360 MB; what is larger is refused as a bomb
+# Others have readers that believe too much (an icon holds a picture of any size) or run programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF")
+_PARTS = 65_536  # chunks, segments or blocks that a reader goes through in Python
+_SCANS = 100  # of a progressive JPEG; each goes over all of the picture
+_TAGS = 4096  # of a TIFF
+_STRIPS = 1 << 18  # pieces of its pixels
+_TILE = 1 << 22  # pixels that a tile may have, however small its picture
+_SLOWLY_READ = 4 << 20  # bytes of what is decoded in Python: PNM as text, run-length BMP
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_QUIET = threading.Lock()  # the filters of warnings are one for all threads
+
+
+def size_of(data: bytes, label: str) -> tuple[int, int]:
+    """Width and height, by the header alone; how many pixels are too many, the caller decides."""
+    with _opened(data, label) as image:
+        return image.size
+
+
+def decode(data: bytes, label: str) -> Image.Image:
+    """An upright RGB picture, as Transformers' `load_image` gives it."""
+    with _opened(data, label) as image:
+        check_size(image.size, label)
+        try:
+            image.load()
+            with _QUIET, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what its EXIF says, in any number
+                turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+            upright = image.copy() if turn is None else image.transpose(turn)
+        except Exception as error:  # PIL's decoders raise almost anything on a damaged file
+            raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
+    return upright if upright.mode == "RGB" else upright.convert("RGB")
+
+
+def check_size(size: tuple[int, int], label: str) -> None:
+    """Refuse nothing to see, and more than anybody can mean."""
+    width, height = size
+    if width < 1 or height < 1:
+        raise ImageError(f"{label} is {width}x{height}: there is nothing to see")
+    if width * height > MAX_PIXELS:
+        raise ImageError(
+            f"{label} is {width}x{height}, more than {MAX_PIXELS} pixels: refused as a possible "
+            "decompression bomb; make it smaller first"
+        )
+
+
+def _opened(data: bytes, label: str) -> Image.Image:
+    """The picture with its header read, and no more."""
+    if not data:
+        raise ImageError(f"{label} is empty")
+    Image.init()  # again after each plugin that somebody registers
+    try:
+        for start, check in _CHECKS.items():
+            if data.startswith(start):
+                check(data)
+        with _QUIET, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])
+    except UnidentifiedImageError:
+        raise ImageError(
+            f"{label} is not an image in a format that is opened here ({', '.join(FORMATS)}), or "
+            "it is damaged"
+        ) from None
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"{label}: {error}") from None
+    except _Refused as error:
+        raise ImageError(f"{label} is refused: {error}; save it anew, as PNG or JPEG") from None
+    except Exception as error:
+        raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
+
+
+# -- what a file may be made of --------------------------------------------------------------------
+
+
+class _Refused(Exception):
+    """A file that is made to be slow, or to take memory."""
+
+
+def _count(parts: Iterator[Any], what: str) -> None:
+    """Refuse more parts than a reader may be asked to go through."""
+    for number, _ in enumerate(parts):
+        if number == _PARTS:
+            raise _Refused(f"it has more than {_PARTS} {what}")
+
+
+def _check_png(data: bytes) -> None:
+    def chunks() -> Iterator[int]:
+        at = 8
+        while at + 8 <= len(data) and data[at + 4 : at + 8] != b"IEND":
+            yield at
+            at += 12 + int.from_bytes(data[at : at + 4], "big")
+
+    _count(chunks(), "chunks")
+
+
+def _check_jpeg(data: bytes) -> None:
+    def segments() -> Iterator[int]:
+        at = 2
+        while at + 4 <= len(data) and data[at : at + 2] != b"\xff\xda":
+            yield at
+            marker = data[at + 1] if data[at] == 0xFF else None
+            if marker in (None, 0x00, 0xFF):  # no marker, or one that is padded
+                at += 1
+            elif 0xD0 <= marker <= 0xD9 or marker == 0x01:  # type: ignore[operator]
+                at += 2
+            else:
+                at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+
+    _count(segments(), "segments")
+    if data.count(b"\xff\xda") > _SCANS:
+        raise _Refused(f"it has more than {_SCANS} scans")
+
+
+def _check_gif(data: bytes) -> None:
+    def blocks() -> Iterator[int]:
+        at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
+        while at < len(data) and data[at] not in b",;":
+            yield at
+            extension = data[at] == 0x21
+            at += 2 if extension else 1
+            while extension and at < len(data) and data[at]:
+                yield at
+                at += 1 + data[at]
+
+    if len(data) > 13:
+        _count(blocks(), "blocks before its first picture")
+
+
+def _check_bmp(data: bytes) -> None:
+    run_length = int.from_bytes(data[30:34], "little") in (1, 2)
+    if run_length and len(data) > _SLOWLY_READ:
+        raise _Refused(f"it is a run-length BMP of more than {_SLOWLY_READ} bytes")
+
+
+_SPACE = rb"(?:\s|#[^\r\n]*[\r\n])+"
+_PNM = re.compile(rb"P[1-6fF]" + _SPACE + rb"\d+" + _SPACE + rb"\d+" + _SPACE)
+
+
+def _check_pnm(data: bytes) -> None:
+    if data[1:2] not in b"0123456fFy":
+        return
+    if not _PNM.match(data[:4096]):
+        raise _Refused("its header is damaged, or longer than 4096 bytes")
+    if data[1:2] in b"123" and len(data) > _SLOWLY_READ:
+        raise _Refused(f"it is a PNM in letters of more than {_SLOWLY_READ} bytes")
+
+
+def _check_tiff(data: bytes) -> None:
+    order = "<" if data[:2] == b"II" else ">"
+    large = 43 in (data[2], data[3])  # BigTIFF: eight bytes where others have four
+    head, count, entry = ("8xQ", "Q", "HHQ8s") if large else ("4xI", "H", "HHI4s")
+    (at,) = struct.unpack_from(order + head, data)
+    (entries,) = struct.unpack_from(order + count, data, at)
+    if entries > _TAGS:
+        raise _Refused(f"it has more than {_TAGS} tags")
+    found: dict[int, tuple[int, int]] = {}
+    size = struct.calcsize(order + entry)
+    start = at + struct.calcsize(order + count)
+    for spot in range(start, min(start + size * entries, len(data) - size + 1), size):
+        tag, kind, number, value = struct.unpack_from(order + entry, data, spot)
+        short = struct.unpack_from(order + ("H" if kind == 3 else "I"), value)[0]
+        found[tag] = number, short
+    if max(found.get(tag, (0, 0))[0] for tag in (273, 279, 324, 325)) > _STRIPS:
+        raise _Refused(f"it has more than {_STRIPS} strips or tiles")
+    width, height, across, down = (found.get(tag, (0, 0))[1] for tag in (256, 257, 322, 323))
+    if across * down > max(width * height, _TILE):
+        raise _Refused(f"its tiles are {across}x{down}")
+
+
+_CHECKS: dict[bytes, Callable[[bytes], None]] = {
+    b"\x89PNG": _check_png,
+    b"\xff\xd8": _check_jpeg,
+    b"GIF8": _check_gif,
+    b"BM": _check_bmp,
+    b"II": _check_tiff,
+    b"MM": _check_tiff,
+    b"P": _check_pnm,
+}
