@@ -298,6 +298,13 @@ class Engine:
             if not self._tree.is_forgotten(run.node, run.prompt, run.since):
                 self.lanes.give_back(run.lane)  # else it still holds what must not be kept
 
+    def let_go(self, run: Run | None, node: Node | None) -> None:
+        """Finish a run, or release the node that was held for one that never began."""
+        if run is not None:
+            self.finish(run)
+        elif node is not None:
+            self._tree.release(node)
+
     def finish(self, run: Run) -> None:
         """Let go of the path and the lane; safe to call twice."""
         if run.open:

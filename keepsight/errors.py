@@ -24,6 +24,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   └── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
     ├── Busy (RuntimeError)                as many requests are in flight as are allowed
     ├── Closed (RuntimeError)              used after `close()`
+    │   └── Forked                         used in a process that was forked at the wrong moment
     └── MissingExtra (ImportError)         an optional library is not installed
 """
 
@@ -139,6 +140,17 @@ class Busy(KeepsightError, RuntimeError):
 
 class Closed(KeepsightError, RuntimeError):
     """The object was used after `close()`."""
+
+
+class Forked(Closed):
+    """Used in a process that was forked while another thread of its parent was at work with it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"this process was forked while another thread was using {what}, so what it had in "
+            "memory may be half written here: load it again in this process, or start processes "
+            "with the 'spawn' method"
+        )
 
 
 class MissingExtra(KeepsightError, ImportError):

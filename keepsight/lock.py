@@ -1,65 +1,170 @@
-"""A lock that serves those who wait in the order they came, and that its holder may take again.
+"""Locks: one that serves those who wait in the order they came, and one for a few steps at a time.
 
 The scheduler of requests takes the model for one step and again for the next. With a plain lock it
-would nearly always get it back before a waiting thread has woken up; here the lock is handed over.
+would nearly always get it back before a waiting thread has woken up; `FairLock` is handed over.
+
+The garbage collector may end an abandoned stream at any moment: in any thread, under any lock, also
+in the middle of the methods below. Whatever it ends must not wait. It leaves a note of what is to
+be done (`leave`), and whoever has the lock does it. An append to a deque is atomic, and each method
+looks at the notes after it has let go of its own guard, so no note is overlooked.
+
+A forked process has only the thread that forked. A `FairLock` is taken before a fork, waiting for a
+few seconds at most, so that the child finds what it protects in one piece; else the child cannot
+have it at all. A `Mutex` is open in every child.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
+
+from keepsight.errors import Forked
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 5.0  # seconds that a fork waits for all locks together
 
 
 class FairLock:
-    """Used as `threading.RLock` is, with `with`."""
+    """Used as `threading.RLock` is, with `with`. `what` names for people what it protects."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "the model") -> None:
+        self._what = what
+        self._notes: deque[Callable[[], object]] = deque()
+        self._failed: deque[BaseException] = deque()  # of notes; told by whoever comes next
+        self.unusable = False  # in a forked process, while another thread had the lock
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._owner: int | None = None
         self._handed: threading.Lock | None = None  # whose turn it is, until that thread wakes up
         self._depth = 0
+        _ALIVE.add(self)
 
-    def acquire(self) -> None:
-        """Wait for one's turn; at once for the thread that has it already."""
-        me = threading.get_ident()
-        with self._guard:
-            if self._owner == me:
-                self._depth += 1
-                return
-            if self._owner is None and self._handed is None:
-                self._owner, self._depth = me, 1
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
-        try:
-            turn.acquire()
-        except BaseException:  # interrupted: nobody may be left waiting for this thread
-            with self._guard:
-                if self._handed is turn:
-                    self._hand_over()
-                else:
-                    self._waiting.remove(turn)
-            raise
-        with self._guard:
-            self._handed, self._owner, self._depth = None, me, 1
+    def acquire(self, timeout: float = -1.0) -> bool:
+        """Wait for one's turn, for ever or for so many seconds; whether the lock is one's own then.
+
+        At once for the thread that has it already.
+        """
+        if self.unusable:
+            raise Forked(self._what)
+        if self._owner == threading.get_ident():
+            self._depth += 1
+            return True
+        turn = self._queue_up()
+        if turn is not None and not self._wait(turn, timeout):
+            return False
+        self._do_notes()
+        while self._failed:
+            logger.error("not all could be let go of", exc_info=self._failed.popleft())
+        return True
 
     def release(self) -> None:
         """Hand the lock to who has waited longest."""
-        with self._guard:
-            if self._owner != threading.get_ident():
-                raise RuntimeError("the lock is released by a thread that does not have it")
+        if self._owner != threading.get_ident():
+            raise RuntimeError("the lock is released by a thread that does not have it")
+        if self._depth > 1:
             self._depth -= 1
-            if not self._depth:
-                self._owner = None
+            return
+        self._do_notes()
+        with self._guard:
+            self._owner, self._depth = None, 0
+            self._hand_over()
+        self._look_again()
+
+    def leave(self, note: Callable[[], object]) -> None:
+        """Have something done under the lock, at once if nobody has it. This never waits.
+
+        A thread that has the lock is in the middle of something: it does it when it lets go.
+        """
+        self._notes.append(note)
+        self._look_again()
+
+    # -- whose turn it is ------------------------------------------------------------------------
+
+    def _queue_up(self) -> threading.Lock | None:
+        """None where the lock is one's own at once, else what to wait for."""
+        with self._guard:
+            if self._is_free():
+                self._take()
+                return None
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+            return turn
+
+    def _wait(self, turn: threading.Lock, timeout: float) -> bool:
+        came = False
+        try:
+            if turn.acquire(timeout=timeout):
+                with self._guard:
+                    self._handed, came = None, True
+                    self._take()
+        finally:
+            if not came:  # interrupted, or too late: nobody may be left waiting for this thread
+                self._step_back(turn)
+        return came
+
+    def _step_back(self, turn: threading.Lock) -> None:
+        with self._guard:
+            if self._handed is turn:
                 self._hand_over()
+            else:
+                self._waiting.remove(turn)
+        self._look_again()
+
+    def _try(self) -> bool:
+        """Take the lock if that takes no waiting, not even for the guard."""
+        if self.unusable or not self._guard.acquire(blocking=False):
+            return False
+        try:
+            if not self._is_free():
+                return False
+            self._take()
+            return True
+        finally:
+            self._guard.release()
+
+    def _is_free(self) -> bool:
+        return self._owner is None and self._handed is None
+
+    def _take(self) -> None:
+        self._owner, self._depth = threading.get_ident(), 1
 
     def _hand_over(self) -> None:
         self._handed = self._waiting.popleft() if self._waiting else None
         if self._handed is not None:
             self._handed.release()
+
+    # -- notes -----------------------------------------------------------------------------------
+
+    def _do_notes(self) -> None:
+        while self._notes:
+            try:
+                self._notes.popleft()()
+            except Exception as error:  # somebody else's, and no reason to keep the lock from this
+                self._failed.append(error)
+
+    def _look_again(self) -> None:
+        """Do what was left meanwhile, unless somebody has the lock, who will."""
+        while self._notes and self._try():
+            self.release()
+
+    # -- forks -----------------------------------------------------------------------------------
+
+    def _go_on_in_child(self, taken: bool) -> None:
+        self._guard, self._handed = threading.Lock(), None
+        self._waiting.clear()
+        if taken:
+            self.release()
+        else:
+            self._owner, self._depth, self.unusable = None, 0, True
+            self._notes.clear()
 
     def __enter__(self) -> FairLock:
         self.acquire()
@@ -72,3 +177,60 @@ class FairLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class Mutex:
+    """Used as `threading.Lock` is, for a few steps that never wait for anything else."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _MUTEXES.add(self)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """As `threading.Lock.acquire`."""
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        """As `threading.Lock.release`."""
+        self._lock.release()
+
+    def __enter__(self) -> Mutex:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+_ALIVE: weakref.WeakSet[FairLock] = weakref.WeakSet()
+_MUTEXES: weakref.WeakSet[Mutex] = weakref.WeakSet()
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    taken: list[FairLock] = []
+    _forking.taken = taken
+    end = time.monotonic() + _PATIENCE
+    for lock in list(_ALIVE):
+        if not lock.unusable and lock.acquire(max(0.0, end - time.monotonic())):
+            taken.append(lock)
+
+
+def _after_fork_in_parent() -> None:
+    for lock in reversed(getattr(_forking, "taken", [])):
+        lock.release()
+
+
+def _after_fork_in_child() -> None:
+    taken = getattr(_forking, "taken", [])
+    for mutex in list(_MUTEXES):
+        mutex._lock = threading.Lock()
+    for lock in list(_ALIVE):
+        lock._go_on_in_child(lock in taken)
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from keepsight.node import DEVICE, HOST, LOGITS, NOWHERE, Node, Part, Tensors
-from keepsight.prompt import Prompt, shift
+from keepsight.prompt import Prompt, Rule, shift
 from keepsight.tree import Books, archive
 
 
@@ -49,6 +49,27 @@ class Known:
     diverged: bool  # the closest path goes on differently (else it just ends)
     evicted_from: int | None = None
     elsewhere: bool = False  # it differs only in who made the features
+
+    def why_not_usable(self, at: int, prompt: Prompt, rule: Rule) -> str:
+        """Why what is known behind the match, which ends at `at`, has to be computed again."""
+        if self.evicted_from is not None:
+            return "evicted"
+        if rule.reuse == "whole prompt":
+            return "not possible: every token of this model's prompts sees all others"
+        if rule.reuse == "same media" and any(span.start >= at for span in prompt.spans):
+            return "not possible: a new medium changes what stands before it"
+        if self.until - at < rule.grain:
+            return "no boundary yet (below the grain)"
+        return f"no snapshot between {at} and {self.until}"
+
+    def why_unknown(self, behind: int, prompt: Prompt) -> str:
+        """Why a stretch that begins at `behind` is not known."""
+        if not self.diverged or behind != self.until:
+            return "new"
+        if self.elsewhere:
+            return "made elsewhere"
+        medium = prompt.medium_at(behind)
+        return f"diverged at token {behind} ({'text' if medium is None else f'medium {medium}'})"
 
 
 class Tree(Books):

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from keepsight.lock import FairLock
 from keepsight.memory import Memory
 from keepsight.node import Node
 from keepsight.package import Package
-from keepsight.prefix import Known, Match
+from keepsight.prefix import Match
 from keepsight.prompt import Prompt
 from keepsight.report import Report, Segment, Usage
 
@@ -68,8 +69,9 @@ class Turn:
                 self._note_token(token)
                 yield token  # 6 emit
             self.keep_decoded()  # 7 remember the turn: prefilled with the next, or kept as it is
-        finally:
             self.finish()
+        finally:
+            self.let_go()
 
     # -- the hops --------------------------------------------------------------------------------
 
@@ -290,12 +292,20 @@ class Turn:
     def finish(self) -> None:
         """Let go of lane and path; safe to call at any time, and twice."""
         with self._lock:
-            if self._run is not None:
-                self._memory.engine.finish(self._run)
-                self._run = None
-            elif self._waiting is not None:
-                self._memory.tree.release(self._waiting)
-            self._waiting = None
+            self._memory.engine.let_go(*self._held())
+
+    def let_go(self) -> None:
+        """The same without ever waiting: the collector may end a turn at any moment."""
+        if self._run is not None or self._waiting is not None:
+            self._lock.leave(partial(self._memory.engine.let_go, *self._held()))
+
+    def __del__(self) -> None:
+        self.let_go()
+
+    def _held(self) -> tuple[Run | None, Node | None]:
+        held = self._run, self._waiting
+        self._run = self._waiting = None
+        return held
 
     # -- telling ---------------------------------------------------------------------------------
 
@@ -359,31 +369,11 @@ class Turn:
         if self._other is not None and self._other[0] > max(at, known.until):
             return [(at, self._other[1])]
         if known.until > at:
-            reasons.append((at, self._why_not_usable(at, known)))
+            reasons.append((at, known.why_not_usable(at, self.prompt, self._memory.rule)))
         behind = max(at, known.until)
         if behind < len(self.prompt):
-            reasons.append((behind, self._why_unknown(behind, known)))
+            reasons.append((behind, known.why_unknown(behind, self.prompt)))
         return reasons or [(at, "new")]
-
-    def _why_not_usable(self, at: int, known: Known) -> str:
-        if known.evicted_from is not None:
-            return "evicted"
-        reuse = self._memory.rule.reuse
-        if reuse == "whole prompt":
-            return "not possible: every token of this model's prompts sees all others"
-        if reuse == "same media" and any(span.start >= at for span in self.prompt.spans):
-            return "not possible: a new medium changes what stands before it"
-        if known.until - at < self._memory.rule.grain:
-            return "no boundary yet (below the grain)"
-        return f"no snapshot between {at} and {known.until}"
-
-    def _why_unknown(self, behind: int, known: Known) -> str:
-        if not known.diverged or behind != known.until:
-            return "new"
-        if known.elsewhere:
-            return "made elsewhere"
-        medium = self.prompt.medium_at(behind)
-        return f"diverged at token {behind} ({'text' if medium is None else f'medium {medium}'})"
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

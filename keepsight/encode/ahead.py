@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 _DEEP = 16  # things that may wait for each thread, whatever their bytes
+_POLL = 0.5  # seconds; whoever closes rings a bell, unless somebody has it in their hand
 _TOGETHER, _LIGHT = 64, 1 << 20  # at most so many, of so many bytes, in one go
 # Python threads take turns, and a tower gives its turn away at each of its hundreds of small steps.
 # With the usual 5 ms until it may have it back, threads that work ahead would slow it down.
@@ -45,17 +46,17 @@ class _Window:
     def __init__(self, most: int, budget: int) -> None:
         self._most, self._budget = most, budget
         self._count = self._bytes = 0
-        self._closed = False
+        self.closed = False  # nobody wants anything any more
         self._changed = threading.Condition()
 
     def enter(self, count: int, nbytes: int) -> bool:
         """Wait for room; False when nobody wants anything any more."""
         with self._changed:
-            while not self._closed and self._full():
-                self._changed.wait()
+            while not self.closed and self._full():
+                self._changed.wait(_POLL)
             self._count += count
             self._bytes += nbytes
-            return not self._closed
+            return not self.closed
 
     def _full(self) -> bool:
         return self._count >= self._most or (self._count > 0 and self._bytes >= self._budget)
@@ -71,9 +72,11 @@ class _Window:
             self._changed.notify()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
+        """Let in nothing more. This waits for nobody: the collector may be what calls it."""
+        self.closed = True
+        if self._changed.acquire(blocking=False):
             self._changed.notify_all()
+            self._changed.release()
 
 
 class Ahead(Generic[T, R]):
@@ -99,10 +102,10 @@ class Ahead(Generic[T, R]):
 
     def over(self, things: Iterable[T]) -> Iterator[R]:
         """The results, in the order of the things."""
-        pool = ThreadPoolExecutor(self._threads, "keepsight-ahead")
         feeder = threading.Thread(
-            target=self._feed, args=(iter(things), pool), name="keepsight-ahead-feed", daemon=True
+            target=self._feed, args=(iter(things),), name="keepsight-ahead-feed", daemon=True
         )
+        wait = True
         with _short_turns():
             feeder.start()
             try:
@@ -112,21 +115,25 @@ class Ahead(Generic[T, R]):
                     for nbytes, result in zip(found.sizes, found.results.result(), strict=True):
                         yield result
                         self._window.leave(nbytes + self._after(result))
+            except GeneratorExit:  # perhaps from the collector; the threads see it and end
+                wait = False
+                raise
             finally:
                 self._window.close()
-                pool.shutdown(cancel_futures=True)
-                feeder.join()
+                if wait:
+                    feeder.join()
 
-    def _feed(self, things: Iterator[T], pool: ThreadPoolExecutor) -> None:
-        try:
-            while group := self._group(things):
-                sizes = [self._before(thing) for thing in group]
-                if not self._window.enter(len(group), sum(sizes)):
-                    return
-                self._lane.put(_Going(sizes, pool.submit(self._work_on, group)))
-            self._lane.put(None)
-        except Exception as error:  # whoever asks for results gets it in its place
-            self._lane.put(error)
+    def _feed(self, things: Iterator[T]) -> None:
+        with ThreadPoolExecutor(self._threads, "keepsight-ahead") as pool:
+            try:
+                while group := self._group(things):
+                    sizes = [self._before(thing) for thing in group]
+                    if not self._window.enter(len(group), sum(sizes)):
+                        return
+                    self._lane.put(_Going(sizes, pool.submit(self._work_on, group)))
+                self._lane.put(None)
+            except Exception as error:  # whoever asks for results gets it in its place
+                self._lane.put(error)
 
     def _group(self, things: Iterator[T]) -> list[T]:
         group: list[T] = []
@@ -141,6 +148,8 @@ class Ahead(Generic[T, R]):
     def _work_on(self, group: list[T]) -> list[R]:
         results, added = [], 0
         for thing in group:
+            if self._window.closed:
+                break
             results.append(self._work(thing))
             size = self._after(results[-1])
             self._window.grow(size)

@@ -7,7 +7,6 @@ else.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,14 @@ from keepsight import keys
 from keepsight.clips import MAX_FRAMES, open_clip
 from keepsight.encode.items import Item, broken
 from keepsight.errors import ImageError, MissingExtra
+from keepsight.lock import FairLock
 from keepsight.media import Source, open_source
 from keepsight.pictures import MAX_PIXELS
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000
 MAX_CLIP = 4 << 30  # bytes of one decoded video
-# The library is not safe in two threads at once. Reentrant, because a document may be let go of by
-# the garbage collector at any moment, also while this thread draws.
-PDFIUM = threading.RLock()
+PDFIUM = FairLock("the PDF library")  # which is not safe in two threads at once
 _POINTS = 72  # to an inch
 
 
@@ -67,9 +65,8 @@ class _Document:
         return f"{self._library.PDFIUM_INFO} {PIL.__version__}"
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):
-            with PDFIUM:
-                self._open.close()
+        if hasattr(self, "_open"):  # the collector calls this, at any moment: it must not wait
+            PDFIUM.leave(self._open.close)
 
     def draw(self, number: int, dpi: int) -> Image.Image:
         """A page, counted from 0, as an RGB image."""
