@@ -1,10 +1,11 @@
-"""What changes bits beside weights and input: device, libraries, threads, precision, attention.
+"""What changes bits beside weights and input: device, libraries, threads, switches, attention.
 
 Snapshots are reused only under the circumstances they were made under; packages say theirs.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 from typing import Any
@@ -13,19 +14,29 @@ import PIL
 import torch
 import transformers
 
+from keepsight.switches import switches
+
+# Where a configuration keeps by which of Transformers' functions its part of a model runs.
+_CHOSEN = {
+    "attention": "_attn_implementation_internal",
+    "experts": "_experts_implementation_internal",
+}
+
 
 def circumstances(model: Any, dtype: str) -> dict[str, Any]:
-    """Those that hold for a live model whose weights are of a dtype."""
-    on_cpu = model.device.type == "cpu"
+    """Those that hold for a live model whose weights are of a dtype, in this thread."""
+    device: torch.device = model.device
+    functions = _functions(model.config)
+    chosen = {(word, name) for word, names in functions.items() for name in names.values()}
     return {
-        "device": _device_class(model.device),
+        "device": _device_class(device),
         "dtype": dtype,
-        "attention": _attention(model.config),
+        **functions,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "threads": torch.get_num_threads() if on_cpu else None,
-        "precision": _precision(),
-        "autocast": _autocast(model.device.type),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "switches": switches(device.type, sorted(chosen)),
+        "autocast": _autocast(device.type),
         **getattr(getattr(model, "exported", None), "circumstances", {}),
     }
 
@@ -37,6 +48,7 @@ def backend_version(backend: str) -> str:
     return f"pillow {PIL.__version__}"
 
 
+@functools.cache
 def _device_class(device: torch.device) -> str:
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_name(device)}"
@@ -45,17 +57,21 @@ def _device_class(device: torch.device) -> str:
     return device.type
 
 
-def _attention(config: Any) -> dict[str, Any]:
-    parts = {"model": config, "text": config.get_text_config()}
-    parts["vision"] = getattr(config, "vision_config", None)
-    return {name: getattr(c, "_attn_implementation", None) for name, c in parts.items()}
-
-
-def _precision() -> list[str]:
-    backends: Any = torch.backends
-    places = (backends, backends.mkldnn.matmul, backends.cuda.matmul)
-    found = [str(getattr(place, "fp32_precision", "")) for place in places]
-    return [torch.get_float32_matmul_precision(), *found]
+def _functions(config: Any) -> dict[str, dict[str, str]]:
+    """By which functions each part of a model attends and runs its experts, as it was chosen."""
+    found: dict[str, dict[str, str]] = {"attention": {}, "experts": {}}
+    waiting = [("model", config)]
+    while waiting:
+        name, part = waiting.pop()
+        # Not by getattr: upstream's properties walk over all parts again, each for its own.
+        own = vars(part)
+        for word, attribute in _CHOSEN.items():
+            if own.get(attribute) is not None:
+                found[word][name] = str(own[attribute])
+        for below in getattr(type(part), "sub_configs", ()):
+            if own.get(below) is not None:
+                waiting.append((below if part is config else f"{name}.{below}", own[below]))
+    return found
 
 
 def _autocast(device: str) -> str | None:

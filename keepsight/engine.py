@@ -27,14 +27,21 @@ from keepsight.prompt import Prompt
 from keepsight.state import Lane, Shape, Tensors, pattern
 
 MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
+MAX_PATTERNS = 64  # makings whose snapshots are known by shape
 
 
 class Lanes:
-    """A few lanes, so that a conversation that goes on finds its keys and values in place."""
+    """A few lanes, so that a conversation that goes on finds its keys and values in place.
+
+    `making` names everything that shapes and bits of a lane's tensors depend on: weights and
+    circumstances, but not the tenant. A lane serves turns of its own making only; after a cast, or
+    inside and outside of autocast, its buffers would be of another dtype or on another device.
+    """
 
     def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
         self._model, self._shape, self._budget = model, shape, budget
         self._idle: list[Lane] = []  # least recently used first
+        self.making = ""
 
     @property
     def nbytes(self) -> int:
@@ -45,15 +52,19 @@ class Lanes:
         """A lane for continuing from `node`: the one that holds most of its path already."""
         chain = node.chain()
         best, shared = None, 0
-        for lane in self._idle:
+        fitting = [lane for lane in self._idle if lane.making == self.making]
+        for lane in fitting:
             end = _shared(lane, chain)
             if end > shared:
                 best, shared = lane, end
         # A lane with much of another conversation behind the shared part is left to it.
         crowded = best is not None and shared * 2 < _marked(best)
         if (best is None or crowded) and len(self._idle) < MAX_LANES:
-            return Lane(self._model, self._shape)
-        lane = best if best is not None else self._idle[0]
+            return Lane(self._model, self._shape, self.making)
+        if best is None and not fitting:
+            self._idle.pop(0)
+            return Lane(self._model, self._shape, self.making)
+        lane = best if best is not None else fitting[0]
         self._idle.remove(lane)
         return lane
 
@@ -109,8 +120,12 @@ class Engine:
         self.shape = shape
         self.prefill_tokens = 0
         self.decode_steps = 0
-        self._pattern: dict[str, Any] | None = None
+        self._patterns: dict[str, dict[str, Any]] = {}  # by making
         tree.fits, tree.on_forget = self.fits, self.lanes.clear
+
+    def bind(self, making: str) -> None:
+        """Say what the model is now; called before each turn."""
+        self.lanes.making = making
 
     def fits(self, kv: Tensors, fixed: Tensors | None) -> bool:
         """Whether a snapshot from a file is one that this model could have made."""
@@ -120,16 +135,19 @@ class Engine:
         return found == wanted
 
     def snapshot_pattern(self) -> dict[str, Any]:
-        """What all snapshots of this model have in common; it costs one small pass, once."""
-        if self._pattern is None:
-            self._pattern = self._look_at_a_snapshot()
-        return self._pattern
+        """What all snapshots of one making have in common; it costs one small pass, once."""
+        making = self.lanes.making
+        if making not in self._patterns:
+            while len(self._patterns) >= MAX_PATTERNS:
+                self._patterns.pop(next(iter(self._patterns)))
+            self._patterns[making] = self._look_at_a_snapshot()
+        return self._patterns[making]
 
     @torch.inference_mode()
     def _look_at_a_snapshot(self) -> dict[str, Any]:
         """The pattern of all snapshots, from one of two tokens that is thrown away."""
         ids = np.zeros(2, dtype=np.int64)
-        lane = Lane(self._model, self.shape)
+        lane = Lane(self._model, self.shape, self.lanes.making)
         positions = self._family.positions(ids, ids, [])
         run = Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), positions)
         counted = self.prefill_tokens
@@ -175,11 +193,13 @@ class Engine:
         run.node, run.logits = match.node, match.logits
 
     def prefill(
-        self, run: Run, cut: int, fetch: Callable[[int], Package], keep: bool = True
+        self, run: Run, cut: int, fetch: Callable[[int], Package], changed: Callable[[], bool]
     ) -> None:
         """Compute up to the next boundary; its snapshot is in the tree when this returns.
 
         `fetch` gives the package of a medium by its index; each chunk asks only for its own.
+        `changed` is asked behind the pass: where another thread changed the model or a switch
+        meanwhile, neither this snapshot nor any behind it is remembered.
         """
         start = run.lane.length
         parts = [
@@ -191,7 +211,7 @@ class Engine:
         cost = 1e3 * (time.perf_counter() - begun)
         if cut == len(run.prompt):
             run.logits = logits
-        if keep:
+        if run.node.end == start and not changed():
             self._remember(run, start, cut, logits, cost)
 
     @torch.inference_mode()

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from keepsight import keys
 from keepsight.circumstances import backend_version, circumstances
+from keepsight.compiled import Compiled
 from keepsight.engine import Engine
 from keepsight.errors import ModelError
 from keepsight.families import Family
@@ -75,6 +76,8 @@ class Memory:
             family.reuse,
             family.media_ends,
         )
+        self._compiled = Compiled(model, family.answers)
+        self._compiled.gather()
         self.made_under: dict[str, Made] = {}  # by namespace, to say why a path is not here
 
     def _tree(self, model: PreTrainedModel) -> Tree:
@@ -139,14 +142,16 @@ class Memory:
         """Look at everything that results depend on; the namespace they give."""
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
-        self.weights.refresh(remembered)
-        self.vision_of(tenant).bind(self.weights.vision, self._provenance())
+        if self.weights.refresh(remembered):
+            self._compiled.gather()
+        now = self._now()
+        self.vision_of(tenant).bind(self.weights.vision, self._provenance(now))
         self._visions.move_to_end(tenant)
+        making = keys.digest("making", self.weights.all, self.weights.config, now)
+        self.engine.bind(making)
         namespace = keys.digest(
             "namespace",
-            self.weights.all,
-            self.weights.config,
-            circumstances(self.model, self.weights.dtype),
+            making,
             self.rule.record(),
             "exact" if exact else "with decoded state",
             tenant,
@@ -166,19 +171,24 @@ class Memory:
             return None
         return until, "other settings" if made.weights == self.weights.all else "other weights"
 
+    def _now(self) -> dict[str, Any]:
+        """The circumstances of this moment, in this thread."""
+        now = circumstances(self.model, self.weights.dtype)
+        return {**now, "compiled": self._compiled.look()}
+
     def circumstances(self) -> dict[str, Any]:
         """All that a snapshot depends on beside weights and input, as plain data for a file."""
-        told = circumstances(self.model, self.weights.dtype)
-        return {**told, "rule": self.rule.record(), "config": self.weights.config}
+        return {**self._now(), "rule": self.rule.record(), "config": self.weights.config}
 
-    def _provenance(self) -> dict[str, Any]:
-        """How features made now are made."""
+    def _provenance(self, now: dict[str, Any]) -> dict[str, Any]:
+        """How features made under the circumstances of now are made."""
         processor = getattr(self.processor, "image_processor", None)
         backend = str(getattr(processor, "backend", None) or "tensors")
-        told = circumstances(self.model, self.weights.vision_dtype)
         return dict(
-            told,
-            maker=str(told.get("runtime", "torch")).split()[0],
+            now,
+            compiled=self._compiled.beside_the_decoder(now["compiled"]),
+            dtype=self.weights.vision_dtype,
+            maker=str(now.get("runtime", "torch")).split()[0],
             codec="exact",
             image_backend=f"{backend} ({backend_version(backend)})",
         )

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from keepsight.errors import UnsupportedModel
+from keepsight.errors import ModelError, UnsupportedModel
 from keepsight.package import storage_bytes
 
 _ROUND = 256  # capacities are multiples of this, which also keeps every head's rows aligned
@@ -62,6 +62,9 @@ class LaneLayer(DynamicLayer):
         return self.keys, self.values
 
     def _ensure(self, end: int, like_k: torch.Tensor, like_v: torch.Tensor) -> None:
+        for room, like in ((self.room_k, like_k), (self.room_v, like_v)):
+            if room is not None and not _alike(room, like):
+                self._make_anew(room, like)
         have = 0 if self.room_k is None else self.room_k.shape[-2]
         if end <= have:
             return
@@ -73,6 +76,16 @@ class LaneLayer(DynamicLayer):
         if self.length and old_k is not None and old_v is not None:
             self.room_k[:, :, : self.length] = old_k[:, :, : self.length]
             self.room_v[:, :, : self.length] = old_v[:, :, : self.length]
+
+    def _make_anew(self, room: torch.Tensor, like: torch.Tensor) -> None:
+        """Drop buffers that cannot take what comes; they must be empty."""
+        if self.length:
+            raise ModelError(
+                f"the model computed in {room.dtype} on {room.device} when this turn began, and "
+                f"now in {like.dtype} on {like.device}: it was cast or moved, or autocast was "
+                "entered or left, while the turn was running; ask again"
+            )
+        self.room_k = self.room_v = None
 
     def _view(self, length: int) -> None:
         self.length = length
@@ -138,6 +151,13 @@ class LaneLayer(DynamicLayer):
     def nbytes(self) -> int:
         """Bytes of the room."""
         return storage_bytes(t for t in (self.room_k, self.room_v) if t is not None)
+
+
+def _alike(room: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether rows of one tensor can be written into the other as they are."""
+    if room.dtype != like.dtype or room.device != like.device:
+        return False
+    return room.shape[:2] == like.shape[:2] and room.shape[-1] == like.shape[-1]
 
 
 class CrossLayer(LaneLayer):
@@ -216,8 +236,8 @@ def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
 class Lane:
     """The memory of one running sequence."""
 
-    def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self, model: PreTrainedModel, shape: Shape, making: str = "") -> None:
+        self.shape, self.making = shape, making
         self._config = model.config
         self.cache = DynamicCache(config=model.config)
         for i, kind in enumerate(shape.kinds):

@@ -178,9 +178,9 @@ class Turn:
         """The deepest snapshot on this prompt's path, once it is prefilled."""
         return self._reached if self._reached is not None else self.match.node
 
-    def prefill(self, keep: bool = True) -> Run:
+    def prefill(self) -> Run:
         """Hops 3 and 4: what is left of the prompt, boundary by boundary."""
-        for _ in self.work(keep):
+        for _ in self.work():
             pass
         return self.run
 
@@ -200,7 +200,7 @@ class Turn:
             raise KeepsightError("this turn has no lane: it was not begun, or it is over")
         return self._run
 
-    def work(self, keep: bool = True, shared: bool = False) -> Iterator[int]:
+    def work(self, shared: bool = False) -> Iterator[int]:
         """Hops 3 and 4 in pieces: after each, a pass of the tower or of the language model over so
         many tokens, others may have the model. With `shared` they do, and what they put in the tree
         meanwhile is taken and not computed again."""
@@ -224,7 +224,7 @@ class Turn:
                     yield self.prompt.media[missing[0]].tokens
                 continue
             with self._stage("prefill"):
-                engine.prefill(run, cut, packages.__getitem__, keep)
+                engine.prefill(run, cut, packages.__getitem__, self.out_of_date)
             packages.clear()
             yield cut - start
         self._reached = run.node

@@ -24,10 +24,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
 errors
-keys lock grouped
+keys lock grouped switches
 tensorfile report codecs handover pictures
 package
-media store state loading circumstances
+media store state loading circumstances compiled
 shelf
 clips families settings
 medium
