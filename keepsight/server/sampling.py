@@ -19,7 +19,9 @@ class Penalties(LogitsProcessor):
     """OpenAI's penalties on tokens that the answer has already, and biases on any."""
 
     def __init__(self, presence: float, frequency: float, bias: dict[int, float]) -> None:
-        self._presence, self._frequency, self._bias = presence, frequency, bias
+        self._presence, self._frequency = presence, frequency
+        self._biased = torch.tensor(list(bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32)
         self._start: int | None = None  # where the answer begins; known with the first call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -30,8 +32,9 @@ class Penalties(LogitsProcessor):
         for row, ids in enumerate(input_ids[:, self._start :]):
             tokens, counts = ids.unique(return_counts=True)
             scores[row, tokens] -= self._presence + self._frequency * counts.to(scores.dtype)
-        for token, bias in self._bias.items():
-            scores[:, token] += bias
+        if len(self._bias):  # all at once: there may be one for each token of the vocabulary
+            biased = self._biased.to(scores.device)
+            scores[:, biased] += self._bias.to(scores.device, scores.dtype)
         return scores
 
 
