@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
+from keepsight.stops import StopStrings, stop_strings
 
 # Options of GenerationConfig that this engine cannot serve, with their harmless values.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -87,7 +88,8 @@ def sampler(
     options = {_ALIASES.get(name, name): value for name, value in options.items()}
     ours = {name: options.pop(name) for name in _OURS if name in options}
     given = options.pop("generation_config", None)
-    stop = _stop_strings(ours.get("stop"), options)
+    asked_stop = options.pop("stop_strings", None)
+    stop = stop_strings(asked_stop if ours.get("stop") is None else ours["stop"])
     asked = _asked_length(options, given, model)
     try:
         config, left = model._prepare_generation_config(given, **options)
@@ -101,10 +103,10 @@ def sampler(
     count = _new_tokens(asked, length, default_tokens, model)
     config.max_length = length + count
     model._prepare_special_tokens(config, True, device=ids.device, batch_size=1)
-    if stop:
-        if tokenizer is None:
-            raise InputError("stop strings need a tokenizer; wrap the model with its processor")
-        config.stop_strings = stop
+    endings = stop or stop_strings(config.stop_strings)
+    config.stop_strings = None  # ours ends at the same tokens, and costs less
+    if endings and tokenizer is None:
+        raise InputError("stop strings need a tokenizer; wrap the model with its processor")
     try:
         processors = model._get_logits_processor(
             generation_config=config,
@@ -121,6 +123,8 @@ def sampler(
         )
     except (ValueError, TypeError) as error:  # values that only upstream's processors look at
         raise InputError(f"an option of decoding was refused: {error}") from error
+    if endings:
+        criteria.append(StopStrings(tokenizer, endings))
     generator = None
     if ours.get("seed") is not None:
         generator = torch.Generator(ids.device).manual_seed(int(ours["seed"]))
@@ -131,14 +135,6 @@ def known_options() -> list[str]:
     """Every option that decoding understands."""
     public = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
     return sorted({*public, *_OURS, *_ALIASES, "generation_config"} - {"transformers_version"})
-
-
-def _stop_strings(stop: Any, options: dict[str, Any]) -> list[str]:
-    stops = stop if stop is not None else options.pop("stop_strings", None)
-    stops = [stops] if isinstance(stops, str) else list(stops or [])
-    if not all(isinstance(s, str) and s for s in stops):
-        raise InputError(f"stop must be one or more non-empty strings, got {stop!r}")
-    return stops
 
 
 def _asked_length(
@@ -241,7 +237,10 @@ class Detokenizer:
 
 def _overlap(text: str, stop: str) -> int:
     """How many characters at the end of `text` begin `stop`."""
-    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
 class Taker:

@@ -27,7 +27,7 @@ errors
 keys lock grouped switches
 tensorfile report codecs handover pictures
 package
-media store state loading circumstances compiled
+media store state loading circumstances compiled stops
 shelf
 clips families settings
 medium
