@@ -13,10 +13,11 @@ import time
 
 from keepsight.errors import FileError, WrongFormatVersion
 from keepsight.store import entryfile, layout
-from keepsight.store.book import Book, as_found, name_of, pin_name, pins
+from keepsight.store.book import Book
 from keepsight.store.contract import Entry
 from keepsight.store.folder import DAMAGED, PART, Folder
 from keepsight.store.layout import Place
+from keepsight.store.rows import as_found, name_of, pin_name, pins
 
 __all__ = ["Audit", "as_found", "sweep"]
 

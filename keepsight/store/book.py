@@ -1,16 +1,16 @@
 """The catalogue as the store leans on it: it may be missing, damaged, locked or deleted under us.
 
 None of that may disturb reading or writing, so everything that can go wrong with the book ends
-here: it is made anew from the files, or one is kept in memory, with one warning. What a dead
-process left half done is settled when the book is opened, by the rows that say so and no others.
+here. Only a damaged book is made anew from the files, and not again and again. One that is out of
+reach (locked, or on a disk that is full, read-only or gone) is sound: it is tried again later. What
+a dead process left half done is settled when the book is opened, by the rows that say so and no
+others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import logging
-import os
 import sqlite3
 import stat
 import threading
@@ -18,44 +18,38 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from keepsight.errors import FileError, StoreError
-from keepsight.store import entryfile, layout
+from keepsight.errors import StoreError
+from keepsight.store import health, layout
 from keepsight.store.catalogue import GOING, NAME, THERE, WRITING, Catalogue
-from keepsight.store.contract import About, Entry
+from keepsight.store.choice import AT_ONCE, choose, knot, left_alone, raise_floor
+from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
+from keepsight.store.health import Health
 from keepsight.store.layout import Place
-from keepsight.store.patience import is_busy, opened
+from keepsight.store.patience import opened, opened_to_read
+from keepsight.store.rows import everything, name_of, pins
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_AT_ONCE = 256  # removed in one transaction
-_KNOTS = 64  # entries looked at for such a circle
-_DAMAGE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQLite is damaged
+_TROUBLE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQLite is damaged
 _UNDER_WAY = 600.0  # seconds that a write may take at most
 _AGAIN = 60.0  # seconds until a book that could not be opened is tried again
-
-
-def name_of(place: Place) -> str:
-    """The file of an entry."""
-    return layout.place(place.kind, place.key, place.tenant)
-
-
-def pin_name(place: Place) -> str:
-    """The note that keeps a pin where the book is lost."""
-    return f"{layout.tenant_prefix(place.tenant)}pins/{place.kind}/{place.key}.json"
+_FIRST_REBUILD, _LONGEST_REBUILD = 60.0, 3600.0  # between two that are made anew
 
 
 class Book:
     """The catalogue beside the files of one folder, opened when it is first needed."""
 
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
+    def __init__(self, folder: Folder, disk: Health) -> None:
+        self.folder, self.disk = folder, disk
+        self.health = Health(f"the catalogue of {folder.root} cannot be used")
         self.in_memory = False  # there is no book on the disk, for now
         self._lock = threading.RLock()
         self._catalogue: Catalogue | None = None
-        self._inode: int | None = None
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._is_makeshift = False  # read only, or not settled: for a time
         self._try_again = 0.0
-        self._warned = False
+        self._rebuild_at, self._rebuild_pause = 0.0, _FIRST_REBUILD
         self._adopting: Iterator[list[Entry]] | None = None
 
     def act(self, work: Callable[[Catalogue], T]) -> T:
@@ -64,19 +58,19 @@ class Book:
             for final in (False, True):
                 try:
                     return work(self._open())
-                except _DAMAGE as error:
-                    if final or is_busy(error):
+                except _TROUBLE as error:
+                    state = health.named(error)
+                    if state in (health.GONE, health.FAILING):
+                        self.close()  # such a connection may not get well again
+                    if final or state not in (health.DAMAGED, health.GONE):
                         raise StoreError(f"{self._path}: {error}") from error
-                    self._replace(error)
+                    if state == health.DAMAGED:
+                        self._replace(error)
+                except StoreError:
+                    raise
+                except OSError as error:
+                    raise StoreError(f"{self._path}: {error}") from error
         raise StoreError(f"{self._path}: not usable")
-
-    def try_to(self, work: Callable[[Catalogue], T], otherwise: T) -> T:
-        """The same for those who can go on without."""
-        try:
-            return self.act(work)
-        except StoreError as error:
-            self._warn(error)
-            return otherwise
 
     def change(self, work: Callable[[Catalogue], T]) -> T:
         """Do something in one transaction."""
@@ -86,6 +80,34 @@ class Book:
                 return work(catalogue)
 
         return self.act(whole)
+
+    def try_to(self, work: Callable[[Catalogue], T], otherwise: T) -> T:
+        """`act` for those who can go on without."""
+        try:
+            return self.act(work)
+        except StoreError as error:
+            self.note(error)
+            return otherwise
+
+    def try_to_change(self, work: Callable[[Catalogue], T], otherwise: T) -> T:
+        """`change` for those who can go on without; a book that was locked is not waited for again
+        at once."""
+        if self.health.state == health.LOCKED and self.health.is_aside:
+            return otherwise
+        try:
+            result = self.change(work)
+        except StoreError as error:
+            self.note(error)
+            return otherwise
+        if not self.in_memory:
+            self.health.worked()
+        return result
+
+    def note(self, error: Exception) -> None:
+        """What a lock or damage does concerns the book alone, all else the whole disk."""
+        state = health.named(error)
+        of_book = state in (health.LOCKED, health.DAMAGED)
+        (self.health if of_book else self.disk).failed(error, state)
 
     def pages(self, tenant: str) -> Iterator[Entry]:
         """All rows of a tenant, whatever happens to them in the meantime."""
@@ -102,10 +124,12 @@ class Book:
             if self._catalogue is not None:
                 with contextlib.suppress(sqlite3.Error):
                     self._catalogue.close()
-            self._catalogue, self._adopting, self.in_memory = None, None, False
+            self._catalogue, self._adopting = None, None
+            self.in_memory = self._is_makeshift = False
 
     def abandon(self) -> None:
         """After a fork: forget the parent's connection without touching it."""
+        self.health.start_anew()
         self._lock = threading.RLock()
         self._catalogue = self._adopting = None
 
@@ -118,6 +142,7 @@ class Book:
     def _open(self) -> Catalogue:
         if self._catalogue is not None and self._is_current():
             return self._catalogue
+        before = self._file
         self.close()
         if not self._is_store():
             return self._open_in_memory(0.0)
@@ -127,27 +152,54 @@ class Book:
                 self.folder.set_aside(NAME + suffix)  # a link would lead out of the store
         try:
             made = opened(self.folder.path(NAME))
-            status = self.folder.status(NAME)
-            _settle(made, self.folder)
         except (sqlite3.OperationalError, OSError) as error:
-            if is_busy(error):
+            if health.named(error) in (health.LOCKED, health.DAMAGED):
                 raise
-            self._warn(error)
-            return self._open_in_memory(_AGAIN)
-        self._catalogue, self._inode = made, None if status is None else status.st_ino
+            return self._open_without_writing(error)
+        self._file = self._identity()
+        try:
+            self._begin(made, before not in (None, self._file))
+        except (sqlite3.Error, OSError) as error:
+            if health.named(error) in (health.LOCKED, health.DAMAGED):
+                made.close()
+                raise
+            self.note(error)  # it is complete enough to read, and opened again after a time
+            self._is_makeshift, self._try_again = True, time.monotonic() + _AGAIN
+        self._catalogue = made
+        return made
+
+    def _begin(self, made: Catalogue, replaced: bool) -> None:
+        """Settle what the dead have left. Another's file in the place of ours may lack rows."""
+        _settle(made, self.folder)
+        if replaced:
+            made.set_fact("complete", 0)
         if not made.fact("complete") and not self._has_entries():
             made.set_fact("complete", 1)
-        return made
+
+    def _open_without_writing(self, error: Exception) -> Catalogue:
+        """What can be read of the book where it cannot be written; else one in memory."""
+        self._catalogue = opened_to_read(self.folder.path(NAME))
+        if self._catalogue is None:
+            self.note(error)
+            return self._open_in_memory(_AGAIN)
+        self._file, self._is_makeshift = self._identity(), True
+        self._try_again = time.monotonic() + _AGAIN
+        return self._catalogue
+
+    def _identity(self) -> tuple[int, int] | None:
+        status = self.folder.status(NAME)
+        return None if status is None else (status.st_dev, status.st_ino)
 
     def _is_current(self) -> bool:
         """Not when somebody deleted or replaced the file, or it may now be there after all."""
         if self.in_memory:
             return time.monotonic() < self._try_again
-        status = self.folder.status(NAME)
-        return status is not None and status.st_ino == self._inode
+        if self._is_makeshift and time.monotonic() >= self._try_again:
+            return False
+        return self._file is not None and self._identity() == self._file
 
     def _open_in_memory(self, seconds: float) -> Catalogue:
-        self._catalogue, self._inode, self.in_memory = Catalogue(None), None, True
+        self._catalogue, self.in_memory = Catalogue(None), True
         self._try_again = time.monotonic() + seconds
         if not self._has_entries():
             self._catalogue.set_fact("complete", 1)
@@ -162,17 +214,20 @@ class Book:
         return any(name in layout.KINDS or name == "tenants" for name in self.folder.names(""))
 
     def _replace(self, error: Exception) -> None:
-        """Put a damaged catalogue aside; the next one is filled from the files."""
-        self._warn(error)
+        """Put a damaged catalogue aside; the next one is filled from the files. Where that does not
+        help it is not done without end: one in memory takes its place for a time."""
+        self.health.failed(error, health.DAMAGED)
         self.close()
+        now = time.monotonic()
+        if now < self._rebuild_at:
+            self._open_in_memory(self._rebuild_at - now)
+            return
+        self._rebuild_at = now + self._rebuild_pause
+        self._rebuild_pause = min(2 * self._rebuild_pause, _LONGEST_REBUILD)
+        self._file = None
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(OSError):
                 self.folder.set_aside(NAME + suffix)
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("the catalogue of %s: %s; going on without it", self.folder.root, error)
 
     # -- adopting what no book knows -------------------------------------------------------------
 
@@ -181,14 +236,15 @@ class Book:
         try:
             with self._lock:
                 return self._open().is_sound()
-        except _DAMAGE as error:
-            if is_busy(error):
+        except _TROUBLE as error:
+            if health.named(error) != health.DAMAGED:
                 raise StoreError(f"{self._path}: {error}") from error
             return False
 
     def make_anew(self) -> None:
         """Another book, from the files."""
         with self._lock:
+            self._rebuild_at = 0.0  # somebody asked for it
             self._replace(sqlite3.DatabaseError("it is damaged"))
             self.complete()
 
@@ -204,7 +260,11 @@ class Book:
                 return False
             if self._adopting is None:
                 self._adopting = everything(self.folder)
-            found = next(self._adopting, None)
+            try:
+                found = next(self._adopting, None)
+            except OSError as error:  # half a walk is none
+                self._adopting = None
+                raise StoreError(f"{self.folder.root} cannot be read: {error}") from error
             if found is None:
                 self._adopting = None
                 self.change(self._finish)
@@ -226,19 +286,18 @@ class Book:
     def remove(self, places: list[Place]) -> int:
         """Remove entries in this order, files and rows; the bytes freed."""
         freed = 0
-        for start in range(0, len(places), _AT_ONCE):
-            some = places[start : start + _AT_ONCE]
+        for start in range(0, len(places), AT_ONCE):
+            some = places[start : start + AT_ONCE]
             freed += self.act(lambda catalogue, some=some: self._remove(catalogue, some))  # type: ignore[misc]
         return freed
 
     def _remove(self, catalogue: Catalogue, places: list[Place]) -> int:
-        with catalogue:
-            catalogue.mark(places, GOING)
+        is_marked = self._mark_going(catalogue, places)
         freed, gone, stay = 0, [], []
         failed: OSError | None = None
         with catalogue:
             for place in places:
-                if catalogue.state(place) not in (GOING, None):
+                if is_marked and catalogue.state(place) not in (GOING, None):
                     continue  # somebody writes it again at this moment
                 status = self.folder.status(name_of(place))
                 try:
@@ -249,10 +308,21 @@ class Book:
                     stay.append(place)
             catalogue.drop(gone)
             catalogue.mark(stay, THERE)
-            left = _left_alone(catalogue, gone)
+            left = left_alone(catalogue, gone)
         if failed is not None and not freed:
-            raise StoreError(f"{self.folder.root}: entries cannot be removed: {failed}")
+            raise StoreError(f"{self.folder.root}: entries cannot be removed: {failed}") from failed
         return freed + (self.remove(left) if left else 0)
+
+    def _mark_going(self, catalogue: Catalogue, places: list[Place]) -> bool:
+        """Say what will be removed. A full disk has no room for that, and removing makes some."""
+        try:
+            with catalogue:
+                catalogue.mark(places, GOING)
+        except sqlite3.Error as error:
+            if health.named(error) != health.FULL:
+                raise
+            return False
+        return True
 
     def fit(self, tenant: str | None, budget: int) -> tuple[list[Place], int]:
         """Let the least useful go until the rest fits; which went, and the bytes freed."""
@@ -267,98 +337,8 @@ class Book:
             gone = self.remove(places) if places else 0
             if not gone:
                 return went, freed
-            self.change(lambda catalogue, w=worst: _raise_floor(catalogue, w))  # type: ignore[misc]
+            self.change(lambda catalogue, w=worst: raise_floor(catalogue, w))  # type: ignore[misc]
             went, freed = went + places, freed + gone
-
-
-def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float, list[Place]]:
-    """The least useful entries that make up so many bytes, and the worth of the best of them.
-
-    What something stands on comes after all that stands on it.
-    """
-    leaves = catalogue.leaves(tenant, _AT_ONCE)
-    limit = leaves[-1][0] if len(leaves) == _AT_ONCE else float("inf")
-    heap = [(value, e.used, Place(e.tenant, e.kind, e.key), e) for value, e in leaves]
-    heapq.heapify(heap)
-    chosen: dict[Place, None] = {}
-    worst = total = 0.0
-    while heap and total < excess and heap[0][0] <= limit:
-        value, _, place, entry = heapq.heappop(heap)
-        chosen[place] = None
-        worst, total = max(worst, value), total + entry.nbytes
-        if entry.stands_on is None:
-            continue
-        base = Place(entry.tenant, *entry.stands_on)
-        found = catalogue.worth_of(base)
-        if found is not None and all(other in chosen for other in catalogue.upon(base)):
-            heapq.heappush(heap, (found[0], found[1].used, base, found[1]))
-    return worst, list(chosen)
-
-
-def knot(catalogue: Catalogue, tenant: str | None) -> list[Place]:
-    """Entries that stand on each other in a circle, so that none is the last: no store writes that,
-    but files may say it. They go together, unless one of them is pinned."""
-    for place in catalogue.worst(tenant, _KNOTS):
-        tower = catalogue.tower([place])
-        if all(catalogue.worth_of(other) is not None for other in tower):
-            return tower
-    return []
-
-
-def everything(folder: Folder) -> Iterator[list[Entry]]:
-    """All entries by their files, a shelf at a time, without reading them in full."""
-    for tenant in ["", *folder.names("tenants")]:
-        for kind in layout.KINDS:
-            above = f"{layout.tenant_prefix(tenant)}{kind}"
-            for shelf in folder.names(above):
-                found = []
-                for name in folder.names(f"{above}/{shelf}"):
-                    place = layout.parse(f"{above}/{shelf}/{name}")
-                    entry = None if place is None else as_found(folder, place)
-                    found += [] if entry is None else [entry]
-                yield found
-
-
-def as_found(folder: Folder, place: Place) -> Entry | None:
-    """An entry as its file tells it; None where the file is none or cannot be read."""
-    status = folder.status(name_of(place))
-    if status is None or not stat.S_ISREG(status.st_mode):
-        return None
-    try:
-        told = entryfile.keeping(folder.path(name_of(place)), place.kind, place.key)
-    except (FileError, OSError):
-        told = {}  # `check` will name it; its bytes count until then
-    about = entryfile.about(told)
-    created = status.st_mtime if about.ttl is None else float(told["created"]) / 1000
-    return row_of(place, about, status.st_size, created, max(status.st_atime, created))
-
-
-def row_of(place: Place, about: About, nbytes: int, created: float, used: float) -> Entry:
-    """A row for something new."""
-    expires = None if about.ttl is None else created + about.ttl
-    return Entry(
-        kind=place.kind,
-        key=place.key,
-        nbytes=nbytes,
-        used=used,
-        created=created,
-        uses=1,
-        cost=about.cost,
-        stands_on=about.stands_on,
-        media=tuple(about.media),
-        expires=expires,
-        tenant=place.tenant,
-    )
-
-
-def pins(folder: Folder) -> Iterator[Place]:
-    """Every pin that was set."""
-    for tenant in ["", *folder.names("tenants")]:
-        for kind in layout.KINDS:
-            for name in folder.names(f"{layout.tenant_prefix(tenant)}pins/{kind}"):
-                key = os.path.splitext(name)[0]
-                if layout.is_name(kind, key):
-                    yield Place(tenant, kind, key)
 
 
 def _settle(catalogue: Catalogue, folder: Folder) -> None:
@@ -380,14 +360,3 @@ def _settle(catalogue: Catalogue, folder: Folder) -> None:
                 catalogue.mark([place], THERE)
             elif state != WRITING or abs(now - since) > _UNDER_WAY:
                 catalogue.drop([place])
-
-
-def _left_alone(catalogue: Catalogue, gone: list[Place]) -> list[Place]:
-    """What was written, while these were removed, to stand on them. What has the key of its base
-    waits for it to be written too."""
-    left = [up for place in gone for up in catalogue.upon(place) if up.key != place.key]
-    return [place for place in catalogue.tower(left) if place not in gone] if left else []
-
-
-def _raise_floor(catalogue: Catalogue, worst: float) -> None:
-    catalogue.set_fact("floor", max(worst, catalogue.fact("floor")))

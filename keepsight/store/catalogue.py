@@ -10,11 +10,14 @@ Bytes are added up by triggers, so no question needs a walk through all rows.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from keepsight.store.contract import Entry, Name
 from keepsight.store.layout import Place, is_name, is_tenant
@@ -84,14 +87,25 @@ ORDER BY worth, used LIMIT ?
 class Catalogue:
     """One connection to the book. Nothing in it happens by itself; see `Book` for who calls."""
 
-    def __init__(self, path: Path | None) -> None:
-        address = ":memory:" if path is None else path
+    def __init__(self, path: Path | None, to_read: str = "") -> None:
+        """In memory without a path. `to_read` is a mode of SQLite's in which nothing is written:
+        `mode=ro`, or `immutable=1` where nobody else can write either."""
+        address: Path | str = ":memory:" if path is None else path
+        if path is not None and to_read:
+            address = f"file:{quote(os.fsencode(path.absolute()))}?{to_read}"
         self._base = sqlite3.connect(
-            address, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+            address,
+            timeout=_PATIENCE,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=bool(to_read),
         )
         try:
             self._base.row_factory = sqlite3.Row
             self._base.create_function("worth", 4, worth, deterministic=True)
+            if to_read:
+                self._base.execute("SELECT 1 FROM fact, entry LIMIT 0")
+                return
             self._base.execute("PRAGMA journal_mode = WAL")
             # A file whose row a power cut took would be found by its key, and by no deletion.
             self._base.execute("PRAGMA synchronous = FULL")
@@ -113,8 +127,13 @@ class Catalogue:
         return self
 
     def __exit__(self, kind: Any, *details: Any) -> None:
-        if self._base.in_transaction:
-            self._base.execute("COMMIT" if kind is None else "ROLLBACK")
+        try:
+            if kind is None and self._base.in_transaction:
+                self._base.execute("COMMIT")
+        finally:  # a COMMIT that a full disk refused may leave the transaction open
+            if self._base.in_transaction:
+                with contextlib.suppress(sqlite3.Error):  # the first error is the one to tell
+                    self._base.execute("ROLLBACK")
 
     # -- facts -----------------------------------------------------------------------------------
 

@@ -18,12 +18,16 @@ from typing import Any, TypeVar
 
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
 from keepsight.store import audit, entryfile, layout
-from keepsight.store.book import Book, name_of, pin_name
+from keepsight.store.book import Book
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
 from keepsight.store.entryfile import FORMAT
 from keepsight.store.folder import Folder
+from keepsight.store.health import OK, Health
 from keepsight.store.layout import Place
-from keepsight.store.writer import Job, Writer
+from keepsight.store.pending import Job
+from keepsight.store.rows import name_of, pin_name
+from keepsight.store.tally import COUNTED, Counted
+from keepsight.store.writer import Writer
 
 __all__ = ["FORMAT", "DiskStore"]
 
@@ -49,7 +53,8 @@ class DiskStore:
         if "://" in str(root):
             raise StoreError(f"{root}: only local folders can be a store here; see open_store")
         self._folder = Folder(root)
-        self._book = Book(self._folder)
+        self._disk = Health(f"the store {self._folder.root} cannot be written")
+        self._book = Book(self._folder, self._disk)
         self._writer = Writer(self._folder, self._book, budget, quota, waiting)
         self._tenant = ""
         self._whole = self  # the store that this is a view of
@@ -69,7 +74,7 @@ class DiskStore:
     @property
     def broken(self) -> str | None:
         """Why nothing can be written at the moment, or None."""
-        return self._writer.broken
+        return self._disk.why if self._disk.state != OK else None
 
     def tenant(self, name: str | None) -> DiskStore:
         """The same store as another tenant sees it: nothing of it is shared with this one."""
@@ -96,7 +101,7 @@ class DiskStore:
     def has(self, kind: str, key: str) -> bool:
         """Whether a read of this entry can be expected to work."""
         place = self._place(kind, key)
-        return place in self._writer.pending or self._writer.is_there(place)
+        return place in self._writer.pending.jobs or self._writer.is_there(place)
 
     def tier(self, kind: str, key: str) -> str | None:
         """Where a read would find it: "disk", or None."""
@@ -110,7 +115,7 @@ class DiskStore:
             return None if job.tensors is None else (job.tensors, job.record)
         found = self._careful(entryfile.read, place)
         if found is None or self._is_over(place, found[1].get("kept")):
-            self._writer.count(place.tenant, "misses")
+            self._writer.tally.count(place.tenant, "misses")
             return None
         self._writer.used(place)
         return found
@@ -123,7 +128,7 @@ class DiskStore:
             return job.record
         found = self._careful(entryfile.read_note, place)
         if found is None or self._is_over(place, found[1]):
-            self._writer.count(place.tenant, "misses")
+            self._writer.tally.count(place.tenant, "misses")
             return None
         self._writer.used(place)
         return found[0]
@@ -138,10 +143,10 @@ class DiskStore:
 
     def _waiting(self, place: Place) -> Job | None:
         """What was handed over, is not on the disk yet, and is not over."""
-        job = self._writer.pending.get(place)
+        job = self._writer.pending.jobs.get(place)
         if job is None or layout.expired(job.told):
             return None
-        self._writer.count(place.tenant, "hits")
+        self._writer.tally.count(place.tenant, "hits")
         return job
 
     def _is_over(self, place: Place, told: Any) -> bool:
@@ -201,7 +206,7 @@ class DiskStore:
             expected = "a note: use put_note" if tensors is not None else "tensors: use put"
             raise InputError(f"the kind {place.kind!r} is for {expected}")
         layout.checked_about(about)
-        if place in self._writer.pending or self._writer.is_there(place):
+        if place in self._writer.pending.jobs or self._writer.is_there(place):
             return
         if not self._writer.has_base(place, about):
             self._writer.refuse(place)
@@ -217,7 +222,7 @@ class DiskStore:
         if self is self._whole:
             self._writer.close()
         else:
-            self._writer.drain()
+            self._writer.pending.drain()
 
     # -- keeping ---------------------------------------------------------------------------------
 
@@ -242,36 +247,33 @@ class DiskStore:
         self._catch_up()
         yield from self._book.pages(self._tenant)
 
-    def stats(self) -> dict[str, Any]:
-        """Entries and bytes per kind; what happened since it was opened, and `ever`."""
-        names = ("hits", "misses", "evictions", "written", "refused")
-        kinds: dict[str, dict[str, int]] = {}
-        ever: dict[str, int] = {}
-        try:
-            self._catch_up()
-            kinds = self._book.act(lambda catalogue: catalogue.totals(self._tenant))
-            ever = self._book.act(
-                lambda c: {name: int(c.fact(f"{name} {self._tenant}")) for name in names}
-            )
-        except StoreError as error:
-            logger.warning("%s: what it holds is not known now", error)
-        counts: dict[str, int] = dict(self._writer.counts.get(self._tenant, {}))
+    def stats(self, wait: float = 5.0) -> dict[str, Any]:
+        """Entries and bytes per kind; what happened since it was opened, and `ever`.
+
+        Nobody waits longer than that for a disk; `counted` says when entries and bytes were counted
+        (None: not yet) and `complete` whether there were files that no book knew. `state` says what
+        the disk refuses at the moment, by name, and `since` when.
+        """
+        known = self._writer.counted(self._tenant, wait) or Counted({}, {}, None, False)
+        counts = dict(self._writer.tally.counts.get(self._tenant, ()))
+        disk = self._disk
         return {
             "root": str(self.root),
             "tier": "disk",
-            "entries": sum(counted["entries"] for counted in kinds.values()),
-            "bytes": sum(counted["bytes"] for counted in kinds.values()),
-            "kinds": kinds,
-            **{name: counts.get(name, 0) for name in names},
-            "ever": ever,
-            "waiting": sum(j.nbytes for p, j in self._jobs() if p.tenant == self._tenant),
+            "entries": sum(counted["entries"] for counted in known.kinds.values()),
+            "bytes": sum(counted["bytes"] for counted in known.kinds.values()),
+            "kinds": known.kinds,
+            **{name: counts.get(name, 0) for name in COUNTED},
+            "ever": known.ever,
+            "counted": known.at,
+            "complete": known.is_complete,
+            "waiting": self._writer.pending.bytes_of(self._tenant),
             "budget": self._writer.budget,
             "quota": self._writer.quota,
+            "state": disk.state,
+            "since": disk.since,
             "broken": self.broken,
         }
-
-    def _jobs(self) -> list[tuple[Place, Job]]:
-        return list(self._writer.pending.items())
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
         """Keep an entry, and what it stands on, whatever the budget; False when absent."""
@@ -317,7 +319,7 @@ class DiskStore:
         """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
         self._catch_up()
         gone, freed = self._book.fit(self._tenant, budget)
-        self._writer.count(self._tenant, "evictions", len(gone))
+        self._writer.tally.count(self._tenant, "evictions", len(gone))
         audit.sweep(self._folder, self._tenant, 7 * 86400.0)
         return freed
 

@@ -7,14 +7,17 @@ take are owed to it and entered with the next ones.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 
 from keepsight.store import entryfile, layout
-from keepsight.store.book import Book, as_found, name_of
+from keepsight.store.book import Book
 from keepsight.store.catalogue import WRITING, Catalogue
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
 from keepsight.store.layout import Place
+from keepsight.store.rows import as_found, name_of
+from keepsight.store.tally import COUNTED, Counted
 
 SWEEP = 1.0  # seconds between two looks for what has ended
 _OWED = 10_000  # rows kept for a book that is locked; `check` finds the files of any others
@@ -27,57 +30,69 @@ class Keeper:
         self.folder, self.book = folder, book
         self.budget, self.quota = budget, quota
         self.sweep_at = 0.0
+        self._entering = threading.Lock()
         self._owed: list[Entry] = []
         self._adopting = False
 
     # -- around a write --------------------------------------------------------------------------
 
-    def announce(self, rows: list[Entry]) -> None:
-        """What will be written now, so that a process that dies in between leaves a trace."""
-        self.book.try_to(lambda catalogue: _put(catalogue, rows, WRITING), None)
+    def announce(self, rows: list[Entry]) -> bool:
+        """What will be written now, so that a process that dies in between leaves a trace; False
+        where the disk refuses even that. A book that is only locked stops nobody."""
+        self.book.try_to_change(lambda catalogue: catalogue.put(rows, WRITING), None)
+        return not self.book.disk.is_aside
 
     def enter(self, written: list[Entry], failed: list[Place]) -> None:
         """What was written, and what was announced and was not."""
-        self._owed += written
 
         def settle(catalogue: Catalogue) -> bool:
-            with catalogue:
-                # Another process may have let a file go between its writing and this.
-                catalogue.put([e for e in self._owed if self.folder.status(_name(e)) is not None])
-                catalogue.drop([p for p in failed if catalogue.state(p) == WRITING])
+            # Another process may have let a file go between its writing and this.
+            catalogue.put([e for e in self._owed if self.folder.status(_name(e)) is not None])
+            catalogue.drop([p for p in failed if catalogue.state(p) == WRITING])
             return True
 
-        if self.book.try_to(settle, False) or len(self._owed) > _OWED:
-            self._owed = []
+        with self._entering:
+            self._owed += written
+            if not (self._owed or failed):
+                return
+            if self.book.try_to_change(settle, False) or len(self._owed) > _OWED:
+                self._owed = []
+
+    def pay(self, at_once: bool = False) -> float | None:
+        """Enter what a locked book did not take, if it may be asked again, or `at_once`; seconds
+        until it may, None where nothing is owed."""
+        if at_once:
+            self.book.health.try_now()
+        self.enter([], [])
+        return self.book.health.wait if self._owed else None
 
     def enter_file(self, place: Place) -> None:
         """A file that is there, if the book does not know it."""
         unknown = self.book.try_to(lambda catalogue: catalogue.state(place) is None, False)
         if unknown:
             entry = as_found(self.folder, place)
-            self.book.try_to(lambda catalogue: _put(catalogue, [entry] if entry else []), None)
+            self.book.try_to_change(lambda c: c.put([entry] if entry else []), None)
 
     # -- afterwards ------------------------------------------------------------------------------
 
-    def count(self, uses: dict[Place, int], events: dict[str, int]) -> None:
-        """Enter how often entries were read, and what else is counted."""
+    def count(self, uses: dict[Place, int], events: dict[str, int]) -> bool:
+        """Enter how often entries were read, and what else is counted; whether that was done."""
 
-        def enter(catalogue: Catalogue) -> None:
-            with catalogue:
-                catalogue.add_facts(events)
-                for place in catalogue.use(uses, time.time()):
-                    entry = as_found(self.folder, place)  # a file that the book does not know
-                    catalogue.put([entry] if entry else [])
+        def enter(catalogue: Catalogue) -> bool:
+            catalogue.add_facts(events)
+            for place in catalogue.use(uses, time.time()):
+                entry = as_found(self.folder, place)  # a file that the book does not know
+                catalogue.put([entry] if entry else [])
+            return True
 
-        if uses or events:
-            self.book.try_to(enter, None)
+        return not (uses or events) or self.book.try_to_change(enter, False)
 
     def sweep(self, ended: list[Place]) -> None:
         """Remove what readers found to be over, and what the book says is over."""
         now = time.time()
         absent = [place for place in ended if self.folder.status(name_of(place)) is None]
         if absent:  # set aside: what stands on it waits for it to be made again
-            self.book.change(lambda catalogue: catalogue.drop(absent))
+            self.book.try_to_change(lambda catalogue: catalogue.drop(absent), None)
         places = [place for place in ended if self._is_over(place, now)]
         if time.monotonic() >= self.sweep_at:
             self.sweep_at = time.monotonic() + SWEEP
@@ -110,6 +125,18 @@ class Keeper:
             gone += self.book.fit(None, self.budget)[0]
         return gone
 
+    # -- for statistics --------------------------------------------------------------------------
+
+    def counted(self, tenant: str) -> Counted:
+        """What a tenant has, by the book."""
+
+        def look(catalogue: Catalogue) -> Counted:
+            ever = {name: int(catalogue.fact(f"{name} {tenant}")) for name in COUNTED}
+            complete = bool(catalogue.fact("complete"))
+            return Counted(catalogue.totals(tenant), ever, time.time(), complete)
+
+        return self.book.act(look)
+
     # -- in idle time ----------------------------------------------------------------------------
 
     def adopt_some(self) -> tuple[bool, list[Place]]:
@@ -121,15 +148,12 @@ class Keeper:
         return self._adopting, []
 
     def pause(self) -> float | None:
-        """Seconds until something may be over, as far as it is worth waking for."""
+        """Seconds until something may be over or entered, as far as it is worth waking for."""
         first = self.book.try_to(lambda catalogue: catalogue.next_end(), None)
-        return None if first is None else min(60.0, max(SWEEP, first - time.time()))
+        owed = self.pay()
+        end = None if first is None else min(60.0, max(SWEEP, first - time.time()))
+        return end if owed is None else owed if end is None else min(end, owed)
 
 
 def _name(entry: Entry) -> str:
     return name_of(Place(entry.tenant, entry.kind, entry.key))
-
-
-def _put(catalogue: Catalogue, rows: list[Entry], state: int = 0) -> None:
-    with catalogue:
-        catalogue.put(rows, state)

@@ -1,0 +1,140 @@
+"""What a disk refuses, by name, and how long it is left alone then.
+
+A disk that is full, read-only, slow or not there is not damaged: what lies on it is sound, and is
+used again as soon as the disk allows. Only a file with wrong bytes is damaged. Each trouble gets
+one warning, however many entries it meets, and the disk is tried again after a pause that grows.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+OK = "ok"
+FULL = "full"  # no room, or a quota or a limit on the size of files is reached
+READ_ONLY = "read-only"
+DENIED = "denied"  # no permission
+GONE = "gone"  # the folder or its file system is not there
+LOCKED = "locked"  # another process has the catalogue, for longer than one waits
+SLOW = "slow"  # no answer within the time that a reader waits
+FAILING = "failing"  # errors of the device, too many open files, and whatever else passes
+DAMAGED = "damaged"  # wrong bytes
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds that a disk is left alone
+_QUIET = 600.0  # seconds in which a trouble that comes back is not told again
+
+_NUMBERS = {
+    FULL: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    READ_ONLY: (errno.EROFS,),
+    DENIED: (errno.EACCES, errno.EPERM),
+    GONE: (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN),
+    SLOW: (errno.ETIMEDOUT,),
+}
+_OF_NUMBER = {number: state for state, numbers in _NUMBERS.items() for number in numbers}
+
+_OF_SQLITE = {
+    sqlite3.SQLITE_FULL: FULL,
+    sqlite3.SQLITE_READONLY: READ_ONLY,
+    sqlite3.SQLITE_PERM: DENIED,
+    sqlite3.SQLITE_AUTH: DENIED,
+    sqlite3.SQLITE_BUSY: LOCKED,
+    sqlite3.SQLITE_LOCKED: LOCKED,
+    sqlite3.SQLITE_PROTOCOL: LOCKED,
+    sqlite3.SQLITE_IOERR: FAILING,
+    sqlite3.SQLITE_CANTOPEN: FAILING,
+    sqlite3.SQLITE_NOMEM: FAILING,
+    sqlite3.SQLITE_INTERRUPT: FAILING,
+}
+_OF_TEXT = {
+    "locked": LOCKED,
+    "is full": FULL,
+    "readonly": READ_ONLY,
+    "disk i/o": FAILING,
+    "unable to open": FAILING,
+}
+
+
+def named(error: BaseException) -> str:
+    """What kind of trouble an error is."""
+    if isinstance(error, sqlite3.Error):
+        return _of_sqlite(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        return _OF_NUMBER.get(error.errno, FAILING)
+    if isinstance(error, TimeoutError):
+        return SLOW
+    if isinstance(error, OSError):  # our own: what it was made of tells more
+        cause = error.__cause__
+        return named(cause) if isinstance(cause, OSError | sqlite3.Error) else FAILING
+    return DAMAGED
+
+
+def _of_sqlite(error: sqlite3.Error) -> str:
+    code = getattr(error, "sqlite_errorcode", None)
+    if code == sqlite3.SQLITE_READONLY_DBMOVED:
+        return GONE
+    if code is not None:
+        return _OF_SQLITE.get(code & 0xFF, DAMAGED)
+    # Errors of Python's own module carry no code.
+    text = str(error).lower() if isinstance(error, sqlite3.OperationalError) else ""
+    return next((state for words, state in _OF_TEXT.items() if words in text), DAMAGED)
+
+
+class Health:
+    """The state of one disk for one kind of work; safe in several threads."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._clock = what, clock
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """As at first, and after a fork."""
+        self._lock = threading.Lock()
+        self.state, self.why = OK, ""
+        self.since: float | None = None  # seconds since the epoch
+        self._retry_at, self._failed_at, self._pause = 0.0, float("-inf"), FIRST_PAUSE
+        self._told: dict[str, float] = {}  # when each trouble was told last
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it failed so lately that it is not tried again yet."""
+        return self.state != OK and self._clock() < self._retry_at
+
+    @property
+    def wait(self) -> float | None:
+        """Seconds until it should be tried again; None where nothing is wrong."""
+        return None if self.state == OK else max(0.0, self._retry_at - self._clock())
+
+    def failed(self, error: BaseException, state: str | None = None) -> None:
+        """It did not work; of several failures at one time only the first counts."""
+        with self._lock:
+            now, state = self._clock(), state or named(error)
+            if state != self.state:
+                self.since = time.time()
+            elif now < self._retry_at:
+                return
+            again = now - self._failed_at < 2 * LONGEST_PAUSE
+            self._pause = min(2 * self._pause, LONGEST_PAUSE) if again else FIRST_PAUSE
+            self.state, self.why = state, str(error)
+            self._failed_at, self._retry_at = now, now + self._pause
+            is_news = now >= self._told.get(state, float("-inf")) + _QUIET
+            self._told[state] = now
+        level = logging.WARNING if is_news else logging.DEBUG
+        logger.log(level, "%s (%s: %s); going on without it", self._what, state, error)
+
+    def worked(self) -> None:
+        """It works."""
+        if self.state == OK:
+            return
+        with self._lock:
+            self.state, self.why, self.since, self._retry_at = OK, "", None, 0.0
+        logger.info("over: %s", self._what)
+
+    def try_now(self) -> None:
+        """Somebody wants to know for sure: the pause is over."""
+        self._retry_at = 0.0

@@ -1,0 +1,128 @@
+"""What was handed over and is not on the disk yet: readable, in order, and bounded in bytes.
+
+Who waits for it waits as long as there is progress, and not for ever for a disk that hangs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepsight.store.contract import About, Tensors
+from keepsight.store.layout import Place
+
+_OVERHEAD = 4096  # what a write takes in memory beside its tensors
+_LOST = 1000  # entries that were not written and are named to whoever asks
+STUCK = 30.0  # seconds without any progress after which a disk is no longer waited for
+
+
+@dataclass
+class Job:
+    """One write that has not reached the disk yet."""
+
+    place: Place
+    record: dict[str, Any]
+    tensors: Tensors | None  # None: a note, JSON alone
+    about: About
+    told: dict[str, Any] = field(default_factory=dict)  # what the file says of its keeping
+    nbytes: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in (self.tensors or {}).values())
+
+
+class Pending:
+    """The queue of a writer. `changed` guards it, and is notified of all that happens to it."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room  # bytes that may wait
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """With nothing in it, as at first and after a fork."""
+        self.changed = threading.Condition()
+        self.jobs: dict[Place, Job] = {}
+        self.nbytes = 0
+        self.handed = self.done = 0
+        self.order: deque[Job] = deque()
+        self._moved = 0.0  # when there was progress last
+        self._lost: list[str] = []
+        self._lost_more = 0
+
+    def offer(self, job: Job) -> bool:
+        """Take a write; False where there is no room for it."""
+        job.nbytes = job.size + _OVERHEAD
+        with self.changed:
+            if self.jobs and self.nbytes + job.nbytes > self.room:
+                return False
+            self.jobs[job.place] = job
+            self.nbytes += job.nbytes
+            self.order.append(job)
+            self.handed += 1
+            return True
+
+    def batch(self, most: int, room: int) -> list[Job]:
+        """The next writes: so many at most, and about so many bytes."""
+        taken: list[Job] = []
+        with self.changed:
+            while self.order and len(taken) < most and room > 0:
+                taken.append(self.order.popleft())
+                room -= taken[-1].nbytes
+        return taken
+
+    def forget(self, job: Job) -> bool:
+        """It waits no longer; False when it did not wait."""
+        with self.changed:
+            if self.jobs.pop(job.place, None) is None:
+                return False
+            self.nbytes -= job.nbytes
+            return True
+
+    def bytes_of(self, tenant: str) -> int:
+        """What waits of one tenant."""
+        return sum(job.nbytes for job in list(self.jobs.values()) if job.place.tenant == tenant)
+
+    # -- what became of them -----------------------------------------------------------------------
+
+    def move(self) -> None:
+        """There is progress."""
+        self._moved = time.monotonic()
+
+    def finish(self, count: int) -> None:
+        """So many were dealt with, well or badly."""
+        with self.changed:
+            self.done += count
+            self.move()
+            self.changed.notify_all()
+
+    def drain(self) -> bool:
+        """Return when all that was handed over before has been dealt with; False where the disk did
+        not answer for long."""
+        with self.changed:
+            goal, begun = self.handed, time.monotonic()
+            while self.done < goal:
+                left = max(self._moved, begun) + STUCK - time.monotonic()
+                if left <= 0:
+                    return False
+                self.changed.wait(left)
+        return True
+
+    def lose(self, place: Place, why: str) -> None:
+        """It will not be written."""
+        with self.changed:
+            if len(self._lost) < _LOST:
+                self._lost.append(f"{place.kind}/{place.key}: {why}")
+            else:
+                self._lost_more += 1
+
+    def take_lost(self) -> tuple[list[str], int]:
+        """What was lost since somebody asked: the first of them, and how many."""
+        with self.changed:
+            lost, self._lost = self._lost, []
+            count, self._lost_more = len(lost) + self._lost_more, 0
+        return lost, count

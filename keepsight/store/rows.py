@@ -1,0 +1,85 @@
+"""What the files of a folder say of themselves: the rows that a book of them would have.
+
+Nothing here needs a book, and no tensor is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterator
+
+from keepsight.errors import FileError
+from keepsight.store import entryfile, layout
+from keepsight.store.contract import About, Entry
+from keepsight.store.folder import Folder
+from keepsight.store.layout import Place
+
+
+def name_of(place: Place) -> str:
+    """The file of an entry."""
+    return layout.place(place.kind, place.key, place.tenant)
+
+
+def pin_name(place: Place) -> str:
+    """The note that keeps a pin where the book is lost."""
+    return f"{layout.tenant_prefix(place.tenant)}pins/{place.kind}/{place.key}.json"
+
+
+def everything(folder: Folder) -> Iterator[list[Entry]]:
+    """All entries by their files, a shelf at a time, without reading them in full."""
+    for tenant in ["", *folder.names("tenants")]:
+        for kind in layout.KINDS:
+            above = f"{layout.tenant_prefix(tenant)}{kind}"
+            for shelf in folder.names(above):
+                found = []
+                for name in folder.names(f"{above}/{shelf}"):
+                    place = layout.parse(f"{above}/{shelf}/{name}")
+                    entry = None if place is None else as_found(folder, place)
+                    found += [] if entry is None else [entry]
+                yield found
+
+
+def as_found(folder: Folder, place: Place) -> Entry | None:
+    """An entry as its file tells it; None where the file is none or cannot be read."""
+    status = folder.status(name_of(place))
+    if status is None or not stat.S_ISREG(status.st_mode):
+        return None
+    try:
+        told = entryfile.keeping(folder.path(name_of(place)), place.kind, place.key)
+    except (FileError, OSError):
+        told = {}  # `check` will name it; its bytes count until then
+    about = entryfile.about(told)
+    created = status.st_mtime if about.ttl is None else float(told["created"]) / 1000
+    if not math.isfinite(created):  # a file may say anything, and a row of it must be possible
+        created = status.st_mtime
+    return row_of(place, about, status.st_size, created, max(status.st_atime, created))
+
+
+def row_of(place: Place, about: About, nbytes: int, created: float, used: float) -> Entry:
+    """A row for something new."""
+    expires = None if about.ttl is None else created + about.ttl
+    return Entry(
+        kind=place.kind,
+        key=place.key,
+        nbytes=nbytes,
+        used=used,
+        created=created,
+        uses=1,
+        cost=about.cost,
+        stands_on=about.stands_on,
+        media=tuple(about.media),
+        expires=expires,
+        tenant=place.tenant,
+    )
+
+
+def pins(folder: Folder) -> Iterator[Place]:
+    """Every pin that was set."""
+    for tenant in ["", *folder.names("tenants")]:
+        for kind in layout.KINDS:
+            for name in folder.names(f"{layout.tenant_prefix(tenant)}pins/{kind}"):
+                key = os.path.splitext(name)[0]
+                if layout.is_name(kind, key):
+                    yield Place(tenant, kind, key)
