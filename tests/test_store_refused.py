@@ -1,4 +1,4 @@
-"""Stores on disks that are full, read-only, slow, or gone: not damage, and nobody waits for them."""
+"""Stores on disks that are full, read-only, slow or gone: no damage, and nobody waits for them."""
 
 from __future__ import annotations
 
@@ -122,10 +122,9 @@ def test_what_a_disk_refuses_has_a_name(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * 5000)
     assert health.named(of_sqlite(path, "SELECT * FROM a")) == "damaged"
     assert health.named(FULL) == "full", "also where there is no code"
-    try:
+    with pytest.raises(StoreError) as raised:
         raise StoreError("told") from full
-    except StoreError as error:
-        assert health.named(error) == "full", "and through an error of ours"
+    assert health.named(raised.value) == "full", "and through an error of ours"
 
 
 def test_a_disk_that_refuses_is_told_once_and_left_alone_longer_each_time(
