@@ -27,10 +27,11 @@ from keepsight.prompt import Prompt, Rule
 from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
-from keepsight.vision import Shelves, Vision
+from keepsight.vision import COUNTS, Shelves, Vision
 from keepsight.weights import Weights
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
+_STATS_WAIT = 0.2  # seconds that statistics wait for a store to count what it has
 MAX_TENANTS = 10_000  # known in memory at a time; a store knows them all
 HOST_BUDGET = "4GiB"  # for what falls out of an accelerator's memory
 
@@ -210,12 +211,15 @@ class Memory:
                 vision.clear()
 
     def stats(self, tenant: str | None = None) -> dict[str, Any]:
-        """Bytes and counts per tier: of everyone, or of one tenant alone."""
+        """Bytes and counts per tier: of everyone, or of one tenant alone.
+
+        Safe in any thread, and the model need not be had for it: these are counters in memory, each
+        right by itself, and no disk is waited for.
+        """
         told = {"features": self._feature_stats(tenant)}
         if tenant is not None:
-            store = self.store_of(tenant)
             told["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
-            return {**told, "store": None if store is None else store.stats()}
+            return {**told, "store": _stats_of(self.store_of(tenant))}
         tree = self.tree
         tiers = tree.stats()
         told["prefix"] = {
@@ -230,17 +234,21 @@ class Memory:
             "prefill_tokens": self.engine.prefill_tokens,
             "decode_steps": self.engine.decode_steps,
         }
-        return {**told, "store": None if self.store is None else self.store.stats()}
+        return {**told, "store": _stats_of(self.store)}
 
     def _feature_stats(self, tenant: str | None) -> dict[str, Any]:
         shelf = self.shelves.packages
         of = list(self._visions) if tenant is None else [tenant]
-        counts: dict[str, int] = {}
-        for vision in map(self.vision_of, of):
-            counts = {name: counts.get(name, 0) + n for name, n in vision.counts.items()}
+        counts = dict.fromkeys(COUNTS, 0)
+        for vision in filter(None, map(self._visions.get, of)):  # who is not known is not made so
+            counts = {name: counts[name] + n for name, n in vision.counts.items()}
         return {
             "bytes": shelf.nbytes if tenant is None else shelf.bytes_of(tenant),
             "budget": shelf.budget if tenant is None else shelf.quota,
             "packages": len(shelf) if tenant is None else sum(1 for _ in shelf.items(tenant)),
             **counts,
         }
+
+
+def _stats_of(store: Store | None) -> dict[str, Any] | None:
+    return None if store is None else store.stats(_STATS_WAIT)

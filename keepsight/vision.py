@@ -25,6 +25,8 @@ from keepsight.package import Package, check_shapes, feature_id, identity
 from keepsight.shelf import Shelf
 from keepsight.store import About, Store
 
+COUNTS = ("named", "encoded", "memory", "disk", "preprocessed")
+
 
 @dataclass
 class Shelves:
@@ -60,7 +62,7 @@ class Vision:
         self._store, self._accept = store, accept_features
         self._tenant, self._ttl = tenant, ttl
         self._made: dict[str, str] = {}  # feature id -> content, of packages that we gave out
-        self._counts = {"named": 0, "encoded": 0, "memory": 0, "disk": 0}
+        self._counts = dict.fromkeys(COUNTS[:-1], 0)
         self._weights = self._vision_settings = ""
         self._provenance: dict[str, Any] = {}
         self.about: dict[str, Any] = {}

@@ -284,10 +284,12 @@ class VLM:
     # -- housekeeping ----------------------------------------------------------------------------
 
     def stats(self, tenant: str | None = None) -> dict[str, Any]:
-        """Bytes and counts per tier: of all that this object serves, or of one tenant alone."""
-        with self._lock:
-            whose = self._whose(tenant)
-            return self.memory.stats(whose if tenant is not None or self.tenant else None)
+        """Bytes and counts per tier: of all that this object serves, or of one tenant alone.
+
+        It waits for nothing that runs, and for no disk: what a store has is as it was counted last.
+        """
+        whose = self._whose(tenant)
+        return self.memory.stats(whose if tenant is not None or self.tenant else None)
 
     def pin(self, what: Any, pinned: bool = True, **options: Any) -> None:
         """Keep an image's features, or all of a conversation's prompt, whatever the budgets say.

@@ -1,28 +1,38 @@
-"""Stores on disks that are full, read-only, slow or gone: no damage, and nobody waits for them."""
+"""Stores on disks that are full, read-only, slow or gone: that is no damage, and nobody waits."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
+import queue
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
+from models import picture
+from remote_lines import Line
 
+import keepsight as ks
 from keepsight.errors import StoreError
-from keepsight.store import DiskStore, health
+from keepsight.store import DiskStore, Store, health, layout
 from keepsight.store import book as book_module
 from keepsight.store.catalogue import NAME, Catalogue
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
+from keepsight.store.remote import RemoteStore
+from keepsight.store.upkeep import Upkeep
 from keepsight.testing.stores import KEYS
+
+T = TypeVar("T")
 
 FULL = sqlite3.OperationalError("database or disk is full")
 
@@ -45,13 +55,13 @@ def opened() -> Iterator[Callable[..., DiskStore]]:
         store.close()
 
 
-def put(store: DiskStore, *numbers: int) -> None:
+def put(store: Store, *numbers: int) -> None:
     for number in numbers:
         tensors = {"a": torch.full((100,), float(number))}
         store.put("package", KEYS[number], tensors, {"n": number})
 
 
-def fill(store: DiskStore, *numbers: int) -> None:
+def fill(store: Store, *numbers: int) -> None:
     put(store, *numbers)
     store.flush()
 
@@ -122,9 +132,9 @@ def test_what_a_disk_refuses_has_a_name(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * 5000)
     assert health.named(of_sqlite(path, "SELECT * FROM a")) == "damaged"
     assert health.named(FULL) == "full", "also where there is no code"
-    with pytest.raises(StoreError) as raised:
-        raise StoreError("told") from full
-    assert health.named(raised.value) == "full", "and through an error of ours"
+    ours = StoreError("told")
+    ours.__cause__ = full
+    assert health.named(ours) == "full", "and through an error of ours"
 
 
 def test_a_disk_that_refuses_is_told_once_and_left_alone_longer_each_time(
@@ -246,8 +256,6 @@ def test_a_file_that_says_impossible_times_does_not_stop_the_book(
     tmp_path: Path, opened: Any
 ) -> None:
     """A row that SQLite refuses would look like damage each time the files are walked through."""
-    from keepsight.store import layout
-
     store = opened(tmp_path)
     store.put_note("alias", KEYS[1], {"a": 1})
     fill(store, 0)
@@ -261,3 +269,133 @@ def test_a_file_that_says_impossible_times_does_not_stop_the_book(
     store = opened(tmp_path)
     assert {entry.kind for entry in store.entries()} == {"alias", "package"}
     assert not list(tmp_path.glob("*.damaged")) and os.path.exists(tmp_path / NAME)
+
+
+# -- statistics wait for no disk ---------------------------------------------------------------
+
+
+class Stall:
+    """A call to a disk that does not come back until it is let go."""
+
+    def __init__(self, real: Callable[..., Any], only: Callable[..., bool] = lambda *a: True):
+        self._real, self._only = real, only
+        self.reached, self.over = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if not self.over.is_set() and self._only(*arguments):
+            self.reached.set()
+            assert self.over.wait(60)
+        return self._real(*arguments, **options)
+
+
+@pytest.fixture
+def stalled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stall]]:
+    made: list[Stall] = []
+
+    def make(where: Any, name: str, *only: Callable[..., bool]) -> Stall:
+        stall = Stall(getattr(where, name), *only)
+        made.append(stall)
+        call = lambda *arguments, **options: stall(*arguments, **options)  # noqa: E731
+        monkeypatch.setattr(where, name, call)
+        return stall
+
+    yield make
+    for stall in made:
+        stall.over.set()
+
+
+def soon(call: Callable[[], T]) -> T:
+    """What a call gives that must not wait for anything that has been brought to a stop."""
+    answer: queue.SimpleQueue[T] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answer.put(call()), daemon=True).start()
+    return answer.get(timeout=30)
+
+
+def test_what_a_store_has_is_told_while_its_disk_hangs(
+    tmp_path: Path, opened: Any, stalled: Any
+) -> None:
+    store = opened(tmp_path)
+    fill(store, 0, 1)
+    before = store.stats()
+    assert before["entries"] == 2 and before["complete"] and before["counted"]
+    stall = stalled(os, "fsync")
+    put(store, 2)
+    assert stall.reached.wait(30)
+    for _ in range(3):
+        told = soon(lambda: store.stats(0.05))
+        assert told["entries"] == 2 and told["counted"] == before["counted"]
+        assert told["waiting"] > 400 and told["written"] == 2
+    assert soon(lambda: store.tenant("other").stats(0.05))["counted"] is None
+    stall.over.set()
+    store.flush()
+    assert store.stats()["entries"] == 3 and store.stats()["waiting"] == 0
+
+
+def test_a_store_that_was_just_written_is_told_without_asking_the_disk(
+    tmp_path: Path, opened: Any
+) -> None:
+    store = opened(tmp_path)
+    fill(store, 0)
+    assert store.stats()["entries"] == 1
+    for number in range(1, 5):
+        fill(store, number)
+        assert store.stats(0.0)["entries"] == number + 1
+
+
+def test_an_address_that_does_not_answer_holds_up_no_statistics(stalled: Any) -> None:
+    Line.reset()
+    far = RemoteStore("trial://somewhere")
+    fill(far, 0, 1)
+    assert far.stats()["entries"] == 2
+    fill(far, 2)
+    far._counting.doubt()
+    stall = stalled(Upkeep, "count")
+    for _ in range(3):
+        assert soon(lambda: far.stats(0.05))["entries"] == 3, "as far as this process knows"
+    assert stall.reached.is_set()
+    stall.over.set()
+    until(lambda: far.stats(5.0)["counted"])
+    far.close()
+
+
+def test_statistics_of_a_model_need_neither_the_model_nor_its_store(
+    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any
+) -> None:
+    """The model's lock may be held for as long as a disk hangs."""
+    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
+        vlm.ask(picture(1), "What is it?", max_new_tokens=2)
+        vlm.flush()
+        before = vlm.stats()
+        assert before["store"]["entries"] > 3 and before["features"]["encoded"] == 1
+        stall, held, free = stalled(os, "fsync"), threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with vlm._lock:
+                held.set()
+                assert free.wait(60)
+
+        vlm.ask(picture(2), "What is it?", max_new_tokens=2)
+        assert stall.reached.wait(30)
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(30)
+        for tenant in (None, "", "somebody"):
+            told = soon(functools.partial(vlm.stats, tenant or None))
+            assert told["features"].keys() == before["features"].keys()
+        assert soon(vlm.stats)["store"]["entries"] == before["store"]["entries"]
+        free.set()
+        stall.over.set()
+        holder.join()
+        vlm.flush()
+        assert vlm.stats()["store"]["entries"] > before["store"]["entries"]
+
+
+def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
+    demo_parts: dict[str, Any],
+) -> None:
+    with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
+        known = set(vlm.memory._visions)
+        for number in range(5):
+            told = vlm.stats(f"nobody {number}")["features"]
+            assert told["encoded"] == told["packages"] == 0
+        assert set(vlm.memory._visions) == known

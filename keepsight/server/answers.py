@@ -91,6 +91,7 @@ class Desk:
         self.together = together
         self._threads = ThreadPoolExecutor(8, "keepsight-submit")
         self._others = ThreadPoolExecutor(8, "keepsight-desk")  # nobody's answer waits for them
+        self._counters = ThreadPoolExecutor(2, "keepsight-stats")  # nor does who only counts
 
     async def submit(self, ask: Ask, choice: int = 0) -> Answer:
         """Hand in one choice; bad input and a full queue are refused here."""
@@ -150,10 +151,14 @@ class Desk:
         """Something else that takes time and computes."""
         return await asyncio.get_running_loop().run_in_executor(self._others, call)
 
+    async def count(self, call: Callable[[], T]) -> T:
+        """Statistics: they take a moment, and wait for nothing else that is asked for."""
+        return await asyncio.get_running_loop().run_in_executor(self._counters, call)
+
     def close(self, drain: float) -> None:
         """Let what runs finish."""
         self.together.close(drain)
-        for threads in (self._threads, self._others):
+        for threads in (self._threads, self._others, self._counters):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -96,7 +96,7 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         """Counters and times for Prometheus; with API keys, for those of an administrator."""
         if not visit_of(request).who().admin:
             raise ApiError(403, "metrics are of everybody: they need an administrator's key")
-        return Response(await service.desk.work(service.metrics.text), media_type=CONTENT_TYPE)
+        return Response(await service.desk.count(service.metrics.text), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
     async def models() -> dict[str, Any]:

@@ -148,7 +148,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
                 told["scheduler"] = service.desk.together.stats()
             return {"object": "cache.stats", "everyone": everyone, **_plain(told)}
 
-        told: dict[str, Any] = await service.desk.work(work)
+        told: dict[str, Any] = await service.desk.count(work)
         return told
 
     @router.post("/v1/cache/reset", operation_id="cache_reset")

@@ -78,7 +78,7 @@ class _State(Collector):
         self._caches, self._engine = caches, engine
 
     def describe(self) -> Iterator[Any]:
-        """Nothing before somebody asks: reading takes the model's lock."""
+        """Nothing before somebody asks."""
         return iter(())
 
     def collect(self) -> Iterator[Any]:
@@ -94,6 +94,7 @@ class _State(Collector):
             if isinstance(part, dict) and isinstance(part.get("budget"), int | float):
                 limit.add_metric([name], part["budget"])
         yield from (size, limit)
+        yield from _of_store(caches.get("store"))
         evicted = caches.get("prefix", {}).get("evictions")
         if isinstance(evicted, int):
             gone = CounterMetricFamily("keepsight_cache_evictions", "Snapshots evicted.")
@@ -104,3 +105,15 @@ class _State(Collector):
                 gauge = GaugeMetricFamily(f"keepsight_engine_{name}", "Of the scheduler.")
                 gauge.add_metric([], value)
                 yield gauge
+
+
+def _of_store(told: dict[str, Any] | None) -> Iterator[Any]:
+    """What the store refuses at the moment, and what it has refused."""
+    if told is None:
+        return
+    state = GaugeMetricFamily("keepsight_store_state", "1 for what it is.", labels=["state"])
+    state.add_metric([str(told.get("state", "ok"))], 1)
+    yield state
+    refused = CounterMetricFamily("keepsight_store_refused", "Entries that were not written.")
+    refused.add_metric([], told.get("refused", 0))
+    yield refused

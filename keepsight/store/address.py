@@ -244,6 +244,7 @@ class Breaker:
         self._what, self._clock = what, clock
         self._failures, self._until = 0, 0.0
         self.why: str | None = None  # what it failed of, while it does
+        self.since: float | None = None  # when that began, in seconds since the epoch
         self._lock = threading.Lock()
 
     def allows(self, patience: float) -> bool:
@@ -262,6 +263,7 @@ class Breaker:
         with self._lock:
             self._failures += 1
             first, self.why = self._failures == 1, f"{type(error).__name__}: {error}"
+            self.since = self.since or time.time()
             pause = min(self.LONGEST, 2.0 ** min(self._failures - 1, 10))
             self._until = self._clock() + pause
         if first:
@@ -271,7 +273,7 @@ class Breaker:
         """It answers."""
         if self._failures:
             with self._lock:
-                self._failures, self.why = 0, None
+                self._failures, self.why, self.since = 0, None, None
             logger.info("over: %s", self._what)
 
 

@@ -110,9 +110,13 @@ class Store(Protocol):
     def entries(self) -> Iterator[Entry]:
         """All entries of this tenant, in no order."""
 
-    def stats(self) -> dict[str, Any]:
-        """At least entries, bytes, kinds (entries and bytes of each), hits, misses, evictions,
-        written, refused (all four since it was opened), budget, quota and broken (why, or None)."""
+    def stats(self, wait: float = 5.0) -> dict[str, Any]:
+        """At least entries, bytes, kinds (entries and bytes of each), counted (when they were, in
+        seconds since the epoch, or None), hits, misses, evictions, written, refused (all since it
+        was opened), budget, quota, state ("ok", or what is wrong), since (when) and broken (why).
+
+        It waits no longer than so many seconds, whatever the store does: what cannot be counted
+        within them is as it was counted last."""
 
     def clear(self) -> int:
         """Remove every entry of this tenant; the bytes freed."""

@@ -24,6 +24,7 @@ GONE = "gone"  # the folder or its file system is not there
 LOCKED = "locked"  # another process has the catalogue, for longer than one waits
 SLOW = "slow"  # no answer within the time that a reader waits
 FAILING = "failing"  # errors of the device, too many open files, and whatever else passes
+UNREACHABLE = "unreachable"  # an address that does not answer
 DAMAGED = "damaged"  # wrong bytes
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds that a disk is left alone

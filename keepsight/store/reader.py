@@ -35,6 +35,11 @@ class Reader:
         """Why nothing can be read at the moment, if so."""
         return self._breaker.why
 
+    @property
+    def since(self) -> float | None:
+        """Since when, in seconds since the epoch."""
+        return self._breaker.since
+
     def look(self, name: str, kind: str, key: str) -> Head | None:
         """The head of an entry: what is remembered of it, or one small read."""
         known, found = self._seen.find(name)

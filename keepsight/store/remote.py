@@ -23,6 +23,8 @@ from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVers
 from keepsight.store import claims, entryfile, layout, ranking
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
+from keepsight.store.counting import Counting, Kinds
+from keepsight.store.health import OK, UNREACHABLE
 from keepsight.store.outbox import Job, Outbox
 from keepsight.store.reader import Reader
 from keepsight.store.survey import Head, Seen, head
@@ -30,7 +32,6 @@ from keepsight.store.upkeep import Allowance, Upkeep
 
 logger = logging.getLogger(__name__)
 
-_COUNTED = 30.0  # seconds that a count of all entries is believed
 _SWEPT = 300.0  # seconds between two sweeps for what has ended
 _HOUR = 3600.0
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class RemoteStore:
         self._outbox = Outbox(self._write)
         self._tenant, self._is_view = "", False
         self._counts = dict.fromkeys(("hits", "misses", "evictions", "written", "refused"), 0)
-        self._counted: dict[str, tuple[float, dict[str, list[int]]]] = {}
+        self._counting = Counting(self._count_all)
         self._allowance = Allowance(self._link, self._seen, budget, quota)
         self._lock = threading.Lock()
         self._marked: list[bool] = []
@@ -100,16 +101,16 @@ class RemoteStore:
         job = self._waiting(name)
         tensors = None if job is None else job.tensors
         if job is not None and tensors is not None:
-            return self._counting((tensors, job.record))
-        return self._counting(self._reader.tensors(name, kind, key))
+            return self._counted((tensors, job.record))
+        return self._counted(self._reader.tensors(name, kind, key))
 
     def note(self, kind: str, key: str) -> dict[str, Any] | None:
         """A small JSON record, or None when absent, expired or damaged."""
         name = self._name(kind, key)
         job = self._waiting(name)
         if job is not None:
-            return self._counting(job.record)
-        return self._counting(self._reader.note(name, kind, key))
+            return self._counted(job.record)
+        return self._counted(self._reader.note(name, kind, key))
 
     def entry(self, kind: str, key: str) -> Entry | None:
         """One entry as its file has it, without reading all of it; None when absent or expired."""
@@ -132,7 +133,7 @@ class RemoteStore:
         logger.warning("damaged entry set aside: %s/%s (%s)", self.address, name, why)
         self._outbox.withdraw(lambda job: job.name == name)
         self._reader.discard(name)
-        self._counted.pop(self._tenant, None)
+        self._counting.doubt(self._tenant)
 
     def _name(self, kind: str, key: str) -> str:
         return layout.place(kind, key, self._tenant)
@@ -141,7 +142,7 @@ class RemoteStore:
         job = self._outbox.find(name)
         return None if job is None or layout.expired(job.told) else job
 
-    def _counting(self, found: T | None) -> T | None:
+    def _counted(self, found: T | None) -> T | None:
         self._count("misses" if found is None else "hits")
         return found
 
@@ -225,13 +226,10 @@ class RemoteStore:
         self._seen.there(job.name, Head(job.told, job.about.cost))
         nbytes = sum(len(part) for part in parts)
         self._count("written")
-        with self._lock:
-            kinds = self._counted.get(job.tenant, (0.0, {}))[1]
-            counted = kinds.setdefault(job.kind, [0, 0])
-            counted[0], counted[1] = counted[0] + 1, counted[1] + nbytes
+        self._counting.grew(job.tenant, job.kind, nbytes)
         removed = self._allowance.grown(job.tenant, nbytes)
         if removed:
-            self._counted.clear()
+            self._counting.doubt()
             self._count("evictions", removed)
 
     def _lies_there(self, name: str, ask: bool = False) -> bool:
@@ -283,10 +281,10 @@ class RemoteStore:
             entry.expires is not None and (entry.expires <= time.time())
         )
 
-    def stats(self) -> dict[str, Any]:
-        """Entries and bytes as they were counted not long ago, and what happened since it was
-        opened. Counting lists the address."""
-        kinds = self._count_all()
+    def stats(self, wait: float = 10.0) -> dict[str, Any]:
+        """Entries and bytes as they were counted not long ago (when: `counted`), and what happened
+        since it was opened. Counting lists the address; nobody waits longer than that for it."""
+        kinds, at, _ = self._counting.of(self._tenant, wait)
         why = self._reader.broken or self._writing.why
         return {
             "root": self.address,
@@ -295,21 +293,17 @@ class RemoteStore:
             "bytes": sum(nbytes for _, nbytes in kinds.values()),
             "kinds": {kind: {"entries": n, "bytes": size} for kind, (n, size) in kinds.items()},
             **self._counts,
+            "counted": at,
             "waiting_bytes": self._outbox.nbytes,
             "budget": self.budget,
             "quota": self.quota,
+            "state": OK if why is None else UNREACHABLE,
+            "since": self._reader.since or self._writing.since,
             "broken": why,
         }
 
-    def _count_all(self) -> dict[str, list[int]]:
-        at, kinds = self._counted.get(self._tenant, (0.0, {}))
-        if time.monotonic() < at + _COUNTED and at:
-            return kinds
-        fresh = self._reader.asked("", lambda: self._upkeep().count())
-        if fresh is None:
-            return kinds
-        self._counted[self._tenant] = (time.monotonic(), fresh)
-        return fresh
+    def _count_all(self, tenant: str) -> Kinds | None:
+        return self._reader.asked("", Upkeep(self._link, self._seen, tenant).count)
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
         """Keep an entry, and what it stands on, whatever the budget; False when absent."""
@@ -355,7 +349,7 @@ class RemoteStore:
     def check(self, repair: bool = False) -> list[str]:
         """Read everything in full; what is wrong, one line each. `repair` puts it right."""
         self._outbox.settle()
-        self._counted.pop(self._tenant, None)
+        self._counting.doubt(self._tenant)
         try:
             return self._upkeep().check(repair)
         except Exception as error:
@@ -371,7 +365,7 @@ class RemoteStore:
             gone = {self._name(*name) for name in chain(names, *layers)}
             self._outbox.withdraw(lambda job: job.name in gone)
             freed = self._upkeep().remove(table, layers)
-        self._counted.pop(self._tenant, None)
+        self._counting.doubt(self._tenant)
         self._count("evictions", sum(map(len, layers)) if counted else 0)
         return freed
 

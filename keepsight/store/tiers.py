@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from keepsight.errors import InputError, StoreError
 from keepsight.store import ranking
 from keepsight.store.contract import NOTHING, About, Entry, Name, Store, Tensors
+from keepsight.store.health import OK
 
 logger = logging.getLogger(__name__)
 
@@ -233,10 +234,14 @@ class TieredStore:
                     table[name] = _merged(table[name], entry) if name in table else entry
         return table
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, wait: float = 10.0) -> dict[str, Any]:
         """Of each store, nearest first, under "tiers"; above them each entry is counted once, as
         it is where the nearer hold a part of what the far one holds."""
-        tiers = [{"name": label(store), **store.stats()} for store in self.tiers]
+        until = time.monotonic() + wait
+        tiers = [
+            {"name": label(store), **store.stats(max(0.0, until - time.monotonic()))}
+            for store in self.tiers
+        ]
         kinds: dict[str, dict[str, int]] = {}
         for told in tiers:
             for kind, counted in told["kinds"].items():
@@ -255,6 +260,8 @@ class TieredStore:
             "evictions": sum(told.get("evictions", 0) for told in tiers),
             "budget": tiers[0].get("budget"),
             "quota": tiers[0].get("quota"),
+            "counted": min((at for t in tiers if (at := t.get("counted"))), default=None),
+            **_first_trouble(tiers),
             "broken": "; ".join(broken) or None,
             "tiers": tiers,
         }
@@ -310,6 +317,13 @@ class TieredStore:
             yield
         except (StoreError, OSError) as error:
             logger.warning("%s is left out: %s", label(store), error)
+
+
+def _first_trouble(tiers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state of the nearest in which anything is wrong."""
+    wrong = (told for told in tiers if told.get("state", OK) != OK)
+    found = next(wrong, {"state": OK, "since": None})
+    return {"state": found["state"], "since": found["since"]}
 
 
 def label(store: Store) -> str:
