@@ -317,11 +317,11 @@ def _put_back(
             fixed = {k: t.clone() for k, t in _under(own, "fixed/").items()}
             start, end = described["start"], described["end"]
             belongs = _belongs(prompt, start, end, described, own["ids"], kv)
-            fits = tree.fits(kv, fixed if described["fixed"] else None)
-            if start != node.end or not belongs or not fits:
+            received = tree.receive(kv, fixed if described["fixed"] else None)
+            if start != node.end or not belongs or received is None:
                 session.notes.append("a snapshot does not belong to this history; computed again")
                 break
-            child = tree.insert(node, prompt, end, kv, fixed if described["fixed"] else None)
+            child = tree.insert(node, prompt, end, *received)
             tree.release(node)
             node = child
     finally:

@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from keepsight.devices import Order
 from keepsight.errors import KeepsightError
 from keepsight.families import Family
 from keepsight.grouped import grouped_queries
-from keepsight.node import Node
+from keepsight.node import LOGITS, Node, Received
 from keepsight.package import Package
+from keepsight.placement import Placement
 from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt
 from keepsight.state import Lane, Shape, Tensors, pattern
@@ -121,18 +123,50 @@ class Engine:
         self.prefill_tokens = 0
         self.decode_steps = 0
         self._patterns: dict[str, dict[str, Any]] = {}  # by making
-        tree.fits, tree.on_forget = self.fits, self.lanes.clear
+        self._placement: Placement | None = None
+        self._order = Order()
+        tree.receive, tree.on_forget = self.receive, self.lanes.clear
 
     def bind(self, making: str) -> None:
-        """Say what the model is now; called before each turn."""
+        """Say what the model is now; called before each turn. What this caller queues on a device
+        comes behind what callers before it queued there."""
         self.lanes.making = making
+        if self._model.device.type != "cpu":
+            self._order.follow(self.placement.devices)
 
-    def fits(self, kv: Tensors, fixed: Tensors | None) -> bool:
-        """Whether a snapshot from a file is one that this model could have made."""
+    def receive(self, rows: Tensors, fixed: Tensors | None) -> Received | None:
+        """A snapshot from a file, each tensor on the device where its layer computes; None where
+        this model could not have made it."""
+        kv = {name: tensor for name, tensor in rows.items() if name != LOGITS}
         found, wanted = pattern(kv, fixed or {}), self.snapshot_pattern()
         if fixed is None:
             wanted = {name: sizes for name, sizes in wanted.items() if name.startswith("kv ")}
-        return found == wanted
+        if found != wanted:
+            return None
+        place = self.placement
+        return place.rows(rows), None if fixed is None else place.fixed(fixed)
+
+    @property
+    def placement(self) -> Placement:
+        """On which device each layer keeps its state."""
+        if self._placement is None:
+            self._placement = Placement(self._model, self.shape)
+        return self._placement
+
+    @property
+    def placement(self) -> Placement:
+        """On which device each layer keeps its state."""
+        if self._placement is None:
+            self._placement = Placement(self._model, self.shape)
+        return self._placement
+
+    def look_again(self) -> None:
+        """The weights are not what they were. Where they have moved, what lies beside their old
+        place is let go of."""
+        before, self._placement = self._placement, None
+        if before is not None and before != self.placement:
+            self.lanes.clear()
+            self._tree.evict(self._tree.device.nbytes + self._tree.host.nbytes)
 
     def snapshot_pattern(self) -> dict[str, Any]:
         """What all snapshots of one making have in common; it costs one small pass, once."""

@@ -145,6 +145,7 @@ class Memory:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
         if self.weights.refresh(remembered):
             self._compiled.gather()
+            self.engine.look_again()
         now = self._now()
         self.vision_of(tenant).bind(self.weights.vision, self._provenance(now))
         self._visions.move_to_end(tenant)

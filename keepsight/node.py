@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from keepsight.devices import Fence
 from keepsight.prompt import RUN, Prompt, Span, common, shift
 from keepsight.store import Store
 
 Tensors = dict[str, torch.Tensor]
+Received = tuple[Tensors, Tensors | None]  # rows, and states of fixed size
 DEVICE, HOST, NOWHERE = "memory", "host", ""  # tiers of memory, as reports name them
 LOGITS = "logits"  # among the rows of a whole prompt
 
@@ -39,7 +41,7 @@ class Way:
     """How tensors came to the host, and how they get back."""
 
     devices: dict[str, torch.device]  # where each of them lived
-    ends: list[torch.cuda.Event]  # when the copies were complete
+    fence: Fence  # when the copies are complete
 
 
 @dataclass(eq=False, repr=False, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from keepsight import codecs, handover, keys, tensorfile
+from keepsight.devices import to_devices
 from keepsight.errors import DamagedFile, InputError
 
 FORMAT = 1
@@ -114,6 +115,12 @@ class Package:
         tensorfile.save(path, KIND, FORMAT, self.stored, self.record())
         return path
 
+    def on(self, device: torch.device) -> Package:
+        """The same package with its features on a device; itself where they are there."""
+        if all(tensor.device == device for tensor in self.tensors.values()):
+            return self
+        return replace(self, tensors=to_devices(self.tensors, lambda name: device))
+
     def to_vllm(self) -> dict[str, Any]:
         """The `multi_modal_data` of a vLLM request with this image (several: `fleet.to_vllm`)."""
         return handover.to_vllm([self])
@@ -187,8 +194,9 @@ def feature_id(identity: str, provenance: dict[str, Any]) -> str:
 
 def storage_bytes(tensors: Any) -> int:
     """Bytes of the distinct storages behind some tensors."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    storages = ((tensor.device, tensor.untyped_storage()) for tensor in tensors)
+    distinct = {(device, storage.data_ptr()): storage.nbytes() for device, storage in storages}
+    return sum(distinct.values())
 
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

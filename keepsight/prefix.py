@@ -222,14 +222,14 @@ class Tree(Books):
             state = archive.read_state(store, node)
         if rows is None or (state is None and node.state in needs):
             return False
-        kv = {name: tensor for name, tensor in rows.items() if name != LOGITS}
-        if not self.fits(kv, state):
+        received = self.receive(rows, state)
+        if received is None:
             wrong = archive.STATE if node.rows.tier else archive.SNAPSHOT
             store.reject(wrong, node.digest, "its tensors are not of this model's shape")
             return False
         if not node.cost and self.measured[1]:
             node.cost = len(node.ids) * self.measured[0] / self.measured[1]
-        for part, tensors in ((node.rows, rows), (node.state, state)):
+        for part, tensors in zip((node.rows, node.state), received, strict=True):
             if not part.tier and tensors is not None:
                 self.place(part, tensors)
         return True

@@ -279,13 +279,13 @@ class Lane:
 
     def capture_full(self, start: int, end: int) -> Tensors:
         """Keys and values of the full layers in a range: one stacked tensor where all rows have
-        one shape, else two for each layer."""
+        one shape on one device, else two for each layer."""
         rows = {}
         for i, layer in enumerate(self.full):
             rows[f"{i}.k"] = layer.keys[0, :, start:end]
             rows[f"{i}.v"] = layer.values[0, :, start:end]
         beside = self._capture_cross() if start == 0 else {}
-        if len({tensor.shape for tensor in rows.values()}) == 1:
+        if len({(tensor.shape, tensor.dtype, tensor.device) for tensor in rows.values()}) == 1:
             return {"kv": torch.stack(list(rows.values())), **beside}
         return {name: tensor.clone() for name, tensor in rows.items()} | beside
 
@@ -354,10 +354,20 @@ class Lane:
         return states
 
 
+def layered(rows: Tensors) -> Tensors:
+    """Rows with a stacked tensor taken apart, two for each layer; a view where it was one."""
+    stacked = rows.get("kv")
+    if stacked is None or not stacked.dim():
+        return rows
+    apart = {f"{i // 2}.{'kv'[i % 2]}": stacked[i] for i in range(len(stacked))}
+    return {name: tensor for name, tensor in rows.items() if name != "kv"} | apart
+
+
 def pattern(kv: Tensors, fixed: Tensors) -> dict[str, Any]:
-    """What every snapshot of one model has in common: names, dtypes, and sizes but for rows."""
+    """What every snapshot of one model has in common, however its rows are stacked: names, dtypes,
+    and sizes but for rows."""
     found: dict[str, Any] = {}
-    for name, tensor in kv.items():
+    for name, tensor in layered(kv).items():
         if not name.startswith("cross."):  # there only where the prompt begins with media
             found[f"kv {name}"] = (tensor.dtype, *tensor.shape[:-2], tensor.shape[-1])
     for name, tensor in fixed.items():

@@ -226,14 +226,15 @@ class Vision:
             exported.require(medium.grid)
 
     def package(self, medium: Medium, keep: bool = True) -> tuple[Package, str]:
-        """The features of a medium and where they came from. Without `keep` those that have to be
-        computed are remembered nowhere."""
+        """The features of a medium on the model's device, and where they came from. Without `keep`
+        those that have to be computed are remembered nowhere."""
+        device = self._family.model.device
         if isinstance(medium.recall, Package):
-            return medium.recall, "caller"
+            return medium.recall.on(device), "caller"
         package = self._shelves.packages.get(self._tenant, medium.feature_id)
         if package is not None:
             self._counts["memory"] += 1
-            return package, "memory"
+            return package.on(device), "memory"
         start, tier = time.perf_counter(), self.where(medium)
         package = self._from_store(medium)
         if package is not None:
@@ -270,7 +271,7 @@ class Vision:
         try:
             package = Package.from_record(*found, where="the store")
             if package.feature_id == medium.feature_id and package.tokens == medium.tokens:
-                return package
+                return package.on(self._family.model.device)
         except FileError as error:
             why = str(error)
         self._store.reject("package", medium.feature_id, why)  # type: ignore[union-attr]

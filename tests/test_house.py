@@ -24,11 +24,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
 errors
-keys lock grouped switches
+keys lock grouped switches devices
 tensorfile report codecs handover pictures
 package
 media store state loading circumstances compiled stops
-shelf
+shelf placement
 clips families settings
 medium
 naming

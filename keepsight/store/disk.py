@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from keepsight.devices import COMPLETE, to_host
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
 from keepsight.store import audit, entryfile, layout
 from keepsight.store.book import Book
@@ -112,6 +113,7 @@ class DiskStore:
         place = self._place(kind, key)
         job = self._waiting(place)
         if job is not None:
+            job.ready.wait()
             return None if job.tensors is None else (job.tensors, job.record)
         found = self._careful(entryfile.read, place)
         if found is None or self._is_over(place, found[1].get("kept")):
@@ -211,7 +213,10 @@ class DiskStore:
         if not self._writer.has_base(place, about):
             self._writer.refuse(place)
             return
-        self._writer.hand_over(Job(place, record, tensors, about, layout.kept(about)))
+        ready = COMPLETE
+        if tensors is not None:
+            tensors, ready = to_host(tensors)
+        self._writer.hand_over(Job(place, record, tensors, about, layout.kept(about), ready=ready))
 
     def flush(self) -> None:
         """Return when everything handed over before is on the disk, or say that it is not."""

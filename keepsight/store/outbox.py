@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepsight.devices import COMPLETE, Fence, to_host
 from keepsight.store import layout
 from keepsight.store.contract import About, Entry, Tensors
 
@@ -43,6 +44,12 @@ class Job:
     done: threading.Event = field(default_factory=threading.Event)
     failed: str | None = None
     unwanted: bool = False  # deleted while it was on its way
+    ready: Fence = COMPLETE  # before it, tensors that came from a device are not here yet
+
+    def leave_device(self) -> None:
+        """Begin to copy its tensors to the host, if they lie elsewhere."""
+        if self.tensors is not None:
+            self.tensors, self.ready = to_host(self.tensors)
 
     def entry(self) -> Entry:
         """It as the books would have it."""
@@ -120,6 +127,7 @@ class Outbox:
             earlier.done.wait()
             if earlier.failed is not None and earlier.name != job.name:
                 raise OSError(f"{earlier.kind}/{earlier.key} was not written: {earlier.failed}")
+        job.ready.wait()
         if not job.unwanted:
             self._write(job)
 

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepsight.devices import COMPLETE, Fence
 from keepsight.store.contract import About, Tensors
 from keepsight.store.layout import Place
 
@@ -29,6 +30,7 @@ class Job:
     about: About
     told: dict[str, Any] = field(default_factory=dict)  # what the file says of its keeping
     nbytes: int = 0
+    ready: Fence = COMPLETE  # before it, tensors that came from a device are not here yet
 
     @property
     def size(self) -> int:

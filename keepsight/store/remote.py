@@ -99,8 +99,8 @@ class RemoteStore:
         """Tensors and record, or None when absent, expired or damaged."""
         name = self._name(kind, key)
         job = self._waiting(name)
-        tensors = None if job is None else job.tensors
-        if job is not None and tensors is not None:
+        if job is not None and (tensors := job.tensors) is not None:
+            job.ready.wait()
             return self._counted((tensors, job.record))
         return self._counted(self._reader.tensors(name, kind, key))
 
@@ -182,9 +182,9 @@ class RemoteStore:
         if limits and nbytes > min(limits):
             self._count("refused")
             return
-        on = None if base is None or base[1] == key else self._name(*base)
-        told = layout.kept(about)
+        on, told = None if base is None or base[1] == key else self._name(*base), layout.kept(about)
         job = Job(name, kind, key, tensors, record, about, on, told, nbytes, self._tenant)
+        job.leave_device()
         if not self._outbox.offer(job):
             self._count("refused")
 

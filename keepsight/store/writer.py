@@ -341,6 +341,7 @@ class Writer:
         if self.disk.is_aside:
             return None
         try:
+            job.ready.wait()
             parts = entryfile.spelled(place.kind, place.key, job.tensors, job.record, job.told)
             return self.folder.begin(name_of(place), parts, layout.expiry(job.told))
         except OSError as error:

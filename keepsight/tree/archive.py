@@ -31,8 +31,8 @@ def write(store: Store, node: Node, ttl: float | None) -> None:
 
 def _write_one(store: Store, node: Node, ttl: float | None) -> None:
     for way in (node.rows.way, node.state.way):
-        for end in way.ends if way is not None else ():
-            end.synchronize()
+        if way is not None:
+            way.fence.wait()
     rows = node.rows.tensors or {}
     tensors = {name if name == LOGITS else f"kv/{name}": t for name, t in rows.items()}
     tensors["ids"] = torch.from_numpy(node.ids)

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from keepsight.errors import InputError
-from keepsight.node import DEVICE, HOST, NOWHERE, Home, Node, Part, Tensors
+from keepsight.node import DEVICE, HOST, NOWHERE, Home, Node, Part, Received, Tensors
 from keepsight.package import storage_bytes
 from keepsight.store import Store, worth
 from keepsight.tree.audit import audit
@@ -55,8 +55,8 @@ class Books:
         self.measured = (0.0, 0)  # milliseconds of prefill, and tokens computed in them
         self.late = False  # over a budget until the turn has ended
         self.detached: set[Node] = set()  # forgotten, but held still
-        # Whether tensors from a file are of this model's making; the engine knows.
-        self.fits: Callable[[Tensors, Tensors | None], bool] = lambda kv, fixed: True
+        # Tensors from a file, where the model computes; None where they are not of its making.
+        self.receive: Callable[[Tensors, Tensors | None], Received | None] = lambda r, f: (r, f)
         # The engine's idle lanes hold copies of what is forgotten here.
         self.on_forget: Callable[[], None] = lambda: None
         self._carrier, self._now = Carrier(), clock

@@ -1,0 +1,136 @@
+"""Where tensors cross between the host and a model's devices. Nothing else copies them across.
+
+A device with streams computes behind the program's back, and what one stream has queued says
+nothing about another. So a copy to the host runs on a stream of its own, after the work that makes
+the tensors, and comes with a `Fence`: nobody may read the copies before it. A copy to a device is
+queued where the device computes. On the host, and on devices without streams, a copy is complete
+when the call returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+class _Event(Protocol):
+    def synchronize(self) -> None: ...
+
+
+class _Stream(Protocol):
+    def wait_stream(self, other: Any, /) -> None: ...
+    def wait_event(self, event: Any, /) -> None: ...
+    def record_event(self) -> Any: ...
+
+
+class _Streams(Protocol):
+    """What `torch.cuda` and `torch.xpu` have in common."""
+
+    def current_stream(self, device: torch.device) -> _Stream: ...
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
+
+
+@dataclass(frozen=True)
+class Fence:
+    """When copies to the host are complete."""
+
+    ends: tuple[_Event, ...] = ()
+
+    def wait(self) -> None:
+        """Return when they are; calling it again costs nothing."""
+        for end in self.ends:
+            end.synchronize()
+
+
+COMPLETE = Fence()
+_beside: dict[torch.device, Any] = {}  # the stream on which copies leave each device
+
+
+def to_host(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Fence]:
+    """The tensors in host memory. They may be read behind the fence; those that were there already
+    are not copied."""
+    ends: list[_Event] = []
+    return {name: _leave(tensor, ends) for name, tensor in tensors.items()}, Fence(tuple(ends))
+
+
+def to_devices(
+    tensors: Mapping[str, torch.Tensor],
+    where: Callable[[str], torch.device],
+    fence: Fence = COMPLETE,
+) -> Tensors:
+    """Each tensor on the device that `where` gives for its name. `fence` is that of copies which
+    may still be on their way to the host: the device waits for it, not the program."""
+    arrived = {}
+    for name, tensor in tensors.items():
+        device = where(name)
+        streams = _streams(device)
+        if streams is not None and tensor.device.type == "cpu":
+            for end in fence.ends:
+                streams.current_stream(device).wait_event(end)
+        arrived[name] = tensor.to(device, non_blocking=streams is not None and _is_pinned(tensor))
+    return arrived
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory that a device can copy into by itself."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+class Order:
+    """Keeps the work of one caller before that of the next, where each has a stream of its own.
+
+    What a model remembers was computed on the stream of whoever asked; the next caller's stream has
+    to wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[torch.device, Any] = {}
+
+    def follow(self, devices: Iterable[torch.device]) -> None:
+        """What is queued from now on comes behind all that was queued before the last call."""
+        for device in devices:
+            streams = _streams(device)
+            if streams is None:
+                continue
+            now, last = streams.current_stream(device), self._last.get(device)
+            if last is not None and last != now:
+                now.wait_stream(last)
+            self._last[device] = now
+
+
+def _leave(tensor: torch.Tensor, ends: list[_Event]) -> torch.Tensor:
+    device = tensor.device
+    streams = _streams(device)
+    if streams is None:
+        return tensor.to("cpu")
+    try:
+        copy = pinned_like(tensor)
+    except RuntimeError:  # no more memory can be pinned: then the copy is waited for
+        return tensor.to("cpu")
+    beside = _beside.get(device)
+    if beside is None:
+        beside = _beside[device] = torch.get_device_module(device).Stream(device)
+    beside.wait_stream(streams.current_stream(device))
+    with streams.stream(beside):
+        copy.copy_(tensor, non_blocking=True)
+        tensor.record_stream(beside)
+    ends.append(beside.record_event())
+    return copy
+
+
+def _streams(device: torch.device) -> _Streams | None:
+    """The queues of a device, where it has any."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "current_stream") and hasattr(module, "Stream") else None
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_pinned()

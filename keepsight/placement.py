@@ -1,0 +1,61 @@
+"""On which device each layer of a model keeps its state, and how remembered tensors get there.
+
+A model may be spread over several devices. Its snapshots are then in tensors of each layer, and
+those from elsewhere, where all rows stand in one tensor, are taken apart as they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.devices import to_devices
+from keepsight.state import Shape, Tensors, layered
+
+
+class Placement:
+    """Where the states of one model live."""
+
+    def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
+        self._main: torch.device = model.device
+        layers = getattr(model.get_decoder(), "layers", None) or ()
+        found = [next(_devices(layer), self._main) for layer in layers]
+        self._of_layer = found or [self._main] * len(shape.kinds)
+        both = list(zip(self._of_layer, shape.kinds, strict=True))
+        self._full = [device for device, kind in both if kind == "full"]
+        self._cross = [device for device, kind in both if kind == "cross"]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every layer is where it is in the other."""
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return (self._main, self._of_layer) == (other._main, other._of_layer)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """All of them."""
+        return {self._main, *self._of_layer}
+
+    def rows(self, rows: Tensors) -> Tensors:
+        """Keys, values and last logits, each where its layer computes."""
+        apart = layered(rows) if len({*self._full}) > 1 else rows
+        return to_devices(apart, self._of_rows)
+
+    def fixed(self, states: Tensors) -> Tensors:
+        """States of fixed size, each where its layer computes."""
+        return to_devices(states, lambda name: self._of_layer[int(name.split(".")[0])])
+
+    def _of_rows(self, name: str) -> torch.device:
+        match name.split("."):
+            case ["cross", index, _]:
+                return self._cross[int(index)]
+            case [index, _]:
+                return self._full[int(index)]
+        return self._full[0] if name == "kv" and self._full else self._main
+
+
+def _devices(layer: Any) -> Iterator[torch.device]:
+    return (tensor.device for tensor in layer.parameters())
