@@ -153,13 +153,6 @@ class Engine:
             self._placement = Placement(self._model, self.shape)
         return self._placement
 
-    @property
-    def placement(self) -> Placement:
-        """On which device each layer keeps its state."""
-        if self._placement is None:
-            self._placement = Placement(self._model, self.shape)
-        return self._placement
-
     def look_again(self) -> None:
         """The weights are not what they were. Where they have moved, what lies beside their old
         place is let go of."""

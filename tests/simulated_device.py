@@ -394,6 +394,9 @@ def simulation(monkeypatch: Any) -> Iterator[Any]:
     _register()
     monkeypatch.setattr(torch, "tensor", _tensor)
     monkeypatch.setattr(devices, "pinned_like", garbage_like)
+    # In place, a moved parameter would change its memory and not what it says of itself.
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
     _hazards.clear()
     yield module
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
     assert not _hazards, _hazards[0]
