@@ -21,7 +21,8 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     ├── StoreError (OSError)               a store folder that cannot be used
     ├── ModelError (RuntimeError)          the model itself
     │   ├── UnsupportedModel               a family or cache layer not (yet) shown to be exact
-    │   └── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
+    │   ├── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
+    │   └── UpstreamChanged                something in Transformers is not where it was
     ├── Busy (RuntimeError)                as many requests are in flight as are allowed
     ├── Closed (RuntimeError)              used after `close()`
     │   └── Forked                         used in a process that was forked at the wrong moment
@@ -125,6 +126,18 @@ class UnsupportedModel(ModelError):
 
 class UnreadableWeights(ModelError):
     """Weights that cannot be read cannot be fingerprinted."""
+
+
+class UpstreamChanged(ModelError):
+    """Something in Transformers or torch that Keepsight uses is not where it was."""
+
+    @classmethod
+    def named(cls, name: str, use: str, version: str, tested: str) -> UpstreamChanged:
+        """The error for a name that is missing. `use` says what for, as in "to read sound"."""
+        return cls(
+            f"{version} has no {name}, which Keepsight needs {use}; it was tested with up to "
+            f"{tested}. Install that version, or a newer Keepsight"
+        )
 
 
 class Busy(KeepsightError, RuntimeError):

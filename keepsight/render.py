@@ -1,8 +1,8 @@
 """Messages to a prompt, through the checkpoint's own chat template and tokenizer.
 
-Images are named here and nothing more. What a user types stays text: a control token inside a
-message is marked before rendering and encoded as plain text after it, so the placeholders that
-remain are those the template wrote, one for each image, and their ranges are known by construction.
+Images are named here and nothing more. What a caller gives stays text (template.py), so the
+placeholders in a rendered conversation are those the template wrote, one for each image, and their
+ranges are known by construction.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from transformers.utils import chat_template_utils as upstream
 
+from keepsight.control import Rendered
 from keepsight.errors import (
     ImageError,
     InputError,
@@ -27,6 +27,8 @@ from keepsight.errors import (
 from keepsight.families import Family
 from keepsight.medium import Medium
 from keepsight.prompt import Prompt
+from keepsight.template import ChatTemplate
+from keepsight.template import Message as Message
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # Types of a part and the fields that hold it. Which modalities a model takes, its family says.
@@ -36,7 +38,6 @@ _MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "image": (("image", "image_url", "input_image"), ("image", "image_url", "base64", "file")),
 }
 _ANY = ("url", "path")  # fields that say nothing of what they hold; without a type, an image
-Message = dict[str, Any]
 
 
 class Renderer:
@@ -52,12 +53,10 @@ class Renderer:
         }
         # What the template writes for a medium: the processor's word for it.
         self._words = {kind: self._word(kind) for kind in self._placeholders}
-        control = set(self.tokenizer._get_control_tokens(self._template))
-        control |= {*self._words.values(), *self._placeholders.values()}
-        self._control, _ = upstream._get_control_token_patterns(tuple(sorted(control)))
-        marker = re.escape(upstream._CONTROL_TOKEN_START)
+        more = {*self._words.values(), *self._placeholders.values()}
+        self._chat = ChatTemplate(self._template, self.tokenizer, more)
         words = (f"(?P<{kind}>{re.escape(word)})" for kind, word in self._words.items())
-        self._written = re.compile(f"(?<!{marker})(?:{'|'.join(words)})")
+        self._written = re.compile("|".join(words))
         self._bos = self._implicit_bos()
 
     def _word(self, kind: str) -> str:
@@ -79,30 +78,15 @@ class Renderer:
         """The prompt of a conversation, ready for an answer unless `generate` is false."""
         clean, given = parse_messages(messages)
         self._refuse_unseen(given)
-        marked = any(self._control.search(text) for text in _texts(clean))
-        if marked:
-            clean = upstream.mark_control_tokens(clean, self._control)
-        text = self._apply(clean, generate, template)
+        rendered = self._chat.render(self.tokenizer, clean, generate, template)
         named = [(kind, name(medium, kind)) for kind, medium in given]
-        text = self._family.prompt_text(self._processor, text, self._written)
+        text = self._family.prompt_text(self._processor, rendered.text, self._written)
         spots = list(self._written.finditer(text))
         media = _in_order(spots, named)
         text, runs = self._insert(text, spots, media)
-        ids = self._encode(text, marked)
-        return self._expand(ids, runs, media, text)
-
-    def _apply(self, messages: list[Message], generate: bool, template: dict[str, Any]) -> str:
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=generate,
-                chat_template=self._template,
-                **template,
-            )
-        except Exception as error:  # a template raises whatever its author chose
-            raise MessagesError(f"the chat template refused the messages: {error}") from error
-        return text
+        ids = self._chat.tokens.encode(self.tokenizer, Rendered(text, rendered.code), self._bos)
+        whole = np.asarray(ids, dtype=np.int64)
+        return self._expand(whole, runs, media, rendered.plain(text))
 
     def _refuse_unseen(self, given: list[tuple[str, Any]]) -> None:
         """Media of a kind that this family does not take."""
@@ -124,18 +108,10 @@ class Renderer:
                 if isinstance(part, int):
                     runs.append((j, part))
                     part = self._placeholders[medium.modality]
+                else:
+                    self._chat.check_layout(self.tokenizer, part)
                 parts.append(part)
         return "".join([*parts, text[cursor:]]), runs
-
-    def _encode(self, text: str, marked: bool) -> np.ndarray:
-        bos = self.tokenizer.bos_token
-        written = bos is not None and text.startswith(bos)
-        if marked:
-            ids = upstream.encode_marked_chat(self.tokenizer, text)
-            ids = ids if written else [*self._bos, *ids]
-        else:
-            ids = self.tokenizer(text, add_special_tokens=not written)["input_ids"]
-        return np.asarray(ids, dtype=np.int64)
 
     def _expand(
         self, ids: np.ndarray, runs: list[tuple[int, int]], media: tuple[Medium, ...], text: str
@@ -254,16 +230,6 @@ def _from_base64(data: str, i: int) -> bytes:
         return base64.b64decode(data, validate=True)
     except (ValueError, binascii.Error) as error:
         raise ImageError(f"message {i} has 'data' that is not base64: {error}") from None
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [text for item in value for text in _texts(item)]
-    return []
 
 
 def _template_of(processor: Any, given: str | None) -> str:

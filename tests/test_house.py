@@ -24,7 +24,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
 errors
-keys lock grouped switches devices
+upstream
+keys lock grouped switches devices control
+template_source
+template
 tensorfile report codecs handover pictures
 package
 media store state loading circumstances compiled stops
