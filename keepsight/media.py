@@ -47,6 +47,7 @@ class Source:
     label: str
     fresh: list[Any]
     modality: str = "image"
+    options: tuple[tuple[str, Any], ...] = ()  # of the processor, for this image alone
 
     def digest(self, decoded: Any, settings: str) -> str:
         """The source digest: decoded pixels and every setting that changes what is made of them."""

@@ -118,6 +118,8 @@ class Namer:
             source = open_source(image, self._fetched)
         else:
             source = open_clip(image, modality, self._fetched)
+        if source.options:
+            makers = keys.digest("processing with options", makers, dict(source.options))
         name = keys.digest("alias", source.name, makers)
         entry = self._alias(name)
         if entry is not None:
@@ -147,7 +149,8 @@ class Namer:
         try:
             if source.modality != "image":
                 return self._family.preprocess_other(self._processor, decoded, {}, source.modality)
-            return self._family.preprocess(self._processor, decoded, self._options)
+            options = {**self._options, **dict(source.options)}
+            return self._family.preprocess(self._processor, decoded, options)
         except KeepsightError:
             raise
         except Exception as error:  # processors raise whatever their arithmetic runs into

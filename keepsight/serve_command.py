@@ -78,8 +78,11 @@ def serve(
     url_bytes: Annotated[Size, _option("Fetched for one request; default 64MiB.")] = None,
     files_budget: Annotated[Size, _option("Bytes of all uploads; default 512MiB.")] = None,
     file_ttl: Annotated[Size, _option("How long uploads last; default 1d.")] = None,
+    responses_budget: Annotated[Size, _option("Bytes of kept responses; 64MiB; 0: none.")] = None,
+    response_ttl: Annotated[Size, _option("How long responses are kept; default 1d.")] = None,
     clip_bytes: Annotated[Size, _option("A video or sound, decoded; default 1GiB.")] = None,
     pdf_dpi: Annotated[int | None, _option("Resolution of PDF pages; default 144.")] = None,
+    unknown_fields: Annotated[Size, _option("Of requests: name (default) or refuse.")] = None,
     prefill_ahead: Annotated[Size, _option("Quiet before prefilling ahead; 0.25s.")] = None,
     drain: Annotated[Size, _option("For running answers on SIGTERM; 30s.")] = None,
     warm_up: Annotated[

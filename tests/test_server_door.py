@@ -89,22 +89,12 @@ def user(content: Any) -> dict[str, Any]:
         ({**user("x"), "stop": 5}, "stop"),
         ({**user("x"), "top_logprobs": 2}, "top_logprobs"),
         ({**user("x"), "logit_bias": {"9999": 1}}, "logit_bias"),
-        ({**user("x"), "tempature": 1}, "tempature"),
-        ({**user("x"), "functions": []}, "functions"),
-        ({**user("x"), "store": True}, "store"),
-        ({**user("x"), "reasoning_effort": "low"}, "reasoning_effort"),
+        ({**user("x"), "functions": [{}]}, "functions"),
         ({**user("x"), "response_format": {"type": "json_object"}}, "response_format"),
         ({**user("x"), "modalities": ["audio"]}, "modalities"),
         ({**user("x"), "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({**user("x"), "tool_choice": "auto"}, "tool_choice"),
         ({**user("x"), "stream_options": {"include_usage": True}}, "stream_options"),
-        ({**user("x"), "service_tier": "flex"}, "service_tier"),
-        (
-            {**user("x"), "stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation",
-        ),
         ({**user("x"), "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({**user("x"), "chat_template_kwargs": {"enable_x": True}}, "chat_template_kwargs"),
         ({**user("x"), "keepsight": {"repot": True}}, "keepsight.repot"),
         ({"messages": asked("http://127.0.0.1/x.png")}, "messages[0].content[0]"),
         ({"messages": asked("file:///etc/passwd")}, "messages[0].content[0].image_url"),
@@ -114,6 +104,41 @@ def user(content: Any) -> dict[str, Any]:
 )
 def test_what_is_wrong_is_named(server: Live, body: dict[str, Any], param: str) -> None:
     assert refusal(server.chat(body))["param"] == param
+
+
+@pytest.fixture(scope="module")
+def strict(vlm: Any) -> Iterator[Live]:
+    with live(vlm, Scripted("hi"), unknown_fields="refuse") as it:
+        yield it
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({**user("x"), "tempature": 1}, "tempature"),
+        ({**user("x"), "store": True}, "store"),
+        ({**user("x"), "metadata": {"a": "b"}}, "metadata"),
+        ({**user("x"), "reasoning_effort": "low"}, "reasoning_effort"),
+        ({**user("x"), "service_tier": "flex"}, "service_tier"),
+        (
+            {**user("x"), "stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        (
+            {**user("x"), "chat_template_kwargs": {"enable_x": True}},
+            "chat_template_kwargs.enable_x",
+        ),
+        ({"messages": [{"role": "user", "name": "ann", "content": "x"}]}, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
+    ],
+)
+def test_what_is_not_used_is_named_or_refused(
+    server: Live, strict: Live, body: dict[str, Any], param: str
+) -> None:
+    assert refusal(strict.chat(body))["param"] == param
+    if not body.get("stream"):
+        status, _, headers = server.chat({**body, "max_tokens": 1})
+        assert status == 200 and headers["x-keepsight-unused"] == param
 
 
 def said(*parts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,13 +190,12 @@ def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
         ("chat/completions", {"tempature": 1}, "'tempature'; did you mean temperature?"),
         ("chat/completions", {"keepsight": {"reprot": True}}, "did you mean keepsight.report?"),
         ("chat/completions", {"max_new_tokens": 5}, "here it is max_tokens"),
-        ("chat/completions", {"guided_json": {}}, "tokens cannot be constrained here"),
-        ("chat/completions", {"zzz": {}}, "'zzz'; see /docs"),
-        ("chat/completions", {"functoins": []}, "see /docs"),  # functions are refused
+        ("chat/completions", {"zzz": {"a": 1}}, "'zzz'; see /docs"),
+        ("chat/completions", {"functoins": [1]}, "see /docs"),  # functions are refused
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": "x", "images": []}]},
-            "'messages[0].images'; see /docs",
+            {"messages": [{"role": "user", "content": "x", "pictures": [1]}]},
+            "'messages[0].pictures'; see /docs",
         ),
         (
             "chat/completions",
@@ -189,12 +213,12 @@ def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
     ],
 )
 def test_what_is_unknown_is_answered_with_what_is_known(
-    server: Live, path: str, more: dict[str, Any], hint: str
+    strict: Live, path: str, more: dict[str, Any], hint: str
 ) -> None:
     bodies = {"chat/completions": user("x"), "responses": {"input": "x"}}
     body = {"model": "demo", **bodies.get(path.partition("?")[0], {}), **more}
     body = more if path == "cache/reset" else body
-    error = refusal(server.call(f"/v1/{path}", body))
+    error = refusal(strict.call(f"/v1/{path}", body))
     assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
 
 
@@ -242,13 +266,13 @@ def test_addresses_are_read_as_strictly_as_bodies(server: Live, address: str, hi
 
 
 def test_kinds_are_told_in_the_words_of_json(server: Live) -> None:
-    parts = [{"type": "image", "image": "x"}, {"text": "x"}, {"type": "image_url", "image_url": 1}]
+    parts = [{"type": "pictur", "image": "x"}, {"text": "x"}, {"type": "image_url", "image_url": 1}]
     whys = [refusal(server.chat(user([part])))["message"] for part in parts]
-    item = {"model": "demo", "input": [{"type": "item_reference", "id": "x"}]}
+    item = {"model": "demo", "input": [{"type": "item_referral", "id": "x"}]}
     whys.append(refusal(server.call("/v1/responses", item))["message"])
-    assert "its type is 'image', expected one of 'text'," in whys[0]
+    assert "its type is 'pictur', expected one of 'text'," in whys[0]
     assert "it has no type" in whys[1] and "expected an object" in whys[2]
-    assert "its type is 'item_reference', expected one of 'message'," in whys[3]
+    assert "its type is 'item_referral', expected one of 'message'," in whys[3]
     plain = {"content-type": "text/plain"}
     sent = server.call("/v1/chat/completions", json.dumps(user("x")).encode(), headers=plain)
     assert "Content-Type: application/json" in refusal(sent)["message"]
@@ -609,17 +633,16 @@ NAMED = TEMPLATE.replace(
 )
 
 
-def test_names_are_told_to_the_model_or_refused(server: Live, demo_parts: dict[str, Any]) -> None:
+def test_names_are_told_to_the_model_or_named(server: Live, demo_parts: dict[str, Any]) -> None:
     speaking = [{"role": "user", "name": "ann", "content": "x"}]
-    error = refusal(server.chat({"messages": speaking}))
-    assert error["param"] == "messages[0].name" and error["code"] == "unsupported_parameter"
     later = [*user("x")["messages"], {"role": "assistant", "name": "b", "content": "y"}, *speaking]
-    assert refusal(server.chat({"messages": later}))["param"] == "messages[1].name"
+    unused = server.chat({"messages": later, "max_tokens": 1})[2]["x-keepsight-unused"]
+    assert unused == "messages[1].name, messages[2].name"
     model, processor = demo_parts["demo"]
     assert NAMED != TEMPLATE
     with ks.wrap(model, processor, grain=16, chat_template=NAMED) as named:
         with live(named, script := Scripted("hi")) as other:
-            assert other.chat({"messages": later})[0] == 200
+            assert "x-keepsight-unused" not in other.chat({"messages": later})[2]
         assert script.asked[0][0][2]["name"] == "ann"
 
 
@@ -654,7 +677,9 @@ def test_thinking_and_calls_come_apart(thinker: Any) -> None:
         assert refusal(server.chat({**body, "tool_choice": "required"}))["param"] == "tool_choice"
         strict = json.loads(json.dumps(TOOLS))
         strict[0]["function"]["strict"] = True
-        assert "strict" in refusal(server.chat({**body, "tools": strict}))["param"]
+        hinted = server.chat({**body, "tools": strict})
+        assert hinted[2]["x-keepsight-unused"] == "tools[0].function.strict"
+        assert script.asked[-1][1]["tools"] == TOOLS  # the template is not told of it
         flat = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
         asked_for = {"model": "demo", "input": "x", "tools": flat}
         asked_for["chat_template_kwargs"] = {"enable_thinking": True}

@@ -37,6 +37,7 @@ class Ask:
     thinks: bool = False
     choices: int = 1
     notes: tuple[str, ...] = ()
+    continued: bool = False  # the answer goes on with the last message
 
     @property
     def whose(self) -> str | None:
@@ -50,7 +51,7 @@ class Ask:
 
     def follow(self, text: str) -> dict[str, Any] | None:
         """The message that an answer becomes when its client sends it back."""
-        if self.choices > 1:  # nobody knows which of them it will be
+        if self.choices > 1 or self.continued:  # nobody knows which of them, or joined to what
             return None
         speech = Speech(self.thinking, self.thinks, self.tools is not None)
         return spoken_message(speech, text, 1 if self.one_call else None)

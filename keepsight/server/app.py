@@ -6,7 +6,6 @@ check bodies with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -18,13 +17,14 @@ from starlette.types import ASGIApp
 
 from keepsight import __version__
 from keepsight.errors import KeepsightError
-from keepsight.server import cache_api, chat_api, files_api, responses_api, site
+from keepsight.server import cache_api, chat_api, files_api, responses_api, responses_schema, site
 from keepsight.server import schema as schemas
 from keepsight.server.door import Door, told
 from keepsight.server.metrics import CONTENT_TYPE
 from keepsight.server.problems import ApiError, from_validation, unknown
-from keepsight.server.responses_schema import UNSUPPORTED, ResponsesRequest, in_its_words
+from keepsight.server.responses_schema import in_its_words
 from keepsight.server.service import Service, visit_of
+from keepsight.server.unused import HEADER
 
 _ABOUT = "An OpenAI-compatible server over a vision-language model that remembers."
 
@@ -55,7 +55,7 @@ def build(service: Service) -> ASGIApp:
             allow_origins=service.config.allow_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients send many of their own, and no cookie means anything
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", HEADER],
         )
     return door
 
@@ -66,10 +66,11 @@ def _schema(app: FastAPI, model: str) -> dict[str, Any]:
     for part in schema["components"]["schemas"].values():
         if "model" in part.get("properties", {}):
             part["properties"]["model"] = {"type": "string", "enum": [model]}
-    for name, why in (("ChatRequest", schemas.UNSUPPORTED), ("ResponsesRequest", UNSUPPORTED)):
-        for field, reason in why.items():
-            fields = schema["components"]["schemas"][name]["properties"]
-            fields[field] = {**fields[field], "description": f"Refused: {reason}."}
+    for name, api in (("ChatRequest", schemas), ("ResponsesRequest", responses_schema)):
+        fields = schema["components"]["schemas"][name]["properties"]
+        for word, why in (("Refused", api.UNSUPPORTED), ("Taken, not used", api.NAMED)):
+            for field, reason in why.items():
+                fields[field] = {**fields[field], "description": f"{word}: {reason}."}
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
     for path in schema["paths"].values():
@@ -133,6 +134,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         401: "No key, or not one that is known.",
         403: "Not with this key.",
         404: "No such thing, for this key.",
+        409: "A name that means something else.",
         408: "The body took too long.",
         413: "Too large.",
         429: "Too many requests; see Retry-After.",
@@ -161,7 +163,7 @@ def _problem(request: Request, error: Exception) -> ApiError | None:
     if isinstance(error, RequestValidationError):
         field = getattr(request.scope.get("route"), "body_field", None)
         body = field.field_info.annotation if field is not None else None
-        return from_validation(error.errors(), body, _NOT_HONOURED.get(body, ()))
+        return from_validation(error.errors(), body)
     if not isinstance(error, HTTPException):
         return None
     path = request.url.path
@@ -170,20 +172,22 @@ def _problem(request: Request, error: Exception) -> ApiError | None:
     return ApiError(error.status_code, text, code=_HTTP_CODES.get(error.status_code))
 
 
-_NOT_HONOURED: dict[Any, Iterable[str]] = {
-    schemas.ChatRequest: schemas.UNSUPPORTED,
-    ResponsesRequest: UNSUPPORTED,
-}
-
-
 def _only_known(request: Request) -> None:
-    """Refuse a parameter in an address that nobody listens to."""
-    if not request.url.path.startswith("/v1/"):
+    """Refuse a parameter in an address that nobody listens to; where clients of many dialects ask
+    for answers, it is named."""
+    path = request.url.path
+    if not path.startswith("/v1/"):
         return
     known = {field.alias for field in request.scope["route"].dependant.query_params}
+    unused = visit_of(request).unused
     for name in request.query_params:
-        if name not in known:
+        if name not in known and (unused.refuse or path not in _ASKED):
             raise unknown(name, known)
+        if name not in known:
+            unused.add(f"?{name}", "unknown; see /docs")
+
+
+_ASKED = ("/v1/chat/completions", "/v1/responses")
 
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 400: "invalid_body"}

@@ -12,15 +12,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from keepsight import keeping
 from keepsight.errors import StoreError
 from keepsight.report import Report
 from keepsight.server.limits import Caller
+from keepsight.server.parts import Name, PixelLimits
 from keepsight.server.problems import ApiError, invalid, refused
-from keepsight.server.schema import Message, Name, Pixels, Rendering, Strict
+from keepsight.server.schema import Message, Rendering
 from keepsight.server.service import Service, tools_of, visit_of
+from keepsight.server.unused import Strict
 from keepsight.server.wire import report_of, unless_gone
 from keepsight.store import Entry
 
@@ -37,15 +39,16 @@ class ResetRequest(Strict):
     store: bool = False
 
 
-class HeldRequest(Strict):
+class HeldRequest(PixelLimits):
     """What to keep or to remove: a conversation, with `pictures_only` the pictures in it, or
     `images` by the keys that reports and `/v1/cache/images` tell."""
+
+    model_config = ConfigDict(extra="forbid")  # what is meant here is not for guessing
 
     model: Name
     messages: Annotated[list[Message] | None, Field(min_length=1)] = None
     images: Annotated[list[Key] | None, Field(min_length=1, max_length=1000)] = None
     pictures_only: bool = False
-    max_pixels: Pixels | None = None
     cache_salt: Salt | None = None
 
 
@@ -160,6 +163,8 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         caller = visit_of(request).who()
         whose = _whose_to_forget(caller, body)
         await service.desk.work(lambda: service.vlm.clear(store=body.store, tenant=whose))
+        service.bindings.forget(whose)
+        service.responses.forget(whose)
         return {"object": "cache.reset", "everyone": whose is None}
 
     @router.post("/v1/cache/flush", operation_id="cache_flush")
@@ -198,12 +203,12 @@ async def _on_held(
     if body.messages is None:
         raise invalid("messages", "give messages, or images by their keys")
     visit = visit_of(request)
-    caller = visit.who()
-    fields = ("model", "messages", "max_pixels", "cache_salt")
+    visit.unused.sift(body)
+    fields = ("model", "messages", "cache_salt", *PixelLimits.model_fields)
     rendering = Rendering(**{name: getattr(body, name) for name in fields})
 
     async def work() -> tuple[Any, list[str]]:
-        given, _, tenant = await service.rendering(rendering, caller)
+        given, _, tenant = await service.rendering(rendering, visit)
         # Pictures are opened here, where nobody's tokens wait for them.
         messages = await service.desk.work(
             lambda: service.desk.together.named(given, tenant or service.vlm.tenant, learn)
@@ -234,8 +239,8 @@ async def _on_images(
     """Do something to pictures that are named by their keys; the result, and the keys."""
     if body.messages is not None:
         raise invalid("images", "give either images by their keys, or messages")
-    for name, given in (("pictures_only", body.pictures_only), ("max_pixels", body.max_pixels)):
-        if given:
+    for name in ("pictures_only", *PixelLimits.model_fields):
+        if getattr(body, name):
             raise refused(name, "goes with messages; a key already names one picture")
     service.subject.check_name(body.model)
     caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
@@ -332,16 +337,17 @@ async def _reported(
     service: Service, body: Rendering, request: Request, call: Callable[..., Awaitable[Report]]
 ) -> dict[str, Any]:
     visit = visit_of(request)
-    caller = visit.who()
+    visit.unused.sift(body)
 
     async def work() -> dict[str, Any]:
-        messages, template, tenant = await service.rendering(body, caller)
+        messages, template, tenant = await service.rendering(body, visit)
         options: dict[str, Any] = {"tenant": tenant} if tenant else {}
         if template:
             options["template_kwargs"] = template
         if body.tools:
             options["tools"] = tools_of(body.tools)
         report = await call(messages, **options)
+        report.notes += visit.unused.notes()
         return {"object": "cache.report", "model": body.model, "report": report_of(report)}
 
     return await unless_gone(request, work(), visit)

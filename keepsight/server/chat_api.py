@@ -41,7 +41,7 @@ def routes(service: Service) -> APIRouter:
         """An answer to a conversation, whole or as it comes."""
         visit = visit_of(request)
         visit.asked(body)
-        ask = await unless_gone(request, service.ask(body, visit.who()), visit)
+        ask = await unless_gone(request, service.ask(body, visit), visit)
         # Before the first byte goes out, so that bad input has a status of its own.
         answers = await unless_gone(request, service.submit(ask), visit)
         chat = Chat(service, body, ask, answers, visit)

@@ -98,8 +98,11 @@ class ServerConfig:
     url_bytes: int | str = "64MiB"
     files_budget: int | str = "512MiB"
     file_ttl: float | str = "1d"
+    responses_budget: int | str = "64MiB"  # of responses that are kept; 0 keeps none
+    response_ttl: float | str = "1d"
     clip_bytes: int | str = "1GiB"  # of a video or a sound when it is decoded
     pdf_dpi: int = 144
+    unknown_fields: str = "name"  # what requests have and nobody listens to; or "refuse"
     prefill_ahead: float | str = 0.25  # of quiet, before answers are prefilled; or "never"
     drain: float | str = "30s"
     warm_up: bool = True
@@ -108,10 +111,14 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("request_timeout", "body_timeout", "idle_timeout", "url_timeout"):
             parse_seconds(getattr(self, name))
-        parse_seconds(self.drain), parse_seconds(self.file_ttl)
+        parse_seconds(self.drain), parse_seconds(self.file_ttl), parse_seconds(self.response_ttl)
         if self.prefill_ahead != "never":
             parse_seconds(self.prefill_ahead)
-        for name in ("max_body", "url_bytes", "files_budget", "clip_bytes"):
+        if self.unknown_fields not in ("name", "refuse"):
+            raise InputError(
+                f"unknown_fields is {self.unknown_fields!r}, expected 'name' or 'refuse'"
+            )
+        for name in ("max_body", "url_bytes", "files_budget", "responses_budget", "clip_bytes"):
             parse_bytes(getattr(self, name))
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:

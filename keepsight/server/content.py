@@ -20,14 +20,16 @@ from typing import Any
 from keepsight.errors import ImageError
 from keepsight.pictures import MAX_PIXELS
 from keepsight.render import Message as Rendered
-from keepsight.server import schema
+from keepsight.server import parts, schema
+from keepsight.server.bindings import Bindings
 from keepsight.server.bounds import check_sound, check_video
 from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
-from keepsight.server.pages import LOW, is_pdf, pages, picture
+from keepsight.server.pages import LOW, Shown, Sizes, is_pdf, pages, picture
 from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.spoken import arguments_of
+from keepsight.server.unused import Unused, is_empty
 
 _LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
 _FETCHED = ("http", "https")
@@ -41,7 +43,11 @@ class Gatherer:
     config: ServerConfig
     files: Files
     tenant: str
-    cap: int | None = None  # the request's own cap on pixels
+    limits: tuple[int | None, int | None] = (None, None)  # the request's own, in pixels
+    sizes: Sizes = field(default_factory=lambda: Sizes(None, {}))
+    unused: Unused = field(default_factory=Unused)
+    bindings: Bindings | None = None  # the names that clients gave to pictures
+    whose: str = ""  # the tenant under the request's salt, whose names these are
     images: int = 0
     _fetched: dict[str, bytes] = field(default_factory=dict)
 
@@ -62,23 +68,43 @@ class Gatherer:
     def _message(self, message: schema.Message, place: str, content: str) -> Rendered:
         role = "system" if message.role == "developer" else message.role
         made: Rendered = {"role": role, "content": self._content(message, content)}
+        if message.images and message.role == "user":
+            shown = self._bare(message.images, f"{place}.images")
+            made["content"] = [*shown, *made["content"]]
         if message.role == "tool" and message.tool_call_id is None:
             raise invalid(f"{place}.tool_call_id", "a tool's message needs its tool_call_id")
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(message, name)) is not None:
+        said = {
+            "name": message.name,
+            "tool_call_id": message.tool_call_id,
+            "reasoning_content": message.thought() or _thought_in(message.content),
+        }
+        for name, value in said.items():
+            if value is not None:
                 made[name] = sound(value, f"{place}.{name}")
         if message.tool_calls:
             calls = enumerate(message.tool_calls)
             made["tool_calls"] = [_call(c, f"{place}.tool_calls[{i}]") for i, c in calls]
+        self._name_unused(message, place)
         return made
+
+    def _name_unused(self, message: schema.Message, place: str) -> None:
+        """Of what is not rendered, what could have been a part of the conversation."""
+        if not is_empty(message.function_call):
+            raise refused(f"{place}.function_call", "deprecated; send it as tool_calls")
+        if not is_empty(message.audio):
+            self.unused.add(f"{place}.audio", "what was said is in content")
+        if message.images and message.role != "user":
+            self.unused.add(f"{place}.images", "pictures are read in messages of the user")
 
     def _content(self, message: schema.Message, place: str) -> Any:
         content = message.content
-        if content is None:
+        if content is None or (content == [] and message.role == "assistant"):
             if message.refusal is not None:
                 content = message.refusal
             elif message.tool_calls:
                 return None
+            elif message.role == "assistant" or message.images:
+                content = ""
             else:
                 raise invalid(place, f"{place} is missing; expected a text or a list of parts")
         if isinstance(content, str):
@@ -86,39 +112,97 @@ class Gatherer:
             return [_text(text)] if message.role in _LISTS else text
         if not content:
             raise invalid(place, f"{place} is an empty list; expected at least one part")
-        parts = []
+        made = []
         for i, part in enumerate(content):
             with _standing(f"{place}[{i}]"):
-                parts += self._part(part, f"{place}[{i}]")
-        if message.role not in _LISTS and all(part["type"] == "text" for part in parts):
-            return "".join(part["text"] for part in parts)
-        return parts
+                if isinstance(part, parts.ThoughtPart) and message.role == "assistant":
+                    continue
+                made += self._part(part, f"{place}[{i}]")
+        if message.role not in _LISTS and all(part["type"] == "text" for part in made):
+            return "".join(part["text"] for part in made)
+        return made or [_text("")]
 
-    def _part(self, part: Any, place: str) -> list[dict[str, Any]]:
-        if isinstance(part, schema.TextPart):
+    def _part(self, part: parts.Part, place: str) -> list[dict[str, Any]]:
+        if isinstance(part, parts.TextPart):
+            self._uncached(part, place)
             return [_text(sound(part.text, f"{place}.text"))]
-        if isinstance(part, schema.RefusalPart):
+        if isinstance(part, parts.RefusalPart):
             return [_text(sound(part.refusal, f"{place}.refusal"))]
-        if isinstance(part, schema.ImagePart):
-            where, cap = part.image_url, self._cap(part.image_url.detail, part.max_pixels)
-            return self._pictures(self._bytes(where.url, f"{place}.image_url"), cap, place)
-        if isinstance(part, schema.VideoPart):
-            return [self._video(self._bytes(part.video_url.url, place))]
-        if isinstance(part, schema.SoundPart):
+        if isinstance(part, parts.ThoughtPart):
+            raise invalid(place, f"{place}: thoughts are parts of an assistant's message")
+        if isinstance(part, parts.ImagePart):
+            return self._image(part, part.image_url, f"{place}.image_url", place)
+        if isinstance(part, parts.BareImagePart):
+            where, field_name = one_of(part, _HOLDERS, place)
+            return self._image(part, where, f"{place}.{field_name}", place)
+        if isinstance(part, parts.VideoPart):
+            self._uncached(part, place)
+            where, _ = one_of(part, ("video_url", "video", "url", "path"), place)
+            data = self._bytes(where if isinstance(where, str) else where.url, place)
+            return [self._video(self._bound(part.uuid, data, place))]
+        if isinstance(part, parts.SoundPart):
             data = _decoded(part.input_audio.data, place)
             check_sound(data, self.config.bytes("clip_bytes"))
-            return [{"type": "audio", "audio": data}]
+            return [{"type": "audio", "audio": self._bound(part.uuid, data, place)}]
         return self._file(part, place)
+
+    def _image(
+        self, part: parts.PicturePart, where: Any, inside: str, place: str
+    ) -> list[dict[str, Any]]:
+        """A picture, from whichever field holds it."""
+        detail = part.detail
+        if isinstance(where, parts.Encoded):
+            if (where.data is None) == (where.url is None):
+                raise invalid(inside, f"{inside}: give either data or url")
+            where = where.data or where.url
+        if isinstance(where, parts.Address):
+            detail, where = where.detail or detail, where.url
+        if inside.endswith((".base64", ".data", ".source")) and _scheme(where) not in _FETCHED:
+            data = _decoded(where, inside)
+        elif inside.endswith(".file_id"):
+            data = self.files.read(self.tenant, where, inside)
+        else:
+            data = self._bytes(where, inside)
+        return self._pictures(data, self._shown(part, detail, place), place, part)
+
+    def _bare(self, images: list[Any], place: str) -> list[dict[str, Any]]:
+        """Pictures beside a text, as Ollama has them: base64 alone, data URIs or addresses."""
+        made = []
+        for i, image in enumerate(images):
+            here = f"{place}[{i}]"
+            if not isinstance(image, str) or not image:
+                raise invalid(here, f"{here}: expected base64, a data URI or an address")
+            with _standing(here):
+                named = _scheme(image) in (*_FETCHED, "data", "file") or image.startswith("file-")
+                data = self._bytes(image, here) if named else _decoded(image, here)
+                made += self._pictures(data, self._shown(None, None, here), here)
+        return made
 
     def _video(self, data: bytes) -> dict[str, Any]:
         check_video(data, self.config.bytes("clip_bytes"))
         return {"type": "video", "video": data}
 
-    def _cap(self, detail: str | None, pixels: int | None) -> int | None:
-        caps = [self.cap, pixels, LOW if detail == "low" else None]
-        return min((cap for cap in caps if cap is not None), default=None)
+    def _shown(self, part: parts.PicturePart | None, detail: str | None, place: str) -> Shown:
+        """How large a picture is shown: a part's own least size, and the smallest of all caps."""
+        least, most = part.limits() if part is not None else (None, None)
+        caps = [self.limits[1], most, LOW if detail == "low" else None]
+        most = min((cap for cap in caps if cap is not None), default=None)
+        return self.sizes.shown(
+            self.limits[0] if least is None else least, most, place, self.unused
+        )
 
-    def _file(self, part: schema.FilePart, place: str) -> list[dict[str, Any]]:
+    def _uncached(self, part: Any, place: str) -> None:
+        if not is_empty(part.cache_control):
+            why = "what was sent is remembered by itself; see /v1/cache/pin"
+            self.unused.add(f"{place}.cache_control", why)
+
+    def _bound(self, uuid: str | None, data: bytes, place: str) -> bytes:
+        """The same bytes; a name that their client gave them means these from now on."""
+        if uuid is not None and self.bindings is not None:
+            self.bindings.bind(self.tenant, self.whose, uuid, data, f"{place}.uuid")
+        return data
+
+    def _file(self, part: parts.FilePart, place: str) -> list[dict[str, Any]]:
         file = part.file
         # The items of a response have these fields in the part itself.
         inside = place if place.startswith("input[") else f"{place}.file"
@@ -128,19 +212,24 @@ class Gatherer:
             data = self.files.read(self.tenant, file.file_id, f"{inside}.file_id")
         else:
             data = _decoded(file.file_data or "", f"{inside}.file_data")
-        return self._pictures(data, self._cap(part.detail, part.max_pixels), place)
+        return self._pictures(data, self._shown(part, part.detail, place), place, part)
 
-    def _pictures(self, data: bytes, cap: int | None, place: str) -> list[dict[str, Any]]:
+    def _pictures(
+        self, data: bytes, shown: Shown, place: str, part: parts.PicturePart | None = None
+    ) -> list[dict[str, Any]]:
         """One picture, all pages of a PDF, or a video, by what the bytes are."""
+        if part is not None:
+            self._uncached(part, place)
+            self._bound(part.uuid, data, place)
         if not is_pdf(data) and _is_video(data):
             return [self._video(data)]
         found: list[Any]
         if is_pdf(data):
             room = self.config.max_images - self.images
             largest = min(self.config.max_image_pixels, MAX_PIXELS)
-            found = list(pages(data, cap, self.config.pdf_dpi, max(1, room), largest))
+            found = list(pages(data, shown, self.config.pdf_dpi, max(1, room), largest))
         else:
-            found = [picture(data, cap, self.config.max_image_pixels)]
+            found = [picture(data, shown, self.config.max_image_pixels)]
         self.images += len(found)
         if self.images > self.config.max_images:
             raise ApiError(
@@ -209,16 +298,41 @@ def _standing(place: str) -> Iterator[None]:
         raise
 
 
+def one_of(part: Any, names: tuple[str, ...], place: str) -> tuple[Any, str]:
+    """The one field of several that is given, and its name."""
+    given = [name for name in names if getattr(part, name, None) is not None]
+    if len(given) != 1:
+        what = f"a part of type {part.type} needs one of {', '.join(names)}"
+        raise invalid(place, f"{place}: {what}")
+    return getattr(part, given[0]), given[0]
+
+
+_HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")
+
+
+def _thought_in(content: Any) -> str | None:
+    """Thoughts that came as parts of the content."""
+    if not isinstance(content, list):
+        return None
+    thoughts = [part for part in content if isinstance(part, parts.ThoughtPart)]
+    return "".join(part.thinking or part.text or "" for part in thoughts) or None
+
+
 def fetches(messages: list[schema.Message]) -> bool:
     """Whether anything in some messages would be fetched from elsewhere."""
-    parts = (p for m in messages if isinstance(m.content, list) for p in m.content)
-    return any(_scheme(where.url) in _FETCHED for p in parts if (where := _address(p)) is not None)
+    return any(_scheme(url) in _FETCHED for message in messages for url in _addresses(message))
 
 
-def _address(part: Any) -> schema.Address | schema.VideoAddress | None:
-    if isinstance(part, schema.ImagePart):
-        return part.image_url
-    return part.video_url if isinstance(part, schema.VideoPart) else None
+def _addresses(message: schema.Message) -> Iterator[str]:
+    for image in message.images or ():
+        if isinstance(image, str):
+            yield image
+    for part in message.content if isinstance(message.content, list) else ():
+        for name in ("image_url", "image", "url", "source", "video_url", "video"):
+            where = getattr(part, name, None)
+            where = getattr(where, "url", where)
+            if isinstance(where, str):
+                yield where
 
 
 def _scheme(url: str) -> str:
@@ -264,10 +378,11 @@ def _is_video(data: bytes) -> bool:
 
 def _call(call: schema.ToolCall, place: str) -> dict[str, Any]:
     """A call as templates want it: arguments as a record, where they are one."""
-    arguments = arguments_of(sound(call.function.arguments, place))
+    given = call.function.arguments
+    arguments = given if isinstance(given, dict) else arguments_of(sound(given, place))
     name = sound(call.function.name, place)
     return {
-        "id": sound(call.id, place),
+        **({} if call.id is None else {"id": sound(call.id, place)}),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }

@@ -24,6 +24,7 @@ from keepsight.server.limits import Caller
 from keepsight.server.names import host_of, is_loopback, is_own_name
 from keepsight.server.problems import ApiError, from_error
 from keepsight.server.site import FILES
+from keepsight.server.unused import HEADER, Unused
 
 if TYPE_CHECKING:
     from keepsight.server.service import Service
@@ -52,6 +53,7 @@ class Visit:
     status: int = 0
     told: dict[str, Any] = field(default_factory=dict)
     gone: bool = False  # the client hung up
+    unused: Unused = field(default_factory=Unused)  # what it asked for that has no effect
     streams: bool = False  # what is being sent are events, which may end at any time
 
     def who(self) -> Caller:
@@ -61,7 +63,9 @@ class Visit:
         return self.caller
 
     def asked(self, body: Any) -> None:
-        """Note who asks for what, as far as the client says; nothing of what is said."""
+        """Note who asks for what, as far as the client says; nothing of what is said. What is
+        unknown in a body is taken out of it here."""
+        self.unused.sift(body)
         self.told |= {"model": body.model, "stream": bool(body.stream)}
         user = body.safety_identifier or body.user
         if user is not None:
@@ -85,6 +89,7 @@ class Visit:
 
     def line(self) -> str:
         """The line of the log."""
+        unused = self.unused.names()
         record = {
             "time": round(time.time(), 3),
             "id": self.id,
@@ -94,6 +99,7 @@ class Visit:
             "ms": round(1e3 * (time.perf_counter() - self.begun), 1),
             "key": self.caller.name if self.caller is not None else None,
             **self.told,
+            **({"unused": unused} if unused else {}),
         }
         return json.dumps(record)
 
@@ -122,6 +128,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         visit = Visit(f"req_{uuid.uuid4().hex}", scope["method"], _shown_path(scope, self._paths))
+        visit.unused.refuse = self._service.config.unknown_fields == "refuse"
         metrics = self._service.metrics
         metrics.active.inc()
         try:
@@ -146,7 +153,10 @@ class Door:
                 visit.status = message["status"]
                 headers = list(message.get("headers", ()))
                 visit.streams = any(value.startswith(_EVENTS) for _, value in headers)
-                message["headers"] = [*headers, (b"x-request-id", visit.id.encode())]
+                headers.append((b"x-request-id", visit.id.encode()))
+                if unused := visit.unused.header():
+                    headers.append((HEADER.encode(), unused.encode()))
+                message["headers"] = headers
             complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 

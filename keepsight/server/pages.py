@@ -6,7 +6,10 @@ that was seen before is neither decoded nor drawn again.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import PIL
@@ -16,9 +19,49 @@ from keepsight import keys
 from keepsight.errors import ImageError
 from keepsight.media import Source, decode_bytes
 from keepsight.pictures import MAX_PIXELS, size_of
-from keepsight.server.problems import ApiError, invalid
+from keepsight.server.problems import ApiError, invalid, refused
+from keepsight.server.unused import Unused
 
 LOW = 512 * 512  # what `detail: "low"` comes to
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How large a picture is shown: at most so many pixels, or by options of the processor."""
+
+    most: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+class Sizes:
+    """How the processor of the model sizes pictures, and what requests may say about it."""
+
+    def __init__(self, image_processor: Any, given: dict[str, Any]) -> None:
+        """`given`: what of the processor's options the server was started with."""
+        known = getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", {})
+        size = dict(given.get("size") or getattr(image_processor, "size", None) or {})
+        self._least = given.get("min_pixels") or size.get("shortest_edge") or 0
+        self._most = given.get("max_pixels") or size.get("longest_edge") or 0
+        self._older = [(name, None) for name in ("min_pixels", "max_pixels") if name in given]
+        self.by_pixels = {"min_pixels", "max_pixels"} <= set(known) and self._most > 0
+
+    def shown(self, least: int | None, most: int | None, place: str, unused: Unused) -> Shown:
+        """What limits of a request come to: the processor's own rule, with these limits in it."""
+        if least is not None and most is not None and least > most:
+            raise invalid(place, f"{place}: min_pixels {least} is more than max_pixels {most}")
+        if not self.by_pixels:
+            if least is not None:
+                unused.add(f"{place}.min_pixels", "this model's processor has sizes of its own")
+            return Shown(most)
+        if least is None and most is None:
+            return Shown()
+        if least is not None and least > self._most:
+            why = f"{least} pixels; this server shows at most {self._most} of a picture"
+            raise refused(f"{place}.min_pixels", why)
+        most = self._most if most is None else min(most, self._most)
+        least = min(self._least, most) if least is None else least
+        size = {"shortest_edge": least, "longest_edge": most}
+        return Shown(most, (("size", size), *self._older))
 
 
 def is_pdf(data: bytes) -> bool:
@@ -26,11 +69,16 @@ def is_pdf(data: bytes) -> bool:
     return data[:1024].lstrip()[:5] == b"%PDF-"
 
 
-def picture(data: bytes, cap: int | None, largest: int) -> bytes | Source:
-    """A picture for the library, at most `cap` pixels large; only its header is read here."""
+def picture(data: bytes, shown: Shown, largest: int) -> bytes | Source:
+    """A picture for the library, as large as it is to be shown; only its header is read here."""
     width, height = size_of(data, "it")
     if width * height > largest:
         raise _too_large(f"an image is {width}x{height}", largest, "make it smaller first")
+    if shown.options:
+        name = keys.digest("image with options", data, dict(shown.options), PIL.__version__)
+        decode = functools.partial(decode_bytes, data, "an image")
+        return Source(name, decode, "an image", [], options=shown.options)
+    cap = shown.most
     if cap is None or width * height <= cap:
         return data
     name = keys.digest("shrunk image", data, cap, PIL.__version__)
@@ -53,11 +101,11 @@ def _too_large(what: str, largest: int, hint: str) -> ApiError:
     )
 
 
-def pages(data: bytes, cap: int | None, dpi: int, most: int, largest: int) -> Iterator[Source]:
+def pages(data: bytes, shown: Shown, dpi: int, most: int, largest: int) -> Iterator[Source]:
     """The pages of a PDF, each at most `largest` pixels large and drawn only if nobody knows it."""
     from keepsight.encode import documents  # the library is not thread-safe: one lock for all
 
-    library = documents.pdfium()
+    library, cap = documents.pdfium(), shown.most
     with documents.PDFIUM:
         try:
             document = library.PdfDocument(data)
@@ -74,7 +122,7 @@ def pages(data: bytes, cap: int | None, dpi: int, most: int, largest: int) -> It
             document.close()
     name = keys.digest("pdf bytes", data, str(library.PDFIUM_INFO), PIL.__version__)
     for number in range(count):
-        yield _page(data, name, number, cap, dpi)
+        yield dataclasses.replace(_page(data, name, number, cap, dpi), options=shown.options)
 
 
 def _scale(size: tuple[float, float], cap: int | None, dpi: int) -> float:

@@ -41,15 +41,8 @@ _TYPES = {
 # What other servers call things that are called otherwise here, or are not to be had.
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), "here it is max_tokens"),
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar",
-         "structured_outputs", "json_schema"), "tokens cannot be constrained here"
-    ),
-    **dict.fromkeys(("thinking", "enable_thinking"), "see chat_template_kwargs"),
+    "max_tokens": "did you mean max_output_tokens?",
     "cache_control": "what was sent is remembered by itself; see /v1/cache/pin",
-    "mm_processor_kwargs": "the size of pictures is max_pixels here",
-    "reasoning": "here it is reasoning_content",
-    "stop_token_ids": "see stop, which takes texts, and logit_bias",
     "system": "send it as a message of the role system",
 }  # fmt: skip
 
@@ -124,20 +117,22 @@ def _param(error: BaseException) -> str | None:
 
 def unknown(place: str, known: Iterable[str]) -> ApiError:
     """A name that nobody listens to, with the name here of what may have been meant."""
-    head, _, name = place.rpartition(".")
-    hint = ELSEWHERE.get(name)
-    if hint is None:
-        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
-        hint = f"did you mean {f'{head}.' if head else ''}{near[0]}?" if near else "see /docs"
-    text = f"unknown parameter: {place[:200]!r}; {hint}"
+    text = f"unknown parameter: {place[:200]!r}; {hint_for(place, known)}"
     return ApiError(400, text, param=place[:200] or None, code="unknown_parameter")
 
 
-def from_validation(
-    errors: Sequence[Any], body: Any = None, refused: Iterable[str] = ()
-) -> ApiError:
+def hint_for(place: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name that nobody listens to."""
+    head, _, name = place.rpartition(".")
+    if (hint := ELSEWHERE.get(name)) is not None:
+        return hint
+    near = difflib.get_close_matches(name[:100], sorted(known), n=1, cutoff=0.7)
+    return f"did you mean {f'{head}.' if head else ''}{near[0]}?" if near else "see /docs"
+
+
+def from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
     """The first thing that is wrong with a request, as OpenAI words it. `body` is the type of the
-    body; `refused` are names at the top of it that nobody should be pointed to."""
+    body."""
     error = errors[0] if errors else {"type": "invalid", "loc": (), "msg": "the body is not valid"}
     kind, location = str(error.get("type", "")), tuple(error.get("loc", ()))
     if location and location[0] in _SOURCES:
@@ -145,7 +140,7 @@ def from_validation(
     if kind == "extra_forbidden":
         head, known = place_in(body, location[:-1])
         place = f"{head}.{location[-1]}" if head else str(location[-1])
-        return unknown(place, known if head else known.difference(refused))
+        return unknown(place, known)
     place, _ = place_in(body, location)
     if kind == "missing":
         what = f"missing required parameter: {place!r}" if place else "the request has no body"

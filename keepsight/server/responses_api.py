@@ -6,18 +6,21 @@ events carries. Thoughts, texts and calls of tools are items of the output, in t
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from keepsight.server.answers import Answer, Delta, End
+from keepsight.server.answers import Answer, Ask, Delta, End
 from keepsight.server.chat_api import scored_of
 from keepsight.server.door import Visit, told
+from keepsight.server.items import Item
+from keepsight.server.kept import BEFORE
 from keepsight.server.problems import ApiError
 from keepsight.server.responses_schema import ResponsesRequest, as_chat
 from keepsight.server.service import Service, refuse_stream_options, visit_of
@@ -33,6 +36,7 @@ from keepsight.server.wire import (
 )
 
 Event = dict[str, Any]
+Salt = Annotated[str | None, Query(min_length=1, max_length=1024)]
 _TYPES = {"text": "message", "thought": "reasoning"}
 
 
@@ -46,22 +50,76 @@ def routes(service: Service) -> APIRouter:
         visit = visit_of(request)
         visit.asked(body)
         refuse_stream_options(body)
-        ask = await unless_gone(request, service.ask(as_chat(body), visit.who()), visit)
+        caller, keeps = visit.who(), body.store is not False
+        if keeps and body.store and not service.responses.share:
+            visit.unused.add("store", "this server keeps no responses; see --responses-budget")
+
+        asked: list[Item] = []
+
+        async def asking() -> Ask:
+            whose = caller.salted(body.cache_salt)
+            items = await service.desk.work(
+                lambda: service.responses.conversation(caller.tenant, whose, body)
+            )
+            asked.extend(item for item, place in items if place != BEFORE)
+            return await service.ask(as_chat(body, items, visit.unused), visit)
+
+        ask = await unless_gone(request, asking(), visit)
         [answer] = await unless_gone(request, service.submit(ask), visit)
-        writer = Writer(service, body, answer, visit)
+        writer = Writer(service, body, asked, answer, visit)
         if body.stream:
             return EventStream(writer.lines(), visit, [answer])
         return JSONResponse(await unless_gone(request, writer.whole(), visit))
 
+    _add_one(router, service)
     return router
+
+
+def _add_one(router: APIRouter, service: Service) -> None:
+    """What is done with a response by its id."""
+
+    @router.get("/v1/responses/{response_id}", operation_id="response")
+    async def one(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
+        """A response that is kept, as its client got it."""
+        caller = visit_of(request).who()
+        whose = caller.salted(cache_salt)
+        kept = await service.desk.work(
+            lambda: service.responses.get(caller.tenant, whose, response_id)
+        )
+        return Response(kept.response, media_type="application/json")
+
+    @router.get("/v1/responses/{response_id}/input_items", operation_id="response_input")
+    async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> dict[str, Any]:
+        """The items that a response was asked with."""
+        caller = visit_of(request).who()
+        whose = caller.salted(cache_salt)
+        kept = await service.desk.work(
+            lambda: service.responses.get(caller.tenant, whose, response_id)
+        )
+        items = json.loads(kept.asked)
+        return {"object": "list", "data": items, "has_more": False}
+
+    @router.delete("/v1/responses/{response_id}", operation_id="delete_response")
+    async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> dict[str, Any]:
+        """Forget a response. What went on from it can go on no longer."""
+        caller = visit_of(request).who()
+        whose = caller.salted(cache_salt)
+        await service.desk.work(lambda: service.responses.delete(caller.tenant, whose, response_id))
+        return {"id": response_id, "object": "response", "deleted": True}
 
 
 class Writer:
     """One response as it grows."""
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, answer: Answer, visit: Visit
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        asked: list[Item],
+        answer: Answer,
+        visit: Visit,
     ) -> None:
+        self._asked = asked
         self._service, self._body, self._answer, self._visit = service, body, answer, visit
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._output: list[dict[str, Any]] = []
@@ -102,7 +160,20 @@ class Writer:
         if end is None:
             raise ApiError(500, "the answer ended without its measurements", code="internal_error")
         status = "incomplete" if end.reason == "length" else "completed"
-        yield self._event(f"response.{status}", response=self._response(status, end))
+        yield self._event(f"response.{status}", response=await self._kept(status, end))
+
+    async def _kept(self, status: str, end: End) -> dict[str, Any]:
+        """The whole response, kept where it is to be before its client hears of its end."""
+        body, responses = self._body, self._service.responses
+        keeps = body.store is not False and responses.share > 0
+        made = {**self._response(status, end), "store": keeps}
+        if keeps:
+            caller = self._visit.who()
+            whose = caller.salted(body.cache_salt)
+            made["store"] = await self._service.desk.work(
+                lambda: responses.put(caller.tenant, whose, self._asked, made)
+            )
+        return made
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
@@ -204,12 +275,13 @@ class Writer:
             if status == "incomplete"
             else None,
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": None if body.max_output_tokens == -1 else body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self._service.subject.name,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
             "service_tier": "default",
             "store": False,
             "temperature": body.temperature,

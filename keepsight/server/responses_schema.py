@@ -1,141 +1,34 @@
 """What `/v1/responses` takes, and the same said in the words of the chat API.
 
-Items of an earlier response may come back as the client got them: messages, thoughts, calls of
-tools. Nothing is stored here, so what would refer to something stored is refused by name.
+Items of an earlier response may come back as the client got them, by their ids, or all together by
+the id of that response; what those ids mean is found in `kept.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from keepsight.server import schema
+from keepsight.server import parts, schema
+from keepsight.server.items import (
+    CallItem,
+    InputText,
+    InputVideo,
+    Item,
+    MessageItem,
+    OutputText,
+    ResultItem,
+    ThoughtItem,
+)
+from keepsight.server.parts import Name, PixelLimits, Text, kind_of
 from keepsight.server.problems import ApiError, invalid, refused
-from keepsight.server.schema import Detail, Name, Own, Pixels, Strict, Text, Unit, _kind
-
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class InputText(Strict):
-    """Text from the user's side."""
-
-    type: Literal["input_text"]
-    text: Text
+from keepsight.server.schema import Own, Reasoning, Tokens, Unit
+from keepsight.server.unused import Open, Unused, is_empty
 
 
-class OutputText(Strict):
-    """Text of an earlier answer."""
-
-    type: Literal["output_text"]
-    text: Text
-    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
-    logprobs: list[JsonValue] | None = None
-
-
-class InputImage(Strict):
-    """A picture by URL, data URI or the id of an uploaded file."""
-
-    type: Literal["input_image"]
-    image_url: Annotated[str, Field(min_length=1)] | None = None
-    file_id: Name | None = None
-    detail: Detail | None = None
-    max_pixels: Pixels | None = None
-
-
-class InputFile(Strict):
-    """A picture or a PDF."""
-
-    type: Literal["input_file"]
-    file_id: Name | None = None
-    file_data: Annotated[str, Field(min_length=1)] | None = None
-    file_url: Annotated[str, Field(min_length=1)] | None = None
-    filename: Annotated[str, Field(max_length=1024)] | None = None
-    detail: Detail | None = None
-    max_pixels: Pixels | None = None
-
-
-class InputVideo(Strict):
-    """A video, where the model takes videos."""
-
-    type: Literal["input_video"]
-    video_url: Annotated[str, Field(min_length=1)]
-
-
-Part = Annotated[
-    InputText | OutputText | InputImage | InputFile | InputVideo | schema.RefusalPart,
-    Discriminator("type"),
-]
-Content = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[Part], Tag("as parts")], Discriminator(_kind)
-]
-
-
-class MessageItem(Strict):
-    """A message."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    id: Name | None = None
-    status: Status | None = None
-    phase: None = None
-
-
-class Thought(Strict):
-    """The text of a thought."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: Text
-
-
-class ThoughtItem(Strict):
-    """An earlier thought."""
-
-    type: Literal["reasoning"]
-    id: Name | None = None
-    summary: list[Thought] | None = None
-    content: list[Thought] | None = None
-    encrypted_content: None = None
-    status: Status | None = None
-
-
-class CallItem(Strict):
-    """An earlier call of a tool."""
-
-    type: Literal["function_call"]
-    call_id: Name
-    name: Name
-    arguments: Text
-    id: Name | None = None
-    status: Status | None = None
-
-
-class ResultItem(Strict):
-    """What a tool said."""
-
-    type: Literal["function_call_output"]
-    call_id: Name
-    output: Content
-    id: Name | None = None
-    status: Status | None = None
-
-
-def _item_kind(value: Any) -> str:
-    kind = value.get("type", "message") if isinstance(value, dict) else "message"
-    return f"as {kind}" if isinstance(kind, str) else "as message"
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("as message")]
-    | Annotated[ThoughtItem, Tag("as reasoning")]
-    | Annotated[CallItem, Tag("as function_call")]
-    | Annotated[ResultItem, Tag("as function_call_output")],
-    Discriminator(_item_kind),
-]
-
-
-class FunctionTool(Strict):
+class FunctionTool(Open):
     """A tool, as this API writes it."""
 
     type: Literal["function"]
@@ -145,7 +38,7 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
-class NamedTool(Strict):
+class NamedTool(Open):
     """A forced choice; it is known, and refused by name."""
 
     type: Literal["function"]
@@ -164,7 +57,7 @@ ToolChoice = Annotated[
 ]
 
 
-class Format(Strict):
+class Format(Open):
     """The format of answers."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -174,78 +67,92 @@ class Format(Strict):
     strict: bool | None = None
 
 
-class TextSettings(Strict):
+class TextSettings(Open):
     """Settings of text."""
 
     format: Format | None = None
     verbosity: JsonValue = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(PixelLimits):
     """The body of `/v1/responses`."""
+
+    CONSTRAINING: ClassVar[dict[str, str]] = schema.CONSTRAINING
+    NOT_HONOURED: ClassVar[frozenset[str]] = frozenset()  # set below
 
     model: Name
     input: Annotated[
         Annotated[Text, Tag("as text")]
         | Annotated[list[Item], Field(min_length=1), Tag("as parts")],
-        Discriminator(_kind),
+        Discriminator(kind_of),
     ]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    previous_response_id: parts.Id | None = None
+    store: bool | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=64)] | (
+        None
+    ) = None
+    max_output_tokens: Tokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Unit | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[str] | None = None
     stream: bool | None = None
     stream_options: schema.StreamOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    thinking: JsonValue = None
+    enable_thinking: bool | None = None
     text: TextSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
-    max_pixels: Pixels | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    top_k: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     keepsight: Own | None = None
-    # Known to OpenAI's API and not honoured here; see UNSUPPORTED.
+    # Refused, see UNSUPPORTED.
     background: JsonValue = None
-    context_management: JsonValue = None
     conversation: JsonValue = None
+    prompt: JsonValue = None
+    # Taken and named, see NAMED.
+    context_management: JsonValue = None
     max_tool_calls: JsonValue = None
     moderation: JsonValue = None
-    previous_response_id: JsonValue = None
-    prompt: JsonValue = None
     prompt_cache_options: JsonValue = None
     prompt_cache_retention: JsonValue = None
-    reasoning: JsonValue = None
-    store: JsonValue = None
 
 
 UNSUPPORTED: dict[str, str] = {
     "background": "answers come with the request; leave it out or send false",
-    "context_management": "there is none here",
-    "conversation": "nothing is stored; send the items of the conversation as input",
-    "max_tool_calls": "there are no tools that run here",
-    "moderation": schema.UNSUPPORTED["moderation"],
-    "previous_response_id": "nothing is stored; send the items of the conversation as input",
+    "conversation": "conversations are not kept; see previous_response_id",
     "prompt": "there are no stored prompts",
-    "prompt_cache_options": schema.UNSUPPORTED["prompt_cache_options"],
-    "prompt_cache_retention": schema.UNSUPPORTED["prompt_cache_retention"],
-    "reasoning": "say it as the model's template does, in chat_template_kwargs",
-    "store": "answers are not stored; leave it out or send false",
 }
+NAMED: dict[str, str] = {
+    "context_management": "prompts are not cut",
+    "max_tool_calls": "there are no tools that run here",
+    "moderation": schema.NAMED["moderation"],
+    "prompt_cache_options": schema.NAMED["prompt_cache_options"],
+    "prompt_cache_retention": schema.NAMED["prompt_cache_retention"],
+}
+ResponsesRequest.NOT_HONOURED = frozenset((*UNSUPPORTED, *NAMED))
 _SAME = (
     "model", "temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls",
     "service_tier", "user", "safety_identifier", "prompt_cache_key", "cache_salt",
-    "chat_template_kwargs", "max_pixels", "keepsight",
+    "chat_template_kwargs", "keepsight", "min_tokens", "ignore_eos", "stop_token_ids",
+    "reasoning", "reasoning_effort", "thinking", "enable_thinking", *PixelLimits.model_fields,
 )  # fmt: skip
+_SCORED = "message.output_text.logprobs"
+Placed = tuple[Item, str]  # an item and what its client calls it
 
 
 def in_its_words(problem: ApiError) -> ApiError:
@@ -258,59 +165,87 @@ def in_its_words(problem: ApiError) -> ApiError:
     return problem
 
 
-def as_chat(body: ResponsesRequest) -> schema.ChatRequest:
-    """The same request in the words of the chat API."""
+def items_of(body: ResponsesRequest) -> list[Placed]:
+    """The items of a body, whichever way they were said."""
+    if isinstance(body.input, str):
+        return [(MessageItem(role="user", content=body.input), "input")]
+    return [(item, f"input[{number}]") for number, item in enumerate(body.input)]
+
+
+def as_chat(
+    body: ResponsesRequest, items: Sequence[Placed] | None = None, unused: Unused | None = None
+) -> schema.ChatRequest:
+    """The same request in the words of the chat API. `items` are those of the whole conversation,
+    where that is more than the body has; none of them is a reference any more."""
+    items = items_of(body) if items is None else items
+    unused = Unused() if unused is None else unused
     for name, why in UNSUPPORTED.items():
-        value = getattr(body, name)
-        if value is not None and not (name in ("store", "background") and value is False):
+        if not is_empty(getattr(body, name)):
             raise refused(name, why)
-    if body.text is not None and body.text.verbosity is not None:
-        raise refused("text.verbosity", schema.UNSUPPORTED["verbosity"])
     if body.text is not None and body.text.format and body.text.format.type != "text":
         raise refused("text.format", "only {'type': 'text'} can be honoured here")
-    if body.truncation == "auto":
-        raise refused("truncation", "prompts are not cut; expected 'disabled'")
-    if body.top_logprobs and not body.include:
-        raise invalid("top_logprobs", "it needs include: ['message.output_text.logprobs']")
-    if body.stream_options is not None and body.stream_options.include_usage is not None:
-        raise refused("stream_options.include_usage", "the last event of a response has usage")
+    scored = _SCORED in (body.include or ())
+    if body.top_logprobs and not scored:
+        raise invalid("top_logprobs", f"it needs include: ['{_SCORED}']")
+    _name_unused(body, unused)
     same = {name: getattr(body, name) for name in _SAME}
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
         choice = "required"  # refused with it
     return schema.ChatRequest(
         **same,
-        messages=_messages(body),
-        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
+        messages=_messages(body, items),
+        tools=[_tool(tool, number, unused) for number, tool in enumerate(body.tools or [])] or None,
         tool_choice=choice,
         max_completion_tokens=body.max_output_tokens,
-        logprobs=True if body.include else None,
-        top_logprobs=body.top_logprobs if body.include else None,
+        logprobs=True if scored else None,
+        top_logprobs=body.top_logprobs if scored else None,
     )
 
 
-def _tool(tool: FunctionTool) -> schema.Tool:
-    told = tool.model_dump(exclude={"type"})
+def _name_unused(body: ResponsesRequest, unused: Unused) -> None:
+    """Name the known fields that have no effect here."""
+    for name, why in NAMED.items():
+        if not is_empty(getattr(body, name)):
+            unused.add(name, why)
+    if body.text is not None and not is_empty(body.text.verbosity):
+        unused.add("text.verbosity", schema.NAMED["verbosity"])
+    if body.truncation == "auto":
+        unused.add("truncation", "prompts are not cut; what is too long is refused")
+    options = body.stream_options
+    if options is not None and options.include_usage is not None:
+        unused.add("stream_options.include_usage", "the last event of a response has usage")
+    if options is not None and options.include_obfuscation:
+        unused.add("stream_options.include_obfuscation", "events are not padded here")
+    for number, name in enumerate(body.include or ()):
+        if name != _SCORED:
+            unused.add(f"include[{number}]", f"{name[:100]!r} is not to be had here")
+
+
+def _tool(tool: FunctionTool, number: int, unused: Unused) -> schema.Tool:
+    if tool.strict:
+        unused.add(f"tools[{number}].strict", "a hint: arguments are not constrained here")
+    told = tool.model_dump(exclude={"type", "strict"})
     return schema.Tool(type="function", function=schema.Function(**told))
 
 
-def _messages(body: ResponsesRequest) -> list[schema.Message]:
+def _messages(body: ResponsesRequest, items: Sequence[Placed]) -> list[schema.Message]:
     made: list[schema.Message] = []
     if body.instructions is not None:
         told = schema.Message(role="system", content=body.instructions)
         made.append(told.called("instructions", "instructions"))
-    if isinstance(body.input, str):
+    if isinstance(body.input, str) and len(items) == 1:
         asked = schema.Message(role="user", content=body.input)
         return [*made, asked.called("input", "input")]
     thought: str | None = None
-    for number, item in enumerate(body.input):
+    for item, place in items:
         if isinstance(item, ThoughtItem):
             thought = "\n".join(filter(None, (thought, _thought(item)))) or thought
             continue
         if thought and not _answers(item):
             made.append(_only_thought(thought))
             thought = None
-        _append(made, item, thought, f"input[{number}]")
+        _append(made, item, thought, place)
         thought = None
     made += [_only_thought(thought)] if thought else []
     if not made:
@@ -353,25 +288,25 @@ def _append(made: list[schema.Message], item: Any, thought: str | None, place: s
         made.append(said.called(place, f"{place}.content"))
 
 
-def _parts(parts: list[Any]) -> list[Any]:
-    return [_part(part) for part in parts]
+def _parts(given: list[Any]) -> list[Any]:
+    return [_part(part) for part in given]
 
 
 def _part(part: Any) -> Any:
     if isinstance(part, InputText | OutputText):
-        return schema.TextPart(type="text", text=part.text)
-    if isinstance(part, schema.RefusalPart):
+        mark = getattr(part, "cache_control", None)
+        return parts.TextPart(type="text", text=part.text, cache_control=mark)
+    if isinstance(part, parts.RefusalPart):
         return part
     if isinstance(part, InputVideo):
-        where = schema.VideoAddress(url=part.video_url)
-        return schema.VideoPart(type="video_url", video_url=where)
+        return parts.VideoPart(type="video_url", video_url=part.video_url)
     names = ("image_url", "file_url", "file_id", "file_data")
     given = [name for name in names if getattr(part, name, None) is not None]
     if len(given) != 1:
         raise invalid("input", f"a part of type {part.type} needs one of {', '.join(names)}")
     value = getattr(part, given[0])
+    same = {name: getattr(part, name) for name in parts.PicturePart.model_fields}
     if given[0] in ("image_url", "file_url"):
-        address = schema.Address(url=value, detail=part.detail)
-        return schema.ImagePart(type="image_url", image_url=address, max_pixels=part.max_pixels)
-    handle = schema.FileHandle(**{given[0]: value})
-    return schema.FilePart(type="file", file=handle, detail=part.detail, max_pixels=part.max_pixels)
+        return parts.ImagePart(type="image_url", image_url=value, **same)
+    handle = parts.FileHandle(**{given[0]: value})
+    return parts.FilePart(type="file", file=handle, **same)

@@ -98,6 +98,7 @@ class Server(uvicorn.Server):
         """What has expired is removed on time, also from a disk, where nobody asks for it."""
         while True:
             try:
+                await self._service.desk.work(self._service.responses.sweep)
                 await self._service.desk.work(self._service.files.sweep)
             except OSError as error:
                 logger.warning("uploads that have expired cannot be removed: %s", error)

@@ -104,22 +104,30 @@ class Sampling:
         return options, recorder
 
 
-def sampling(body: Any, longest: int | None, vocabulary: int) -> Sampling:
-    """The choices in a body of either API; fields that one of them lacks count as not given."""
+def sampling(
+    body: Any, longest: int | None, vocabulary: int, ends: tuple[int, ...] = ()
+) -> Sampling:
+    """The choices in a body of either API; fields that one of them lacks count as not given.
+    `ends` are the tokens that end an answer of the model."""
     options: dict[str, Any] = {}
     temperature = getattr(body, "temperature", None)
     cuts = {name: getattr(body, name, None) for name in ("top_p", "top_k", "min_p")}
+    if cuts["top_k"] == -1:
+        cuts["top_k"] = 0  # off, as Transformers says it
     if temperature == 0:
         options["do_sample"] = False  # the likeliest token is inside of every cut
     elif temperature is not None or any(value is not None for value in cuts.values()):
-        options |= {"do_sample": True, **{k: v for k, v in cuts.items() if v is not None}}
+        options |= {k: v for k, v in cuts.items() if v is not None}
+        if temperature is not None or any(options[name] != _OFF[name] for name in options):
+            options["do_sample"] = True  # a cut that cuts nothing asks for nothing
         if temperature is not None:
             options["temperature"] = temperature
-    for name in ("repetition_penalty", "seed", "stop"):
+    for name in ("repetition_penalty", "seed", "stop", "skip_special_tokens"):
         if getattr(body, name, None) is not None:
             options[name] = getattr(body, name)
     if (limit := _limit(body, longest)) is not None:
         options["max_new_tokens"] = limit
+    options |= _ends(body, vocabulary, ends)
     logprobs, top = _logprobs(body)
     return Sampling(
         options,
@@ -131,17 +139,46 @@ def sampling(body: Any, longest: int | None, vocabulary: int) -> Sampling:
     )
 
 
+_OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_AS_MUCH_AS_FITS = 10_000_000  # the library cuts it to what is left of the model's context
+
+
 def _limit(body: Any, longest: int | None) -> int | None:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    given = {name: getattr(body, name, None) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
+    asked_for = ((name, getattr(body, name, None)) for name in names)
+    given: dict[str, int] = {name: value for name, value in asked_for if value is not None}
     if len(given) > 1 and len(set(given.values())) > 1:
         raise invalid("max_tokens", f"{' and '.join(given)} are both given and differ; send one")
-    asked = next(iter(given.values()), None)
-    if longest is not None and asked is not None and asked > longest:
-        name = next(iter(given))
-        raise refused(name, f"{asked} tokens; this server gives at most {longest}")
-    return asked if asked is not None else longest
+    for name, asked in given.items():
+        if asked == 0:
+            raise invalid(name, f"{name} is 0; expected at least 1, or -1 for as much as fits")
+        if longest is not None and asked > longest:
+            raise refused(name, f"{asked} tokens; this server gives at most {longest}")
+        if asked > 0:
+            return asked
+        return _AS_MUCH_AS_FITS if longest is None else longest
+    return longest
+
+
+def _ends(body: Any, vocabulary: int, ends: tuple[int, ...]) -> dict[str, Any]:
+    """What ends an answer beside its length and its stop texts, and what may not end it yet."""
+    options: dict[str, Any] = {}
+    more = getattr(body, "stop_token_ids", None) or []
+    for number, token in enumerate(more):
+        if token >= vocabulary:
+            what = f"{token} is not a token id; expected 0 to {vocabulary - 1}"
+            raise invalid(f"stop_token_ids[{number}]", what)
+    own = () if getattr(body, "ignore_eos", None) else ends
+    if more or own != ends:
+        # No token has the number behind the last: such an answer ends at its length.
+        options["eos_token_id"] = [*own, *more] or [vocabulary]
+    if least := getattr(body, "min_tokens", None):
+        limit = _limit(body, None)
+        if limit is not None and least > limit:
+            raise invalid("min_tokens", f"min_tokens is {least}, the longest answer is {limit}")
+        if own or more:
+            options["min_new_tokens"] = least
+    return options
 
 
 def _logprobs(body: Any) -> tuple[bool, int]:

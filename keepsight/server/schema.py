@@ -1,130 +1,35 @@
-"""What the chat endpoint and its neighbours take, as models that refuse what they do not know.
+"""What the chat endpoint and its neighbours take, in the dialects that clients speak.
 
-Values are strict: `"1"` is not a number. Fields that OpenAI has and that cannot be honoured here
-are named in `UNSUPPORTED`, each with the reason; a null there means the same as leaving it out.
+Values are strict: `"1"` is not a number. What is unknown is taken and named (`unused.py`). Of the
+known fields those that cannot be honoured are in `UNSUPPORTED`, which are refused, or in `NAMED`,
+which are taken and named; each with the reason. A null means the same as leaving a field out.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, PrivateAttr, Tag
+from pydantic import BaseModel, Discriminator, Field, JsonValue, PrivateAttr, Tag
 
-Text = Annotated[str, Field(max_length=16_000_000)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-Detail = Literal["auto", "low", "high", "original"]
-Pixels = Annotated[int, Field(ge=1024, le=120_000_000)]
+from keepsight.server.parts import Content, Id, Name, PixelLimits, Text, kind_of
+from keepsight.server.unused import Open, Strict
+
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Strict(BaseModel):
-    """A record without unknown fields and without guesses about types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-# -- parts of a message ------------------------------------------------------------------------
-
-
-class TextPart(Strict):
-    """Text."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class RefusalPart(Strict):
-    """What an earlier answer refused; it is text to the model."""
-
-    type: Literal["refusal"]
-    refusal: Text
-
-
-class Address(Strict):
-    """Where a picture is: http(s), a data URI, or a path under an allowed folder."""
-
-    url: Annotated[str, Field(min_length=1)]
-    detail: Detail | None = None
-
-
-class ImagePart(Strict):
-    """A picture."""
-
-    type: Literal["image_url"]
-    image_url: Address
-    max_pixels: Pixels | None = None
-
-
-class VideoAddress(Strict):
-    """Where a video is."""
-
-    url: Annotated[str, Field(min_length=1)]
-
-
-class VideoPart(Strict):
-    """A video, where the model takes videos."""
-
-    type: Literal["video_url"]
-    video_url: VideoAddress
-
-
-class Sound(Strict):
-    """Sound in the body itself."""
-
-    data: Annotated[str, Field(min_length=1)]
-    format: Literal["wav", "mp3", "flac", "ogg"] | None = None
-
-
-class SoundPart(Strict):
-    """Sound, where the model takes sound."""
-
-    type: Literal["input_audio"]
-    input_audio: Sound
-
-
-class FileHandle(Strict):
-    """An uploaded file by its id, or a file in the body itself as a data URI."""
-
-    file_id: Name | None = None
-    file_data: Annotated[str, Field(min_length=1)] | None = None
-    filename: Annotated[str, Field(max_length=1024)] | None = None
-
-
-class FilePart(Strict):
-    """A picture, or a PDF whose pages are pictures."""
-
-    type: Literal["file"]
-    file: FileHandle
-    detail: Detail | None = None
-    max_pixels: Pixels | None = None
-
-
-Part = Annotated[
-    TextPart | RefusalPart | ImagePart | VideoPart | SoundPart | FilePart, Discriminator("type")
-]
-
-
-def _kind(value: Any) -> str:
-    return "as parts" if isinstance(value, list) else "as text"
-
-
-Content = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[Part], Tag("as parts")], Discriminator(_kind)
-]
+Tokens = Annotated[int, Field(ge=-1, le=10_000_000)]
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     Annotated[StopText, Tag("as text")]
     | Annotated[list[StopText], Field(max_length=16), Tag("as parts")],
-    Discriminator(_kind),
+    Discriminator(kind_of),
 ]
 
 
 # -- tools -------------------------------------------------------------------------------------
 
 
-class Function(Strict):
+class Function(Open):
     """A function that the model may ask for."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -133,36 +38,44 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Open):
     """A tool."""
 
     type: Literal["function"]
     function: Function
 
 
-class CalledFunction(Strict):
-    """What the model asked for: `arguments` is JSON in a string, as the client got it."""
+def _arguments_kind(value: Any) -> str:
+    return "as record" if isinstance(value, dict) else "as text"
+
+
+class CalledFunction(Open):
+    """What the model asked for: `arguments` is JSON in a string, as the client got it, or the
+    record itself, as templates have it."""
 
     name: Name
-    arguments: Text
+    arguments: Annotated[
+        Annotated[Text, Tag("as text")] | Annotated[dict[str, JsonValue], Tag("as record")],
+        Discriminator(_arguments_kind),
+    ]
 
 
-class ToolCall(Strict):
+class ToolCall(Open):
     """One call of a tool in an earlier answer."""
 
-    id: Name
+    id: Id | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # streams have it, and some clients send it back
 
 
-class NamedFunction(Strict):
+class NamedFunction(Open):
     """The name in a forced choice."""
 
     name: Name
 
 
-class NamedTool(Strict):
+class NamedTool(Open):
     """A forced choice; it is known, and refused by name."""
 
     type: Literal["function"]
@@ -192,22 +105,34 @@ ToolChoice = Annotated[
 # -- messages ----------------------------------------------------------------------------------
 
 
-class Message(Strict):
+class Message(Open):
     """One message, also as an answer comes back from a client."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Name | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: Name | None = None
+    tool_call_id: Id | None = None
     reasoning_content: Text | None = None
+    reasoning: JsonValue = None  # what some servers call reasoning_content
     refusal: Text | None = None
-    annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
+    images: list[JsonValue] | None = None  # as Ollama has them: base64, or addresses
+    annotations: JsonValue = None
+    audio: JsonValue = None
+    function_call: JsonValue = None
     # What the client calls this message, and its content, where it did not send `messages`.
     _place: str | None = PrivateAttr(default=None)
     _content_place: str | None = PrivateAttr(default=None)
+
+    def echoes(self) -> bool:
+        """An answer that comes back has whatever its client added to it."""
+        return self.role == "assistant"
+
+    def thought(self) -> str | None:
+        """What was thought before the answer."""
+        if self.reasoning_content is None and isinstance(self.reasoning, str):
+            return self.reasoning
+        return self.reasoning_content
 
     def called(self, place: str, content: str) -> Message:
         """The message, with what the client calls it and its content."""
@@ -220,14 +145,15 @@ class Message(Strict):
         return place, self._content_place or f"{place}.content"
 
 
-class StreamOptions(Strict):
+class StreamOptions(Open):
     """What a stream carries beside text."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class Plain(Strict):
+class Plain(Open):
     """The one format of answers that is not constrained."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -240,24 +166,76 @@ class Own(Strict):
     report: bool = False
 
 
-class Rendering(Strict):
+class Reasoning(Open):
+    """How much is to be thought before an answer, and what of it is told."""
+
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    enabled: bool | None = None
+    summary: JsonValue = None
+    generate_summary: JsonValue = None
+
+
+# What changes an answer and cannot be done here: refused under any name that servers have for it.
+_CONSTRAINED = "tokens cannot be constrained here"
+CONSTRAINING: dict[str, str] = {
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding",
+         "structured_outputs", "grammar", "json_schema", "regex", "ebnf", "format",
+         "allowed_token_ids", "bad_words", "logits_processors"), _CONSTRAINED
+    ),
+    "use_beam_search": "beams are not decoded here",
+    "best_of": "of several answers all are given; see n",
+    "chat_template": "the template is the model's own; see chat_template_kwargs",
+    "documents": "send them as messages",
+    "truncate_prompt_tokens": "prompts are not cut",
+    "prompt_logprobs": "only tokens of the answer are scored",
+}  # fmt: skip
+
+
+class Rendering(PixelLimits):
     """What decides the prompt: of a request that answers, prepares or explains."""
+
+    CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
 
     model: Name
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
-    max_pixels: Pixels | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    reasoning: Reasoning | None = None
+    thinking: JsonValue = None  # {"type": "enabled"} or "disabled", as Anthropic has it
+    enable_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+UNSUPPORTED: dict[str, str] = {
+    "audio": "answers are text",
+    "function_call": "deprecated; use tools and tool_choice",
+    "functions": "deprecated; use tools",
+    "web_search_options": "there is no web search here",
+}
+NAMED: dict[str, str] = {
+    "metadata": "answers of this API are not stored, so there is nothing to attach it to",
+    "moderation": "there is no moderation model here",
+    "prediction": "predicted outputs are not supported",
+    "prompt_cache_options": "the cache keeps by usefulness; see /v1/prepare",
+    "prompt_cache_retention": "the cache keeps by usefulness; see the server's --ttl",
+    "store": "answers of this API are not stored; see /v1/responses",
+    "verbosity": "this model has no such setting",
+}
 
 
 class ChatRequest(Rendering):
     """The body of `/v1/chat/completions`."""
 
+    NOT_HONOURED: ClassVar[frozenset[str]] = frozenset((*UNSUPPORTED, *NAMED))
+
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Unit | None = None
-    top_k: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     min_p: Unit | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
@@ -265,47 +243,37 @@ class ChatRequest(Rendering):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    cache_prompt: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: Plain | None = None
     modalities: list[Literal["text", "audio"]] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     keepsight: Own | None = None
-    # Known to OpenAI's API and not honoured here; see UNSUPPORTED.
+    # Refused, see UNSUPPORTED.
     audio: JsonValue = None
     function_call: JsonValue = None
     functions: JsonValue = None
+    web_search_options: JsonValue = None
+    # Taken and named, see NAMED.
     metadata: JsonValue = None
     moderation: JsonValue = None
     prediction: JsonValue = None
     prompt_cache_options: JsonValue = None
     prompt_cache_retention: JsonValue = None
-    reasoning_effort: JsonValue = None
     store: JsonValue = None
     verbosity: JsonValue = None
-    web_search_options: JsonValue = None
-
-
-UNSUPPORTED: dict[str, str] = {
-    "audio": "answers are text",
-    "function_call": "deprecated; use tools and tool_choice",
-    "functions": "deprecated; use tools",
-    "metadata": "answers are not stored, so there is nothing to attach it to",
-    "moderation": "there is no moderation model here",
-    "prediction": "predicted outputs are not supported",
-    "prompt_cache_options": "the cache keeps by usefulness; see /v1/prepare",
-    "prompt_cache_retention": "the cache keeps by usefulness; see the server's --ttl",
-    "reasoning_effort": "say it as the model's template does, in chat_template_kwargs",
-    "store": "answers are not stored; leave it out or send false",
-    "verbosity": "this model has no such setting",
-    "web_search_options": "there is no web search here",
-}

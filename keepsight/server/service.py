@@ -17,16 +17,20 @@ from fastapi import Request
 from keepsight.report import Report
 from keepsight.server import schema
 from keepsight.server.answers import Answer, Ask, Delta, Desk
+from keepsight.server.bindings import Bindings
 from keepsight.server.config import ServerConfig
 from keepsight.server.content import Gatherer, fetches
 from keepsight.server.door import Visit
 from keepsight.server.files import Files
+from keepsight.server.kept import Responses
 from keepsight.server.limits import Caller, Callers
 from keepsight.server.metrics import Metrics
+from keepsight.server.parts import PixelLimits
 from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.sampling import sampling
 from keepsight.server.subject import Subject
+from keepsight.server.unused import Unused, is_empty
 from keepsight.server.uploads import contents_for
 from keepsight.together import Together
 
@@ -47,6 +51,10 @@ class Service:
         self.files = Files(
             config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
         )
+        self.bindings = Bindings()
+        owners = len({key.whose for key in config.keys})
+        budget, ttl = config.bytes("responses_budget"), config.seconds("response_ttl")
+        self.responses = Responses(budget, ttl, owners)
         self.callers = Callers(config.keys)
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)
@@ -58,43 +66,64 @@ class Service:
     # -- from bodies to asks ---------------------------------------------------------------------
 
     async def rendering(
-        self, body: schema.Rendering, caller: Caller
+        self, body: schema.Rendering, visit: Visit
     ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
         """Messages, template options and tenant of anything that makes a prompt."""
+        caller, unused = visit.who(), visit.unused
         self.subject.check_name(body.model)
-        template = self.subject.template_options(body.chat_template_kwargs)
+        template = self.subject.template_options(body, unused)
         if body.tools:
             self.subject.check_tools()
             for i, tool in enumerate(body.tools):
                 if tool.function.strict:
-                    raise refused(f"tools[{i}].function.strict", "arguments cannot be constrained")
-        self._check_names(body.messages)
-        gatherer = Gatherer(self.config, self.files, caller.tenant, body.max_pixels)
-        threads = self._fetching if fetches(body.messages) else self._gathering
-        messages = await asyncio.get_running_loop().run_in_executor(
-            threads, gatherer.messages, body.messages, self.subject.template
-        )
-        return messages, template, caller.salted(body.cache_salt)
+                    why = "a hint: arguments are not constrained here"
+                    unused.add(f"tools[{i}].function.strict", why)
+        self._check_names(body.messages, unused)
+        tenant = caller.salted(body.cache_salt)
+        messages = await self.gathered(body, body.messages, visit, tenant)
+        return messages, template, tenant
 
-    def _check_names(self, messages: list[schema.Message]) -> None:
-        """Refuse names that the model would never be told of."""
+    async def gathered(
+        self, body: PixelLimits, messages: list[schema.Message], visit: Visit, tenant: str
+    ) -> list[dict[str, Any]]:
+        """Messages for the library, with all that they speak of. `tenant` is the salted one."""
+        gatherer = Gatherer(
+            self.config,
+            self.files,
+            visit.who().tenant,
+            body.limits(),
+            self.subject.sizes,
+            visit.unused,
+            self.bindings,
+            tenant,
+        )
+        threads = self._fetching if fetches(messages) else self._gathering
+        return await asyncio.get_running_loop().run_in_executor(
+            threads, gatherer.messages, messages, self.subject.template
+        )
+
+    def _check_names(self, messages: list[schema.Message], unused: Unused) -> None:
+        """Name names that the model is never told of."""
         for number, said in enumerate(messages):
             role = "system" if said.role == "developer" else said.role
             named = said.name is not None and role != "tool"  # which has the id of its call
             if named and not self.subject.places_name(role):
                 why = "the chat template of this model has no place for the names of speakers"
-                raise refused(f"{said.places(number)[0]}.name", why)
+                unused.add(f"{said.places(number)[0]}.name", why)
 
-    async def ask(self, body: schema.ChatRequest, caller: Caller) -> Ask:
+    async def ask(self, body: schema.ChatRequest, visit: Visit) -> Ask:
         """All that a body asks for, or a refusal of what cannot be had."""
         self._refuse(body)
-        chosen = sampling(body, self.config.max_tokens, self.subject.vocabulary)
+        _name_unused(body, visit.unused)
+        chosen = sampling(body, self.config.max_tokens, self.subject.vocabulary, self.subject.ends)
         if (body.n or 1) > self.config.max_choices:
             raise invalid(
                 "n", f"n is {body.n}, this server gives at most {self.config.max_choices}"
             )
-        messages, template, tenant = await self.rendering(body, caller)
+        messages, template, tenant = await self.rendering(body, visit)
         use_tools = bool(body.tools) and body.tool_choice != "none"
+        continued = bool(body.continue_final_message)
+        notes = (_KEY_NOTE,) if body.prompt_cache_key is not None else ()
         return Ask(
             messages,
             tenant,
@@ -102,27 +131,24 @@ class Service:
             template,
             tools_of(body.tools) if use_tools else None,
             one_call=body.parallel_tool_calls is False,
-            thinking=self.subject.opens_thinking(template),
+            thinking=not continued and self.subject.opens_thinking(template),
             thinks=self.subject.thinks,
             choices=body.n or 1,
-            notes=(_KEY_NOTE,) if body.prompt_cache_key is not None else (),
+            notes=(*notes, *visit.unused.notes()),
+            continued=continued,
         )
 
     def _refuse(self, body: schema.ChatRequest) -> None:
         for name, why in schema.UNSUPPORTED.items():
             value = getattr(body, name)
-            if value is not None and not (name == "store" and value is False):
+            if not is_empty(value) or (name == "web_search_options" and value is not None):
                 raise refused(name, why)
         if body.response_format is not None and body.response_format.type != "text":
             raise refused("response_format", "only {'type': 'text'} can be honoured here")
-        if body.modalities is not None and body.modalities != ["text"]:
+        if body.modalities and body.modalities != ["text"]:
             raise refused("modalities", "answers are text; expected ['text']")
-        if body.service_tier not in (None, "auto", "default"):
-            raise refused("service_tier", "there is one tier; expected 'auto' or 'default'")
         if body.tool_choice == "required" or isinstance(body.tool_choice, schema.NamedTool):
             raise refused("tool_choice", "a call cannot be forced here; expected 'auto' or 'none'")
-        if body.tool_choice is not None and not body.tools and body.tool_choice != "none":
-            raise invalid("tool_choice", "tool_choice is only allowed when tools are given")
         refuse_stream_options(body)
 
     # -- from asks to answers --------------------------------------------------------------------
@@ -209,18 +235,28 @@ def _too_long(seconds: float) -> ApiError:
 
 
 def refuse_stream_options(body: schema.ChatRequest | ResponsesRequest) -> None:
-    """Refuse what is asked of a stream and cannot be had, or of a stream that is none."""
-    if body.stream_options is None:
-        return
-    if not body.stream:
+    """Refuse options of a stream where there is none."""
+    if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
-    if body.stream_options.include_obfuscation:
-        raise refused("stream_options.include_obfuscation", "events are not padded here")
+
+
+def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
+    """Name the known fields of a body that have no effect here."""
+    for name, why in schema.NAMED.items():
+        if not is_empty(getattr(body, name)):
+            unused.add(name, why)
+    if body.service_tier not in (None, "auto", "default"):
+        unused.add("service_tier", "there is one tier")
+    if body.cache_prompt is False:
+        unused.add("cache_prompt", "what is remembered is always used; answers are the same")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        unused.add("stream_options.include_obfuscation", "events are not padded here")
 
 
 def tools_of(tools: list[schema.Tool] | None) -> list[dict[str, Any]] | None:
-    """Tools as templates want them."""
-    return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+    """Tools as templates want them; `strict` is a word to the server."""
+    left_out: Any = {"function": {"strict"}}
+    return [t.model_dump(exclude_none=True, exclude=left_out) for t in tools] if tools else None
 
 
 def visit_of(request: Request) -> Visit:

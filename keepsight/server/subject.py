@@ -12,8 +12,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import MessagesError
+from keepsight.server.pages import Sizes
 from keepsight.server.problems import ApiError, refused
+from keepsight.server.schema import Rendering
 from keepsight.server.spoken import CALL, THINK, THINK_END
+from keepsight.server.unused import Unused, is_empty
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -40,6 +43,10 @@ class Subject:
         self.thinks = THINK in self.template or THINK_END in self.template
         self.tools = re.search(r"\btools\b", self.template) is not None
         self.calls_readable = CALL in self.template
+        self.ends = _ends(vlm.model.generation_config.eos_token_id)
+        self.sizes = Sizes(
+            getattr(vlm.memory.processor, "image_processor", None), vlm.memory.image_options
+        )
         self._opened: dict[str, bool] = {}
         self._named: dict[str, bool] = {}
         self._lock = threading.Lock()
@@ -54,16 +61,45 @@ class Subject:
                 code="model_not_found",
             )
 
-    def template_options(self, given: dict[str, Any] | None) -> dict[str, Any]:
-        """What the template is told beside the messages."""
-        for name in given or {}:
+    def template_options(self, body: Rendering, unused: Unused) -> dict[str, Any]:
+        """What the template is told beside the messages; what it has no place for is named."""
+        told: dict[str, Any] = {}
+        for name, value in (body.chat_template_kwargs or {}).items():
             if name in _RESERVED or not name.isidentifier():
                 raise refused("chat_template_kwargs", f"{name[:100]!r} is not the client's to set")
-            if not re.search(rf"\b{re.escape(name)}\b", self.template):
-                raise refused(
-                    "chat_template_kwargs", f"the chat template of this model has no {name[:100]!r}"
-                )
-        return dict(given or {})
+            if self._has(name):
+                told[name] = value
+            elif not is_empty(value):
+                why = "the chat template of this model has no such setting"
+                unused.add(f"chat_template_kwargs.{name}", why)
+        told = {**self._thoughts(body, unused), **told}
+        if body.continue_final_message:
+            raise refused("continue_final_message", "answers begin anew here")
+        if body.add_generation_prompt is False:
+            raise refused("add_generation_prompt", "every answer begins with it here")
+        return told
+
+    def _has(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
+
+    def _thoughts(self, body: Rendering, unused: Unused) -> dict[str, Any]:
+        """How much to think, in the words of the template; what it cannot be told is named."""
+        effort, switch = _wishes(body, unused)
+        told: dict[str, Any] = {}
+        for place, wish in effort.items():
+            if self._has("reasoning_effort"):
+                told["reasoning_effort"] = wish
+            elif wish != "none":
+                why = "the chat template of this model knows no levels of thinking"
+                unused.add(place, why)
+            switch = {place: wish != "none", **switch}
+        for place, thinks in switch.items():
+            name = next((n for n in ("enable_thinking", "thinking") if self._has(n)), None)
+            if name is not None:
+                told[name] = thinks
+            elif "reasoning_effort" not in told:
+                unused.add(place, "the chat template of this model has no switch for thinking")
+        return told
 
     def check_tools(self) -> None:
         """Refuse tools where the model could neither be told of them nor be understood."""
@@ -126,3 +162,34 @@ class Subject:
             "created": self.created,
             "owned_by": "keepsight",
         }
+
+
+def _ends(given: int | list[int] | None) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+def _wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, bool]]:
+    """How much a client wants thought, by the name of the field: a level, and whether at all."""
+    effort: dict[str, str] = {}
+    switch: dict[str, bool] = {}
+    if body.reasoning is not None:
+        for name in ("summary", "generate_summary"):
+            if not is_empty(getattr(body.reasoning, name)):
+                unused.add(f"reasoning.{name}", "thoughts are told whole, and not summed up")
+        if body.reasoning.enabled is not None:
+            switch["reasoning.enabled"] = body.reasoning.enabled
+        if body.reasoning.effort:
+            effort["reasoning.effort"] = body.reasoning.effort
+    if body.reasoning_effort:
+        effort = {"reasoning_effort": body.reasoning_effort}
+    kind = body.thinking.get("type") if isinstance(body.thinking, dict) else body.thinking
+    if kind in ("enabled", "disabled", True):
+        switch["thinking"] = kind != "disabled"
+    elif not is_empty(body.thinking):
+        unused.add("thinking", "expected {'type': 'enabled'} or 'disabled'")
+    if body.enable_thinking is not None:
+        switch["enable_thinking"] = body.enable_thinking
+    return effort, switch

@@ -1,0 +1,50 @@
+"""The names that clients give to their pictures (`uuid`), each bound to what it was first given to.
+
+Nothing is looked up by such a name: pictures are known by their bytes. It is only checked, so that
+a client that means two pictures by one name hears of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from keepsight import keys
+from keepsight.server.problems import ApiError
+
+_MOST = 20_000  # names of one key; the one that was used least lately is dropped
+
+
+class Bindings:
+    """Names and the digests of what they mean. A salt has names of its own; how many there are is
+    counted by whose key it was."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._known: dict[str, OrderedDict[tuple[str, str], str]] = {}
+        self._lock = threading.Lock()
+
+    def bind(self, owner: str, whose: str, name: str, data: bytes, place: str) -> None:
+        """Bind a name of a tenant to some bytes, or refuse it where it means others."""
+        digest = keys.digest("named by a client", data)
+        key = (whose, keys.digest("name of a client", name))
+        with self._lock:
+            known = self._known.setdefault(owner, OrderedDict())
+            bound = known.setdefault(key, digest)
+            known.move_to_end(key)
+            while len(known) > self._most:
+                known.popitem(last=False)
+        if bound != digest:
+            text = (
+                f"{place}: this uuid was sent with other content before; a name means one picture"
+            )
+            raise ApiError(409, text, param=place, code="uuid_conflict")
+
+    def forget(self, whose: str | None = None) -> None:
+        """Drop the names of a tenant, or of everybody."""
+        with self._lock:
+            if whose is None:
+                self._known.clear()
+            for owner, known in self._known.items():
+                left = ((key, bound) for key, bound in known.items() if key[0] != whose)
+                self._known[owner] = OrderedDict(left)

@@ -1,0 +1,161 @@
+"""The items of `/v1/responses`, as a client writes them and as it got them.
+
+Those of an earlier response (messages of the assistant, thoughts, calls of tools) come back with
+whatever clients add to them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, JsonValue, Tag
+
+from keepsight.server.parts import (
+    Id,
+    Name,
+    PicturePart,
+    Place,
+    RefusalPart,
+    Text,
+    VideoPlace,
+    Where,
+    kind_of,
+)
+from keepsight.server.unused import Open
+
+
+class InputText(Open):
+    """Text from the user's side."""
+
+    type: Literal["input_text", "text"]
+    text: Text
+    cache_control: JsonValue = None
+
+
+class OutputText(Open):
+    """Text of an earlier answer."""
+
+    type: Literal["output_text"]
+    text: Text
+    annotations: JsonValue = None
+    logprobs: JsonValue = None
+
+    def echoes(self) -> bool:
+        """It comes back as its client has it."""
+        return True
+
+
+class InputImage(PicturePart):
+    """A picture by URL, data URI or the id of an uploaded file."""
+
+    type: Literal["input_image"]
+    image_url: Place | None = None
+    file_id: Name | None = None
+
+
+class InputFile(PicturePart):
+    """A picture or a PDF."""
+
+    type: Literal["input_file"]
+    file_id: Name | None = None
+    file_data: Where | None = None
+    file_url: Where | None = None
+    filename: Annotated[str, Field(max_length=1024)] | None = None
+
+
+class InputVideo(Open):
+    """A video, where the model takes videos."""
+
+    type: Literal["input_video"]
+    video_url: VideoPlace
+
+
+Part = Annotated[
+    InputText | OutputText | InputImage | InputFile | InputVideo | RefusalPart,
+    Discriminator("type"),
+]
+Content = Annotated[
+    Annotated[Text, Tag("as text")] | Annotated[list[Part], Tag("as parts")], Discriminator(kind_of)
+]
+
+
+class MessageItem(Open):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: Id | None = None
+    status: JsonValue = None
+    phase: JsonValue = None
+
+    def echoes(self) -> bool:
+        """An answer that comes back has whatever its client added to it."""
+        return self.role == "assistant"
+
+
+class Thought(Open):
+    """The text of a thought."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class Echo(Open):
+    """A part of an earlier answer."""
+
+    id: Id | None = None
+    status: JsonValue = None
+
+    def echoes(self) -> bool:
+        """It comes back with whatever its client added to it."""
+        return True
+
+
+class ThoughtItem(Echo):
+    """An earlier thought."""
+
+    type: Literal["reasoning"]
+    summary: list[Thought] | None = None
+    content: list[Thought] | None = None
+    encrypted_content: JsonValue = None
+
+
+class CallItem(Echo):
+    """An earlier call of a tool."""
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: Name
+    arguments: Text
+
+
+class ResultItem(Echo):
+    """What a tool said."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Content
+
+
+class Reference(Open):
+    """An item that is kept here, by its id."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
+def _item_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = "message" if kind is None else kind
+    return f"as {kind}" if isinstance(kind, str) else "as message"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("as message")]
+    | Annotated[ThoughtItem, Tag("as reasoning")]
+    | Annotated[CallItem, Tag("as function_call")]
+    | Annotated[ResultItem, Tag("as function_call_output")]
+    | Annotated[Reference, Tag("as item_reference")],
+    Discriminator(_item_kind),
+]

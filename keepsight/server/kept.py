@@ -1,0 +1,213 @@
+"""Responses that are kept, so that a later one may go on from them by their ids.
+
+In memory alone, like uploads without a store: bounded in number and bytes for each key, gone when
+they expire, when they are deleted, or when their tenant forgets everything. Of two tenants, or two
+salts, neither sees what the other has: such an id is like one that never was.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from keepsight import keys
+from keepsight.server.items import Item, Reference
+from keepsight.server.problems import ApiError
+from keepsight.server.responses_schema import Placed, ResponsesRequest, items_of
+
+_MOST = 10_000  # responses of one key
+_LONGEST = 10_000  # of a chain of them
+BEFORE = "previous_response_id"  # what a client calls the items of responses before
+_ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One response: what was asked, what was answered, and what it goes on from."""
+
+    id: str
+    whose: str  # the tenant, under its salt
+    previous: str | None
+    asked: bytes  # JSON of the items of the request
+    response: bytes  # JSON, as its client got it
+    item_ids: tuple[str, ...]
+    expires: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return len(self.asked) + len(self.response)
+
+    def items(self) -> list[dict[str, Any]]:
+        """The items asked and answered, in their order."""
+        asked: list[dict[str, Any]] = json.loads(self.asked)
+        return asked + list(json.loads(self.response)["output"])
+
+
+class Responses:
+    """All that are kept. `owners`: among how many keys the bytes are divided."""
+
+    def __init__(
+        self,
+        budget: int,
+        ttl: float,
+        owners: int = 1,
+        clock: Callable[[], float] = time.time,
+        most: int = _MOST,
+    ) -> None:
+        self.share = budget // max(1, owners)
+        self._ttl, self._clock, self._most = ttl, clock, most
+        # By key, and there by tenant and id; what was used least lately goes first.
+        self._kept: dict[str, OrderedDict[tuple[str, str], Kept]] = {}
+        self._items: dict[
+            tuple[str, str], tuple[str, str]
+        ] = {}  # (tenant, item) -> (key, response)
+        self._lock = threading.Lock()
+
+    def put(self, owner: str, whose: str, asked: list[Item], response: dict[str, Any]) -> bool:
+        """Keep a response and the items it was asked with; false where it is too large for its
+        key's share."""
+        new = Kept(
+            response["id"],
+            _digest(whose),
+            response["previous_response_id"],
+            _json([item.model_dump(mode="json", exclude_none=True) for item in asked]),
+            _json(response),
+            tuple(item["id"] for item in response["output"]),
+            self._clock() + self._ttl,
+        )
+        if new.nbytes > self.share:
+            return False
+        with self._lock:
+            own = self._kept.setdefault(owner, OrderedDict())
+            own[new.whose, new.id] = new
+            for item_id in new.item_ids:
+                self._items[new.whose, item_id] = (owner, new.id)
+            self._make_room(owner, own)
+        return True
+
+    def _make_room(self, owner: str, own: OrderedDict[tuple[str, str], Kept]) -> None:
+        held = sum(kept.nbytes for kept in own.values())
+        while own and (held > self.share or len(own) > self._most):
+            oldest = next(iter(own.values()))
+            held -= oldest.nbytes
+            self._drop(owner, oldest)
+
+    def sweep(self) -> None:
+        """Drop what has expired, also where nobody asks for anything any more."""
+        now = self._clock()
+        with self._lock:
+            for owner, own in self._kept.items():
+                for kept in [kept for kept in own.values() if kept.expires <= now]:
+                    self._drop(owner, kept)
+
+    def _drop(self, owner: str, kept: Kept) -> None:
+        self._kept[owner].pop((kept.whose, kept.id), None)
+        for item_id in kept.item_ids:
+            if self._items.get((kept.whose, item_id)) == (owner, kept.id):
+                del self._items[kept.whose, item_id]
+
+    # -- finding -----------------------------------------------------------------------------------
+
+    def get(self, owner: str, whose: str, response_id: str, param: str = "response_id") -> Kept:
+        """A response of this tenant; anything else is unknown, whoever else may have it."""
+        with self._lock:
+            kept = self._find(owner, _digest(whose), response_id)
+        if kept is None:
+            raise _unknown("response", response_id, param)
+        return kept
+
+    def _find(self, owner: str, whose: str, response_id: str) -> Kept | None:
+        own = self._kept.get(owner, OrderedDict())
+        kept = own.get((whose, response_id))
+        if kept is not None and kept.expires <= self._clock():
+            self._drop(owner, kept)
+            return None
+        if kept is not None:
+            own.move_to_end((whose, response_id))
+        return kept
+
+    def delete(self, owner: str, whose: str, response_id: str) -> None:
+        """Forget one response; what went on from it can go on no longer."""
+        kept = self.get(owner, whose, response_id)
+        with self._lock:
+            self._drop(owner, kept)
+
+    def forget(self, whose: str | None = None) -> None:
+        """Forget all responses of a tenant, or of everybody."""
+        digest = None if whose is None else _digest(whose)
+        with self._lock:
+            for owner, own in self._kept.items():
+                for kept in [k for k in own.values() if digest in (None, k.whose)]:
+                    self._drop(owner, kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        with self._lock:
+            return sum(kept.nbytes for own in self._kept.values() for kept in own.values())
+
+    # -- going on ----------------------------------------------------------------------------------
+
+    def conversation(self, owner: str, whose: str, body: ResponsesRequest) -> list[Placed]:
+        """The items of a whole conversation: of the responses before, then those of the body, with
+        what it means by ids in the place of the ids."""
+        before = [
+            (_ITEM.validate_python(item), BEFORE)
+            for kept in self._chain(owner, whose, body.previous_response_id)
+            for item in kept.items()
+        ]
+        found = [self._resolved(owner, whose, placed) for placed in items_of(body)]
+        return before + found
+
+    def _chain(self, owner: str, whose: str, last: str | None) -> list[Kept]:
+        chain: list[Kept] = []
+        while last is not None:
+            if len(chain) == _LONGEST:
+                raise _unknown("response", last, BEFORE)
+            chain.append(self.get(owner, whose, last, BEFORE))
+            last = chain[-1].previous
+        return chain[::-1]
+
+    def _resolved(self, owner: str, whose: str, placed: Placed) -> Placed:
+        item, place = placed
+        if not isinstance(item, Reference):
+            return placed
+        with self._lock:
+            where = self._items.get((_digest(whose), item.id))
+            kept = self._find(owner, _digest(whose), where[1]) if where else None
+        for found in _output(kept):
+            if found["id"] == item.id:
+                return _ITEM.validate_python(found), place
+        raise _unknown("item", item.id, f"{place}.id")
+
+
+def _output(kept: Kept | None) -> Iterator[dict[str, Any]]:
+    yield from () if kept is None else json.loads(kept.response)["output"]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
+        errors="surrogatepass"
+    )
+
+
+def _digest(whose: str) -> str:
+    return keys.digest("owner of responses", whose)
+
+
+def _unknown(what: str, given: str, param: str) -> ApiError:
+    return ApiError(
+        404,
+        f"no such {what}: {given[:100]!r}; it was never kept here, was deleted, or has expired. "
+        "Send the items of the conversation as input",
+        param=param,
+        code=f"{what}_not_found",
+    )

@@ -1,0 +1,213 @@
+"""The parts of a message: text, pictures, videos, sound and files, in the shapes that clients send.
+
+A picture may stand in an OpenAI part (`image_url` as a record or a bare string), in one of Hugging
+Face's (`{"type": "image", "image" | "url" | "path" | "base64": ...}`) or of Anthropic's (`source`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, JsonValue, Tag
+
+from keepsight.server.unused import Open
+
+Text = Annotated[str, Field(max_length=16_000_000)]
+Where = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Id = Annotated[str, Field(min_length=1, max_length=4096)]  # some clients write a whole thought in
+Detail = Literal["auto", "low", "high", "original"]
+Pixels = Annotated[int, Field(ge=1024, le=120_000_000)]
+
+
+def kind_of(value: Any) -> str:
+    """Which branch of a text or a list is meant."""
+    return "as parts" if isinstance(value, list) else "as text"
+
+
+def _address_kind(value: Any) -> str:
+    return "as text" if isinstance(value, str) else "as record"
+
+
+class TextPart(Open):
+    """Text."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+    cache_control: JsonValue = None
+
+
+class RefusalPart(Open):
+    """What an earlier answer refused; it is text to the model."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class ThoughtPart(Open):
+    """A thought in the content of an earlier answer."""
+
+    type: Literal["thinking", "reasoning", "redacted_thinking"]
+    thinking: Text | None = None
+    text: Text | None = None
+
+    def echoes(self) -> bool:
+        return True
+
+
+class Address(Open):
+    """Where a picture is: http(s), a data URI, or a path under an allowed folder."""
+
+    url: Where
+    detail: Detail | None = None
+
+
+Place = Annotated[
+    Annotated[Address, Tag("as record")] | Annotated[Where, Tag("as text")],
+    Discriminator(_address_kind),
+]
+
+
+class SizeLimits(Open):
+    """The sizes of a processor that an image is fitted into."""
+
+    shortest_edge: Pixels | None = None
+    longest_edge: Pixels | None = None
+
+
+class ProcessorOptions(Open):
+    """`mm_processor_kwargs`: of a processor's options, those that limit the size of a picture."""
+
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+    size: SizeLimits | None = None
+
+
+class PixelLimits(Open):
+    """How large pictures are shown to the model."""
+
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
+    mm_processor_kwargs: ProcessorOptions | None = None
+
+    def limits(self) -> tuple[int | None, int | None]:
+        """The least and the most pixels, whichever way they were said."""
+        more = self.mm_processor_kwargs or ProcessorOptions()
+        size = more.size or SizeLimits()
+        least = (self.min_pixels, more.min_pixels, size.shortest_edge)
+        most = (self.max_pixels, more.max_pixels, size.longest_edge)
+        return (
+            max((n for n in least if n is not None), default=None),
+            min((n for n in most if n is not None), default=None),
+        )
+
+
+class PicturePart(PixelLimits):
+    """What any part with a picture may have."""
+
+    detail: Detail | None = None
+    uuid: Id | None = None
+    cache_control: JsonValue = None
+
+
+class ImagePart(PicturePart):
+    """A picture."""
+
+    type: Literal["image_url"]
+    image_url: Place
+
+
+class Encoded(Open):
+    """A picture in the body itself or at an address, as Anthropic's API has it."""
+
+    type: Literal["base64", "url"]
+    data: Where | None = None
+    url: Where | None = None
+    media_type: JsonValue = None
+
+
+class BareImagePart(PicturePart):
+    """A picture as Hugging Face's templates, Responses and Anthropic's API write it: one of these
+    fields holds it."""
+
+    type: Literal["image", "input_image"]
+    image: Place | None = None
+    image_url: Place | None = None
+    url: Where | None = None
+    path: Where | None = None
+    base64: Where | None = None
+    data: Where | None = None
+    source: Encoded | None = None
+    file_id: Name | None = None
+    mime_type: JsonValue = None  # what it is is seen from its bytes
+
+
+class VideoAddress(Open):
+    """Where a video is."""
+
+    url: Where
+
+
+VideoPlace = Annotated[
+    Annotated[VideoAddress, Tag("as record")] | Annotated[Where, Tag("as text")],
+    Discriminator(_address_kind),
+]
+
+
+class VideoPart(Open):
+    """A video, where the model takes videos."""
+
+    type: Literal["video_url", "video"]
+    video_url: VideoPlace | None = None
+    video: VideoPlace | None = None
+    url: Where | None = None
+    path: Where | None = None
+    uuid: Id | None = None
+    cache_control: JsonValue = None
+
+
+class Sound(Open):
+    """Sound in the body itself."""
+
+    data: Annotated[str, Field(min_length=1)]
+    format: Literal["wav", "mp3", "flac", "ogg"] | None = None
+
+
+class SoundPart(Open):
+    """Sound, where the model takes sound."""
+
+    type: Literal["input_audio"]
+    input_audio: Sound
+    uuid: Id | None = None
+
+
+class FileHandle(Open):
+    """An uploaded file by its id, or a file in the body itself as a data URI."""
+
+    file_id: Name | None = None
+    file_data: Where | None = None
+    filename: Annotated[str, Field(max_length=1024)] | None = None
+
+
+class FilePart(PicturePart):
+    """A picture, or a PDF whose pages are pictures."""
+
+    type: Literal["file"]
+    file: FileHandle
+
+
+Part = Annotated[
+    TextPart
+    | RefusalPart
+    | ThoughtPart
+    | ImagePart
+    | BareImagePart
+    | VideoPart
+    | SoundPart
+    | FilePart,
+    Discriminator("type"),
+]
+Content = Annotated[
+    Annotated[Text, Tag("as text")] | Annotated[list[Part], Tag("as parts")],
+    Discriminator(kind_of),
+]

@@ -1,0 +1,33 @@
+"""What every client's script needs: where the server is, a picture, a tool."""
+
+from __future__ import annotations
+
+import base64
+import os
+from pathlib import Path
+from typing import Any
+
+URL = os.environ["KEEPSIGHT_URL"]
+_FILE = Path(os.environ["KEEPSIGHT_PICTURE"])
+PICTURE = "data:image/png;base64," + base64.b64encode(_FILE.read_bytes()).decode()
+QUESTION = "What is in the picture?"
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look closer.",
+        "parameters": {
+            "type": "object",
+            "properties": {"where": {"type": "string"}},
+            "required": ["where"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def check(truth: object, what: str) -> None:
+    """End the script where something is not so; `python -O` changes nothing."""
+    if not truth:
+        raise SystemExit(f"not so: {what}")
+    print("ok:", what)

@@ -1,0 +1,60 @@
+"""LangChain: chat, tools, streams, pictures, and answers that come back as history."""
+
+from __future__ import annotations
+
+from common import PICTURE, QUESTION, URL, check
+from langchain.agents import create_agent
+from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+
+@tool
+def look(where: str) -> str:
+    """Look closer."""
+    return "A ring."
+
+
+def asked() -> HumanMessage:
+    picture = {"type": "image_url", "image_url": {"url": PICTURE}}
+    return HumanMessage(content=[picture, {"type": "text", "text": QUESTION}])
+
+
+def chat(model: ChatOpenAI, what: str) -> None:
+    first = model.invoke([SystemMessage("Answer."), asked()])
+    check(first.usage_metadata["input_tokens"] > 0, f"{what}: usage")
+    again = model.invoke([SystemMessage("Answer."), asked(), first, HumanMessage("And now?")])
+    check(again.usage_metadata["input_token_details"]["cache_read"] > 0, f"{what}: cached tokens")
+    pieces = list(model.stream([asked()]))
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total += piece
+    check(total.usage_metadata["output_tokens"] > 0, f"{what}: usage of a stream")
+    bound = model.bind_tools([look], strict=True)
+    reply = bound.invoke([asked()])
+    if reply.tool_calls:
+        result = ToolMessage("A ring.", tool_call_id=reply.tool_calls[0]["id"])
+        bound.invoke([asked(), reply, result])
+    standard = [{"type": "image", "base64": PICTURE.partition(",")[2], "mime_type": "image/png"}]
+    model.invoke([HumanMessage(content=[*standard, {"type": "text", "text": QUESTION}])])
+
+
+def options(**more: object) -> dict:
+    return {
+        "model": "demo",
+        "base_url": URL,
+        "api_key": "none",
+        "max_retries": 0,
+        "max_tokens": 12,
+        "stream_usage": True,
+        **more,
+    }
+
+
+chat(ChatOpenAI(**options(temperature=0, seed=1)), "chat")
+chat(ChatOpenAI(**options(use_responses_api=True)), "responses")
+chat(ChatOpenAI(**options(use_responses_api=True, use_previous_response_id=True)), "kept responses")
+ChatOpenAI(**options(reasoning_effort="low", metadata={"a": "b"}, store=True)).invoke("Hello!")
+agent = create_agent(ChatOpenAI(**options()), [look])
+agent.invoke({"messages": [asked()]}, {"recursion_limit": 6})
+check(True, "an agent")

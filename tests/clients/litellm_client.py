@@ -1,0 +1,53 @@
+"""LiteLLM: every answer comes back with fields of its own (provider_specific_fields)."""
+
+from __future__ import annotations
+
+import litellm
+from common import PICTURE, QUESTION, TOOL, URL, check
+
+litellm.telemetry = False
+litellm.suppress_debug_info = True
+
+
+def asked() -> dict:
+    picture = {"type": "image_url", "image_url": {"url": PICTURE}}
+    return {"role": "user", "content": [picture, {"type": "text", "text": QUESTION}]}
+
+
+def complete(provider: str, messages: list, **more: object) -> object:
+    return litellm.completion(
+        model=f"{provider}/demo",
+        api_base=URL,
+        api_key="none",
+        num_retries=0,
+        max_tokens=12,
+        messages=messages,
+        **more,
+    )
+
+
+for provider in ("openai", "hosted_vllm", "lm_studio", "litellm_proxy"):
+    first = complete(provider, [asked()])
+    check(first.usage.prompt_tokens > 0, f"{provider}: usage")
+    answer = first.choices[0].message
+    messages = [asked(), answer, {"role": "user", "content": "And now?"}]
+    again = complete(provider, messages)
+    check(again.usage.prompt_tokens_details.cached_tokens > 0, f"{provider}: cached tokens")
+    history = [asked(), answer.model_dump(), {"role": "user", "content": "And now?"}]
+    complete(provider, history, metadata={"run": "1"}, user="ann")
+    stream = complete(provider, [asked()], stream=True, stream_options={"include_usage": True})
+    pieces = list(stream)
+    check(pieces[-1].usage.completion_tokens > 0, f"{provider}: usage of a stream")
+    rebuilt = litellm.stream_chunk_builder(pieces).choices[0].message
+    complete(provider, [asked(), rebuilt, {"role": "user", "content": "And now?"}])
+    called = complete(provider, [asked()], tools=[TOOL], tool_choice="auto").choices[0].message
+    if called.tool_calls:
+        told = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "A ring."}
+        complete(provider, [asked(), called, told], tools=[TOOL])
+marked = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
+complete("openai", [{"role": "user", "content": [marked]}], extra_body={"top_k": -1})
+check(True, "cache_control")
+response = litellm.responses(
+    model="openai/demo", api_base=URL, api_key="none", input="Hello!", max_output_tokens=8
+)
+check(response.usage.input_tokens > 0, "responses")

@@ -1,0 +1,66 @@
+"""openai-agents: strict tools are its default; both APIs, with and without a response before."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from common import PICTURE, QUESTION, URL, check
+from openai.types.shared import Reasoning
+
+set_tracing_disabled(True)
+client = openai.AsyncOpenAI(base_url=URL, api_key="none", max_retries=0)
+
+
+@function_tool
+def look(where: str) -> str:
+    """Look closer."""
+    return "A ring."
+
+
+def agent(model: object, **settings: object) -> Agent:
+    chosen = ModelSettings(max_tokens=12, include_usage=True, **settings)
+    return Agent(
+        name="seer", instructions="Answer.", model=model, tools=[look], model_settings=chosen
+    )
+
+
+def asked() -> list[dict]:
+    content = [
+        {"type": "input_image", "image_url": PICTURE, "detail": "auto"},
+        {"type": "input_text", "text": QUESTION},
+    ]
+    return [{"role": "user", "content": content}]
+
+
+async def main() -> None:
+    for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+        seer = agent(kind(model="demo", openai_client=client))
+        first = await Runner.run(seer, asked())
+        check(first.context_wrapper.usage.input_tokens > 0, f"{kind.__name__}: usage")
+        again = [*first.to_input_list(), {"role": "user", "content": "And now?"}]
+        await Runner.run(seer, again)
+        streamed = Runner.run_streamed(seer, asked())
+        async for _ in streamed.stream_events():
+            pass
+        check(streamed.final_output is not None, f"{kind.__name__}: a stream")
+    model = OpenAIResponsesModel(model="demo", openai_client=client)
+    seer = agent(model, reasoning=Reasoning(effort="low"), store=True, metadata={"run": "1"})
+    first = await Runner.run(seer, asked())
+    second = await Runner.run(seer, "And now?", previous_response_id=first.last_response_id)
+    check(
+        second.context_wrapper.usage.input_tokens > first.context_wrapper.usage.input_tokens,
+        "the history is in the prompt",
+    )
+
+
+asyncio.run(main())
