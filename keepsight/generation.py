@@ -33,7 +33,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "constraints": (None,),
     "force_words_ids": (None,),
 }
-_OURS = ("stop", "seed", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+_OURS = (
+    "stop",
+    "seed",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "skip_special_tokens",
+)
 _ALIASES = {"max_tokens": "max_new_tokens"}
 DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_GENERATE_TOKENS = 20  # what Transformers' `generate` defaults to
@@ -49,6 +56,7 @@ class Sampler:
     generator: torch.Generator | None
     max_new_tokens: int
     stop: list[str]
+    skip_special_tokens: bool = True
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     finish_reason: str = "length"
@@ -128,7 +136,8 @@ def sampler(
     generator = None
     if ours.get("seed") is not None:
         generator = torch.Generator(ids.device).manual_seed(int(ours["seed"]))
-    return Sampler(config, processors, criteria, generator, count, stop)
+    skip = ours.get("skip_special_tokens") is not False
+    return Sampler(config, processors, criteria, generator, count, stop, skip)
 
 
 def known_options() -> list[str]:
@@ -188,13 +197,20 @@ def _refuse(config: GenerationConfig) -> None:
 class Detokenizer:
     """Text as tokens come, in pieces that never split a character."""
 
-    def __init__(self, tokenizer: Any, stop: list[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, tokenizer: Any, stop: list[str], skip_special: bool = True) -> None:
+        self._tokenizer, self._stop, self._skip_special = tokenizer, stop, skip_special
         self._tokens: list[int] = []
         self._done = 0  # tokens whose text is out
         self._context = 0  # where the text before them begins
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False
+
+    @classmethod
+    def of(cls, sampler: Sampler | None, tokenizer: Any) -> Detokenizer:
+        """The one that a sampler's options ask for."""
+        if sampler is None:
+            return cls(tokenizer, [])
+        return cls(tokenizer, sampler.stop, sampler.skip_special_tokens)
 
     def push(self, token: int) -> str:
         """The text that this token makes certain."""
@@ -217,7 +233,7 @@ class Detokenizer:
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
         )
         return text
 

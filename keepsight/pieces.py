@@ -20,7 +20,7 @@ def pieces(turn: Turn, tokenizer: Any) -> Iterator[Piece]:
     try:
         for token in tokens:
             if detokenizer is None:
-                detokenizer = Detokenizer(tokenizer, turn.sampler.stop if turn.sampler else [])
+                detokenizer = Detokenizer.of(turn.sampler, tokenizer)
             yield Piece(detokenizer.push(token), token)
             if detokenizer.stopped:  # upstream's criterion misses some strings inside a token
                 break

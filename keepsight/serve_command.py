@@ -47,6 +47,10 @@ def _option(help_text: str) -> Any:
     return typer.Option(help=help_text, show_default=False)
 
 
+def _flag(names: str, help_text: str) -> Any:
+    return typer.Option(names, help=help_text)
+
+
 def serve(
     model: Annotated[
         str | None, typer.Argument(help="demo, demo-hybrid, a folder, or a hub id.")
@@ -79,7 +83,6 @@ def serve(
     files_budget: Annotated[Size, _option("Bytes of all uploads; default 512MiB.")] = None,
     file_ttl: Annotated[Size, _option("How long uploads last; default 1d.")] = None,
     responses_budget: Annotated[Size, _option("Bytes of kept responses; 64MiB; 0: none.")] = None,
-    response_ttl: Annotated[Size, _option("How long responses are kept; default 1d.")] = None,
     clip_bytes: Annotated[Size, _option("A video or sound, decoded; default 1GiB.")] = None,
     pdf_dpi: Annotated[int | None, _option("Resolution of PDF pages; default 144.")] = None,
     unknown_fields: Annotated[Size, _option("Of requests: name (default) or refuse.")] = None,
@@ -88,9 +91,7 @@ def serve(
     warm_up: Annotated[
         bool | None, typer.Option("--warm-up/--no-warm-up", help="One small answer at start.")
     ] = None,
-    log: Annotated[
-        bool | None, typer.Option("--log/--no-log", help="A line of JSON for each request.")
-    ] = None,
+    log: Annotated[bool | None, _flag("--log/--no-log", "A line for each request.")] = None,
     dtype: Annotated[str | None, _option("auto, float32, bfloat16 or float16.")] = None,
     device_map: options.DeviceMap = None,
     store: options.Store = None,

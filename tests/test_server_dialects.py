@@ -426,7 +426,7 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "openrouter": (
         chat(reasoning={"enabled": True, "exclude": True}, provider={"order": ["a"]}),
-        "reasoning.exclude, provider",
+        "provider, reasoning.exclude",
     ),
     "a speaker": (chat({**USER, "name": "ann"}), "messages[0].name"),
     "a typo": (chat(tempature=1), "tempature"),

@@ -38,6 +38,7 @@ class Ask:
     choices: int = 1
     notes: tuple[str, ...] = ()
     continued: bool = False  # the answer goes on with the last message
+    shows_tokens: bool = False  # each step is told, also one that adds no text yet
 
     @property
     def whose(self) -> str | None:
@@ -71,6 +72,7 @@ class Delta:
 
     said: list[Said] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     end: End | None = None
 
 
@@ -190,12 +192,23 @@ class Answer:
         if not self._ticket.done.is_set():
             self._ticket.cancel()
 
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens of the prompt, once the answer has begun."""
+        ids = self._ticket.prompt_ids
+        return [] if ids is None else ids.tolist()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many those are."""
+        return 0 if self._ticket.prompt_ids is None else len(self._ticket.prompt_ids)
+
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What is said, step by step."""
         try:
             while isinstance(piece := await self._arrived.get(), Piece):
                 delta = self._delta(piece)
-                if delta.said or delta.scored or delta.end:
+                if delta.said or delta.scored or delta.end or self._ask.shows_tokens:
                     yield delta
             if piece.error is not None:
                 raise piece.error
@@ -205,6 +218,7 @@ class Answer:
     def _delta(self, piece: Piece) -> Delta:
         delta = Delta()
         if piece.token is not None:
+            delta.tokens.append(piece.token)
             self.unpaid += 1
             self._reasoning += self._speech.thinking
             if self._recorder is not None:

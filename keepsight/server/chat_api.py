@@ -60,6 +60,7 @@ class Choice:
     thought: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     scored: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     end: End | None = None
 
     def message(self) -> dict[str, Any]:
@@ -94,6 +95,7 @@ class Chat:
         async with aclosing(merged) as deltas:
             async for number, delta in deltas:
                 self._choices[number].end = delta.end
+                self._choices[number].tokens += delta.tokens
                 yield number, delta
 
     async def whole(self) -> dict[str, Any]:
@@ -114,14 +116,23 @@ class Chat:
                 "message": choice.message(),
                 "logprobs": self._logprobs(choice.scored),
                 "finish_reason": choice.end.reason if choice.end else None,
+                **({"token_ids": choice.tokens} if self._ask.shows_tokens else {}),
             }
             for number, choice in enumerate(self._choices)
         ]
-        return {**self._head, "object": "chat.completion", "choices": choices, **self._told()}
+        head = {**self._head, **self._prompt_ids()}
+        return {**head, "object": "chat.completion", "choices": choices, **self._told()}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """The tokens of the prompt, where they were asked for."""
+        if not self._ask.shows_tokens:
+            return {}
+        return {"prompt_token_ids": self._answers[0].prompt_ids}
 
     async def events(self) -> AsyncGenerator[tuple[str | None, Any], None]:
         """The chunks of the response when it is streamed."""
         started: set[int] = set()
+        first_chunk = True
         async for number, delta in self._deltas():
             parts = [_part(said, self._choices[number]) for said in delta.said]
             if number not in started:
@@ -129,10 +140,16 @@ class Chat:
                 first = parts.pop(0) if parts else {"content": ""}
                 parts.insert(0, {"role": "assistant", **first})
             scored = self._logprobs([self._scored(s) for s in delta.scored])
-            if scored and not parts:
+            tokens = delta.tokens if self._ask.shows_tokens else []
+            if (scored or tokens) and not parts:
                 parts = [{}]  # a token without text of its own, such as a part of a character
             for spot, part in enumerate(parts):
-                yield None, self._chunk(number, part, None, scored if spot == 0 else None)
+                chunk = self._chunk(number, part, None, scored if spot == 0 else None)
+                if self._ask.shows_tokens:
+                    chunk["choices"][0]["token_ids"] = tokens if spot == 0 else []
+                    chunk |= self._prompt_ids() if first_chunk else {}
+                    first_chunk = False
+                yield None, chunk
             if delta.end is not None:
                 yield None, self._chunk(number, {}, delta.end.reason)
         told = self._told()
@@ -150,9 +167,21 @@ class Chat:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._head, "object": _CHUNK, "choices": [choice]}
         options = self._body.stream_options
-        if options is not None and options.include_usage:
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = self._so_far()
+        elif options is not None and options.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _so_far(self) -> dict[str, int]:
+        """Tokens of the prompt and of all answers until now."""
+        prompt = self._answers[0].prompt_tokens
+        written = sum(len(choice.tokens) for choice in self._choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+        }
 
     def _told(self) -> dict[str, Any]:
         """Usage, timings and, when asked, the report; of several choices the first one's prompt."""

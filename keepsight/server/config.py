@@ -99,7 +99,6 @@ class ServerConfig:
     files_budget: int | str = "512MiB"
     file_ttl: float | str = "1d"
     responses_budget: int | str = "64MiB"  # of responses that are kept; 0 keeps none
-    response_ttl: float | str = "1d"
     clip_bytes: int | str = "1GiB"  # of a video or a sound when it is decoded
     pdf_dpi: int = 144
     unknown_fields: str = "name"  # what requests have and nobody listens to; or "refuse"
@@ -111,7 +110,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("request_timeout", "body_timeout", "idle_timeout", "url_timeout"):
             parse_seconds(getattr(self, name))
-        parse_seconds(self.drain), parse_seconds(self.file_ttl), parse_seconds(self.response_ttl)
+        parse_seconds(self.drain), parse_seconds(self.file_ttl)
         if self.prefill_ahead != "never":
             parse_seconds(self.prefill_ahead)
         if self.unknown_fields not in ("name", "refuse"):

@@ -53,7 +53,7 @@ class Service:
         )
         self.bindings = Bindings()
         owners = len({key.whose for key in config.keys})
-        budget, ttl = config.bytes("responses_budget"), config.seconds("response_ttl")
+        budget, ttl = config.bytes("responses_budget"), config.seconds("file_ttl")
         self.responses = Responses(budget, ttl, owners)
         self.callers = Callers(config.keys)
         self.metrics = Metrics()
@@ -136,6 +136,7 @@ class Service:
             choices=body.n or 1,
             notes=(*notes, *visit.unused.notes()),
             continued=continued,
+            shows_tokens=bool(body.return_token_ids),
         )
 
     def _refuse(self, body: schema.ChatRequest) -> None:

@@ -269,6 +269,7 @@ class Together:
     def _begin(self, request: Request) -> None:
         request.turn.begin(sample=request.room > 0)
         request.tokens = len(request.turn.prompt)
+        request.ticket.prompt_ids = request.turn.prompt.ids
         request.work = request.turn.work(shared=True)
         request.looked_at = self._rounds
 
@@ -303,7 +304,7 @@ class Together:
             return
         self._running[turn.run] = request
         request.taker = turn.taker()
-        request.detokenizer = Detokenizer(self._vlm._tokenizer(), turn.sampler.stop)
+        request.detokenizer = Detokenizer.of(turn.sampler, self._vlm._tokenizer())
         self.counts.took(1)
         if turn.run.logits is not None and not self._take(request, turn.run.logits):
             self._decoding.join(turn.run, request.keeps_lane)

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+import numpy as np
+
 from keepsight.errors import KeepsightError
 from keepsight.report import Piece, Reply, Report, Usage
 
@@ -34,6 +36,7 @@ class Ticket:
         self.cancelled = False
         self.done = threading.Event()
         self.error: BaseException | None = None
+        self.prompt_ids: np.ndarray | None = None  # once it has begun
         self.usage: Usage | None = None
         self.report: Report | None = None
         self.finish_reason: str | None = None
