@@ -49,6 +49,8 @@ class ChosenMerge(Patches):
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
         media = super().split_tensors(tensors, rows)
+        if not media:
+            return []
         sides = tensors.get("image_merge_sizes", torch.empty(0))
         if sides.shape != (len(media),) or sides.is_floating_point() or (sides < 1).any():
             raise InputError(
