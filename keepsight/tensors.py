@@ -187,7 +187,7 @@ def _prompts(
 
 def _split(memory: Memory, tensors: dict[str, Any], rows: list[np.ndarray]) -> list[Pixels]:
     try:
-        return memory.family.split_tensors(tensors, rows)
+        return memory.family.split(tensors, rows)
     except KeepsightError:
         raise
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:

@@ -1,9 +1,11 @@
 """A model type that nobody has written down: what it can reuse is found out, or it is refused.
 
 The model answers a few small prompts about noise, once as stock Transformers does it from pixels
-and once in pieces, cut at every few tokens and behind every picture. The boldest kind of reuse that
-gives the same logits is taken; controls make sure that the pictures matter. Nothing is guessed: a
-model that fails all of them, or cannot be asked, is refused with what went wrong.
+and once in pieces, cut at every few tokens and behind every picture. Sizes, shapes and numbers of
+pictures differ, so that a processor pads and cuts; every mask that it gives is tried with zeros; a
+conversation comes as messages too. The boldest kind of reuse that gives the same logits is taken;
+controls make sure that the pictures matter. Nothing is guessed: a model that fails all of them, or
+cannot be asked, is refused with what went wrong.
 
 This is evidence from some short prompts. `keepsight verify` and `keepsight.testing.FamilyTests` are
 how anyone gets more.
@@ -11,7 +13,11 @@ how anyone gets more.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +27,13 @@ from PIL import Image
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.families import Family
 from keepsight.lock import FairLock
-from keepsight.medium import Medium, entry_of
+from keepsight.medium import Medium
 from keepsight.memory import Memory
+from keepsight.prompt import Prompt
 from keepsight.render import Renderer
 from keepsight.settings import Settings
 from keepsight.tensors import Generated, generate
+from keepsight.turn import Turn
 from keepsight.weights import Weights
 
 # (cuts inside a medium are wrong, what of a prompt serves another), the boldest first.
@@ -37,7 +45,25 @@ _CHANCES = (
 )
 _RUN = 7  # tokens between cuts: some fall into every picture
 _TOKENS = 3
+_OPTIONS: dict[str, Any] = {
+    "max_new_tokens": _TOKENS,
+    "min_new_tokens": _TOKENS,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+_FIRST, _REPLACED = "one picture", "another picture"
+_ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the logits' scale
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One prompt or batch as the processor gives it, and what stock Transformers makes of it."""
+
+    name: str
+    inputs: dict[str, Any]
+    stock: tuple[torch.Tensor, ...]
 
 
 def settle(model: Any, family: Family, processor: Any, weights: Weights) -> None:
@@ -49,69 +75,93 @@ def settle(model: Any, family: Family, processor: Any, weights: Weights) -> None
             "it cannot be tried; wrap it with its processor"
         )
     try:
-        prompts = _prompts(processor)
-        stock = [_stock(model, inputs) for inputs in prompts]
+        cases = list(_cases(model, processor))
     except Exception as error:  # whatever a strange model or processor runs into
         raise UnsupportedModel(
             f"model type {kind!r} is not one that tests have shown exact, and it could not be "
-            f"tried: {error}"
+            f"tried: {type(error).__name__}: {error}"
         ) from error
-    _refuse_blind(kind, stock)
-    near = _NEAR.get(model.dtype, 1e-4)
+    _refuse_blind(kind, cases)
     seen = []
     for whole, reuse in _CHANCES:
         family.sees_whole_media, family.reuse = whole, reuse
-        off = _worst(model, family, processor, weights, prompts, stock)
-        if isinstance(off, float) and off < near:
-            _check_rendering(kind, family, processor)
+        wrong = _first_difference(model, family, processor, weights, cases)
+        if not wrong:
+            _check_messages(model, family, processor, weights)
             return
-        seen.append(f"{reuse}{', whole pictures' if whole else ''}: {off}")
+        seen.append(f"{reuse}{', whole pictures' if whole else ''}: {wrong}")
     raise UnsupportedModel(
-        f"model type {kind!r} could not be shown exact: logits off by more than {near:g} of their "
-        f"scale against stock Transformers ({'; '.join(seen)})"
+        f"model type {kind!r} could not be shown exact: logits off by more than "
+        f"{_near(model):g} of their scale against stock Transformers ({'; '.join(seen)})"
     )
 
 
-def _check_rendering(kind: str, family: Family, processor: Any) -> None:
-    """Messages must become the ids that the processor makes of them; tensors need no template."""
-    if not getattr(processor, "chat_template", None):
-        return
-    images = [_noise(1, (96, 96)), _noise(2, (160, 96))]
-    parts = [{"type": "image", "image": image} for image in images]
-    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "Which is red?"}]}]
-    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    wanted = processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
-
-    def name(image: Any, modality: str) -> Medium:
-        pixels = family.preprocess(processor, image, {})
-        what = entry_of(pixels)
-        return Medium("", "", "", what["grid"], pixels.layout, None, lambda: pixels)
-
-    try:
-        found = Renderer(family, processor).render(messages, name).ids.tolist()
-    except (KeepsightError, LookupError, TypeError, ValueError, AttributeError):
-        found = []
-    if found != wanted:
-        raise UnsupportedModel(
-            f"model type {kind!r} could not be shown exact: its prompts are not rendered as its "
-            "processor does it"
-        )
+# -- what is asked -------------------------------------------------------------------------------
 
 
-def _prompts(processor: Any) -> list[dict[str, Any]]:
-    """One picture; a text behind it; a second picture; the first replaced."""
-    token = processor.image_token
-    a, b, c = (_noise(seed, size) for seed, size in ((1, (96, 96)), (2, (160, 96)), (3, (96, 96))))
+def _cases(model: Any, processor: Any) -> Iterator[_Case]:
+    """First what every model must answer, then what some processors or models do not take."""
+    needed = list(_prompts(processor.image_token))
+    for name, text, images in needed:
+        inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
+        yield _Case(name, inputs, _stock(model, inputs))
+        for masked, varied in _varied(inputs):
+            with contextlib.suppress(Exception):  # stock refuses what it cannot use
+                yield _Case(f"{name}, {masked} with zeros", varied, _stock(model, varied))
+    for name, make in _more(processor):
+        with contextlib.suppress(Exception):
+            inputs = make()
+            yield _Case(name, inputs, _stock(model, inputs))
+
+
+def _prompts(token: str) -> Iterator[tuple[str, str, list[Image.Image]]]:
+    """One picture; a text behind it; a second picture; the first replaced; three of all shapes."""
+    a, b, c = _noise(1, (96, 96)), _noise(2, (160, 96)), _noise(3, (96, 96))
     first = f"Look at this: {token} What do you see in it, and where?"
-    texts = [
-        (first, [a]),
-        (f"{first} It is a pattern. And what colour is it?", [a]),
-        (f"{first} It is a pattern. {token} Compare it with this one.", [a, b]),
-        (first, [c]),
-    ]
-    return [
-        dict(processor(text=[text], images=images, return_tensors="pt")) for text, images in texts
-    ]
+    longer = f"{first} It is a pattern."
+    yield _FIRST, first, [a]
+    yield "a longer text", f"{longer} And what colour is it?", [a]
+    yield "a second picture", f"{longer} {token} Compare it with this one.", [a, b]
+    yield _REPLACED, first, [c]
+    tall, large = _noise(4, (60, 150)), _noise(5, (420, 260))
+    three = f"{longer} {token} A tall one. And {token} is large."
+    yield "pictures of other shapes", three, [a, tall, large]
+
+
+def _more(processor: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Pictures side by side, no picture, and prompts with unlike numbers of pictures together."""
+    token = processor.image_token
+    a, b, c = _noise(1, (96, 96)), _noise(6, (60, 150)), _noise(7, (160, 96))
+    both = f"Here: {token}{token} Which of them is larger?"
+    texts = [f"Look at this: {token} What do you see in it?", both]
+
+    def together(images: list[Any]) -> dict[str, Any]:
+        side, processor.tokenizer.padding_side = processor.tokenizer.padding_side, "left"
+        try:
+            return dict(processor(text=texts, images=images, padding=True, return_tensors="pt"))
+        finally:
+            processor.tokenizer.padding_side = side
+
+    one = partial(processor, return_tensors="pt")
+    yield "pictures side by side", lambda: dict(one(text=[both], images=[b, c]))
+    yield "no picture", lambda: dict(one(text=["What is a pattern, and where is one?"]))
+    yield "two prompts together", lambda: together([a, b, c])
+    yield "two prompts together, nested", lambda: together([[a], [b, c]])
+
+
+def _varied(inputs: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same inputs with zeros in a corner of one mask: processors pad there, or they do not."""
+    ids = inputs["input_ids"]
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.dim() < 2:
+            continue
+        of_text = tensor.shape[: ids.dim()] == ids.shape
+        if of_text or not bool(((tensor == 0) | (tensor == 1)).all()):
+            continue
+        varied = tensor.clone()
+        varied[..., tensor.shape[-1] * 5 // 8 :] = 0
+        if not torch.equal(varied, tensor):
+            yield name, {**inputs, name: varied}
 
 
 def _noise(seed: int, size: tuple[int, int]) -> Image.Image:
@@ -120,64 +170,111 @@ def _noise(seed: int, size: tuple[int, int]) -> Image.Image:
 
 
 def _stock(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    out = model.generate(
-        **{name: tensor.to(model.device) for name, tensor in inputs.items()},
-        max_new_tokens=_TOKENS,
-        min_new_tokens=_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    logits: tuple[torch.Tensor, ...] = out.logits
+    tensors = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = tensor.to(model.dtype)
+    logits: tuple[torch.Tensor, ...] = model.generate(**tensors, **_OPTIONS).logits
     return logits
 
 
-def _refuse_blind(kind: str, stock: list[tuple[torch.Tensor, ...]]) -> None:
+def _refuse_blind(kind: str, cases: list[_Case]) -> None:
     """The control: if another picture changes nothing, equal logits would prove nothing."""
-    one, other = stock[0][0].float(), stock[3][0].float()
+    by_name = {case.name: case.stock[0].float() for case in cases}
+    one, other = by_name[_FIRST], by_name[_REPLACED]
     if float((one - other).abs().max()) < 1e-2 * float(one.abs().max()):
         raise UnsupportedModel(
             f"model type {kind!r} cannot be tried: its answers hardly depend on its pictures"
         )
 
 
-def _worst(
-    model: Any,
-    family: Family,
-    processor: Any,
-    weights: Weights,
-    prompts: list[dict[str, Any]],
-    stock: list[tuple[torch.Tensor, ...]],
-) -> float | str:
-    """The largest difference over all prompts, each on top of the ones before, or what failed."""
+# -- what is compared ----------------------------------------------------------------------------
+
+
+def _near(model: Any) -> float:
+    return _NEAR.get(model.dtype, 1e-4)
+
+
+def _memory(model: Any, family: Family, processor: Any, weights: Weights) -> Memory:
+    """An empty one, with a boundary at every few tokens."""
     memory = Memory(model, family, processor, weights, Settings(grain=1), None)
     memory.rule = dataclasses.replace(memory.rule, run=_RUN)
-    worst = 0.0
-    for inputs, wanted in zip(prompts, stock, strict=True):
+    return memory
+
+
+def _first_difference(
+    model: Any, family: Family, processor: Any, weights: Weights, cases: list[_Case]
+) -> str:
+    """What went wrong first, over all cases, each on top of the ones before; or nothing."""
+    memory = _memory(model, family, processor, weights)
+    for case in cases:
         try:
-            found = _ours(memory, inputs)
-        except KeepsightError as error:
-            return str(error)
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            return f"{type(error).__name__}: {error}"
-        if len(found) != len(wanted):
-            return f"{len(found)} of {len(wanted)} tokens came out"
-        for theirs, mine in zip(wanted, found, strict=True):
-            scale = float(theirs.abs().max())
-            worst = max(worst, float((theirs.float() - mine.float()).abs().max()) / scale)
-            if int(theirs.argmax()) != int(mine.argmax()):
+            found = generate(memory, FairLock(), None, {**case.inputs, **_OPTIONS})
+        except (KeepsightError, *_ODD) as error:
+            return f"{case.name}: {_told(error)}"
+        ours = (found.logits or ()) if isinstance(found, Generated) else ()
+        if wrong := _difference(model, case.stock, ours):
+            return f"{case.name}: {wrong}"
+    return ""
+
+
+def _told(error: Exception) -> str:
+    known = isinstance(error, KeepsightError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _difference(model: Any, stock: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> str:
+    """How the logits of all steps differ, for each row until its tokens part; or nothing."""
+    if len(ours) != len(stock):
+        return f"{len(ours)} of {len(stock)} tokens came out"
+    for row in range(len(stock[0])):
+        for theirs, mine in zip(stock, ours, strict=True):
+            wanted, found = theirs[row].float(), mine[row].float()
+            off = float((wanted - found).abs().max() / wanted.abs().max())
+            if not off < _near(model):
+                return f"off by {off:.2g}"
+            if int(wanted.argmax()) != int(found.argmax()):
                 break
-    return worst
+    return ""
 
 
-def _ours(memory: Memory, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    options = {
-        **inputs,
-        "max_new_tokens": _TOKENS,
-        "min_new_tokens": _TOKENS,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
-    out = generate(memory, FairLock(), None, options)
-    return out.logits or () if isinstance(out, Generated) else ()
+def _check_messages(model: Any, family: Family, processor: Any, weights: Weights) -> None:
+    """Messages must become the ids that the processor makes of them, and give the same logits;
+    tensors need no template."""
+    if not getattr(processor, "chat_template", None):
+        return
+    images = [_noise(1, (96, 96)), _noise(2, (160, 96)), _noise(4, (60, 150))]
+    parts = [{"type": "image", "image": image} for image in images]
+    words = {"type": "text", "text": "Which is red?"}
+    messages = [{"role": "user", "content": [*parts[:2], words]}]
+    messages.append({"role": "assistant", "content": [{"type": "text", "text": "None is."}]})
+    messages.append({"role": "user", "content": [*parts[2:], words]})
+    wrong = "its prompts are not rendered as its processor does it"
+    try:
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
+        memory = _memory(model, family, processor, weights)
+        renderer = Renderer(family, processor)
+        prompt = renderer.render(messages, _namer(memory))
+        if prompt.ids.tolist() == inputs["input_ids"][0].tolist():
+            wrong = _difference(model, _stock(model, inputs), _answer(memory, prompt))
+    except (KeepsightError, *_ODD) as error:
+        wrong = f"{wrong} ({_told(error)})"
+    if wrong:
+        raise UnsupportedModel(
+            f"model type {model.config.model_type!r} could not be shown exact: {wrong}"
+        )
+
+
+def _namer(memory: Memory) -> Callable[[Any, str], Medium]:
+    """Names pictures as a call on messages would."""
+    memory.refresh()
+    return memory.vision.name
+
+
+def _answer(memory: Memory, prompt: Prompt) -> tuple[torch.Tensor, ...]:
+    """The logits of each step of an answer to a prompt of messages."""
+    turn = Turn(memory, FairLock(), lambda: prompt, dict(_OPTIONS), True, _TOKENS)
+    for _ in turn.tokens():
+        continue
+    return tuple(turn.sampler.logits) if turn.sampler is not None else ()

@@ -45,6 +45,16 @@ class TestSmolVLM(FamilyTests):
         return build("smolvlm")
 
 
+class TestIdefics2(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("idefics2")
+
+
+class TestAria(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("aria")
+
+
 class TestLfm2VL(FamilyTests):
     nests_images = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from test_exact import assert_like_stock, cold, logits
 import keepsight as ks
 from keepsight import families
 from keepsight.errors import UnsupportedModel
+from keepsight.families import base
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def test_what_a_model_can_reuse_is_found_out(kind: str, whole: bool, reuse: str)
 
 
 @pytest.mark.usefixtures("forgotten")
-@pytest.mark.parametrize("kind", ["ernie4_5_vl_moe", "ovis2", "mllama", "idefics3", "gemma3"])
+@pytest.mark.parametrize("kind", ["ernie4_5_vl_moe", "ovis2", "mllama", "idefics2", "gemma3"])
 def test_what_cannot_be_shown_is_refused(kind: str) -> None:
     """Each of these needs something that the generic family does not know."""
     model, processor = build(kind)
@@ -69,3 +71,47 @@ def test_a_blind_model_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         build.cache_clear()
         del before
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_mask_that_is_ignored_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """No picture of the trial is padded here, so every mask that comes by itself is all ones."""
+    model, processor = build("aria")
+    monkeypatch.setattr(processor.image_processor, "min_image_size", 980)
+    monkeypatch.setattr(base, "with_others", lambda media, tensors, names: media)
+    if not refuses:
+        monkeypatch.setattr(base, "refuse_dropped", lambda media, tensors, names: None)
+    wanted = "pixel_mask of shape .* belongs to none" if refuses else "pixel_mask with zeros: off"
+    with pytest.raises(UnsupportedModel, match=wanted):
+        ks.wrap(model, processor)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_messages_that_are_prepared_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ids are not enough: what a call on messages hands to the tower is compared too."""
+    model, processor = build("llava")
+    right = base.Family.preprocess
+
+    def wrong(self: Any, *arguments: Any) -> Any:
+        pixels = right(self, *arguments)
+        darker = {name: tensor * 0.5 for name, tensor in pixels.tensors.items()}
+        return dataclasses.replace(pixels, tensors=darker)
+
+    monkeypatch.setattr(base.Family, "preprocess", wrong)
+    with pytest.raises(UnsupportedModel, match="exact: off by"):
+        ks.wrap(model, processor)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_whatever_a_processor_raises_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = build("llava")
+
+    def not_there(*_: Any, **__: Any) -> str:
+        raise NotImplementedError
+
+    monkeypatch.setattr(base, "parse_layout", not_there)
+    with pytest.raises(UnsupportedModel, match="not rendered as its processor does it"):
+        ks.wrap(model, processor)

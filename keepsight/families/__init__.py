@@ -13,13 +13,14 @@ from keepsight.errors import UnsupportedModel
 from keepsight.families.anyres import AnyRes
 from keepsight.families.base import Family
 from keepsight.families.blocks import Blocks, PaddedBlocks
+from keepsight.families.cast import Cast
 from keepsight.families.cross import Cross
 from keepsight.families.filmed import Filmed
 from keepsight.families.framed import Framed, LineBroken
 from keepsight.families.hearing import Hearing
 from keepsight.families.indicators import Indicators
 from keepsight.families.local_views import LocalViews
-from keepsight.families.marked import Idefics, Lfm2Vl, MiniCpm
+from keepsight.families.marked import Idefics, Idefics2, Lfm2Vl, MiniCpm
 from keepsight.families.moving import Moving
 from keepsight.families.padded import Padded
 from keepsight.families.pages import Pages
@@ -63,6 +64,8 @@ SUPPORTED: dict[str, type[Family]] = {
     "llava_next": AnyRes,
     "llava_onevision": AnyRes,
     "mistral3": Padded,
+    "aria": Cast,
+    "idefics2": Idefics2,
     "idefics3": Idefics,
     "smolvlm": Idefics,
     "lfm2_vl": Lfm2Vl,
@@ -98,7 +101,7 @@ def family_of(model: PreTrainedModel) -> Family:
     if model_type in REFUSED:
         raise UnsupportedModel(f"model type {model_type!r}: {REFUSED[model_type]}")
     if model_type not in SUPPORTED:
-        family = Family(model)
+        family = Cast(model)
         family.proven = False
         return family
     tower = getattr(getattr(model.config, "vision_config", None), "model_type", "")

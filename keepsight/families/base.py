@@ -35,7 +35,10 @@ from keepsight.families.pixels import (
     own,
     parameters,
     parse_layout,
+    refuse_dropped,
     rows_of,
+    settled,
+    with_others,
 )
 from keepsight.families.tower_tensors import TowerTensors
 from keepsight.package import Layout, Package
@@ -128,7 +131,7 @@ class Family:
 
     def vision_settings(self) -> str:
         """The digest of the configuration that the tower and its projector run under."""
-        return keys.digest("vision settings", _settled(self.model.config.to_dict()))
+        return keys.digest("vision settings", settled(self.model.config.to_dict()))
 
     def turn_ends(self, tokenizer: Any) -> frozenset[int]:
         """Ids after which a turn is over."""
@@ -180,23 +183,30 @@ class Family:
         grid = {
             name: torch.as_tensor(value).tolist()
             for name, value in processed.items()
-            if not name.startswith("pixel_values") and is_numeric(value)
+            if not name.startswith("pixel_") and is_numeric(value)
         }
         return Pixels(tensors, grid, layout)
 
-    def split_tensors(
-        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
-    ) -> list[Pixels]:
+    def split(self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]) -> list[Pixels]:
         """The media of a processor's packed output, one by one, in prompt order.
 
         `rows` are the ids of each prompt of the batch, without padding.
         """
+        media = self.split_tensors(tensors, rows)
+        refuse_dropped(media, tensors, self._encoder_inputs)
+        return media
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        """The same, as the family packs its media."""
         pixels = tensors.get("pixel_values")
         if pixels is None:
             return []
         grids = tensors.get("image_grid_thw")
         if grids is None:
-            return self._split_rows(pixels, np.concatenate(rows))
+            media = self._split_rows(pixels, np.concatenate(rows))
+            return with_others(media, tensors, self._encoder_inputs)
         patches = grids.prod(-1).tolist()
         if sum(patches) != pixels.shape[0]:
             raise PlaceholderMismatch(
@@ -205,7 +215,8 @@ class Family:
             )
         tokens = [self._tokens_of(row) for row in grids.tolist()]
         parts = zip(torch.split(pixels, patches), grids.split(1), tokens, strict=True)
-        return [self._pixels({"pixel_values": p, "image_grid_thw": g}, (n,)) for p, g, n in parts]
+        media = [self._pixels({"pixel_values": p, "image_grid_thw": g}, (n,)) for p, g, n in parts]
+        return with_others(media, tensors, self._encoder_inputs)
 
     def _tokens_of(self, row: list[int]) -> int:
         tokens = self._grid_tokens({"image_grid_thw": [row]})
@@ -381,10 +392,3 @@ class Family:
         """The grids of all media in the form `get_rope_index` takes."""
         rows = [row for grid in grids for row in grid.get("image_grid_thw", [])]
         return {"image_grid_thw": rows} if rows else {}
-
-
-def _settled(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without what the language model, a version or a dtype puts in it."""
-    drop = ("text_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
-    kept = {name: value for name, value in config.items() if name not in drop}
-    return {n: _settled(v) if isinstance(v, dict) else v for n, v in kept.items()}

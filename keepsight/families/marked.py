@@ -1,12 +1,14 @@
 """Families that show an image as a list of tiles, each with placeholders and a mark of its own.
 
-Idefics 3 and SmolVLM, LFM2-VL, MiniCPM-V 4.6. In a processor's packed output the tiles of all
+Idefics 2 and 3, SmolVLM, LFM2-VL, MiniCPM-V 4.6. In a processor's packed output the tiles of all
 images lie one after another, and no tensor says where an image ends. The prompt does: each family
 writes other tokens between two images than between two tiles of one.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,6 +159,60 @@ class Idefics(Marked):
         return {
             name: torch.cat([m.tensors[name] for m in media], 1) for name in self.names if media
         }
+
+
+class Idefics2(Idefics):
+    """Images of any shape, each padded to the largest of a call; the mask says where it ends.
+
+    One token stands before and behind an image and between its parts, and a single one between two
+    images side by side. So no prompt tells parts from images, and `generate` takes each part for an
+    image of its own: the same answers, less shared.
+    """
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        """The token behind the image is left to `prompt_text`, which knows what follows."""
+        processed = processor.image_processor([[image]], **{**options, "return_tensors": "pt"})
+        tensors = {name: processed[name] for name in self.names if name in processed}
+        parts, each = tensors["pixel_values"].shape[1], int(self.core.image_seq_len)
+        tiles, _ = self.tiles(tensors, [np.full(parts * each, self.image_token_id)])
+        layout = (processor.fake_image_token, int(processor.image_seq_len)) * parts
+        return Pixels(self.cut(tiles, 0, parts), {}, layout)
+
+    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+        mark, parts, cursor = processor.fake_image_token, [], 0
+        spots = list(written.finditer(text))
+        starts = {spot.start() for spot in spots}
+        for spot in spots:
+            parts.append(text[cursor : spot.end()])
+            cursor = spot.end()
+            if cursor not in starts:
+                parts.append(mark)
+                # Upstream sets off a word that would touch it.
+                parts.append(" " if re.match(r"[^\s<]", text[cursor:]) else "")
+        return "".join([*parts, text[cursor:]])
+
+    def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
+        return True
+
+    def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
+        """Without the rim that only a larger neighbour asked for."""
+        part = super().cut(tiles, start, end)
+        seen = part["pixel_attention_mask"].bool().flatten(0, 1).any(0)
+        if not seen.any():
+            return part
+        height, width = (int(seen.any(axis).nonzero()[-1]) + 1 for axis in (1, 0))
+        return {name: tensor[..., :height, :width] for name, tensor in part.items()}
+
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
+        """Each image in the upper left corner of what holds the largest."""
+        sizes = [medium.tensors["pixel_attention_mask"].shape[-2:] for medium in media]
+        height, width = (max((size[axis] for size in sizes), default=0) for axis in (0, 1))
+        grown = []
+        for medium, size in zip(media, sizes, strict=True):
+            rim = (0, width - size[1], 0, height - size[0])
+            filled = {n: torch.nn.functional.pad(t, rim) for n, t in medium.tensors.items()}
+            grown.append(dataclasses.replace(medium, tensors=filled))
+        return super().join_pixels(grown)
 
 
 class Lfm2Vl(Marked):

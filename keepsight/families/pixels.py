@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from keepsight import keys
-from keepsight.errors import InputError
+from keepsight.errors import InputError, UnsupportedInput
 from keepsight.package import Layout, Package
 
 Part = tuple[Package, int, int]  # rows a to b of a package
@@ -95,6 +95,45 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 def rows_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
     """Some rows of features, whatever shape they come in."""
     return tensor.reshape(-1, tensor.shape[-1])[start:end]
+
+
+def with_others(
+    media: list[Pixels], tensors: dict[str, torch.Tensor], names: set[str]
+) -> list[Pixels]:
+    """The media with their parts of all other tensors of these names, such as masks: of those that
+    have a row for each medium, or for each row of pixels."""
+    for name in sorted(names & tensors.keys()):
+        counts = [[1] * len(media), [len(medium.tensors["pixel_values"]) for medium in media]]
+        tensor = tensors[name]
+        fitting = [c for c in counts if tensor.dim() and sum(c) == len(tensor)]
+        if not fitting or any(name in medium.tensors for medium in media):
+            continue
+        media = [
+            replace(medium, tensors={**medium.tensors, name: part})
+            for medium, part in zip(media, tensor.split(fitting[0]), strict=True)
+        ]
+    return media
+
+
+def refuse_dropped(
+    media: Sequence[Pixels], tensors: dict[str, torch.Tensor], names: set[str]
+) -> None:
+    """Every tensor that the encoder takes must reach it with some medium."""
+    carried = {name for medium in media for name in medium.tensors}
+    for name in sorted(names & tensors.keys() - carried):
+        if tensors[name].numel():
+            raise UnsupportedInput(
+                f"{name} of shape {tuple(tensors[name].shape)} belongs to none of the {len(media)} "
+                "media of this prompt, so the answer would not depend on it; leave it out, or give "
+                "all tensors of one processor call"
+            )
+
+
+def settled(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without what the language model, a version or a dtype puts in it."""
+    drop = ("text_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
+    kept = {name: value for name, value in config.items() if name not in drop}
+    return {n: settled(v) if isinstance(v, dict) else v for n, v in kept.items()}
 
 
 def with_sizes(

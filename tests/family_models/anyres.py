@@ -185,6 +185,73 @@ def _smolvlm() -> tuple[Any, Any, Any]:
         return _idefics("SmolVLM", SmolVLMImageProcessorPil)
 
 
+def _idefics2(splits: bool = False) -> tuple[Any, Any, Any]:
+    """The masks say where padding begins: the two pictures are of different sizes."""
+    from transformers.models.idefics2.image_processing_pil_idefics2 import (
+        Idefics2ImageProcessorPil,
+    )
+
+    names = {
+        "image_boundary_token": "<fake_token_around_image>",
+        "image_token": "<image>",
+        "end_of_utterance_token": "<end_of_utterance>",
+    }
+    tokenizer = tokenizer_with(names)
+    config = transformers.Idefics2Config(
+        vision_config={**_TOWER, "image_size": 64, "patch_size": 8},
+        perceiver_config={
+            "hidden_size": 64,
+            "resampler_n_latents": 4,
+            "resampler_depth": 1,
+            "resampler_n_heads": 4,
+            "resampler_head_dim": 16,
+            "num_key_value_heads": 2,
+        },
+        text_config={**TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        image_token_id=_id(tokenizer, "<image>"),
+        tie_word_embeddings=False,
+    )
+    image_processor = Idefics2ImageProcessorPil(
+        size={"shortest_edge": 36, "longest_edge": 64}, do_image_splitting=splits
+    )
+    processor = processor_of(
+        "Idefics2Processor", image_processor, tokenizer, "<image>", image_seq_len=4
+    )
+    return transformers.Idefics2ForConditionalGeneration, config, processor
+
+
+def _idefics2_split() -> tuple[Any, Any, Any]:
+    """Four quarters and the whole picture."""
+    return _idefics2(splits=True)
+
+
+def _aria() -> tuple[Any, Any, Any]:
+    """Its image processor knows two sizes only, so the patches are large and the tower is small."""
+    from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
+
+    tokenizer = tokenizer_with({"image_token": "<image>"})
+    config = transformers.AriaConfig(
+        vision_config={
+            **_TOWER,
+            "model_type": "idefics3_vision",
+            "image_size": 980,
+            "patch_size": 140,
+        },
+        text_config={**TEXT, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        projector_patch_to_query_dict={9: 4, 49: 8},
+        image_token_index=_id(tokenizer, "<image>"),
+        vision_feature_layer=-2,
+    )
+    processor = processor_of(
+        "AriaProcessor",
+        AriaImageProcessorPil(),
+        tokenizer,
+        "<image>",
+        size_conversion={490: 4, 980: 8},
+    )
+    return transformers.AriaForConditionalGeneration, config, processor
+
+
 class LfmKwargs(ImagesKwargs, total=False):  # type: ignore[misc]
     """What upstream's processor passes on."""
 
@@ -339,6 +406,9 @@ BUILDERS: dict[str, Builder] = {
     "llava_pixtral": _llava_pixtral,
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
+    "idefics2": _idefics2,
+    "idefics2_split": _idefics2_split,
+    "aria": _aria,
     "lfm2_vl": _lfm2_vl,
     "minicpmv4_6": _minicpm,
     "minicpmv4_6_fine": _minicpm_fine,
