@@ -1,13 +1,10 @@
 """Checkpoints to live models and processors, with nothing that a checkpoint of images needs not.
 
-Upstream's composite processors cannot be built where torchvision is missing, even for images only:
-their video processor is a required argument. `load_processor` builds them with a stand-in there
-(tests/test_upstream_traps.py tells when that is no longer needed).
+A processor that upstream cannot build here comes without its video part (partial_processor.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +13,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from keepsight import keys
 from keepsight.errors import InputError, KeepsightError, ModelError
+from keepsight.partial_processor import partial_processor
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 DEMO_GRAIN = 16
@@ -89,76 +87,9 @@ def load_processor(path: str, revision: str | None) -> Any:
     else:
         problem = None  # upstream fell back to a bare tokenizer
     try:
-        return _without_video(path, options)
+        return partial_processor(path, options)
     except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
         raise ModelError(f"{path!r} has no usable processor: {error}") from (problem or error)
-
-
-class _NoVideo:
-    """Stands where a video processor would; images never touch it."""
-
-    model_input_names: tuple[str, ...] = ()
-    num_frames = fps = None  # what some processors read of it when they are built
-    slice_mode, downsample_mode = False, "16x"
-
-
-def _without_video(path: str, options: dict[str, Any]) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
-    config = _processor_config(path, options)
-    name = config.get("processor_class") or _usual_processor(path, options)
-    base: Any = getattr(transformers, str(name), None)
-    if base is None:
-        raise ValueError(f"no processor class {name!r} in Transformers {transformers.__version__}")
-
-    def check(self: Any, attribute: str, argument: Any) -> Any:
-        if not isinstance(argument, _NoVideo):
-            return base.check_argument_for_proper_class(self, attribute, argument)
-        return type(argument)
-
-    images_only: Any = type(base.__name__, (base,), {"check_argument_for_proper_class": check})
-    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
-    if "video_processor" in base.get_attributes():
-        parts["video_processor"] = _NoVideo()
-    if "feature_extractor" in base.get_attributes():
-        parts["feature_extractor"] = _ears(path, options)
-    own = {k: v for k, v in config.items() if k not in ("processor_class", "auto_map", *parts)}
-    template = getattr(tokenizer, "chat_template", None) or own.pop("chat_template", None)
-    own.pop("chat_template", None)
-    return images_only(**parts, chat_template=template, **own)
-
-
-def _ears(path: str, options: dict[str, Any]) -> Any:
-    """The feature extractor, or a stand-in where the checkpoint has none that loads."""
-    try:
-        return transformers.AutoFeatureExtractor.from_pretrained(path, **options)
-    except (OSError, ValueError, ImportError, KeyError):
-        return _NoVideo()
-
-
-def _usual_processor(path: str, options: dict[str, Any]) -> str | None:
-    """The processor class that Transformers goes by where a checkpoint names none."""
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    model_type = transformers.AutoConfig.from_pretrained(path, **options).model_type
-    name: str | None = PROCESSOR_MAPPING_NAMES.get(model_type)
-    return name
-
-
-def _processor_config(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for file in ("preprocessor_config.json", "processor_config.json"):
-        found = transformers.utils.cached_file(
-            path, file, _raise_exceptions_for_missing_entries=False, **options
-        )
-        if found is not None:
-            with open(found, encoding="utf-8") as handle:
-                config = json.load(handle)
-            if file == "processor_config.json":
-                merged.update(config)
-            else:
-                merged["processor_class"] = config.get("processor_class")
-    return merged
 
 
 def files_digest(path: str, dtype: Any, every: bool = False) -> str | None:

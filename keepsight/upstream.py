@@ -60,3 +60,13 @@ def _is_plain(value: object) -> bool:
 def tool_schema(tool: Any) -> Any:
     """A tool as a record, from a record or a function with type hints and a docstring."""
     return tool if isinstance(tool, dict) else transformers.utils.get_json_schema(tool)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def checkpoint_file(path: str, file: str, options: dict[str, Any]) -> str | None:
+    """Where a file of a checkpoint lies, fetched if need be; None where the checkpoint has none."""
+    given = {**options, "_raise_exceptions_for_missing_entries": False}
+    found: str | None = transformers.utils.cached_file(path, file, **given)
+    return found

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from keepsight import loading
+from keepsight.partial_processor import NotLoaded
 
 TEMPLATE = (
     "{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\n' -}}"
@@ -72,7 +73,7 @@ def tokenizer_with(extra: dict[str, str] | None = None) -> Any:
     return tokenizer
 
 
-class NoVideo(loading._NoVideo):
+class NoVideo(NotLoaded):
     """Stands in for a video processor where torchvision is missing."""
 
 

@@ -26,7 +26,7 @@ LAYERS = """
 errors
 upstream
 keys lock grouped switches devices control
-template_source
+template_source partial_processor
 template
 tensorfile report codecs handover pictures
 package

@@ -96,7 +96,7 @@ def test_reset_linear_layers_are_not_like_new() -> None:
 
 
 def test_qwen_processors_need_torchvision_even_for_images() -> None:
-    """Stepped around in loading.py `_without_video`."""
+    """Stepped around in partial_processor.py."""
     code = (
         "import importlib.abc, sys\n"
         "class Hide(importlib.abc.MetaPathFinder):\n"

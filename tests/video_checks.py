@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from model_parts import TEMPLATE  # noqa: E402
 from models import build, picture  # noqa: E402
 
 import keepsight as ks  # noqa: E402
+from keepsight import loading  # noqa: E402
 from keepsight.errors import ImageError  # noqa: E402
+from keepsight.partial_processor import partial_processor  # noqa: E402
 
 # What the templates write for an image and for a video.
 VIDEO_WORDS = {
@@ -156,6 +159,22 @@ def check_file() -> None:
             vlm.chat(messages)
 
 
+def check_saved() -> None:
+    """What was saved where torchvision was missing loads whole where it is not."""
+    path = loading.model_path("demo")
+    with tempfile.TemporaryDirectory() as folder:
+        partial_processor(path, {}).save_pretrained(folder)
+        saved = transformers.AutoProcessor.from_pretrained(folder)
+    stock = transformers.AutoProcessor.from_pretrained(path)
+    assert type(saved) is type(stock) and saved.to_dict() == stock.to_dict()
+    clip = frames(1)
+    for one, other in zip(
+        *(p.video_processor([clip]).values() for p in (saved, stock)), strict=True
+    ):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+check_saved()
 for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v"):
     check(kind)
 check_file()
