@@ -8,27 +8,26 @@ in the middle of the methods below. Whatever it ends must not wait. It leaves a 
 be done (`leave`), and whoever has the lock does it. An append to a deque is atomic, and each method
 looks at the notes after it has let go of its own guard, so no note is overlooked.
 
-A forked process has only the thread that forked. A `FairLock` is taken before a fork, waiting for a
-few seconds at most, so that the child finds what it protects in one piece; else the child cannot
-have it at all. A `Mutex` is open in every child.
+A `FairLock` is taken before a fork, so that a child finds what it protects in one piece; where that
+takes too long, the child cannot have it at all. A `Mutex` is open in every child.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
+from keepsight import forks
 from keepsight.errors import Forked
+from keepsight.exits import MODELS, finish_before_exit
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 5.0  # seconds that a fork waits for all locks together
+_STEP = 1.0  # seconds in which a thread gets from one step under the lock to the next
 
 
 class FairLock:
@@ -44,7 +43,9 @@ class FairLock:
         self._owner: int | None = None
         self._handed: threading.Lock | None = None  # whose turn it is, until that thread wakes up
         self._depth = 0
-        _ALIVE.add(self)
+        self._latest, self._left_at = 0, 0.0  # the thread that had it last, until when
+        forks.hold(self, forks.MODELS)
+        finish_before_exit(self, MODELS)
 
     def acquire(self, timeout: float = -1.0) -> bool:
         """Wait for one's turn, for ever or for so many seconds; whether the lock is one's own then.
@@ -74,6 +75,7 @@ class FairLock:
         self._do_notes()
         with self._guard:
             self._owner, self._depth = None, 0
+            self._left_at = time.monotonic()
             self._hand_over()
         self._look_again()
 
@@ -134,7 +136,8 @@ class FairLock:
         return self._owner is None and self._handed is None
 
     def _take(self) -> None:
-        self._owner, self._depth = threading.get_ident(), 1
+        self._owner = self._latest = threading.get_ident()
+        self._depth = 1
 
     def _hand_over(self) -> None:
         self._handed = self._waiting.popleft() if self._waiting else None
@@ -155,9 +158,31 @@ class FairLock:
         while self._notes and self._try():
             self.release()
 
+    # -- the end ---------------------------------------------------------------------------------
+
+    def before_exit(self, seconds: float) -> None:
+        """Take the lock for good: a daemon thread stops where it wants it next, and not inside
+        PyTorch, which would take the process down. One that had it just now is waited for."""
+        latest = self._latest
+        others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        if not self.acquire(seconds) or latest not in others:
+            return
+        left_at = self._left_at
+        while not self._waiting and time.monotonic() < left_at + _STEP:
+            time.sleep(0.005)
+
     # -- forks -----------------------------------------------------------------------------------
 
-    def _go_on_in_child(self, taken: bool) -> None:
+    def before_fork(self, seconds: float) -> bool:
+        """See `forks.Held`."""
+        return not self.unusable and self.acquire(seconds)
+
+    def after_fork(self) -> None:
+        """See `forks.Held`."""
+        self.release()
+
+    def in_child(self, taken: bool) -> None:
+        """See `forks.Held`."""
         self._guard, self._handed = threading.Lock(), None
         self._waiting.clear()
         if taken:
@@ -183,8 +208,11 @@ class Mutex:
     """Used as `threading.Lock` is, for a few steps that never wait for anything else."""
 
     def __init__(self) -> None:
+        self._renew()
+        forks.renew(self._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()
-        _MUTEXES.add(self)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As `threading.Lock.acquire`."""
@@ -200,37 +228,3 @@ class Mutex:
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
-
-
-_ALIVE: weakref.WeakSet[FairLock] = weakref.WeakSet()
-_MUTEXES: weakref.WeakSet[Mutex] = weakref.WeakSet()
-_forking = threading.local()
-
-
-def _before_fork() -> None:
-    taken: list[FairLock] = []
-    _forking.taken = taken
-    end = time.monotonic() + _PATIENCE
-    for lock in list(_ALIVE):
-        if not lock.unusable and lock.acquire(max(0.0, end - time.monotonic())):
-            taken.append(lock)
-
-
-def _after_fork_in_parent() -> None:
-    for lock in reversed(getattr(_forking, "taken", [])):
-        lock.release()
-
-
-def _after_fork_in_child() -> None:
-    taken = getattr(_forking, "taken", [])
-    for mutex in list(_MUTEXES):
-        mutex._lock = threading.Lock()
-    for lock in list(_ALIVE):
-        lock._go_on_in_child(lock in taken)
-
-
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
-)

@@ -8,7 +8,6 @@ and changes nothing, so several threads may look at different images; `learn` re
 from __future__ import annotations
 
 import copy
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from keepsight import keys
 from keepsight.clips import open_clip
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
 from keepsight.families import Family, Pixels
+from keepsight.lock import Mutex
 from keepsight.media import Source, open_source
 from keepsight.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
 from keepsight.store import About, Store
@@ -47,7 +47,7 @@ class Namer:
         self._family, self._processor, self._options = family, processor, options
         self._store, self._ttl = store, ttl
         self._aliases: dict[str, dict[str, Any]] = {}
-        self._noting = threading.Lock()  # names come from those who look, in many threads
+        self._noting = Mutex()  # names come from those who look, in many threads
         self._fetched: dict[str, bytes] = {}
         self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
         self._makers_of: dict[str, str] = {}

@@ -328,6 +328,8 @@ class VLM:
 
     def close(self) -> None:
         """Finish writing and let go of everything. The model itself is left alone."""
+        if self._lock.unusable:  # a forked child that can use nothing of it has nothing to close
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True

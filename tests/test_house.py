@@ -25,7 +25,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 LAYERS = """
 errors
 upstream
-keys lock grouped switches devices control
+keys exits forks
+lock grouped switches devices control
 template_source partial_processor
 template
 tensorfile report codecs handover pictures

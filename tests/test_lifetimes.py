@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import logging
+import os
+import subprocess
 import sys
+import textwrap
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hostile import ROOT
 from models import picture, turn
 
 import keepsight as ks
@@ -18,6 +27,9 @@ from keepsight import lock as locks
 from keepsight.encode.ahead import Ahead
 from keepsight.encode.documents import PDFIUM, _Document
 from keepsight.lock import FairLock
+from keepsight.store import DiskStore, folder, open_store
+from keepsight.store.remote import RemoteStore
+from keepsight.together import Together
 
 MESSAGES = [turn("What is it?", picture(1))]
 HOUSE = f"{Path(ks.__file__).parent}/"
@@ -39,6 +51,19 @@ def within(seconds: float, work: Callable[[], None]) -> None:
     assert not thread.is_alive(), "it hangs"
     if failed:
         raise failed[0]
+
+
+def script(text: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own; it ends, or the test fails."""
+    path = [str(ROOT), str(ROOT / "tests")]
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
 
 
 class Steps:
@@ -271,3 +296,247 @@ def test_work_ahead_that_the_collector_ends_waits_for_no_thread() -> None:
         if thread.name.startswith("keepsight-ahead"):
             thread.join(60)
     assert not [t for t in threading.enumerate() if t.name.startswith("keepsight-ahead")]
+
+
+# -- ended with the interpreter --------------------------------------------------------------------
+
+_UNFINISHED = """
+import json, sys, threading, time, torch
+from models import picture, turn
+import keepsight as ks
+from keepsight.store import folder
+from keepsight.together import Together
+
+torch.set_num_threads(1)
+finish = folder.Folder.finish
+def slowly(self, parts):
+    time.sleep(0.2)
+    return finish(self, parts)
+folder.Folder.finish = slowly
+
+messages = [turn("What is it?", picture(1))]
+vlm = ks.load("demo", store=sys.argv[1])
+def work():
+    while True:
+        vlm.chat(messages, max_new_tokens=20)
+threading.Thread(target=work, daemon=True).start()
+together = Together(vlm)
+tickets = [together.submit(messages, max_new_tokens=500) for _ in range(3)]
+going = vlm.stream(messages)
+next(going)
+vlm.prepare([turn("Please describe all that you see in this picture. " * 20, picture(2))])
+print(json.dumps([[p.kind, p.key] for p in vlm._store._writer.pending.jobs]))
+"""
+
+
+def test_a_script_that_closes_nothing_ends_quietly_and_loses_nothing(tmp_path: Path) -> None:
+    """With a batch to be written, a stream open, requests in flight and a thread that answers."""
+    done = script(_UNFINISHED, tmp_path)
+    told = [line for line in done.stderr.split("\n") if line and "Loading weights" not in line]
+    assert done.returncode == 0 and not told, done.stderr
+    waiting = json.loads(done.stdout)
+    assert waiting
+    store = open_store(tmp_path)
+    assert all(store.has(kind, key) for kind, key in waiting)
+    assert store.check() == []
+
+
+def _put(store: Any, key: str = "ab" * 32) -> None:
+    store.put("package", key, {"x": torch.zeros(4)}, {"tokens": 1})
+
+
+def test_a_disk_that_hangs_does_not_keep_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go_on = DiskStore(tmp_path), threading.Event()
+    finish = store._folder.finish
+    monkeypatch.setattr(store._folder, "finish", lambda p: go_on.wait(60) and finish(p))
+    _put(store)
+    within(60, lambda: store._writer.before_exit(0.01))
+    go_on.set()
+    store.close()
+    assert DiskStore(tmp_path).has("package", "ab" * 32)
+
+
+@pytest.mark.parametrize("where", ["disk", "remote", "both"])
+def test_stores_are_written_where_no_thread_begins_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As while the interpreter ends: neither threads nor pools of them."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    near, far = (tmp_path, "memory://end-of-all")
+    stores = {
+        "disk": lambda: open_store(near),
+        "remote": lambda: open_store(far),
+        "both": lambda: open_store(near, remote=far),
+    }
+    store = stores[where]()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(folder.ThreadPoolExecutor, "submit", refuse)
+    for number in range(3):
+        _put(store, f"{number}b" * 32)
+    store.flush()
+    _put(store)
+    store.close()
+    monkeypatch.undo()
+    found = stores[where]()
+    assert found.has("package", "2b" * 32) and found.has("package", "ab" * 32)
+    found.clear()
+    found.close()
+
+
+# -- dropped ---------------------------------------------------------------------------------------
+
+
+def _handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _ours() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("keepsight")]
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """What other threads are about to bring about."""
+    end = time.monotonic() + 60
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert holds()
+
+
+def test_models_that_are_dropped_leave_no_threads_and_no_handles(
+    demo_parts: dict[str, Any], tmp_path: Path
+) -> None:
+    def use(number: int) -> None:
+        far = f"memory://dropped-{number}" if number % 2 else None
+        vlm = ks.wrap(*demo_parts["demo"], store=tmp_path / str(number), remote=far)
+        vlm.chat(MESSAGES, max_new_tokens=1)
+        vlm.stats()
+
+    gc.collect()
+    before, handles = len(_ours()), _handles()
+    for number in range(4):
+        use(number)
+    gc.collect()
+    eventually(lambda: len(_ours()) <= before and _handles() <= handles)
+    for number in range(4):  # and what waited was written
+        assert len(list(open_store(tmp_path / str(number)).entries())) >= 4
+
+
+def test_a_store_that_was_only_read_leaves_no_handles(tmp_path: Path) -> None:
+    with contextlib.closing(DiskStore(tmp_path)) as store:
+        _put(store)
+    gc.collect()
+    before = _handles()
+    assert len(list(DiskStore(tmp_path).entries())) == 1
+    gc.collect()
+    eventually(lambda: _handles() <= before)
+
+
+def test_what_was_written_is_not_kept_by_the_thread_that_wrote_it(tmp_path: Path) -> None:
+    for store in (DiskStore(tmp_path), RemoteStore("memory://kept-by-nobody")):
+        tensor = torch.zeros(4)
+        store.put("package", "cd" * 32, {"x": tensor}, {"tokens": 1})
+        gone = weakref.ref(tensor)
+        del tensor
+        store.flush()
+        eventually(lambda gone=gone: gone() is None)
+        store.close()
+
+
+def test_a_scheduler_that_is_dropped_ends_and_what_it_took_is_served(demo: Any) -> None:
+    before = len(_ours())
+    ticket = Together(demo).submit(MESSAGES, max_new_tokens=8)
+    gc.collect()
+    assert ticket.result().tokens == demo.chat(MESSAGES, max_new_tokens=8).tokens
+    del ticket
+    gc.collect()
+    eventually(lambda: len(_ours()) <= before)
+
+
+# -- forked ----------------------------------------------------------------------------------------
+
+_FORKS = """
+import faulthandler, json, os, sys, threading, torch
+from models import picture, turn
+import keepsight as ks
+from keepsight import forks
+from keepsight.together import Together
+
+torch.set_num_threads(1)
+messages = [turn("What is it?", picture(1))]
+vlm = ks.load("demo", store=sys.argv[1])
+expected = vlm.chat(messages, max_new_tokens=4).tokens
+together = Together(vlm)
+
+def forked(work):
+    child = os.fork()
+    if not child:
+        faulthandler.dump_traceback_later(40, exit=True)
+        told = "nothing"
+        try:
+            told = work()
+        except Exception as error:
+            told = type(error).__name__
+        print(json.dumps(told), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+def answers():
+    same = vlm.chat(messages, max_new_tokens=4).tokens == expected
+    vlm.prepare([turn(f"And this, seen by {os.getpid()}?" * 9, picture(1))])
+    vlm.memory.tree.check()
+    vlm.flush()
+    entries = vlm.stats()["store"]["entries"]
+    vlm.close()
+    return ["answers", same, entries > 0]
+
+def scheduled():
+    together.submit(messages)
+
+stop = threading.Event()
+def work():
+    while not stop.is_set():
+        together.submit(messages, max_new_tokens=4)
+        vlm.chat(messages, max_new_tokens=4)
+        vlm.clear()
+        list(vlm._store.entries())
+thread = threading.Thread(target=work)
+thread.start()
+for _ in range(4):
+    forked(answers)
+forked(scheduled)
+stop.set()
+thread.join()
+vlm.flush()
+print(json.dumps(vlm._store.check()))
+
+forks.PATIENCE = 0.1
+has, go_on = threading.Event(), threading.Event()
+def hold(lock):
+    with lock:
+        has.set()
+        go_on.wait()
+for lock, work in ((vlm._lock, answers), (vlm._lock, vlm.close), (vlm._store._book._lock, answers)):
+    has.clear(), go_on.clear()
+    thread = threading.Thread(target=hold, args=(lock,))
+    thread.start()
+    has.wait()
+    forked(work)
+    go_on.set()
+    thread.join()
+print(json.dumps(answers()))
+"""
+
+
+def test_forked_children_answer_or_say_why_not(tmp_path: Path) -> None:
+    done = script(_FORKS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    answers = ["answers", True, True]
+    assert told == [*[answers] * 4, "Closed", [], "Forked", None, answers, answers], done.stderr
+    assert all("not in the catalogue" in wrong for wrong in open_store(tmp_path).check(True))
+    assert open_store(tmp_path).check() == []

@@ -26,6 +26,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # What is set apart and no host of the public internet has. Versions of Python know different parts
 # of this. Of IPv6 all that is public begins with 2000::/3.
 _UNICAST = ipaddress.ip_network("2000::/3")
+_6TO4 = ipaddress.ip_network("2002::/16")  # as public as the IPv4 address in it; versions differ
 _SET_APART = [
     ipaddress.ip_network(network)
     for network in (
@@ -133,7 +134,8 @@ def is_public(text: str) -> bool:
 def _is_of_everybody(address: _Address) -> bool:
     if address.version == 6 and address not in _UNICAST:
         return False
-    return address.is_global and not any(address in network for network in _SET_APART)
+    is_global = address.is_global or address in _6TO4
+    return is_global and not any(address in network for network in _SET_APART)
 
 
 def _meanings(address: _Address) -> list[_Address]:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from keepsight import tensorfile
 from keepsight.errors import InputError, MissingExtra, StoreError
+from keepsight.exits import begin
+from keepsight.lock import Mutex
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Address:
         self._address, self._options = address, dict(options or {})
         self._process = 0
         self._folders: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = Mutex()
         self._open()
 
     def _open(self) -> None:
@@ -214,22 +215,27 @@ class Address:
         """Do it, or raise TimeoutError; what hangs is left behind in a thread that nobody joins."""
         seconds = self.timeout if seconds is None else seconds
         done: Future[T] = Future()
+        handed = [done]
 
         def run() -> None:
+            theirs = handed.pop()
             try:
-                result = work()
+                theirs.set_result(work())
             except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(result)
+                theirs.set_exception(error)
+            finally:  # an error knows this frame: all that was to be written would stay with it
+                del theirs
 
-        threading.Thread(target=run, name="keepsight-remote", daemon=True).start()
+        if begin(run, "keepsight-remote") is None:
+            run()
         try:
             return done.result(seconds)
         except TimeoutError:
             if done.done():  # the work itself said so
                 raise
             raise TimeoutError(f"no answer within {seconds:g} s") from None
+        finally:
+            del done
 
 
 class Breaker:
@@ -245,7 +251,7 @@ class Breaker:
         self._failures, self._until = 0, 0.0
         self.why: str | None = None  # what it failed of, while it does
         self.since: float | None = None  # when that began, in seconds since the epoch
-        self._lock = threading.Lock()
+        self._lock = Mutex()
 
     def allows(self, patience: float) -> bool:
         """Whether to try; whoever tries has that many seconds to say how it went."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from keepsight import forks
 from keepsight.errors import StoreError
 from keepsight.store import health, layout
 from keepsight.store.catalogue import GOING, NAME, THERE, WRITING, Catalogue
@@ -35,6 +36,7 @@ _TROUBLE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQ
 _UNDER_WAY = 600.0  # seconds that a write may take at most
 _AGAIN = 60.0  # seconds until a book that could not be opened is tried again
 _FIRST_REBUILD, _LONGEST_REBUILD = 60.0, 3600.0  # between two that are made anew
+_LEFT: list[Catalogue | None] = []  # of a parent that had them in use when it forked
 
 
 class Book:
@@ -51,6 +53,7 @@ class Book:
         self._try_again = 0.0
         self._rebuild_at, self._rebuild_pause = 0.0, _FIRST_REBUILD
         self._adopting: Iterator[list[Entry]] | None = None
+        forks.hold(self, forks.BOOKS)
 
     def act(self, work: Callable[[Catalogue], T]) -> T:
         """Do something with the catalogue, on a new one where the old one is damaged."""
@@ -127,11 +130,35 @@ class Book:
             self._catalogue, self._adopting = None, None
             self.in_memory = self._is_makeshift = False
 
-    def abandon(self) -> None:
-        """After a fork: forget the parent's connection without touching it."""
-        self.health.start_anew()
+    def try_to_close(self) -> None:
+        """The same where nobody has it in hand: this waits for nothing."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._lock.release()
+
+    # -- forks -----------------------------------------------------------------------------------
+
+    def before_fork(self, seconds: float) -> bool:
+        """Close it, and let nobody open it until `after_fork`: SQLite notes in the process what is
+        locked, and a child that has these notes would believe them."""
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        self.close()
+        return True
+
+    def after_fork(self) -> None:
+        """Whoever needs it may open it."""
+        self._lock.release()
+
+    def in_child(self, taken: bool) -> None:
+        """What could not be closed is never touched again: this process has a book in memory."""
         self._lock = threading.RLock()
-        self._catalogue = self._adopting = None
+        if not taken:
+            _LEFT.append(self._catalogue)
+            self._catalogue = self._adopting = None
+            self._open_in_memory(float("inf"))
 
     # -- opening ---------------------------------------------------------------------------------
 

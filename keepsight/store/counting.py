@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from keepsight.exits import begin
+
 _BELIEVED = 30.0  # seconds
 Kinds = dict[str, list[int]]  # entries and bytes of each kind
 
@@ -50,8 +52,7 @@ class Counting:
                 if now - min(self._asked.values()) >= wait:
                     wait = 0.0
                 if not self._busy:
-                    self._busy = True
-                    threading.Thread(target=self._work, name="keepsight-count", daemon=True).start()
+                    self._busy = begin(self._work, "keepsight-count") is not None
                 self._changed.wait_for(lambda: tenant not in self._asked, wait)
             return self._known.get(tenant, Count({}))
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from keepsight.devices import COMPLETE, to_host
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
+from keepsight.exits import when_dropped
 from keepsight.store import audit, entryfile, layout
 from keepsight.store.book import Book
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
@@ -61,6 +62,7 @@ class DiskStore:
         self._whole = self  # the store that this is a view of
         self._unreadable = False
         self._refuse_other_formats()
+        when_dropped(self, self._writer.retire)
 
     @property
     def root(self) -> Path:

@@ -263,9 +263,13 @@ def _together(steps: Iterable[Callable[[], None]]) -> None:
         for step in waiting:
             step()
         return
-    with ThreadPoolExecutor(min(_AT_ONCE, len(waiting)), "keepsight-sync") as pool:
-        for done in [pool.submit(step) for step in waiting]:
-            done.result()
+    try:
+        with ThreadPoolExecutor(min(_AT_ONCE, len(waiting)), "keepsight-sync") as pool:
+            for done in [pool.submit(step) for step in waiting]:
+                done.result()
+    except RuntimeError:  # the interpreter ends, and begins no threads any more
+        for step in waiting:
+            step()
 
 
 def _lock(handle: int) -> None:

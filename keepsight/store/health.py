@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from keepsight import forks
+
 logger = logging.getLogger(__name__)
 
 OK = "ok"
@@ -92,6 +94,7 @@ class Health:
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._clock = what, clock
         self.start_anew()
+        forks.renew(self.start_anew)
 
     def start_anew(self) -> None:
         """As at first, and after a fork."""

@@ -7,9 +7,9 @@ take are owed to it and entered with the next ones.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 
+from keepsight.lock import Mutex
 from keepsight.store import entryfile, layout
 from keepsight.store.book import Book
 from keepsight.store.catalogue import WRITING, Catalogue
@@ -30,7 +30,7 @@ class Keeper:
         self.folder, self.book = folder, book
         self.budget, self.quota = budget, quota
         self.sweep_at = 0.0
-        self._entering = threading.Lock()
+        self._entering = Mutex()
         self._owed: list[Entry] = []
         self._adopting = False
 

@@ -7,8 +7,8 @@ in the middle leaves nothing that stands on air.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -16,7 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from keepsight import forks
 from keepsight.devices import COMPLETE, Fence, to_host
+from keepsight.exits import STORES, begin, finish_before_exit
+from keepsight.lock import Mutex
 from keepsight.store import layout
 from keepsight.store.contract import About, Entry, Tensors
 
@@ -73,17 +76,18 @@ class Outbox:
 
     def __init__(self, write: Callable[[Job], None], room: int = _ROOM) -> None:
         self._write, self._room = write, room
+        self._lock = Mutex()
         self._forget()
+        forks.renew(self._forget)  # a forked child has none of its parent's threads
+        finish_before_exit(self, STORES)
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._keys: dict[str, list[Job]] = {}
         self._late: list[Job] = []
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lost: dict[str, list[str]] = {}
-        self._process = os.getpid()
         self.nbytes = 0
 
     def find(self, name: str) -> Job | None:
@@ -93,8 +97,6 @@ class Outbox:
 
     def offer(self, job: Job) -> bool:
         """Take an entry; False where there is no room left, and `settle` will say so."""
-        if self._process != os.getpid():
-            self._forget()  # a forked child has none of its parent's threads
         with self._lock:
             if self.nbytes + job.nbytes > self._room:
                 self._lose(job, "too much waits to be written")
@@ -105,21 +107,24 @@ class Outbox:
             self._keys.setdefault(job.key, []).append(job)
             self.nbytes += job.nbytes
             if len(self._threads) < min(_AT_ONCE, len(self._jobs)):
-                thread = threading.Thread(target=self._work, name="keepsight-outbox", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                thread = begin(self._work, "keepsight-outbox")
+                self._threads += [] if thread is None else [thread]
         self._queue.put(job)
         return True
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            try:
-                self._one(job)
-            except Exception as error:
-                job.failed = str(error)
-                if not isinstance(error, OSError):
-                    logger.exception("writing %s/%s failed; going on", job.kind, job.key)
-            self._over(job)
+            self._attempt(job)
+            job = None  # nothing of it is kept while the next is waited for
+
+    def _attempt(self, job: Job) -> None:
+        try:
+            self._one(job)
+        except Exception as error:
+            job.failed = str(error)
+            if not isinstance(error, OSError):
+                logger.exception("writing %s/%s failed; going on", job.kind, job.key)
+        self._over(job)
 
     def _one(self, job: Job) -> None:
         # What a job waits for came before it, so it is at work or done: this always ends.
@@ -152,12 +157,15 @@ class Outbox:
         with self._lock:
             return list(self._jobs.values())
 
-    def settle(self) -> None:
-        """Return when all that was handed over before is written or lost."""
-        if self._process != os.getpid():
-            return
-        for job in self.waiting():
-            job.done.wait()
+    def settle(self, seconds: float = float("inf")) -> bool:
+        """Return when all that was handed over before is written or lost, or the time is over."""
+        end = time.monotonic() + seconds
+        with contextlib.suppress(queue.Empty):
+            while not self._threads:  # the interpreter ends, and begins none any more
+                if (job := self._queue.get_nowait()) is not None:
+                    self._attempt(job)
+        waiting = self.waiting()
+        return all(job.done.wait(_left(end)) for job in waiting)
 
     def _lose(self, job: Job, why: str) -> None:
         self._lost.setdefault(job.tenant, []).append(f"{job.kind}/{job.key}: {why}")
@@ -176,11 +184,21 @@ class Outbox:
 
     def close(self) -> None:
         """Write what waits and stop."""
-        if self._process != os.getpid():
-            return
         self.settle()
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
+        threads = self._threads
+        self.retire()
+        for thread in threads:
             thread.join()
-        self._threads = []
+
+    def retire(self) -> None:
+        """Let the threads end when what waits is written. This waits for nobody: the collector
+        calls it when a store was dropped."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._queue.put(None)
+
+    before_exit = settle
+
+
+def _left(end: float) -> float | None:
+    return None if end == float("inf") else max(0.0, end - time.monotonic())

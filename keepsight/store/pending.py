@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepsight.devices import COMPLETE, Fence
-from keepsight.store.contract import About, Tensors
+from keepsight.store.contract import About, Entry, Tensors
 from keepsight.store.layout import Place
+from keepsight.store.rows import row_of
 
 _OVERHEAD = 4096  # what a write takes in memory beside its tensors
 _LOST = 1000  # entries that were not written and are named to whoever asks
@@ -37,6 +38,12 @@ class Job:
         """Bytes of its tensors."""
         return sum(tensor.nbytes for tensor in (self.tensors or {}).values())
 
+    def row(self, nbytes: int) -> Entry:
+        """It as the book has it, with so many bytes on the disk."""
+        now = time.time()
+        created = self.told["created"] / 1000 if "created" in self.told else now
+        return row_of(self.place, self.about, nbytes, created, now)
+
 
 class Pending:
     """The queue of a writer. `changed` guards it, and is notified of all that happens to it."""
@@ -47,7 +54,7 @@ class Pending:
 
     def start_anew(self) -> None:
         """With nothing in it, as at first and after a fork."""
-        self.changed = threading.Condition()
+        self.changed = threading.Condition()  # reentrant: the collector may ring it, see `retire`
         self.jobs: dict[Place, Job] = {}
         self.nbytes = 0
         self.handed = self.done = 0
@@ -102,17 +109,23 @@ class Pending:
             self.move()
             self.changed.notify_all()
 
-    def drain(self) -> bool:
+    def drain(self, seconds: float = float("inf")) -> bool:
         """Return when all that was handed over before has been dealt with; False where the disk did
-        not answer for long."""
+        not answer for long, or the time is over."""
         with self.changed:
             goal, begun = self.handed, time.monotonic()
             while self.done < goal:
-                left = max(self._moved, begun) + STUCK - time.monotonic()
+                end = min(max(self._moved, begun) + STUCK, begun + seconds)
+                left = end - time.monotonic()
                 if left <= 0:
                     return False
                 self.changed.wait(left)
         return True
+
+    def silence(self) -> str:
+        """What to say of a disk that does not answer."""
+        waiting = len(self.jobs)
+        return f"the disk has not answered for {STUCK:.0f} s, and {waiting} entries wait for it"
 
     def lose(self, place: Place, why: str) -> None:
         """It will not be written."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -20,6 +19,8 @@ from typing import Any, TypeVar
 
 from keepsight import keys
 from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVersion
+from keepsight.exits import begin, when_dropped
+from keepsight.lock import Mutex
 from keepsight.store import claims, entryfile, layout, ranking
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
@@ -57,16 +58,18 @@ class RemoteStore:
         self._link = Address(address, options, timeout)
         self.address, self.budget, self.quota = self._link.shown, budget, quota
         self._seen = Seen()
-        self._reader = Reader(self._link, self._seen, self._sweep_soon)
         self._writing = Breaker(f"the store {self.address} cannot be written")
-        self._outbox = Outbox(self._write)
         self._tenant, self._is_view = "", False
         self._counts = dict.fromkeys(("hits", "misses", "evictions", "written", "refused"), 0)
-        self._counting = Counting(self._count_all)
         self._allowance = Allowance(self._link, self._seen, budget, quota)
-        self._lock = threading.Lock()
+        self._lock = Mutex()
         self._marked: list[bool] = []
         self._swept: dict[str, float] = {}  # tenants with entries that were over; when last swept
+        inner: Any = copy.copy(self)  # what threads have, so that this can be dropped
+        self._reader = inner._reader = Reader(self._link, self._seen, inner._sweep_soon)
+        self._counting = inner._counting = Counting(inner._count_all)
+        self._outbox = inner._outbox = Outbox(inner._write)
+        when_dropped(self, self._outbox.retire)
         self._check_marker()
 
     def _check_marker(self) -> None:
@@ -376,7 +379,7 @@ class RemoteStore:
             return
         self._swept[place.tenant] = now
         work = Upkeep(self._link, self._seen, place.tenant).sweep_ended
-        threading.Thread(target=work, name="keepsight-sweep", daemon=True).start()
+        begin(work, "keepsight-sweep")
 
     def _upkeep(self) -> Upkeep:
         return Upkeep(self._link, self._seen, self._tenant)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from keepsight import tensorfile
 from keepsight.errors import DamagedFile, FileError
+from keepsight.lock import Mutex
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Found
 from keepsight.store.contract import Entry, Name
@@ -67,7 +67,7 @@ class Seen:
     """What this process has lately learned of names: there, not there, how often read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock, self._lock = clock, Mutex()
         self._heads: OrderedDict[str, tuple[Head | None, float]] = OrderedDict()
         self._foreign: set[str] = set()
         self.removals = 0

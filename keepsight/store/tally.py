@@ -60,6 +60,11 @@ class Tally:
             self.counts.setdefault(tenant, Counter())[what] += number
             self._events[f"{what} {tenant}"] += number
 
+    def evicted(self, places: Iterable[Place]) -> None:
+        """These had to go."""
+        for place in places:
+            self.count(place.tenant, "evictions")
+
     def use(self, place: Place) -> bool:
         """An entry was read; whether it is the first of which the book has not been told."""
         self.count(place.tenant, "hits")

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import os
 import queue
 import threading
 import time
@@ -20,7 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from keepsight import forks
 from keepsight.errors import InputError, StoreError
+from keepsight.exits import STORES, begin, finish_before_exit, when_dropped
+from keepsight.lock import Mutex
 from keepsight.store import ranking
 from keepsight.store.contract import NOTHING, About, Entry, Name, Store, Tensors
 from keepsight.store.health import OK
@@ -51,27 +53,26 @@ class _Carrier:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Mutex()
         self._start()
+        forks.renew(self._start)  # a forked child has none of its parent's threads
+        finish_before_exit(self, STORES)
 
     def _start(self) -> None:
-        self.epoch, self._deleting, self._process = 0, 0, os.getpid()
-        self._queue: queue.Queue[_Promotion | None] = queue.Queue(_MOST)
+        self.epoch = self._deleting = 0
+        self._queue: queue.SimpleQueue[_Promotion | None] = queue.SimpleQueue()
+        self._waiting, self._settled = 0, threading.Condition()
         self._thread: threading.Thread | None = None
 
     def take(self, promotion: _Promotion) -> None:
         """Carry it when there is time; not at all when too much waits."""
-        if self._process != os.getpid():
-            self._lock = threading.Lock()
-            self._start()  # a forked child has none of its parent's threads
-        with self._lock:
+        with self._settled:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="keepsight-carrier", daemon=True
-                )
-                self._thread.start()
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(promotion)
+                self._thread = begin(self._work, "keepsight-carrier")
+            if self._thread is None or self._waiting >= _MOST:
+                return
+            self._waiting += 1
+        self._queue.put(promotion)
 
     def _work(self) -> None:
         while (promotion := self._queue.get()) is not None:
@@ -79,9 +80,10 @@ class _Carrier:
                 self._carry(promotion)
             except Exception:
                 logger.exception("%s/%s stays where it is", promotion.kind, promotion.key)
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
+            promotion = None  # it holds stores, and nothing may while the next is waited for
+            with self._settled:
+                self._waiting -= 1
+                self._settled.notify_all()
 
     def _carry(self, promotion: _Promotion) -> None:
         kind, key, content = promotion.kind, promotion.key, promotion.content
@@ -113,18 +115,27 @@ class _Carrier:
                 self._deleting -= 1
                 self.epoch += 1
 
-    def settle(self) -> None:
-        """Return when all that was found far is handed to the nearer ones."""
-        if self._process == os.getpid():
-            self._queue.join()
+    def settle(self, seconds: float | None = None) -> None:
+        """Return when all that was found far is handed to the nearer ones, or the time is over."""
+        with self._settled:
+            self._settled.wait_for(lambda: not self._waiting, seconds)
+
+    before_exit = settle
 
     def close(self) -> None:
         """Carry what waits and stop."""
         self.settle()
-        if self._thread is not None and self._process == os.getpid():
+        thread = self._thread
+        self.retire()
+        if thread is not None:
+            thread.join()
+
+    def retire(self) -> None:
+        """Let the thread end when it has carried what waits. This waits for nobody: the collector
+        calls it when a store was dropped."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._queue.put(None)
-            self._thread.join()
-            self._thread = None
 
 
 class TieredStore:
@@ -137,6 +148,7 @@ class TieredStore:
         self._carrier = _Carrier()
         self._counts = {"hits": 0, "misses": 0}
         self._is_view = False
+        when_dropped(self, self._carrier.retire)
 
     def tenant(self, name: str | None) -> TieredStore:
         """The same stores as another tenant sees them."""

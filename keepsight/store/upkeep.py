@@ -8,11 +8,11 @@ asked for something to be gone must not be told that it is.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 
 from keepsight import tensorfile
 from keepsight.errors import FileError, WrongFormatVersion
+from keepsight.lock import Mutex
 from keepsight.store import entryfile, layout, ranking
 from keepsight.store.address import Address, Found
 from keepsight.store.claims import claim
@@ -159,7 +159,7 @@ class Allowance:
     def __init__(self, link: Address, seen: Seen, budget: int | None, quota: int | None) -> None:
         self._link, self._seen, self._budget, self._quota = link, seen, budget, quota
         self._grown: dict[str | None, int] = {}
-        self._lock = threading.Lock()
+        self._lock = Mutex()
 
     def grown(self, tenant: str, nbytes: int) -> int:
         """So much was written; how many entries were let go for it."""

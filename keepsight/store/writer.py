@@ -14,9 +14,10 @@ import os
 import stat
 import threading
 import time
-import weakref
 
+from keepsight import forks
 from keepsight.errors import DamagedFile, StoreError, WrongFormatVersion
+from keepsight.exits import STORES, begin, finish_before_exit
 from keepsight.store import entryfile, layout
 from keepsight.store.book import Book
 from keepsight.store.contract import About, Entry
@@ -25,7 +26,7 @@ from keepsight.store.health import FULL, LONGEST_PAUSE, OK
 from keepsight.store.keeper import Keeper
 from keepsight.store.layout import Place
 from keepsight.store.pending import STUCK, Job, Pending
-from keepsight.store.rows import name_of, row_of
+from keepsight.store.rows import name_of
 from keepsight.store.tally import Counted, Due, Tally
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ class Writer:
         self.tally, self.pending = Tally(), Pending(waiting)
         self._keeper = Keeper(folder, book, budget, quota)
         self.start_anew()
-        _ALIVE.add(self)
+        forks.renew(self.start_anew)
+        finish_before_exit(self, STORES)
 
     def start_anew(self) -> None:
         """With no thread and nothing to write, as at first and after a fork."""
@@ -54,7 +56,7 @@ class Writer:
         self._wake = self.pending.changed
         self._asked: dict[str, tuple[int, float]] = {}  # tenants to count: behind which, since when
         self._thread: threading.Thread | None = None
-        self._stopping = self._grounded = False
+        self._stopping = self._retired = self._grounded = False
         self._room = 0  # bytes of the largest entry that found none
 
     # -- for whoever hands over or reads -----------------------------------------------------------
@@ -119,8 +121,9 @@ class Writer:
 
     def drain(self) -> None:
         """Return when all that was handed over before has been dealt with, well or badly."""
+        self._work_off()
         if not self.pending.drain():
-            raise StoreError(f"{self.folder.root} could not be written: {self._silence()}")
+            raise StoreError(f"{self.folder.root} could not be written: {self.pending.silence()}")
 
     def catch_up(self) -> None:
         """All that was handed over is dealt with, every use counted, all that is over gone."""
@@ -139,59 +142,83 @@ class Writer:
             more = f" (and {count - 1} more)" if count > 1 else ""
             raise StoreError(f"{self.folder.root} could not be written: {lost[0]}{more}")
 
-    def close(self) -> None:
-        """Finish writing and stop the thread; it starts again when needed."""
+    def close(self, seconds: float = float("inf")) -> None:
+        """Finish writing, or give up after so many seconds, and stop the thread; it starts again
+        when needed."""
         with self._wake:
             thread, self._stopping = self._thread, True
             self._wake.notify_all()
+        self._work_off()
         if thread is not None:
-            if not self.pending.drain():
-                logger.warning("the store %s is left: %s", self.folder.root, self._silence())
+            if not self.pending.drain(seconds):
+                logger.warning("the store %s is left: %s", self.folder.root, self.pending.silence())
                 return
-            thread.join(STUCK)
+            thread.join(min(seconds, STUCK))
+        self._let_go()
+
+    before_exit = close
+
+    def retire(self) -> None:
+        """The store was dropped: what waits is written, and the thread ends. This waits for nobody,
+        because the collector calls it."""
+        self._stopping = self._retired = True
+        if self._thread is None:
+            self.book.try_to_close()
+        elif self._wake.acquire(blocking=False):
+            self._wake.notify_all()
+            self._wake.release()
+
+    def _let_go(self) -> None:
         if self.tally.has_events and os.path.isdir(self.folder.root) and not self.disk.is_aside:
             self._after()
         self.book.close()
 
-    def _silence(self) -> str:
-        waiting = len(self.pending.jobs)
-        return f"the disk has not answered for {STUCK:.0f} s, and {waiting} entries wait for it"
-
     def _awake(self) -> None:
         if self._thread is None:
             self._stopping = False
-            self._thread = threading.Thread(target=self._run, name="keepsight-store", daemon=True)
-            self._thread.start()
+            self._thread = begin(self._run, "keepsight-store")
         self._wake.notify_all()
+
+    def _work_off(self) -> None:
+        """Where no thread could be begun, whoever waits does its work."""
+        while self._thread is None and self._has_things_to_do():
+            self._round()
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            batch = self._next()
-            tenants = {job.place.tenant for job in batch}
-            try:
-                if batch:
-                    self._write_batch(batch)
-                if self._asked:
-                    self._keeper.sweep_at = 0.0
-                self._after(tenants)
-                self._count_all(len(batch), tenants)
-            except Exception:
-                logger.exception("the store %s: housekeeping failed; going on", self.folder.root)
-            with self._wake:
-                self.pending.finish(len(batch))
-                if self._stopping and not self._has_things_to_do():
-                    self._thread = None
-                    return
+        while self._round():
+            pass
+        if self._retired:
+            self._let_go()
+
+    def _round(self) -> bool:
+        """Whether there may be another. Nothing of a batch is kept while the next is waited for."""
+        batch = self._next()
+        tenants = {job.place.tenant for job in batch}
+        try:
+            if batch:
+                self._write_batch(batch)
+            if self._asked:
+                self._keeper.sweep_at = 0.0
+            self._after(tenants)
+            self._count_all(len(batch), tenants)
+        except Exception:
+            logger.exception("the store %s: housekeeping failed; going on", self.folder.root)
+        with self._wake:
+            self.pending.finish(len(batch))
+            if self._stopping and not self._has_things_to_do():
+                self._thread = None
+                return False
+            return True
 
     def _next(self) -> list[Job]:
         """What to write now. Uses wait a moment for others, unless there is something to write."""
         if not self._has_work():
             pause = self._idle()
             with self._wake:
-                if not self._has_work():
-                    self._wake.wait(pause)
+                if not self._has_work():  # a bell that `retire` rang just now may go unheard
+                    self._wake.wait(LONGEST_PAUSE if pause is None else pause)
         with self._wake:
             if self._has_things_to_do():
                 self._wake.wait_for(self._is_urgent, _REST)
@@ -215,7 +242,7 @@ class Writer:
             return self.disk.wait
         try:
             more, gone = self._keeper.adopt_some()
-            self._count_evictions(gone)
+            self.tally.evicted(gone)
             return 0.0 if more else self._keeper.pause()
         except OSError as error:
             self.book.note(error)
@@ -236,7 +263,7 @@ class Writer:
         self.tally.settle(due)
         if tenants:
             with contextlib.suppress(OSError):
-                self._count_evictions(self._keeper.fit(tenants))
+                self.tally.evicted(self._keeper.fit(tenants))
 
     def _count_all(self, done: int, changed: set[str]) -> None:
         """Count who was asked for, once all is dealt with that was handed over before; and who is
@@ -261,11 +288,7 @@ class Writer:
         more = True
         while more and not (self.pending.order or self._stopping):
             more, gone = self._keeper.adopt_some()
-            self._count_evictions(gone)
-
-    def _count_evictions(self, gone: list[Place]) -> None:
-        for place in gone:
-            self.tally.count(place.tenant, "evictions")
+            self.tally.evicted(gone)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -275,7 +298,7 @@ class Writer:
                 return
             self._ground()
             wanted = [job for job in batch if self._is_wanted(job)]
-            if not self._keeper.announce([self._row(job, 0) for job in wanted]):
+            if not self._keeper.announce([job.row(0) for job in wanted]):
                 return
             written = self._write(wanted)
             there = {(row.tenant, row.kind, row.key) for row in written}
@@ -314,11 +337,6 @@ class Writer:
         self.pending.forget(job)
         return False
 
-    def _row(self, job: Job, nbytes: int) -> Entry:
-        now = time.time()
-        created = job.told["created"] / 1000 if "created" in job.told else now
-        return row_of(job.place, job.about, nbytes, created, now)
-
     def _write(self, jobs: list[Job]) -> list[Entry]:
         """The rows of what is on the disk then. What is not stays pending, and is lost."""
         begun = [(job, part) for job in jobs if (part := self._begin(job)) is not None]
@@ -332,7 +350,7 @@ class Writer:
                 self.disk.worked()
             self.pending.forget(job)
             self.tally.count(job.place.tenant, "written")
-            rows.append(self._row(job, part.size))
+            rows.append(job.row(part.size))
         return rows
 
     def _begin(self, job: Job) -> Part | None:
@@ -378,17 +396,3 @@ class Writer:
         self.disk.worked()
         self._room = 0
         return True
-
-
-_ALIVE: weakref.WeakSet[Writer] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """A child has neither the thread nor the right to its parent's connection."""
-    for writer in list(_ALIVE):
-        writer.disk.start_anew()
-        writer.start_anew()
-        writer.book.abandon()
-
-
-os.register_at_fork(after_in_child=_after_fork)

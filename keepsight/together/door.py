@@ -7,12 +7,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from weakref import ref
 
+from keepsight import forks
 from keepsight.errors import Busy, Closed
+from keepsight.exits import when_dropped
 from keepsight.together.reception import Request
 
 _POLL = 0.05  # seconds; while a request is being made ready there is nothing to wait for
+_LONG = 60.0  # seconds; a bell that the collector rings at the wrong moment may go unheard
 
 
 class News(NamedTuple):
@@ -29,25 +33,33 @@ class Door:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._bell = threading.Condition()
+        self._bell = threading.Condition()  # reentrant: the collector may ring it, see `abandon`
+        self._serves: object = None  # whom it belongs to, while somebody is inside
         self._came: list[Request] = []
         self._hung_up = self._closed = self._stopped = False
         self._number = self.in_flight = 0
         self._quiet = time.monotonic()  # since when nobody was inside
+        forks.renew(self._in_child)
 
-    def take_place(self, wait: Callable[[], float]) -> None:
-        """One place, before anything is done for a request; `wait` says when to come again."""
+    def take_place(self, wait: Callable[[], float], serves: object = None) -> None:
+        """One place, before anything is done for a request; `wait` says when to come again.
+
+        Whoever serves is not dropped while somebody is inside.
+        """
         with self._bell:
             if self._closed:
                 raise closed()
             if self.in_flight >= self._places:
                 raise Busy(self.in_flight, wait())
             self.in_flight += 1
+            self._serves = serves
 
     def free_place(self) -> None:
         """A request is over."""
         with self._bell:
             self.in_flight -= 1
+            if not self.in_flight:
+                self._serves = None
             self._quiet = time.monotonic()
             self._bell.notify_all()
 
@@ -67,11 +79,11 @@ class Door:
             self._hung_up = True
             self._bell.notify_all()
 
-    def wait(self, active: Callable[[], bool], quiet: float | None) -> News:
+    def wait(self, active: bool, quiet: float | None) -> News:
         """Until there is something to do, or nobody has been inside for `quiet` seconds."""
 
         def something() -> bool:
-            return bool(active() or self._came or self._hung_up or self._stopped)
+            return bool(active or self._came or self._hung_up or self._stopped)
 
         with self._bell:
             while not (asked := something()) and not self._is_quiet(quiet):
@@ -85,9 +97,9 @@ class Door:
             return False
         return time.monotonic() - self._quiet >= seconds
 
-    def _until(self, seconds: float | None) -> float | None:
+    def _until(self, seconds: float | None) -> float:
         if seconds is None:
-            return None
+            return _LONG
         return max(_POLL, self._quiet + seconds - time.monotonic())
 
     def close(self, drain: float | None) -> None:
@@ -98,6 +110,49 @@ class Door:
             self._bell.wait_for(lambda: not self.in_flight or self._stopped, drain)
             self._stopped = True
             self._bell.notify_all()
+
+    def abandon(self) -> None:
+        """Whom it belongs to was dropped, with nobody inside. This waits for nobody: the collector
+        calls it."""
+        self._stopped = True
+        if self._bell.acquire(blocking=False):
+            self._bell.notify_all()
+            self._bell.release()
+
+    def _in_child(self) -> None:
+        """A forked child has nobody who would serve."""
+        self._bell, self._closed, self._stopped = threading.Condition(), True, True
+
+
+class Served(Protocol):
+    """Whoever serves requests."""
+
+    def waits(self) -> tuple[bool, float | None]:
+        """Whether there is anything to do, and how long a quiet it waits for."""
+
+    def go_on(self, news: News) -> bool:
+        """Do what there is to do now; False at the end."""
+
+
+def begin_serving(served: Served, door: Door) -> threading.Thread:
+    """The thread that serves who comes in by this door."""
+    thread = threading.Thread(
+        target=_serve, args=(ref(served), door), name="keepsight-together", daemon=True
+    )
+    thread.start()
+    when_dropped(served, door.abandon)
+    return thread
+
+
+def _serve(found: ref[Served], door: Door) -> None:
+    """While the thread waits it has nothing but the door, so that whoever serves can be dropped."""
+    while (served := found()) is not None:
+        active, quiet = served.waits()
+        del served
+        news = door.wait(active, quiet)
+        if (served := found()) is None or not served.go_on(news):
+            return
+        del served, news
 
 
 def closed() -> Closed:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedModel
 
 from keepsight.engine import Engine
+from keepsight.errors import InputError
 
 _OVERHEAD = 64 << 20  # bytes that could be read in the time that a pass costs beside its reading
 
@@ -75,3 +76,16 @@ class Sizes:
     def cost(self, rows: int, columns: int) -> int:
         """Bytes that one step of them reads: what it costs, since reading is what takes time."""
         return self.pass_ + self.of(rows, columns)
+
+
+def check_bounds(running: int, waiting: int, tokens: int | None, ahead: float | None) -> None:
+    """Refuse bounds that make no sense, by name."""
+    for name, value, least in (
+        ("max_running", running, 1),
+        ("max_waiting", waiting, 0),
+        ("batch_tokens", 1 if tokens is None else tokens, 1),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(f"{name}={value!r}; expected a whole number from {least} on")
+    if ahead is not None and not (isinstance(ahead, int | float) and ahead >= 0):
+        raise InputError(f"ahead={ahead!r}; expected seconds, or None for never")

@@ -9,7 +9,6 @@ was learnt about the pictures is noted when the request begins, by the thread th
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 from keepsight.calls import Call
 from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
 from keepsight.generation import Taker as TokenTaker
+from keepsight.lock import Mutex
 from keepsight.medium import PROCESSORS, Medium
 from keepsight.naming import Looked
 from keepsight.package import Package
@@ -77,7 +77,7 @@ class Reception:
         self._vlm = vlm
         # A tokenizer is changed while it encodes text with control tokens in it: this one is ours,
         # and one thread has it at a time.
-        self._tokenizing = threading.Lock()
+        self._tokenizing = Mutex()
         self._renderer = copy.copy(renderer)
         self._renderer.tokenizer = copy.deepcopy(renderer.tokenizer)
 

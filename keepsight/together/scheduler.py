@@ -20,6 +20,7 @@ import torch
 from keepsight.calls import Call
 from keepsight.engine import Run
 from keepsight.errors import Closed, InputError
+from keepsight.exits import SCHEDULERS, finish_before_exit
 from keepsight.generation import Detokenizer
 from keepsight.render import Message
 from keepsight.report import Piece, Report
@@ -27,8 +28,8 @@ from keepsight.store import parse_bytes
 from keepsight.together.ahead import Ahead, plain_answer
 from keepsight.together.counts import Counts
 from keepsight.together.decoding import Decoding
-from keepsight.together.door import Door, closed
-from keepsight.together.pace import Sizes, had_its_turn, next_of
+from keepsight.together.door import Door, News, begin_serving, closed
+from keepsight.together.pace import Sizes, check_bounds, had_its_turn, next_of
 from keepsight.together.reception import Follow, Reception, Request
 from keepsight.together.ticket import Listener, Ticket
 from keepsight.vlm import VLM
@@ -54,21 +55,13 @@ class Together:
         without it their states may take as many bytes as `cache_budget`. `ahead`: when nobody has
         asked for so many seconds, answers are prefilled for the turns that will follow them.
         """
-        for name, value, least in (
-            ("max_running", max_running, 1),
-            ("max_waiting", max_waiting, 0),
-            ("batch_tokens", 1 if batch_tokens is None else batch_tokens, 1),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name}={value!r}; expected a whole number from {least} on")
+        check_bounds(max_running, max_waiting, batch_tokens, ahead)
         vlm._answering()
         vlm._tokenizer()
         if vlm._renderer is None:
             raise InputError("requests are messages: wrap the model with its processor")
         self._vlm, self._memory = vlm, vlm.memory
         self.max_running, self.max_waiting = max_running, max_waiting
-        if ahead is not None and not (isinstance(ahead, int | float) and ahead >= 0):
-            raise InputError(f"ahead={ahead!r}; expected seconds, or None for never")
         self._pause = ahead
         with vlm._lock:
             self._sizes = Sizes(vlm.model, self._memory.engine)
@@ -85,8 +78,8 @@ class Together:
         self._prefilling: list[Request] = []
         self._running: dict[Run, Request] = {}
         self._rounds = 0
-        self._thread = threading.Thread(target=self._serve, name="keepsight-together", daemon=True)
-        self._thread.start()
+        self._thread = begin_serving(self, self._door)
+        finish_before_exit(self, SCHEDULERS)
 
     # -- for callers, in any thread --------------------------------------------------------------
 
@@ -154,6 +147,11 @@ class Together:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
+    def before_exit(self, seconds: float) -> None:
+        """Stop; what is computed at this moment is waited for so long."""
+        self._door.close(0.0)
+        self._thread.join(seconds)
+
     def __enter__(self) -> Together:
         return self
 
@@ -189,27 +187,31 @@ class Together:
             self.counts.refused += 1
             return self.counts.wait(self.max_waiting, self.max_running)
 
-        self._door.take_place(wait)
+        self._door.take_place(wait, self)
 
     # -- the thread that has the model -----------------------------------------------------------
 
-    def _serve(self) -> None:
-        while True:
-            quiet = self._pause if len(self._ahead) else None
-            news = self._door.wait(self._active, quiet)
-            self._waiting += news.came
-            if news.stopped:
-                break
-            try:
-                if news.asked:
-                    self._round(news.hung_up)
-                else:
-                    self._ahead.piece()
-            except Exception as error:  # ours, not a request's: nobody may wait for ever
-                logger.exception("the scheduler failed; its requests end with this error")
-                self._end_all(error)
-        self._end_all(Closed("the scheduler was closed before the request was done"))
-        self._ahead.clear()
+    def waits(self) -> tuple[bool, float | None]:
+        """Whether there is anything to do, and how long a quiet is good for work ahead."""
+        active = bool(self._waiting or self._prefilling or self._running)
+        return active, self._pause if len(self._ahead) else None
+
+    def go_on(self, news: News) -> bool:
+        """Do what there is to do now; False at the end."""
+        self._waiting += news.came
+        if news.stopped:
+            self._end_all(Closed("the scheduler was closed before the request was done"))
+            self._ahead.clear()
+            return False
+        try:
+            if news.asked:
+                self._round(news.hung_up)
+            else:
+                self._ahead.piece()
+        except Exception as error:  # ours, not a request's: nobody may wait for ever
+            logger.exception("the scheduler failed; its requests end with this error")
+            self._end_all(error)
+        return True
 
     def _all(self) -> list[Request]:
         return [*self._waiting, *self._prefilling, *self._running.values()]
@@ -217,9 +219,6 @@ class Together:
     def _end_all(self, error: Exception) -> None:
         for request in self._all():
             self._end(request, error)
-
-    def _active(self) -> bool:
-        return bool(self._waiting or self._prefilling or self._running)
 
     def _round(self, hung_up: bool) -> None:
         self._rounds += 1

@@ -1,0 +1,73 @@
+"""Forks: what must not be in anybody's hands while a process forks, and what a child begins anew.
+
+A forked process has only the thread that forked, and a copy of everything as it stood at that
+moment. What other threads may be in the middle of is taken from them before, waiting for a few
+seconds at most; a child learns of each thing whether that worked.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+MODELS, BOOKS = 0, 1  # in the order in which they are taken: who has a model may want a book
+PATIENCE = 5.0  # seconds that a fork waits for all of them together
+
+
+class Held(Protocol):
+    """Something that is taken before a fork."""
+
+    def before_fork(self, seconds: float) -> bool:
+        """Take it within so many seconds, if that is possible."""
+
+    def after_fork(self) -> None:
+        """In the parent, where it was taken: give it back."""
+
+    def in_child(self, taken: bool) -> None:
+        """In the child: give it back, or let nobody rely on it."""
+
+
+_held: tuple[weakref.WeakSet[Held], weakref.WeakSet[Held]] = weakref.WeakSet(), weakref.WeakSet()
+_renewed: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+_forking = threading.local()
+
+
+def hold(thing: Held, stage: int) -> None:
+    """Take a thing before each fork, as long as it lives."""
+    _held[stage].add(thing)
+
+
+def renew(method: Callable[[], None]) -> None:
+    """Have a method called in each child, as long as its object lives."""
+    _renewed[method.__self__] = method.__name__  # type: ignore[attr-defined]
+
+
+def _before() -> None:
+    taken: list[Held] = []
+    _forking.taken = taken
+    end = time.monotonic() + PATIENCE
+    for things in _held:
+        for thing in list(things):
+            if thing.before_fork(max(0.0, end - time.monotonic())):
+                taken.append(thing)
+
+
+def _after_in_parent() -> None:
+    for thing in reversed(_forking.taken):
+        thing.after_fork()
+
+
+def _after_in_child() -> None:
+    for thing, name in list(_renewed.items()):
+        getattr(thing, name)()
+    for thing in [thing for things in reversed(_held) for thing in list(things)]:
+        thing.in_child(thing in _forking.taken)
+
+
+os.register_at_fork(
+    before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+)
