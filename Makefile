@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check bench docs clean
+.PHONY: demo test test-slow test-clients check bench docs clean
 
 # Torchvision is for tests of videos only, in a folder of its own: it imports where its operators are
 # declared, and breaks Transformers' models where they are not.
@@ -30,6 +30,10 @@ test: check
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
+
+# Other people's clients, installed into environments of their own and run against a demo server.
+test-clients: $(VENV)/ready
+	KEEPSIGHT_CLIENTS=$${KEEPSIGHT_CLIENTS:-build/clients} $(BIN)/python -m pytest -m slow -rs tests/test_clients_live.py
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

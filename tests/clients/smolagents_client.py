@@ -7,6 +7,7 @@ import os
 from common import QUESTION, URL, check
 from PIL import Image
 from smolagents import CodeAgent, OpenAIServerModel, ToolCallingAgent, tool
+from smolagents.utils import AgentGenerationError
 
 model = OpenAIServerModel(
     model_id="demo", api_base=URL, api_key="none", client_kwargs={"max_retries": 0}, max_tokens=12
@@ -30,9 +31,13 @@ check(reply.token_usage.input_tokens > 0, "usage")
 reply = model([{"role": "user", "content": QUESTION}], stop_sequences=["Observation:"])
 pieces = list(model.generate_stream([{"role": "user", "content": parts}]))
 check(any(piece.token_usage for piece in pieces), "usage of a stream")
-# What constrains an answer is refused by name, and the agent's own loop goes on and ends.
 agent = CodeAgent(tools=[look], model=model, max_steps=2, verbosity_level=0)
 agent.run(QUESTION, images=[image])
 steps = [step for step in agent.memory.steps if getattr(step, "model_output", None)]
 check(steps, "an agent of code")
-ToolCallingAgent(tools=[look], model=model, max_steps=1, verbosity_level=0).run(QUESTION)
+try:
+    ToolCallingAgent(tools=[look], model=model, max_steps=1, verbosity_level=0).run(QUESTION)
+except AgentGenerationError as error:
+    check("tool_choice: a call cannot be forced here" in str(error), "a forced call is refused")
+else:
+    check(False, "a forced call is refused")
