@@ -75,7 +75,13 @@ class Renderer:
         generate: bool = True,
         **template: Any,
     ) -> Prompt:
-        """The prompt of a conversation, ready for an answer unless `generate` is false."""
+        """The prompt of a conversation, ready for an answer unless `generate` is false.
+
+        With `continue_final_message` among the template's options the answer goes on with the last
+        message; with `add_generation_prompt=False` the model writes its own beginning.
+        """
+        generate = template.pop("add_generation_prompt", generate)
+        generate = generate and not template.get("continue_final_message")
         clean, given = parse_messages(messages)
         self._refuse_unseen(given)
         rendered = self._chat.render(self.tokenizer, clean, generate, template)

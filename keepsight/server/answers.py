@@ -37,7 +37,7 @@ class Ask:
     thinks: bool = False
     choices: int = 1
     notes: tuple[str, ...] = ()
-    continued: bool = False  # the answer goes on with the last message
+    continued: bool = False  # the answer does not begin anew, as a message of its own
     shows_tokens: bool = False  # each step is told, also one that adds no text yet
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import MessagesError
 from keepsight.server.pages import Sizes
-from keepsight.server.problems import ApiError, refused
+from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.schema import Rendering
 from keepsight.server.spoken import CALL, THINK, THINK_END
 from keepsight.server.unused import Unused, is_empty
@@ -73,10 +73,7 @@ class Subject:
                 why = "the chat template of this model has no such setting"
                 unused.add(f"chat_template_kwargs.{name}", why)
         told = {**self._thoughts(body, unused), **told}
-        if body.continue_final_message:
-            raise refused("continue_final_message", "answers begin anew here")
-        if body.add_generation_prompt is False:
-            raise refused("add_generation_prompt", "every answer begins with it here")
+        told |= _beginning(body)
         return told
 
     def _has(self, name: str) -> bool:
@@ -162,6 +159,20 @@ class Subject:
             "created": self.created,
             "owned_by": "keepsight",
         }
+
+
+def _beginning(body: Rendering) -> dict[str, bool]:
+    """How an answer begins, where it is not by the template's own words."""
+    if body.continue_final_message:
+        last = body.messages[-1]
+        if body.add_generation_prompt:
+            why = "an answer begins anew, or goes on; add_generation_prompt must be false"
+            raise invalid("continue_final_message", why)
+        if last.role != "assistant" or last.tool_calls or not last.content:
+            why = "the last message is not a text of the assistant"
+            raise invalid("continue_final_message", why)
+        return {"continue_final_message": True}
+    return {"add_generation_prompt": False} if body.add_generation_prompt is False else {}
 
 
 def _ends(given: int | list[int] | None) -> tuple[int, ...]:
