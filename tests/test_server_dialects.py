@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from server_harness import Live, live, scene, uri
 from test_server_door import TEMPLATE
 
 import keepsight as ks
+from keepsight.server import responses_schema, schema
+from keepsight.server.responses_schema import ResponsesRequest
+from keepsight.server.schema import ChatRequest
 
+ROOT = Path(ks.__file__).parent.parent
 PICTURE = uri(scene(1))
 ASKED = "What is in the picture?"
 IMAGE = {"type": "image_url", "image_url": {"url": PICTURE}}
@@ -512,3 +517,16 @@ def test_what_constrains_an_answer_is_refused(server: Live, what: str) -> None:
     body, param = REFUSED[what]
     status, answer, _ = sent(server, body)
     assert status == 400 and answer["error"]["param"] == param, answer
+
+
+def test_every_field_has_its_place_in_the_docs() -> None:
+    """Honoured, named or refused: what the schema has is in the table, and in the right row."""
+    page = (ROOT / "docs" / "server.md").read_text()
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line[:2] == "| "}
+    named, refused = rows["named"], rows["refused"]
+    everything = " ".join(rows[name] for name in ("honoured", "where the template can"))
+    everything += rows["taken, without effect"] + named + refused
+    for api, body in ((schema, ChatRequest), (responses_schema, ResponsesRequest)):
+        assert all(f"`{name}`" in named for name in api.NAMED)
+        assert all(f"`{name}`" in refused for name in (*api.UNSUPPORTED, *schema.CONSTRAINING))
+        assert not [name for name in body.model_fields if f"`{name}`" not in everything]
