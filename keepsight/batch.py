@@ -23,6 +23,7 @@ from keepsight.engine import Run
 from keepsight.families import Family
 from keepsight.grouped import grouped_queries
 from keepsight.package import storage_bytes
+from keepsight.quiet import quietly
 from keepsight.state import CrossLayer, LaneLayer, restore_linear
 
 _WASTE = 4  # columns that nobody needs: one in so many may be left, then all move up
@@ -110,7 +111,7 @@ class Batch:
 
     # -- who comes and who goes ------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @quietly
     def join(self, runs: Sequence[Run], room: int) -> None:
         """Take in sequences, each as it stands on its lane. `room`: tokens that will follow."""
         came = [_on_lane(run) for run in runs]
@@ -126,7 +127,7 @@ class Batch:
         self._note(runs, came)
         self._follow()
 
-    @torch.inference_mode()
+    @quietly
     def absorb(self, other: Batch, room: int) -> None:
         """Take in all rows of another batch, which is of no use afterwards."""
         came = other._sources()
@@ -136,7 +137,7 @@ class Batch:
         self._positions = positions
         self._follow()
 
-    @torch.inference_mode()
+    @quietly
     def leave(self, run: Run) -> None:
         """Let a sequence go; its seat is taken by the last."""
         row = self.runs.index(run)
@@ -159,7 +160,7 @@ class Batch:
             self._rearrange(kept)
         self._follow()
 
-    @torch.inference_mode()
+    @quietly
     def put_back(self, run: Run) -> None:
         """Let the lane of a sequence hold all that the sequence has become here."""
         source = self._sources()[self.runs.index(run)]
@@ -265,7 +266,7 @@ class Batch:
 
     # -- stepping --------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @quietly
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """One token of each sequence through the model; the logits behind them, a row for each."""
         device = self._model.device

@@ -26,6 +26,7 @@ from keepsight.package import Package
 from keepsight.placement import Placement
 from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt
+from keepsight.quiet import quietly
 from keepsight.state import Lane, Shape, Tensors, pattern
 
 MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
@@ -170,7 +171,7 @@ class Engine:
             self._patterns[making] = self._look_at_a_snapshot()
         return self._patterns[making]
 
-    @torch.inference_mode()
+    @quietly
     def _look_at_a_snapshot(self) -> dict[str, Any]:
         """The pattern of all snapshots, from one of two tokens that is thrown away."""
         ids = np.zeros(2, dtype=np.int64)
@@ -182,7 +183,7 @@ class Engine:
         self.prefill_tokens = counted
         return pattern(*lane.capture(0, 2))
 
-    @torch.inference_mode()
+    @quietly
     def start(self, prompt: Prompt, match: Match, room: int) -> Run:
         """Put a lane where the (held) match ends. `room`: tokens that will follow the prompt."""
         positions = self._family.positions(prompt.ids, prompt.types, prompt.grids)
@@ -206,7 +207,7 @@ class Engine:
         run.logits, run.since = match.logits, match.since
         return run
 
-    @torch.inference_mode()
+    @quietly
     def go_on(self, run: Run, match: Match) -> None:
         """Take over what the (held) match remembers behind the run's end, instead of computing."""
         reached = run.lane.length
@@ -241,7 +242,7 @@ class Engine:
         if run.node.end == start and not changed():
             self._remember(run, start, cut, logits, cost)
 
-    @torch.inference_mode()
+    @quietly
     def _chunk(
         self, run: Run, start: int, end: int, parts: list[tuple[Package, int, int]]
     ) -> torch.Tensor | None:
@@ -274,7 +275,7 @@ class Engine:
         inputs = self._family.media_inputs(run.prompt.ids, run.prompt.grids, start, end)
         return {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
 
-    @torch.inference_mode()
+    @quietly
     def _remember(
         self, run: Run, start: int, end: int, logits: torch.Tensor | None, cost: float
     ) -> None:
@@ -288,7 +289,7 @@ class Engine:
         if logits is None:
             run.lane.marks.append((end, node))
 
-    @torch.inference_mode()
+    @quietly
     def step(self, run: Run, token: int) -> torch.Tensor:
         """One decoded token through the model; the logits behind it."""
         device = self._model.device
@@ -319,7 +320,7 @@ class Engine:
         for token in tokens:
             self.step(run, token)
 
-    @torch.inference_mode()
+    @quietly
     def keep_decoded(self, run: Run, prompt: Prompt) -> None:
         """Remember the lane as it stands, decoded tokens and all (`exact=False` only)."""
         node = run.node

@@ -24,6 +24,7 @@ from keepsight.medium import Medium
 from keepsight.naming import Namer
 from keepsight.prefix import Tree
 from keepsight.prompt import Prompt, Rule
+from keepsight.quantised import Quantised
 from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
@@ -79,6 +80,8 @@ class Memory:
         )
         self._compiled = Compiled(model, family.answers)
         self._compiled.gather()
+        self._quantised = Quantised(model)
+        self._quantised.check()
         self.made_under: dict[str, Made] = {}  # by namespace, to say why a path is not here
 
     def _tree(self, model: PreTrainedModel) -> Tree:
@@ -145,6 +148,7 @@ class Memory:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
         if self.weights.refresh(remembered):
             self._compiled.gather()
+            self._quantised.check()
             self.engine.look_again()
         now = self._now()
         self.vision_of(tenant).bind(self.weights.vision, self._provenance(now))

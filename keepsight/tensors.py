@@ -23,6 +23,7 @@ from keepsight.errors import (
     UnsupportedInput,
 )
 from keepsight.families import Family, Pixels
+from keepsight.families.pixels import embedding_of
 from keepsight.generation import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.generation import known_options
 from keepsight.lock import FairLock
@@ -129,7 +130,7 @@ def _check_ids(memory: Memory, tensors: dict[str, Any]) -> torch.Tensor:
         raise InputError("input_ids must be a tensor of int64, as a processor returns it")
     if ids.dim() != 2 or not ids.numel():
         raise InputError(f"input_ids has shape {tuple(ids.shape)}, expected (batch, tokens)")
-    size = memory.model.get_input_embeddings().num_embeddings
+    size = embedding_of(memory.model).num_embeddings
     if int(ids.min()) < 0 or int(ids.max()) >= size:
         raise InputError(f"input_ids has values outside of 0 to {size - 1}")
     for name in memory.family.tensor_inputs & tensors.keys():

@@ -182,7 +182,7 @@ def _last_logits(vlm: Any, memory: Memory, prompt: Prompt) -> tuple[torch.Tensor
         turn.finish()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _against_stock(vlm: Any, prompt: Prompt, warm: torch.Tensor, found: Verification) -> None:
     """One plain forward of the whole prompt from pixels, as Transformers alone would do it."""
     model = vlm.model

@@ -26,12 +26,12 @@ LAYERS = """
 errors
 upstream
 keys exits forks
-lock grouped switches devices control
+lock grouped switches quiet devices control
 template_source partial_processor
 template
 tensorfile report codecs handover pictures
 package
-media store state loading circumstances compiled stops
+media store state loading circumstances compiled quantised stops
 shelf placement
 clips families settings
 medium

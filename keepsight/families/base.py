@@ -31,6 +31,7 @@ from keepsight.families.pixels import (
     Part,
     Pixels,
     all_tensors,
+    embedding_of,
     is_numeric,
     own,
     parameters,
@@ -289,7 +290,7 @@ class Family:
 
     def feature_width(self) -> int:
         """How wide the features are: as wide as the decoder's embeddings, which they replace."""
-        return int(self.model.get_input_embeddings().embedding_dim)
+        return int(embedding_of(self.model).embedding_dim)
 
     def merge_size(self) -> int:
         """How many patches a side become one token."""

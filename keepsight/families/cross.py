@@ -108,7 +108,7 @@ class Cross(Family):
         return {name: torch.cat([m.tensors[name] for m in media], dim=1) for name in names}
 
     def check_package(self, package: Package) -> None:
-        width = self.model.get_input_embeddings().embedding_dim * self._tiles * self._patches
+        width = self.feature_width() * self._tiles * self._patches
         features = package.tensors["features"]
         if features.shape[-1] != width:
             raise WrongIdentity("width of the features", width, features.shape[-1])
@@ -133,7 +133,7 @@ class Cross(Family):
             return {}
         device, dtype = self.model.device, self.model.dtype
         states = torch.cat([package.tensors["features"] for package, _, _ in parts])
-        width = self.model.get_input_embeddings().embedding_dim
+        width = self.feature_width()
         states = states.reshape(-1, self._patches, width)
         return {"cross_attention_states": states.to(device, dtype)}
 

@@ -84,6 +84,14 @@ def all_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def embedding_of(model: Any) -> torch.nn.Embedding:
+    """The table of token embeddings, under whatever an adapter put around it."""
+    around = model.get_input_embeddings()
+    parts = (part for part in around.modules() if hasattr(part, "num_embeddings"))
+    table: torch.nn.Embedding = next(parts, around)
+    return table
+
+
 def own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with a storage of its own size, so that keeping it keeps nothing else."""
     tensor = tensor.detach()

@@ -1,0 +1,186 @@
+"""Layers in few bits, and tables that adapters wrap: they work, or they are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile import one_thread
+from models import build, picture, stock_inputs, turn
+from test_exact import assert_like_stock, cold, logits
+
+import keepsight as ks
+from keepsight.errors import UnsupportedModel
+
+FIRST = [turn("What do you see in this picture here?", picture(1))]
+SECOND = [*FIRST, turn("A pattern.", role="assistant"), turn("And this one?", picture(2))]
+OTHER = [turn("Another question about it.", picture(1))]
+
+
+class OnePass(torch.nn.Linear):
+    """Its input in eight bits, with one scale for all tokens of a pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale(x) / 127
+        return super().forward((x / scale).round().clamp(-127, 127) * scale)
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().max()
+
+
+class EachToken(OnePass):
+    """A scale for each token, as torchao's dynamic layers have it."""
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().amax(-1, keepdim=True)
+
+
+class Fixed(OnePass):
+    """A scale that was measured before, as quanto's activations have it."""
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(4.0)
+
+
+class NotInInferenceMode(torch.nn.Linear):
+    """As quanto's weights of four bits, which unpack themselves."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("Cannot set version_counter for inference tensor")
+        return super().forward(x)
+
+
+class Packed(torch.nn.Module):
+    """A layer of another library whose kernel is not there."""
+
+    in_features, out_features = 64, 64
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.zeros(64, 8, dtype=torch.uint8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel for this device")
+
+
+class Gated(torch.nn.Linear):
+    """A layer of some other kind, that takes more than tokens."""
+
+    def forward(self, x: torch.Tensor, gate: float | None = None) -> torch.Tensor:
+        if gate is None and x.shape[1] == 8:
+            raise ValueError("where is the gate?")
+        return super().forward(x)
+
+
+@pytest.fixture
+def parts() -> Iterator[tuple[Any, Any]]:
+    """A model of its own, since these tests change its layers."""
+    build.cache_clear()
+    with one_thread():
+        yield build("qwen3_vl")
+    build.cache_clear()
+
+
+def put_in(model: Any, kind: type[torch.nn.Module]) -> None:
+    """Another class for two of the decoder's layers, with the weights that they have."""
+    attention = model.get_decoder().layers[1].self_attn
+    for name in ("q_proj", "o_proj"):
+        old = getattr(attention, name)
+        new: Any = kind(old.in_features, old.out_features, bias=old.bias is not None)
+        if isinstance(new, torch.nn.Linear):
+            new.weight = old.weight
+        setattr(attention, name, new.eval())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("after", [False, True])
+def test_a_scale_over_a_whole_pass_is_refused(parts: tuple[Any, Any], after: bool) -> None:
+    model, processor = parts
+    quantise = torch.ao.quantization.quantize_dynamic
+    if not after:
+        quantise(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+        with pytest.raises(UnsupportedModel, match=r"qkv .*quantized\.dynamic.*tokens computed"):
+            ks.wrap(model, processor)
+        return
+    with ks.wrap(model, processor, grain=16) as vlm:
+        vlm.chat(FIRST, max_new_tokens=1)
+        put_in(model, OnePass)
+        with pytest.raises(UnsupportedModel, match="layers.1.self_attn.q_proj .*OnePass"):
+            vlm.chat(FIRST, max_new_tokens=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_in_half_precision_are_no_scale(parts: tuple[Any, Any]) -> None:
+    """The same class of torch's, and nothing of the input is quantised."""
+    model, processor = parts
+    quantise = torch.ao.quantization.quantize_dynamic
+    layer = model.get_decoder().layers[1]
+    quantise(layer, {torch.nn.Linear}, dtype=torch.float16, inplace=True)
+    with ks.wrap(model, processor, grain=16) as vlm:
+        for messages in (FIRST, SECOND, FIRST):
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+
+
+@pytest.mark.parametrize("kind", [EachToken, Fixed, NotInInferenceMode, Gated])
+def test_layers_that_treat_each_token_alone_are_taken(
+    parts: tuple[Any, Any], kind: type[torch.nn.Module]
+) -> None:
+    model, processor = parts
+    put_in(model, kind)
+    with ks.wrap(model, processor, grain=16) as vlm:
+        for messages in (FIRST, SECOND, OTHER, FIRST, SECOND):
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+        if kind is NotInInferenceMode:
+            assert_like_stock(vlm, SECOND)
+
+
+@pytest.mark.parametrize("hybrid", ["qwen3_vl", "qwen3_5", "sliding"])
+def test_a_model_that_needs_no_inference_mode(tmp_path: Path, hybrid: str) -> None:
+    """All ways to and from a lane: a store, a batch, requests together, the device tier."""
+    build.cache_clear()
+    model, processor = build(hybrid)
+    layer = model.get_decoder().layers[-1].self_attn
+    layer.q_proj.__class__ = NotInInferenceMode
+    try:
+        for _ in range(2):
+            with ks.wrap(model, processor, grain=16, store=tmp_path, cache_budget="1MiB") as vlm:
+                for messages in (FIRST, SECOND, OTHER, SECOND):
+                    assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+                assert vlm.verify(SECOND, stock=True).equal
+                with ks.Together(vlm) as together:
+                    tickets = [together.submit(m, max_new_tokens=3) for m in (FIRST, OTHER)]
+                    assert all(ticket.result().tokens for ticket in tickets)
+    finally:
+        build.cache_clear()
+
+
+def test_a_packed_layer_that_cannot_be_asked_is_refused(parts: tuple[Any, Any]) -> None:
+    model, processor = parts
+    put_in(model, Packed)
+    with pytest.raises(UnsupportedModel, match="Packed.* is quantised.*no kernel for this device"):
+        ks.wrap(model, processor)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "mllama"])
+def test_tokens_trained_by_an_adapter(kind: str, tmp_path: Path) -> None:
+    """PEFT wraps the table of embeddings then, and the wrapper does not know its size."""
+    peft = pytest.importorskip("peft")
+    build.cache_clear()
+    model, processor = build(kind)
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[40, 41])
+    model.add_adapter(config)
+    model.eval()
+    try:
+        with ks.wrap(model, processor, grain=16) as vlm:
+            out = vlm.generate(**stock_inputs(processor, FIRST), max_new_tokens=1)
+            assert out.shape[0] == 1
+            vlm.encode(picture(1)).save(tmp_path / "one.sight")
+            package = ks.Package.load(tmp_path / "one.sight")
+            assert vlm.ask(package, "What is it?", max_new_tokens=1).usage.images_encoded == 0
+            assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
+    finally:
+        build.cache_clear()
