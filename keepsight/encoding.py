@@ -122,7 +122,7 @@ class Asked:
 
 
 def run(asked: Asked) -> int:
-    """Do it; 1 where an image could not be used."""
+    """Do it; 1 where an image could not be used, or was not taken by the store."""
     from keepsight import encode as room
     from keepsight.codecs import check_codec
 
@@ -140,13 +140,18 @@ def run(asked: Asked) -> int:
     with ExitStack() as stack:
         log = _error_log(stack, asked.errors)
         results = stack.enter_context(_closing(_results(asked, found.pieces, reading, shard)))
-        for result in progress.shown(results, tally, err, asked.as_json):
-            if asked.as_json:
-                json_line(result.to_dict())
-            if log is not None and result.error is not None:
-                log.write(json.dumps(result.to_dict()) + "\n")
+        try:
+            for result in progress.shown(results, tally, err, asked.as_json):
+                if asked.as_json:
+                    json_line(result.to_dict())
+                if log is not None and result.error is not None:
+                    log.write(json.dumps(result.to_dict()) + "\n")
+        except StoreError:
+            if tally.done:
+                _tell(tally, asked)  # how far it came
+            raise
     _tell(tally, asked)
-    return 1 if tally.broken else 0
+    return 1 if tally.failed else 0
 
 
 def _results(asked: Asked, pieces: Any, reading: Any, shard: Any) -> Iterator[Any]:
@@ -236,8 +241,8 @@ def _tell(tally: progress.Tally, asked: Asked) -> None:
     else:
         console().print(f"{tally}\nin {asked.to}")
     for name, status, error in tally.problems:
-        err.print(plain(f"{status}: {name}: {error}"), style="red" if status == "broken" else None)
-    untold = tally.broken + tally.counts.get("skipped", 0) - len(tally.problems)
+        err.print(plain(f"{status}: {name}: {error}"), style=None if status == "skipped" else "red")
+    untold = tally.failed + tally.counts.get("skipped", 0) - len(tally.problems)
     if untold > 0:
         where = asked.errors or "a file, with --errors FILE"
         err.print(f"and {untold} more; all are listed in {where}")

@@ -19,6 +19,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   ├── WrongIdentity                  sound, but made for other weights, settings or model
     │   └── MadeElsewhere                  made in another way, where the caller allows only ours
     ├── StoreError (OSError)               a store folder that cannot be used
+    │   └── NotStored                      entries that were handed over and are not in the store
     ├── ModelError (RuntimeError)          the model itself
     │   ├── UnsupportedModel               a family or cache layer not (yet) shown to be exact
     │   ├── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
@@ -114,6 +115,28 @@ class MadeElsewhere(FileError):
 
 class StoreError(KeepsightError, OSError):
     """A store cannot be used."""
+
+
+class NotStored(StoreError):
+    """Entries that were handed over and are not in the store.
+
+    `reasons` says why, by kind and key, for the first thousand of `count`; `broken` what the store
+    itself suffers from, None where it only did not take these.
+    """
+
+    reasons: dict[tuple[str, str], str] = {}  # noqa: RUF012
+    count: int = 0
+    broken: str | None = None
+
+    @classmethod
+    def of(
+        cls, where: str, reasons: dict[tuple[str, str], str], count: int, broken: str | None = None
+    ) -> NotStored:
+        """The error for a store at a place."""
+        first = next((f"{kind}/{key}: {why}" for (kind, key), why in reasons.items()), "an entry")
+        error = cls(f"{where}: {count} not written, the first: {first}")
+        error.reasons, error.count, error.broken = reasons, count, broken
+        return error
 
 
 class ModelError(KeepsightError, RuntimeError):

@@ -20,7 +20,7 @@ from keepsight.terminal import bytes_text
 if TYPE_CHECKING:
     from keepsight.encode import Encoded
 
-_STATUSES = ("encoded", "kept", "duplicate", "skipped", "broken")
+_STATUSES = ("encoded", "kept", "duplicate", "skipped", "refused", "broken")
 _MOST_TOLD = 1000  # broken images that are listed at the end; a file takes any number
 _LINES = 10.0  # seconds between two lines, where there is no terminal
 Problem = tuple[str, str, str]  # name, status, reason
@@ -54,9 +54,9 @@ class Tally:
         return sum(self.counts.values())
 
     @property
-    def broken(self) -> int:
-        """Images that could not be used."""
-        return self.counts.get("broken", 0)
+    def failed(self) -> int:
+        """Images that could not be used, or whose packages the store did not take."""
+        return self.counts.get("broken", 0) + self.counts.get("refused", 0)
 
     def rates(self) -> tuple[float, float]:
         """Images and tokens a second, of those that were encoded."""

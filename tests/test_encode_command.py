@@ -21,6 +21,8 @@ import keepsight as ks
 from keepsight import encoding, progress
 from keepsight.cli import app
 from keepsight.encode import Encoded
+from keepsight.encode.to_store import ToStore
+from keepsight.errors import NotStored
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +117,31 @@ def test_files_may_come_from_a_store(folder: Path) -> None:
     assert ks.Package.load(told[0]["package"]).feature_id == told[0]["feature_id"]
 
 
+# -- a store that does not take everything --------------------------------------------------------
+
+
+def test_what_a_store_refuses_is_no_success(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, result: Encoded) -> Encoded:
+        return Encoded(result.image, "refused", error="the budget is too small")
+
+    monkeypatch.setattr(ToStore, "confirm", refuse)
+    told = run("a.png", "b.png", "--to", "store", "--errors", "left.jsonl", code=1)
+    assert told.stdout.startswith("2 refused; 0.0 images/s") and "0 B written" in told.stdout
+    assert "refused: b.png: the budget is too small" in told.stderr
+    assert [line["status"] for line in lines(Path("left.jsonl").read_text())] == ["refused"] * 2
+
+
+def test_a_run_that_a_store_ends_tells_how_far_it_came(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: Any, most: int | None) -> None:
+        raise NotStored("1 package is gone")
+
+    monkeypatch.setattr(ToStore, "look_back", gone)
+    told = run("a.png", "b.png", "--to", "store", code=2)
+    assert told.stdout.startswith("2 encoded") and "error: 1 package is gone" in told.stderr
+
+
 # -- progress ----------------------------------------------------------------------------------
 
 
@@ -142,7 +169,7 @@ def test_progress_tells_rates_and_the_time_left(
         assert first == (
             "3/20 images: 3 encoded; 0.2 images/s, 2 tokens/s, 3.0 MiB written, 1:08 left"
         )
-    assert tally.broken == 1 and tally.problems == [("bad.png", "broken", "it is torn")]
+    assert tally.failed == 1 and tally.problems == [("bad.png", "broken", "it is torn")]
 
 
 def test_a_bar_is_shown_on_a_terminal() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from keepsight.encode import encode
 from keepsight.encode.ahead import Ahead
 from keepsight.encode.mapping import Encoder
 from keepsight.encode.results import Once
-from keepsight.errors import InputError, StoreError
+from keepsight.errors import InputError, NotStored, StoreError
 
 QUESTION = "Describe the picture."
 
@@ -275,6 +276,107 @@ def test_a_store_that_cannot_be_written_ends_the_run(
     with pytest.raises(StoreError, match="no space left"):
         results += encode([photos], vlm)
     assert not results, "nothing is reported that is not safe"
+
+
+# -- what the store does not take -----------------------------------------------------------------
+
+
+def test_what_the_store_refuses_was_not_encoded(
+    photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
+) -> None:
+    with open_vlm(demo_parts, tmp_path / "store", store_budget=2000) as vlm:
+        results = list(encode([photos], vlm))
+        assert Counter(result.status for result in results) == {"broken": 1, "refused": 5}
+        for result in results[1:]:
+            assert result.feature_id is None and result.nbytes == 0
+            assert "more than the budget of the store, 2,000" in str(result.error)
+        assert packages(vlm) == {}
+    with open_vlm(demo_parts, tmp_path / "store") as vlm:
+        assert Counter(r.status for r in encode([photos], vlm))["encoded"] == 3
+
+
+def test_the_quota_of_a_tenant_refuses_too(
+    photos: Path, tmp_path: Path, demo_parts: dict[str, Any]
+) -> None:
+    with open_vlm(demo_parts, tmp_path / "store", tenant_quota=2000) as vlm:
+        (result,) = encode([photos / "p0.png"], vlm, tenant="ann")
+    assert result.status == "refused" and "quota of a tenant, 2,000" in str(result.error)
+
+
+@pytest.fixture
+def album(tmp_path: Path) -> Path:
+    """Ten different pictures."""
+    folder = tmp_path / "album"
+    folder.mkdir()
+    for number in range(10):
+        (folder / f"{number}.png").write_bytes(png(number))
+    return folder
+
+
+def room_for(count: float, parts: dict[str, Any], album: Path, store: Path) -> int:
+    """Bytes that so many packages take in a store."""
+    with open_vlm(parts, store) as vlm:
+        list(encode([album / "0.png"], vlm))
+        return int(count * vlm.stats()["store"]["kinds"]["package"]["bytes"])
+
+
+def test_what_is_let_go_of_before_it_is_reported_is_reported_so(
+    album: Path, tmp_path: Path, demo_parts: dict[str, Any]
+) -> None:
+    room = room_for(4.5, demo_parts, album, tmp_path / "trial")
+    with open_vlm(demo_parts, tmp_path / "store", store_budget=room) as vlm:
+        results = list(encode([album], vlm))
+        stored = {result.feature_id for result in results if result.status == "encoded"}
+        assert stored == set(packages(vlm)) and 0 < len(stored) < 5
+        lost = [result for result in results if result.status == "refused"]
+        assert len(lost) + len(stored) == 10
+        assert all("too small for these images" in str(result.error) for result in lost)
+
+
+def test_a_budget_too_small_for_what_was_reported_ends_the_run(
+    album: Path, tmp_path: Path, demo_parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = room_for(4.5, demo_parts, album, tmp_path / "trial")
+    # Each is reported by itself; the package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["keepsight.encode.run"], "_SECONDS", -1.0)
+    with open_vlm(demo_parts, tmp_path / "store", store_budget=room) as vlm:
+        results: list[Any] = []
+        with pytest.raises(NotStored, match="not in the store any more.*too small") as told:
+            results.extend(encode([album], vlm))
+        reported = {result.feature_id for result in results} - {None}
+        assert reported - set(packages(vlm)) == {key for _, key in told.value.reasons}
+
+
+def test_later_batches_notice_that_earlier_ones_are_gone(
+    album: Path, tmp_path: Path, demo_parts: dict[str, Any]
+) -> None:
+    room = room_for(4.5, demo_parts, album, tmp_path / "trial")
+    encoder = Encoder("demo", store=tmp_path / "store", store_budget=room)
+    pictures = [str(path) for path in sorted(album.iterdir())]
+    assert set(encoder({"image": pictures[:2]})["status"]) == {"encoded"}
+    with pytest.raises(NotStored, match="too small"):
+        for start in range(2, 10, 2):
+            encoder({"image": pictures[start : start + 2]})
+    encoder.close()
+
+
+def test_a_small_folder_before_a_bucket_refuses_nothing(
+    album: Path, tmp_path: Path, demo_parts: dict[str, Any]
+) -> None:
+    far = f"file://{tmp_path}/far"
+    with open_vlm(demo_parts, tmp_path / "near", store_budget=2000, remote=far) as vlm:
+        assert Counter(r.status for r in encode([album], vlm)) == {"encoded": 10}
+        vlm.flush()
+        assert len(packages(vlm)) == 10
+
+
+def test_what_the_model_packs_for_its_store_is_found_again(
+    album: Path, tmp_path: Path, demo_parts: dict[str, Any]
+) -> None:
+    for status in ("encoded", "kept"):
+        with open_vlm(demo_parts, tmp_path / "store", feature_codec="int8") as vlm:
+            assert {r.status for r in encode([album], vlm)} == {status}
+            assert len(packages(vlm)) == 10
 
 
 # -- work ahead ------------------------------------------------------------------------------------

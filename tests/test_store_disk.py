@@ -22,7 +22,7 @@ import torch
 from hostile import finished, start
 
 from keepsight import keys, tensorfile
-from keepsight.errors import InputError, StoreError, WrongFormatVersion
+from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
 from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
 from keepsight.store import book as book_module
 from keepsight.store.catalogue import NAME, WRITING, Catalogue
@@ -326,7 +326,7 @@ def test_a_disk_that_was_full_is_written_again(
                 file.flush()
         for number in range(2, 6):
             store.put("package", KEYS[number], tensors(number, 30_000), {"n": number})
-        with pytest.raises(StoreError, match=f"{KEYS[2]}.*(No space left|is full).*3 more"):
+        with pytest.raises(StoreError, match=f"4 not written.*{KEYS[2]}.*(No space left|is full)"):
             store.flush()
         expect_whole(store, 2)
         ballast.unlink()
@@ -632,6 +632,9 @@ def test_a_full_queue_refuses_and_blocks_nobody(
     monkeypatch.undo()
     with store._writer._wake:
         store._writer._awake()
+    with pytest.raises(NotStored, match="4 not written.*too much waits") as refused:
+        store.flush()
+    assert set(refused.value.reasons) == {("package", key) for key in KEYS[4:]}
     store.flush()
     assert store._writer.pending.nbytes == 0 and store.stats()["entries"] == 4
 

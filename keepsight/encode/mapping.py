@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("feature_id", "tokens", "status", "error")
 Batch = dict[str, Any]
+_BACK = 256  # packages of earlier batches that are looked for after each
 
 
 class Encoder:
@@ -79,7 +80,7 @@ class Encoder:
 
     def encode(self, items: Any) -> Iterator[Encoded]:
         """What became of some items, once that is safe."""
-        return run(items, self._ready(), None, self._threads)
+        return run(items, self._ready(), None, self._threads, back=_BACK)
 
     def _ready(self) -> Target:
         """The model's store; loaded when it is needed first, once in each process."""

@@ -5,13 +5,15 @@ Nothing here knows where packages go.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from keepsight.encode.items import Item
 
-STATUSES = ("encoded", "kept", "duplicate", "skipped", "broken")
+STATUSES = ("encoded", "kept", "duplicate", "skipped", "refused", "broken")
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Encoded:
 
     image: str  # its name
     status: str  # "encoded", "kept" (was there before), "duplicate" (of this run), or one of:
-    # "skipped" (more tokens than wanted) and "broken", where `error` says why
+    # "skipped" (too many tokens), "refused" (by the store) and "broken", where `error` says why
     feature_id: str | None = None
     tokens: int = 0
     nbytes: int = 0  # written by this image
@@ -51,7 +53,14 @@ class Target(Protocol):
         """The rest, in the order of the items: the tower, and handing the package over."""
 
     def flush(self) -> None:
-        """Return when all that was settled is safe."""
+        """Return when all that was settled is safe, but for what the place refuses."""
+
+    def confirm(self, result: Encoded) -> Encoded:
+        """What became of an image, after `flush`: whether its package is really there."""
+
+    def look_back(self, most: int | None) -> None:
+        """Raise an error if packages that were confirmed before are gone again; of so many of the
+        first, or of all."""
 
 
 class Once:
@@ -70,6 +79,14 @@ class Once:
             del self._seen[next(iter(self._seen))]
         self._seen[mark] = None
         return True
+
+    def forget(self, feature_id: str) -> None:
+        """It was not kept after all."""
+        self._seen.pop(bytes.fromhex(feature_id), None)
+
+    def earliest(self, most: int | None) -> Iterator[str]:
+        """The first that were counted, so many or all."""
+        yield from (mark.hex() for mark in list(itertools.islice(self._seen, most)))
 
 
 def too_many(tokens: int, most: int | None) -> str | None:

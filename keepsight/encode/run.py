@@ -1,7 +1,8 @@
 """The run itself: items in, what became of each out, in order, with the tower kept busy.
 
 Results come once what they speak of is safe: whoever saw an image reported as encoded will find it,
-whatever happens afterwards.
+whatever happens afterwards. What a store refused is a result that says so; where it lets go of what
+was reported, because its budget is too small, the run ends with an error.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ def run(
     shard: tuple[int, int] | None = None,
     threads: int | None = None,
     budget: int = BUDGET,
+    back: int | None = None,
 ) -> Iterator[Encoded]:
-    """What became of each item. One that cannot be used is a result like any other."""
+    """What became of each item. One that cannot be used is a result like any other.
+
+    At the end `back` of the packages that were reported first, or all, must still be there.
+    """
     mine = (item for item in items if item.in_shard(shard))
     ahead: Ahead[Item, Any] = Ahead(
         target.look,
@@ -41,9 +46,13 @@ def run(
         waiting.append(result)
         written += result.nbytes
         if written > _BYTES or time.monotonic() - since > _SECONDS:
-            target.flush()
-            yield from waiting
+            yield from _confirmed(target, waiting)
             waiting.clear()
             written, since = 0, time.monotonic()
+    yield from _confirmed(target, waiting)
+    target.look_back(back)
+
+
+def _confirmed(target: Target, results: list[Encoded]) -> list[Encoded]:
     target.flush()
-    yield from waiting
+    return [target.confirm(result) for result in results]

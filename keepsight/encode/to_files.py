@@ -114,6 +114,13 @@ class ToFiles:
     def flush(self) -> None:
         """Each file was whole when it got its name."""
 
+    def confirm(self, result: Encoded) -> Encoded:
+        """As it is: a file that could not be written ended the run."""
+        return result
+
+    def look_back(self, most: int | None) -> None:
+        """Nobody here removes files."""
+
 
 def _known(item: Item, found: tuple[str, Path, Package]) -> Encoded:
     status, path, package = found

@@ -9,20 +9,24 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepsight import keys
 from keepsight.codecs import EXACT, check_codec
 from keepsight.encode.items import Item
 from keepsight.encode.results import Encoded, Once, too_many
-from keepsight.errors import InputError, KeepsightError
+from keepsight.errors import InputError, KeepsightError, NotStored
 from keepsight.medium import Medium
 from keepsight.naming import Looked
 from keepsight.package import Package
 from keepsight.store import About
+from keepsight.store.contract import Name
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
+
+
+_TOO_SMALL = "its budget, or the tenant's quota, is too small for these images"
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,15 @@ class ToStore:
     def __init__(
         self, vlm: VLM, tenant: str = "", codec: str = EXACT, most: int | None = None
     ) -> None:
-        self._vlm, self._tenant, self._codec, self._most = vlm, tenant, check_codec(codec), most
+        self._vlm, self._tenant, self._most = vlm, tenant, most
+        # Where the model's own store keeps packages packed, that is the form to look for.
+        self._codec = vlm.memory.settings.feature_codec if codec == EXACT else check_codec(codec)
         store = vlm.memory.store_of(tenant)
         if store is None:
             raise InputError("this model has no store: load it with store=, or encode to files")
         self._store = store
         self._once = Once()
+        self._refused: dict[Name, str] = {}  # of the last flush
         self._refresh()
 
     def _refresh(self) -> None:
@@ -158,5 +165,41 @@ class ToStore:
         return about
 
     def flush(self) -> None:
-        """Return when all that was settled is safe in the store, or say that it is not."""
-        self._store.flush()
+        """Return when all that was settled is safe in the store, but for what it did not take.
+        A store that takes nothing ends the run."""
+        self._refused = {}
+        try:
+            self._store.flush()
+        except NotStored as error:
+            if error.broken is not None:
+                raise
+            self._refused = error.reasons
+
+    # -- afterwards --------------------------------------------------------------------------------
+
+    def confirm(self, result: Encoded) -> Encoded:
+        """Refused, where the store did not take a package, or let go of it at once."""
+        made = result.feature_id
+        if made is None or self._store.has("package", made):
+            return result
+        self._once.forget(made)
+        why = self._refused.get(("package", made), f"not in the store any more: {_TOO_SMALL}")
+        return Encoded(result.image, "refused", tokens=result.tokens, error=why)
+
+    def look_back(self, most: int | None) -> None:
+        """Where a budget or a quota lets go of packages: whether it was one of this run's."""
+        if not _is_bounded(self._store):
+            return
+        gone = [made for made in self._once.earliest(most) if not self._store.has("package", made)]
+        if gone:
+            error = NotStored(
+                f"{len(gone)} packages that this run reported are not in the store any more, the "
+                f"first: {gone[0]}; {_TOO_SMALL}"
+            )
+            error.reasons, error.count = {("package", made): _TOO_SMALL for made in gone}, len(gone)
+            raise error
+
+
+def _is_bounded(store: Any) -> bool:
+    limits = [(tier.budget, tier.quota) for tier in getattr(store, "tiers", (store,))]
+    return any(limit is not None for pair in limits for limit in pair)

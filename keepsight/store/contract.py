@@ -78,9 +78,9 @@ class Store(Protocol):
     ) -> None:
         """Hand an entry over; the tensors must not change afterwards. It is readable at once.
 
-        A store may refuse it, and counts that: when too much waits to be written, when it alone is
-        over the budget, or when what it stands on is absent. Only what stands on its own key may
-        come before its base.
+        A store may refuse it, and counts that: when too much waits to be written, or when it alone
+        is over the budget, and then `flush` says so; or when what it stands on is absent. Only what
+        stands on its own key may come before its base. Tensors may lie on a device (`devices.py`).
         """
 
     def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
@@ -102,7 +102,8 @@ class Store(Protocol):
         """Remove all that holds anything of this image; the bytes freed."""
 
     def flush(self) -> None:
-        """Return when all that was handed over before is safe, or say that it is not."""
+        """Return when all that was handed over before is safe, or raise `NotStored` with what is
+        not and why. What a budget lets go of later is no loss in this sense; `stats` counts it."""
 
     def close(self) -> None:
         """Finish writing and let go of everything."""

@@ -75,6 +75,11 @@ class DiskStore:
         return self._writer.budget
 
     @property
+    def quota(self) -> int | None:
+        """What of it may be of one tenant."""
+        return self._writer.quota
+
+    @property
     def broken(self) -> str | None:
         """Why nothing can be written at the moment, or None."""
         return self._disk.why if self._disk.state != OK else None
@@ -221,8 +226,9 @@ class DiskStore:
         self._writer.hand_over(Job(place, record, tensors, about, layout.kept(about), ready=ready))
 
     def flush(self) -> None:
-        """Return when everything handed over before is on the disk, or say that it is not."""
-        self._writer.flush()
+        """Return when everything handed over before is on the disk, or say that it is not: of this
+        tenant, and without one of all."""
+        self._writer.flush(None if self is self._whole else self._tenant)
 
     def close(self) -> None:
         """Finish writing and stop the writer; of a tenant's view, only the first."""

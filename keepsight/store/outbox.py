@@ -22,6 +22,7 @@ from keepsight.exits import STORES, begin, finish_before_exit
 from keepsight.lock import Mutex
 from keepsight.store import layout
 from keepsight.store.contract import About, Entry, Tensors
+from keepsight.store.losses import TOO_MUCH, Losses
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Outbox:
         self._late: list[Job] = []
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lost: dict[str, list[str]] = {}
+        self.losses = Losses()
         self.nbytes = 0
 
     def find(self, name: str) -> Job | None:
@@ -99,7 +100,7 @@ class Outbox:
         """Take an entry; False where there is no room left, and `settle` will say so."""
         with self._lock:
             if self.nbytes + job.nbytes > self._room:
-                self._lose(job, "too much waits to be written")
+                self.losses.add(job.tenant, (job.kind, job.key), TOO_MUCH)
                 return False
             base = None if job.base is None else self._jobs.get(job.base)
             job.after = [*self._keys.get(job.key, []), *([] if base is None else [base])]
@@ -145,7 +146,7 @@ class Outbox:
                 del self._keys[job.key]
             self.nbytes -= job.nbytes
             if job.failed is not None and not job.unwanted:
-                self._lose(job, job.failed)
+                self.losses.add(job.tenant, (job.kind, job.key), job.failed)
                 # Its write may still come through, long after it was given up.
                 self._late = [*self._late[-1000:], job]
                 job.tensors, job.record = None, {}
@@ -166,14 +167,6 @@ class Outbox:
                     self._attempt(job)
         waiting = self.waiting()
         return all(job.done.wait(_left(end)) for job in waiting)
-
-    def _lose(self, job: Job, why: str) -> None:
-        self._lost.setdefault(job.tenant, []).append(f"{job.kind}/{job.key}: {why}")
-
-    def take_lost(self, tenant: str) -> list[str]:
-        """What of a tenant's was not written since this was last asked, and why."""
-        with self._lock:
-            return self._lost.pop(tenant, [])
 
     def withdraw(self, unwanted: Callable[[Job], bool]) -> None:
         """These are not wanted any more, even if a write of them that hangs comes through yet."""

@@ -14,10 +14,10 @@ from typing import Any
 from keepsight.devices import COMPLETE, Fence
 from keepsight.store.contract import About, Entry, Tensors
 from keepsight.store.layout import Place
+from keepsight.store.losses import Losses
 from keepsight.store.rows import row_of
 
 _OVERHEAD = 4096  # what a write takes in memory beside its tensors
-_LOST = 1000  # entries that were not written and are named to whoever asks
 STUCK = 30.0  # seconds without any progress after which a disk is no longer waited for
 
 
@@ -60,8 +60,7 @@ class Pending:
         self.handed = self.done = 0
         self.order: deque[Job] = deque()
         self._moved = 0.0  # when there was progress last
-        self._lost: list[str] = []
-        self._lost_more = 0
+        self.losses = Losses()
 
     def offer(self, job: Job) -> bool:
         """Take a write; False where there is no room for it."""
@@ -126,18 +125,3 @@ class Pending:
         """What to say of a disk that does not answer."""
         waiting = len(self.jobs)
         return f"the disk has not answered for {STUCK:.0f} s, and {waiting} entries wait for it"
-
-    def lose(self, place: Place, why: str) -> None:
-        """It will not be written."""
-        with self.changed:
-            if len(self._lost) < _LOST:
-                self._lost.append(f"{place.kind}/{place.key}: {why}")
-            else:
-                self._lost_more += 1
-
-    def take_lost(self) -> tuple[list[str], int]:
-        """What was lost since somebody asked: the first of them, and how many."""
-        with self.changed:
-            lost, self._lost = self._lost, []
-            count, self._lost_more = len(lost) + self._lost_more, 0
-        return lost, count

@@ -26,6 +26,7 @@ from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
 from keepsight.store.counting import Counting, Kinds
 from keepsight.store.health import OK, UNREACHABLE
+from keepsight.store.losses import larger_than
 from keepsight.store.outbox import Job, Outbox
 from keepsight.store.reader import Reader
 from keepsight.store.survey import Head, Seen, head
@@ -180,9 +181,9 @@ class RemoteStore:
         name = self._name(kind, key)
         if self._waiting(name) is not None or self._seen.find(name)[1] is not None:
             return
-        limits = [limit for limit in (self.budget, self.quota) if limit is not None]
-        base = about.stands_on
-        if limits and nbytes > min(limits):
+        base, too_large = about.stands_on, larger_than(nbytes, self.budget, self.quota)
+        if too_large is not None:
+            self._outbox.losses.add(self._tenant, (kind, key), too_large)
             self._count("refused")
             return
         on, told = None if base is None or base[1] == key else self._name(*base), layout.kept(about)
@@ -229,6 +230,7 @@ class RemoteStore:
         self._seen.there(job.name, Head(job.told, job.about.cost))
         nbytes = sum(len(part) for part in parts)
         self._count("written")
+        self._outbox.losses.found(job.tenant, (job.kind, job.key))
         self._counting.grew(job.tenant, job.kind, nbytes)
         removed = self._allowance.grown(job.tenant, nbytes)
         if removed:
@@ -255,9 +257,8 @@ class RemoteStore:
     def flush(self) -> None:
         """Return when all that was handed over before is at the address, or say what is not."""
         self._outbox.settle()
-        lost = self._outbox.take_lost(self._tenant)
-        if lost:
-            raise StoreError(f"{self.address}: {len(lost)} not written, the first: {lost[0]}")
+        whose = self._tenant if self._is_view else None  # without a tenant, of all of them
+        self._outbox.losses.report(self.address, whose, self._writing.why)
 
     def close(self) -> None:
         """Finish writing and let go of everything; a tenant's view only finishes writing."""

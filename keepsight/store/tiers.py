@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from keepsight import forks
-from keepsight.errors import InputError, StoreError
+from keepsight.errors import InputError, NotStored, StoreError
 from keepsight.exits import STORES, begin, finish_before_exit, when_dropped
 from keepsight.lock import Mutex
 from keepsight.store import ranking
@@ -222,7 +222,21 @@ class TieredStore:
     def flush(self) -> None:
         """Return when every store has what was handed over before, or say which has not."""
         self._carrier.settle()
-        self._every("written to", lambda store: store.flush())
+        refused: dict[Name, str] = {}
+
+        def flush(store: Store) -> None:
+            try:
+                store.flush()
+            except NotStored as error:
+                if error.broken or len(error.reasons) < error.count:
+                    raise
+                refused.update(error.reasons)
+
+        self._every("written to", flush)
+        # A small folder before a bucket takes what fits: what the other has is no loss.
+        lost = {name: why for name, why in refused.items() if not self.has(*name)}
+        if lost:
+            raise NotStored.of(" + ".join(map(label, self.tiers)), lost, len(lost))
 
     def close(self) -> None:
         """Finish writing and let go of everything; a tenant's view only finishes writing."""

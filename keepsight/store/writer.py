@@ -25,6 +25,7 @@ from keepsight.store.folder import Folder, Part
 from keepsight.store.health import FULL, LONGEST_PAUSE, OK
 from keepsight.store.keeper import Keeper
 from keepsight.store.layout import Place
+from keepsight.store.losses import TOO_MUCH, larger_than
 from keepsight.store.pending import STUCK, Job, Pending
 from keepsight.store.rows import name_of
 from keepsight.store.tally import Counted, Due, Tally
@@ -63,14 +64,14 @@ class Writer:
 
     def hand_over(self, job: Job) -> None:
         """Take a write, if there is room for it."""
-        limits = [limit for limit in (self.budget, self.quota) if limit is not None]
+        too_large = larger_than(job.size, self.budget, self.quota)
         with self._wake:
             if job.place in self.pending.jobs:
                 return
-            if self.disk.is_aside:
-                self._lose(job.place, self.disk.why)
-            elif any(job.size > limit for limit in limits) or not self.pending.offer(job):
-                self.tally.count(job.place.tenant, "refused")
+            if self.disk.is_aside or too_large is not None:
+                self._lose(job.place, too_large or self.disk.why)
+            elif not self.pending.offer(job):
+                self._lose(job.place, TOO_MUCH)
             else:
                 self._awake()
 
@@ -132,15 +133,15 @@ class Writer:
         self._keeper.pay(at_once=True)
         self._after()
 
-    def flush(self) -> None:
-        """Return when all that was handed over before is on the disk, or say what is not."""
+    def flush(self, tenant: str | None = None) -> None:
+        """Return when all that was handed over before is on the disk, or say what is not: of all
+        tenants, or of one."""
         self.drain()
-        lost, count = self.pending.take_lost()
-        if not lost and self.disk.state != OK and not self._probe():
-            lost = [self.disk.why]
-        if lost:
-            more = f" (and {count - 1} more)" if count > 1 else ""
-            raise StoreError(f"{self.folder.root} could not be written: {lost[0]}{more}")
+        broken = self.disk.state != OK and not self._probe()
+        why = self.disk.why if broken else None
+        self.pending.losses.report(str(self.folder.root), tenant, why)
+        if broken:
+            raise StoreError(f"{self.folder.root} could not be written: {why}")
 
     def close(self, seconds: float = float("inf")) -> None:
         """Finish writing, or give up after so many seconds, and stop the thread; it starts again
@@ -349,6 +350,7 @@ class Writer:
             if not self.disk.is_aside:
                 self.disk.worked()
             self.pending.forget(job)
+            self.pending.losses.found(job.place.tenant, (job.place.kind, job.place.key))
             self.tally.count(job.place.tenant, "written")
             rows.append(job.row(part.size))
         return rows
@@ -373,7 +375,7 @@ class Writer:
     # -- a disk that refuses ---------------------------------------------------------------------
 
     def _lose(self, place: Place, why: str) -> None:
-        self.pending.lose(place, why)
+        self.pending.losses.add(place.tenant, (place.kind, place.key), why)
         self.tally.count(place.tenant, "refused")
 
     def _failed(self, error: OSError, nbytes: int) -> None:

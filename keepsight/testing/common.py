@@ -6,12 +6,14 @@ A broken promise is an `AssertionError` that says which; pytest shows its text.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from keepsight.state import Tensors
+
+E = TypeVar("E", bound=Exception)
 
 
 def expect(condition: object, promise: str) -> None:
@@ -41,3 +43,12 @@ def swapped_in(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+def raised(kind: type[E], call: Callable[[], object]) -> E | None:
+    """The error of this kind that a call raises, or None where it raises nothing."""
+    try:
+        call()
+    except kind as error:
+        return error
+    return None

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from keepsight.errors import InputError
+from keepsight.errors import InputError, NotStored
 from keepsight.state import Tensors
 from keepsight.store import About, Store
-from keepsight.testing.common import expect, same_tensors
+from keepsight.testing.common import expect, raised, same_tensors
 
 KEYS = [f"{number:02x}" * 32 for number in range(8)]
 IMAGES = ["image one", "image two"]
@@ -253,7 +253,9 @@ class StoreTests:
         expect(0 < store.stats()["bytes"] <= budget, "the budget holds")
         refused = store.stats()["refused"]
         store.put("package", KEYS[1], {"a": torch.zeros(budget)}, {})
-        store.flush()
+        error = raised(NotStored, store.flush)
+        named = error is not None and list(error.reasons) == [("package", KEYS[1])]
+        expect(named, "and named by flush")
         expect(store.get("package", KEYS[1]) is None, "what is over the whole budget is not kept")
         expect(store.stats()["refused"] == refused + 1, "and counted as refused")
         expect(store.check() == [], "all is whole")
