@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
+from keepsight.lengths import context_length
 from keepsight.stops import StopStrings, stop_strings
 
 # Options of GenerationConfig that this engine cannot serve, with their harmless values.
@@ -176,12 +177,6 @@ def check_length(model: PreTrainedModel, length: int) -> None:
             f"the prompt has {length} tokens, the model's context is {limit}; shorten the "
             "conversation or send smaller images"
         )
-
-
-def context_length(model: PreTrainedModel) -> int | None:
-    """How many tokens the language model was made for."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
 
 
 def _refuse(config: GenerationConfig) -> None:

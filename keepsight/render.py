@@ -25,6 +25,7 @@ from keepsight.errors import (
     UnsupportedInput,
 )
 from keepsight.families import Family
+from keepsight.lengths import Lengths
 from keepsight.medium import Medium
 from keepsight.prompt import Prompt
 from keepsight.template import ChatTemplate
@@ -58,6 +59,7 @@ class Renderer:
         words = (f"(?P<{kind}>{re.escape(word)})" for kind, word in self._words.items())
         self._written = re.compile("|".join(words))
         self._bos = self._implicit_bos()
+        self.lengths = Lengths(family.model, self.tokenizer)
 
     def _word(self, kind: str) -> str:
         word = getattr(self._processor, f"{kind}_token", None)
@@ -84,12 +86,14 @@ class Renderer:
         generate = generate and not template.get("continue_final_message")
         clean, given = parse_messages(messages)
         self._refuse_unseen(given)
+        self.lengths.check(clean, template)
         rendered = self._chat.render(self.tokenizer, clean, generate, template)
         named = [(kind, name(medium, kind)) for kind, medium in given]
         text = self._family.prompt_text(self._processor, rendered.text, self._written)
         spots = list(self._written.finditer(text))
         media = _in_order(spots, named)
         text, runs = self._insert(text, spots, media)
+        self.lengths.check_rendered(text, self.tokenizer)
         ids = self._chat.tokens.encode(self.tokenizer, Rendered(text, rendered.code), self._bos)
         whole = np.asarray(ids, dtype=np.int64)
         return self._expand(whole, runs, media, rendered.plain(text))

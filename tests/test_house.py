@@ -29,7 +29,7 @@ keys exits forks
 lock grouped switches quiet devices control
 template_source partial_processor
 template
-tensorfile report codecs handover pictures
+tensorfile report codecs handover pictures lengths
 package
 media store state loading circumstances compiled quantised stops
 shelf placement

@@ -327,6 +327,60 @@ def test_bodies_that_are_too_large(server: Live) -> None:
         assert b" 413 " in connection.recv(4096)[:40]
 
 
+def test_a_body_that_says_it_is_too_large_is_not_taken_in(server: Live) -> None:
+    with server.raw() as connection:
+        head = b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 3000000\r\n\r\n"
+        connection.sendall(head)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_ten_thousand_pictures_are_counted_before_one_is_read(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unexpected(*given: Any) -> None:
+        raise AssertionError("a picture was read")
+
+    monkeypatch.setattr("keepsight.server.content._decoded", unexpected)
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    error = refusal(server.chat(user([part] * 10_000)))
+    assert error["code"] == "too_many_images" and error["param"] == "messages[0].content[4]"
+
+
+def test_what_is_large_waits_for_what_is_large(vlm: Any) -> None:
+    """Whoever sends large requests holds up their own kind alone."""
+    with live(vlm, Scripted("hi")) as server:
+        over, begun = threading.Event(), threading.Semaphore(0)
+
+        def long() -> None:
+            begun.release()
+            over.wait(60)
+
+        for _ in range(64):
+            server.service.threads.submit(long, large=True)
+        assert begun.acquire(timeout=20)
+        answers: list[int] = []
+        large = threading.Thread(target=lambda: answers.append(server.chat(user("x" * 300_000))[0]))
+        large.start()
+        assert server.chat(user("x"))[0] == 200 and not answers
+        over.set()
+        large.join(60)
+        assert answers == [200]
+
+
+def test_who_only_keeps_connections_keeps_nobody_out(vlm: Any) -> None:
+    with live(vlm, Scripted("hi"), max_connections=4) as server:
+        silent = [server.raw() for _ in range(8)]
+        half = server.raw()
+        half.sendall(b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        try:
+            assert server.chat(user("x"))[0] == 200
+            assert silent[0].recv(10) == b"", "the one that kept silent longest is gone"
+            assert len(server.server.server_state.connections) <= 4
+        finally:
+            for connection in (*silent, half):
+                connection.close()
+
+
 def test_ten_thousand_messages(server: Live) -> None:
     words = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     answer = server.chat({"messages": words * 5000, "max_tokens": 1})

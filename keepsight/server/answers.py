@@ -18,6 +18,7 @@ from keepsight.errors import Closed
 from keepsight.report import Piece, Report, Usage
 from keepsight.server.sampling import Likely, Recorder, Sampling
 from keepsight.server.spoken import Said, Speech, spoken_message
+from keepsight.server.threads import Threads, is_large
 from keepsight.together import Ticket, Together
 
 T = TypeVar("T")
@@ -90,9 +91,8 @@ class End:
 class Desk:
     """Takes requests to the scheduler and brings back what it says."""
 
-    def __init__(self, together: Together) -> None:
-        self.together = together
-        self._threads = ThreadPoolExecutor(8, "keepsight-submit")
+    def __init__(self, together: Together, threads: Threads) -> None:
+        self.together, self._threads = together, threads
         self._others = ThreadPoolExecutor(8, "keepsight-desk")  # nobody's answer waits for them
         self._counters = ThreadPoolExecutor(2, "keepsight-stats")  # nor does who only counts
 
@@ -111,7 +111,7 @@ class Desk:
                 **options,
             )
 
-        return Answer(*await self._handed_in(work), ask, recorder)
+        return Answer(*await self._handed_in(work, is_large(ask.messages)), ask, recorder)
 
     async def prepare(self, messages: Any, **options: Any) -> Report:
         """Prefill in turn with the others; the report when it is done. No thread waits for it:
@@ -120,7 +120,7 @@ class Desk:
         def work(tell: Callable[[Any], None]) -> Ticket:
             return self.together.prepare(messages, on_done=tell, **options)
 
-        ticket, arrived = await self._handed_in(work)
+        ticket, arrived = await self._handed_in(work, is_large(messages))
         try:
             await arrived.get()
         finally:
@@ -133,7 +133,7 @@ class Desk:
         return ticket.report
 
     async def _handed_in(
-        self, work: Callable[[Callable[[Any], None]], Ticket]
+        self, work: Callable[[Callable[[Any], None]], Ticket], large: bool
     ) -> tuple[Ticket, asyncio.Queue[Piece | Ticket]]:
         """What some thread has handed in to the scheduler, and where it will be heard of."""
         loop = asyncio.get_running_loop()
@@ -143,7 +143,7 @@ class Desk:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(arrived.put_nowait, what)
 
-        future = self._threads.submit(work, hand_over)
+        future = self._threads.submit(lambda: work(hand_over), large)
         try:
             return await asyncio.wrap_future(future, loop=loop), arrived
         except asyncio.CancelledError:
@@ -161,7 +161,8 @@ class Desk:
     def close(self, drain: float) -> None:
         """Let what runs finish."""
         self.together.close(drain)
-        for threads in (self._threads, self._others, self._counters):
+        self._threads.close()
+        for threads in (self._others, self._counters):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

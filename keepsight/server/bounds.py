@@ -11,6 +11,15 @@ from keepsight.clips import MAX_FRAMES
 from keepsight.errors import ImageError, MissingExtra
 from keepsight.server.problems import ApiError
 
+_VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
+
+
+def is_video(data: bytes) -> bool:
+    """By its first bytes: names and types are what a client says."""
+    if data[4:8] == b"ftyp":
+        return data[8:11] not in (b"avi", b"hei", b"mif", b"msf")  # AVIF and HEIF are pictures
+    return data[:4] == _VIDEO_MAGIC[0] or (data[:4] == _VIDEO_MAGIC[1] and data[8:11] == b"AVI")
+
 
 def check_video(data: bytes, most: int) -> None:
     """Refuse a video whose frames would take more than `most` bytes."""

@@ -17,11 +17,13 @@ from pydantic import ConfigDict, Field
 from keepsight import keeping
 from keepsight.errors import StoreError
 from keepsight.report import Report
+from keepsight.server.body import BodyRoute
 from keepsight.server.limits import Caller
 from keepsight.server.parts import Name, PixelLimits
 from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.schema import Message, Rendering
 from keepsight.server.service import Service, tools_of, visit_of
+from keepsight.server.threads import is_large
 from keepsight.server.unused import Strict
 from keepsight.server.wire import report_of, unless_gone
 from keepsight.store import Entry
@@ -60,7 +62,7 @@ class PinRequest(HeldRequest):
 
 def routes(service: Service) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["cache"])
+    router = APIRouter(tags=["cache"], route_class=BodyRoute)
     _add_reports(router, service)
     _add_held(router, service)
     _add_whole(router, service)
@@ -79,7 +81,8 @@ def _add_reports(router: APIRouter, service: Service) -> None:
         """The report that an answer would get, computing nothing with the model."""
 
         def look(messages: Any, **options: Any) -> Awaitable[Report]:
-            return service.desk.work(lambda: service.desk.together.explain(messages, **options))
+            work = functools.partial(service.desk.together.explain, messages, **options)
+            return service.threads.run(work, is_large(messages))
 
         return await _reported(service, body, request, look)
 
@@ -210,8 +213,9 @@ async def _on_held(
     async def work() -> tuple[Any, list[str]]:
         given, _, tenant = await service.rendering(rendering, visit)
         # Pictures are opened here, where nobody's tokens wait for them.
-        messages = await service.desk.work(
-            lambda: service.desk.together.named(given, tenant or service.vlm.tenant, learn)
+        messages = await service.threads.run(
+            lambda: service.desk.together.named(given, tenant or service.vlm.tenant, learn),
+            is_large(given),
         )
         what = [medium for _, medium in _media_in(messages)] if body.pictures_only else messages
         if not what:

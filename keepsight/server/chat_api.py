@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from keepsight.server.answers import Answer, Ask, Delta, End, Scored
+from keepsight.server.body import BodyRoute
 from keepsight.server.door import Visit
 from keepsight.server.schema import ChatRequest
 from keepsight.server.service import Service, visit_of
@@ -34,7 +35,7 @@ from keepsight.server.wire import (
 
 def routes(service: Service) -> APIRouter:
     """The route."""
-    router = APIRouter(tags=["answers"])
+    router = APIRouter(tags=["answers"], route_class=BodyRoute)
 
     @router.post("/v1/chat/completions", operation_id="chat", responses=STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:

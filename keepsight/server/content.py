@@ -6,9 +6,9 @@ its file, before it costs anything.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import contextlib
+import math
 import stat
 import urllib.parse
 import urllib.request
@@ -18,22 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import ImageError
-from keepsight.pictures import MAX_PIXELS
+from keepsight.lengths import characters
+from keepsight.media import from_base64
+from keepsight.pictures import MAX_PIXELS, size_of
 from keepsight.render import Message as Rendered
 from keepsight.server import parts, schema
 from keepsight.server.bindings import Bindings
-from keepsight.server.bounds import check_sound, check_video
+from keepsight.server.bounds import check_sound, check_video, is_video
 from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
 from keepsight.server.pages import LOW, Shown, Sizes, is_pdf, pages, picture
 from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.spoken import arguments_of
+from keepsight.server.threads import LARGE_PICTURES, LARGE_TEXT, Gathered
 from keepsight.server.unused import Unused, is_empty
 
+_WORDS = (parts.TextPart, parts.RefusalPart, parts.ThoughtPart)
 _LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
 _FETCHED = ("http", "https")
-_VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
 
 
 @dataclass
@@ -49,9 +52,10 @@ class Gatherer:
     bindings: Bindings | None = None  # the names that clients gave to pictures
     whose: str = ""  # the tenant under the request's salt, whose names these are
     images: int = 0
+    pixels: int = 0
     _fetched: dict[str, bytes] = field(default_factory=dict)
 
-    def messages(self, messages: list[schema.Message], template: str) -> list[Rendered]:
+    def messages(self, messages: list[schema.Message], template: str) -> Gathered:
         """All messages, for a template that must have a place for what they hold."""
         if len(messages) > self.config.max_messages:
             raise invalid(
@@ -63,7 +67,28 @@ class Gatherer:
                 raise refused(
                     "messages", "the chat template of this model has no place for tool_calls"
                 )
-        return [self._message(m, *m.places(i)) for i, m in enumerate(messages)]
+        self._check_number(messages)
+        made = Gathered(self._message(m, *m.places(i)) for i, m in enumerate(messages))
+        made.large = self.pixels > LARGE_PICTURES or characters(made) > LARGE_TEXT
+        return made
+
+    def _check_number(self, messages: list[schema.Message]) -> None:
+        """Before any is read: each part that is no text shows a picture at least."""
+        shown = 0
+        for number, message in enumerate(messages):
+            place, content = message.places(number)
+            given = message.content if isinstance(message.content, list) else []
+            pictures = [spot for spot, part in enumerate(given) if not isinstance(part, _WORDS)]
+            room = self.config.max_images - shown
+            if len(pictures) > room:
+                raise self._too_many(f"{content}[{pictures[room]}]")
+            shown += len(pictures) + len((message.role == "user" and message.images) or ())
+            if shown > self.config.max_images:
+                raise self._too_many(f"{place}.images")
+
+    def _too_many(self, place: str) -> ApiError:
+        what = f"more than {self.config.max_images} images in one request"
+        return ApiError(400, what, param=place, code="too_many_images")
 
     def _message(self, message: schema.Message, place: str, content: str) -> Rendered:
         role = "system" if message.role == "developer" else message.role
@@ -76,7 +101,7 @@ class Gatherer:
         said = {
             "name": message.name,
             "tool_call_id": message.tool_call_id,
-            "reasoning_content": message.thought() or _thought_in(message.content),
+            "reasoning_content": message.thought() or parts.thought_in(message.content),
         }
         for name, value in said.items():
             if value is not None:
@@ -221,23 +246,20 @@ class Gatherer:
         if part is not None:
             self._uncached(part, place)
             self._bound(part.uuid, data, place)
-        if not is_pdf(data) and _is_video(data):
+        if not is_pdf(data) and is_video(data):
             return [self._video(data)]
         found: list[Any]
         if is_pdf(data):
             room = self.config.max_images - self.images
             largest = min(self.config.max_image_pixels, MAX_PIXELS)
             found = list(pages(data, shown, self.config.pdf_dpi, max(1, room), largest))
+            self.pixels += LARGE_PICTURES  # whatever they are, drawing takes long
         else:
             found = [picture(data, shown, self.config.max_image_pixels)]
+            self.pixels += math.prod(size_of(data, "it"))
         self.images += len(found)
         if self.images > self.config.max_images:
-            raise ApiError(
-                400,
-                f"more than {self.config.max_images} images in one request",
-                param=place,
-                code="too_many_images",
-            )
+            raise self._too_many(place)
         return [{"type": "image", "image": image} for image in found]
 
     # -- addresses -------------------------------------------------------------------------------
@@ -310,14 +332,6 @@ def one_of(part: Any, names: tuple[str, ...], place: str) -> tuple[Any, str]:
 _HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")
 
 
-def _thought_in(content: Any) -> str | None:
-    """Thoughts that came as parts of the content."""
-    if not isinstance(content, list):
-        return None
-    thoughts = [part for part in content if isinstance(part, parts.ThoughtPart)]
-    return "".join(part.thinking or part.text or "" for part in thoughts) or None
-
-
 def fetches(messages: list[schema.Message]) -> bool:
     """Whether anything in some messages would be fetched from elsewhere."""
     return any(_scheme(url) in _FETCHED for message in messages for url in _addresses(message))
@@ -360,7 +374,7 @@ def _decoded(text: str, place: str) -> bytes:
             raise ValueError("there is no comma")
         if head and not head.lower().endswith(";base64"):
             return urllib.parse.unquote_to_bytes(body)
-        return base64.b64decode(body, validate=True)
+        return from_base64(body)
     except (ValueError, binascii.Error) as error:
         raise ApiError(
             400,
@@ -368,12 +382,6 @@ def _decoded(text: str, place: str) -> bytes:
             param=place,
             code="invalid_base64",
         ) from None
-
-
-def _is_video(data: bytes) -> bool:
-    if data[4:8] == b"ftyp":
-        return data[8:11] not in (b"avi", b"hei", b"mif", b"msf")  # AVIF and HEIF are pictures
-    return data[:4] == _VIDEO_MAGIC[0] or (data[:4] == _VIDEO_MAGIC[1] and data[8:11] == b"AVI")
 
 
 def _call(call: schema.ToolCall, place: str) -> dict[str, Any]:

@@ -38,6 +38,9 @@ _READING = 60.0
 _LAST_WORDS = 1.0  # seconds for a client that does not read, when the server ends
 _EVENTS = b"text/event-stream"
 _DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens
+_AT_ONCE = 1 << 20  # bytes of a body that come as fast as they can
+_BYTES_A_SECOND = 64 << 20  # of all larger ones, while others are served: taking them in costs time
+_SHORT = 0.005  # seconds that are not waited for
 _BODIES_HELD = 8  # times the largest body, of all requests together
 
 
@@ -53,6 +56,7 @@ class Visit:
     status: int = 0
     told: dict[str, Any] = field(default_factory=dict)
     gone: bool = False  # the client hung up
+    size: int = 0  # of its body
     unused: Unused = field(default_factory=Unused)  # what it asked for that has no effect
     streams: bool = False  # what is being sent are events, which may end at any time
 
@@ -114,6 +118,20 @@ def told(error: Exception, visit: Visit) -> ApiError:
     return problem
 
 
+class Pace:
+    """So many a second, whoever wants them."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second, self._next = per_second, 0.0
+
+    async def wait(self, count: int) -> None:
+        """Until so many may come."""
+        now = time.monotonic()
+        self._next = max(self._next, now) + count / self._per_second
+        if self._next - now > _SHORT:
+            await asyncio.sleep(self._next - now)
+
+
 class Door:
     """ASGI around the application."""
 
@@ -121,6 +139,7 @@ class Door:
         self._app, self._service = app, service
         self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}
         self._held = 0
+        self._pace = Pace(_BYTES_A_SECOND)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request from its first byte to its line in the log."""
@@ -131,9 +150,11 @@ class Door:
         visit.unused.refuse = self._service.config.unknown_fields == "refuse"
         metrics = self._service.metrics
         metrics.active.inc()
+        self._service.active += 1
         try:
             await self._through(scope, receive, send, visit)
         finally:
+            self._service.active -= 1
             metrics.active.dec()
             seconds = time.perf_counter() - visit.begun
             if visit.gone:
@@ -171,9 +192,11 @@ class Door:
             except ApiError:
                 await self._discard(receive)
                 raise
-            body = await self._body(receive, visit)
+            body = await self._body(receive, visit, _announced(scope))
+            visit.size = len(body)
             try:
-                scope.setdefault("state", {})["visit"] = visit
+                more = {"visit": visit, "threads": self._service.threads}
+                scope.setdefault("state", {}).update(more)
                 # Answers have a limit of their own; this one is for clients that do not read.
                 seconds = self._service.config.seconds("request_timeout") + _READING
                 async with asyncio.timeout(seconds):
@@ -235,12 +258,15 @@ class Door:
             text = "requests from pages of other sites are not allowed; see --allow-origin"
             raise ApiError(403, text, code="origin_not_allowed")
 
-    async def _body(self, receive: Receive, visit: Visit) -> bytes:
-        """The whole body, within its limits of size and time."""
+    async def _body(self, receive: Receive, visit: Visit, announced: int) -> bytes:
+        """The whole body, within its limits of size and time. `announced`: how long it will be, as
+        far as its client says."""
         most = self._service.config.bytes("max_body")
         parts: list[bytes] = []
         size, more = 0, True
         try:
+            if announced > most:
+                raise _too_large(most)
             async with asyncio.timeout(self._service.config.seconds("body_timeout")):
                 while more:
                     message = await receive()
@@ -251,6 +277,8 @@ class Door:
                     size += len(parts[-1])
                     self._held += len(parts[-1])
                     more = message.get("more_body", False)
+                    if size > _AT_ONCE and self._service.active > 1:
+                        await self._pace.wait(len(parts[-1]))
                     if size > most:
                         raise _too_large(most)
                     if self._held > _BODIES_HELD * most:
@@ -288,6 +316,11 @@ def _shown_path(scope: Scope, known: set[str]) -> str:
         parts[3] = "{id}"
     shown = "/".join(parts)
     return shown if shown in known else "other"
+
+
+def _announced(scope: Scope) -> int:
+    text = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(text) if text.isdigit() else 0  # which the protocol has checked
 
 
 def _closing() -> ApiError:

@@ -6,6 +6,8 @@ people's pictures to disk, where nobody named a place for them.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -21,6 +23,7 @@ from keepsight.store import parse_bytes
 
 _PURPOSES = ("vision", "user_data", "assistants")
 _FIELDS = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
+_PIECE = 1 << 18  # bytes that are parsed in one go
 _LEAST, _LONGEST = 60, 30 * 86400  # seconds that a file may be asked to last
 _UPLOAD = {
     "required": True,
@@ -124,12 +127,20 @@ def _add_one(router: APIRouter, service: Service) -> None:
         return {"id": file_id, "object": "file", "deleted": True}
 
 
+async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
+    """The body, with room for others between its pieces."""
+    async for data in request.stream():
+        for start in range(0, len(data), _PIECE):
+            yield data[start : start + _PIECE]
+            await asyncio.sleep(0)
+
+
 async def _form(request: Request) -> FormData:
     kind = request.headers.get("content-type", "")
     if not kind.lower().startswith("multipart/form-data"):
         raise invalid("file", "expected multipart/form-data with the fields file and purpose")
     try:
-        form = await _InMemory(request.headers, request.stream(), max_files=1, max_fields=8).parse()
+        form = await _InMemory(request.headers, _pieces(request), max_files=1, max_fields=8).parse()
     except (MultiPartException, KeyError, ValueError, UnicodeError) as error:
         reason = getattr(error, "message", None) or "it is damaged"
         raise invalid("file", f"the form cannot be read: {reason}") from None

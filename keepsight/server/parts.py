@@ -211,3 +211,11 @@ Content = Annotated[
     Annotated[Text, Tag("as text")] | Annotated[list[Part], Tag("as parts")],
     Discriminator(kind_of),
 ]
+
+
+def thought_in(content: Any) -> str | None:
+    """Thoughts that came as parts of the content."""
+    if not isinstance(content, list):
+        return None
+    thoughts = [part for part in content if isinstance(part, ThoughtPart)]
+    return "".join(part.thinking or part.text or "" for part in thoughts) or None

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from keepsight.server.answers import Answer, Ask, Delta, End
+from keepsight.server.body import BodyRoute
 from keepsight.server.chat_api import scored_of
 from keepsight.server.door import Visit, told
 from keepsight.server.items import Item
@@ -42,7 +43,7 @@ _TYPES = {"text": "message", "thought": "reasoning"}
 
 def routes(service: Service) -> APIRouter:
     """The route."""
-    router = APIRouter(tags=["answers"])
+    router = APIRouter(tags=["answers"], route_class=BodyRoute)
 
     @router.post("/v1/responses", operation_id="responses", responses=STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:

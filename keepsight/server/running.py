@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -32,6 +33,7 @@ logger = logging.getLogger("keepsight.server")
 _POLL = 0.05
 _SWEEP = 30.0  # seconds
 _LAST_WORDS = 2.0  # seconds, for saying that the time for draining is over
+_TURN = 0.0005  # seconds that a thread keeps the interpreter; the model's asks for it all the time
 _HEADERS = 64 << 10  # bytes of a request's head
 
 
@@ -128,13 +130,31 @@ class Connection(H11Protocol):
     most = 4096
 
     def connection_made(self, transport: Any) -> None:
-        """Watch it; turn it away where there are too many."""
+        """Watch it; where there are too many, one of them goes."""
         super().connection_made(transport)
         self._seen: Any = None
+        self._heard = self.loop.time()
         if len(self.connections) > self.most:
-            transport.close()
-            return
+            self._make_room()
         self._watch = self.loop.call_later(self.idle, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        """Note that it came, and when."""
+        self._heard = self.loop.time()
+        super().data_received(data)
+
+    def _make_room(self) -> None:
+        """Close the connection that has kept silent longest of those whose clients are to speak;
+        where there is none, this one. So nobody keeps others out who only keeps connections."""
+        owing = [one for one in self.connections if isinstance(one, Connection) and one._owes()]
+        min(owing, key=lambda one: one._heard, default=self).transport.close()
+
+    def _owes(self) -> bool:
+        """Whether nothing can happen here before more comes."""
+        if self.transport.is_closing():
+            return False
+        busy = self.cycle is not None and not self.cycle.response_complete
+        return not busy or self.conn.their_state is h11.SEND_BODY
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop watching."""
@@ -178,6 +198,7 @@ def make_server(service: Service) -> Server:
 def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], None]) -> None:
     """Serve until a signal says otherwise."""
     _start_logs(config.log)
+    sys.setswitchinterval(_TURN)
     service = make_service(vlm, name, config)
     server = make_server(service)
     server.ready = ready

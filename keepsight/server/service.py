@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
+from keepsight.lengths import characters
 from keepsight.report import Report
 from keepsight.server import schema
 from keepsight.server.answers import Answer, Ask, Delta, Desk
@@ -30,6 +31,7 @@ from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.sampling import sampling
 from keepsight.server.subject import Subject
+from keepsight.server.threads import LARGE_BODY, LARGE_TEXT, Gathered, Threads
 from keepsight.server.unused import Unused, is_empty
 from keepsight.server.uploads import contents_for
 from keepsight.together import Together
@@ -46,7 +48,9 @@ class Service:
     def __init__(self, vlm: VLM, together: Together, name: str, config: ServerConfig) -> None:
         self.vlm, self.config = vlm, config
         self.subject = Subject(vlm, config.model_name or name)
-        self.desk = Desk(together)
+        self.active = 0  # requests that are being served
+        self.threads = Threads(lambda: self.active)
+        self.desk = Desk(together, self.threads)
         contents = contents_for(vlm._store)
         self.files = Files(
             config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
@@ -59,7 +63,6 @@ class Service:
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)
         self.draining = False
-        self._gathering = ThreadPoolExecutor(8, "keepsight-gather")
         # These mostly wait for other people's servers, and nobody who asks for none waits for them.
         self._fetching = ThreadPoolExecutor(32, "keepsight-fetch")
 
@@ -81,11 +84,12 @@ class Service:
         self._check_names(body.messages, unused)
         tenant = caller.salted(body.cache_salt)
         messages = await self.gathered(body, body.messages, visit, tenant)
+        messages.large |= characters(tools_of(body.tools)) > LARGE_TEXT
         return messages, template, tenant
 
     async def gathered(
         self, body: PixelLimits, messages: list[schema.Message], visit: Visit, tenant: str
-    ) -> list[dict[str, Any]]:
+    ) -> Gathered:
         """Messages for the library, with all that they speak of. `tenant` is the salted one."""
         gatherer = Gatherer(
             self.config,
@@ -97,10 +101,13 @@ class Service:
             self.bindings,
             tenant,
         )
-        threads = self._fetching if fetches(messages) else self._gathering
-        return await asyncio.get_running_loop().run_in_executor(
-            threads, gatherer.messages, messages, self.subject.template
-        )
+
+        def work() -> Gathered:
+            return gatherer.messages(messages, self.subject.template)
+
+        if fetches(messages):
+            return await asyncio.get_running_loop().run_in_executor(self._fetching, work)
+        return await self.threads.run(work, large=visit.size > LARGE_BODY)
 
     def _check_names(self, messages: list[schema.Message], unused: Unused) -> None:
         """Name names that the model is never told of."""
@@ -227,8 +234,7 @@ class Service:
     def close(self) -> None:
         """Let what runs finish, and let go of everything."""
         self.desk.close(self.config.seconds("drain"))
-        for threads in (self._gathering, self._fetching):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
 
 
 def _too_long(seconds: float) -> ApiError:

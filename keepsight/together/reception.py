@@ -19,6 +19,7 @@ import torch
 from keepsight.calls import Call
 from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
 from keepsight.generation import Taker as TokenTaker
+from keepsight.lengths import characters
 from keepsight.lock import Mutex
 from keepsight.medium import PROCESSORS, Medium
 from keepsight.naming import Looked
@@ -31,6 +32,7 @@ from keepsight.turn import Turn
 from keepsight.vision import Vision
 from keepsight.vlm import VLM
 
+_LONG = 1 << 15  # characters of texts that are tokenized beside the others
 _LONGEST_ROOM = 4096  # an answer may get longer; this much is planned for
 
 Follow = Callable[[str], Message | None]  # from the text of an answer to the message it becomes
@@ -70,16 +72,30 @@ class Request:
         return self.tokens + min(self.room, _LONGEST_ROOM)
 
 
+class Tokenizing:
+    """A renderer whose tokenizer one thread has at a time: it is changed while it encodes text with
+    control tokens in it."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._turn = Mutex()
+        self._renderer = copy.copy(renderer)
+        self._renderer.tokenizer = copy.deepcopy(renderer.tokenizer)
+
+    def __enter__(self) -> Renderer:
+        self._turn.acquire()
+        return self._renderer
+
+    def __exit__(self, *error: object) -> None:
+        self._turn.release()
+
+
 class Reception:
     """Makes requests to one model ready. Its methods may be called in many threads."""
 
     def __init__(self, vlm: VLM, renderer: Renderer) -> None:
-        self._vlm = vlm
-        # A tokenizer is changed while it encodes text with control tokens in it: this one is ours,
-        # and one thread has it at a time.
-        self._tokenizing = Mutex()
-        self._renderer = copy.copy(renderer)
-        self._renderer.tokenizer = copy.deepcopy(renderer.tokenizer)
+        self._vlm, self._renderer = vlm, renderer
+        # Long texts have a tokenizer of their own, so that no short one waits for them.
+        self._short, self._long = Tokenizing(renderer), Tokenizing(renderer)
 
     def receive(
         self, messages: list[Message], call: Call, ticket: Ticket, sample: bool, asked: float
@@ -89,8 +105,7 @@ class Reception:
         order.look(self._renderer)
         order.prompt = self.render(messages, order.media, call)
         check_length(self._vlm.model, len(order.prompt))
-        with self._tokenizing:
-            chosen = self._sampler(order.prompt, call) if sample else None
+        chosen = self._sampler(order.prompt, call) if sample else None
         order.turn = turn = Turn(
             self._vlm.memory,
             self._vlm._lock,
@@ -108,10 +123,9 @@ class Reception:
     def render(self, messages: list[Message], media: list[Medium], call: Call) -> Prompt:
         """The prompt of messages whose media were looked at before."""
         waiting = iter(media)
-        with self._tokenizing:
-            return self._renderer.render(
-                messages, lambda image, kind: next(waiting), **call.template
-            )
+        long = characters([messages, call.template]) > _LONG
+        with self._long if long else self._short as renderer:
+            return renderer.render(messages, lambda image, kind: next(waiting), **call.template)
 
     def explain(self, messages: list[Message], options: dict[str, Any]) -> Report:
         """The report that such a request would get. Its pictures are looked at as those of a
@@ -141,8 +155,8 @@ class Reception:
     def _sampler(self, prompt: Prompt, call: Call) -> Sampler:
         model = self._vlm.model
         ids = torch.from_numpy(prompt.ids)[None].to(model.device)
-        tokenizer = self._renderer.tokenizer
-        return sampler(model, tokenizer, ids, call.decoding, DEFAULT_CHAT_TOKENS)
+        with self._short as renderer:
+            return sampler(model, renderer.tokenizer, ids, call.decoding, DEFAULT_CHAT_TOKENS)
 
 
 class Order:
@@ -163,8 +177,9 @@ class Order:
 
     def look(self, renderer: Renderer) -> None:
         """Look at the media of the messages."""
-        _, given = parse_messages(self.messages)
-        renderer._refuse_unseen(given)  # before anything of theirs is opened
+        clean, given = parse_messages(self.messages)
+        renderer.lengths.check(clean, self.call.template)  # before anything of theirs is opened
+        renderer._refuse_unseen(given)
         with self._vlm._lock:
             self._vlm.memory.refresh(self.call.exact, self.call.tenant)
             vision = self._vision

@@ -1,0 +1,93 @@
+"""Whether a text can fit a model's context, found out before a tokenizer has worked for minutes.
+
+A token covers no more characters than the longest one of the vocabulary has, so a text of more
+characters than so many tokens can cover is too long for certain. What lies between is counted piece
+by piece, up to the point where it is too long.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from keepsight.errors import PromptTooLong
+
+_FOLDED = 4  # characters that a normalizer may make one of, such as a letter and its accents
+_UNKNOWN = 1024  # characters that a token for unknown text may cover
+_ORDINARY = 8  # characters to a token in any language; where there are more, tokens are counted
+_PIECE = 1 << 15  # characters
+_LONG_NAME = 64
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """How many tokens the language model was made for."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def characters(value: Any) -> int:
+    """Of all texts in messages, tools or settings; names of fields count where they are long."""
+    count, waiting = 0, [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, dict):
+            for name, inside in value.items():
+                if name != "type":  # which says what is there, and is not read
+                    waiting.append(inside)
+                if isinstance(name, str) and len(name) > _LONG_NAME:
+                    count += len(name)
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return count
+
+
+class Lengths:
+    """What fits one model's context, by its tokenizer."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
+        self.limit, self._tokenizer = context_length(model), tokenizer
+
+    def check(self, *given: Any) -> None:
+        """Refuse texts that cannot fit, however they are written."""
+        count = characters(given)
+        if self.limit is not None and count > self.limit and count > self.limit * self.longest:
+            raise PromptTooLong(
+                f"the texts have {count} characters, the model's context is {self.limit} tokens of "
+                f"at most {self.longest} characters each; shorten the conversation"
+            )
+
+    def check_rendered(self, text: str, tokenizer: Any) -> None:
+        """Refuse a prompt of more tokens, before all of it is tokenized. The tokenizer is that of
+        the thread that asks."""
+        if self.limit is None or len(text) <= self.limit * _ORDINARY:
+            return
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            piece = tokenizer(text[start : start + _PIECE], add_special_tokens=False)
+            # Where it is cut there may be more tokens than in the whole, but no more than that.
+            count += max(0, len(piece["input_ids"]) - self.longest)
+            if count >= self.limit:
+                raise PromptTooLong(
+                    f"the prompt has more than {count} tokens, the model's context is "
+                    f"{self.limit}; shorten the conversation"
+                )
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The most characters that a token covers."""
+        longest = max(map(len, self._tokenizer.get_vocab()))
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or not _has_bytes(backend):
+            return max(longest, _UNKNOWN)
+        return longest * (1 if backend.normalizer is None else _FOLDED)
+
+
+def _has_bytes(backend: Any) -> bool:
+    """Whether any text at all has tokens of its own, down to its bytes."""
+    return "ByteLevel" in repr(backend.decoder) or bool(
+        getattr(backend.model, "byte_fallback", False)
+    )

@@ -1,0 +1,189 @@
+"""Bodies of JSON: measured before they are parsed, and parsed without holding up others.
+
+A parser in C holds the interpreter until it is done. What makes it slow is not bytes but values: a
+picture is one long text, and 30 million numbers are not. So values and what stands between them are
+counted first, and long texts are parsed by themselves, in pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from keepsight.server.problems import ApiError
+from keepsight.server.threads import LARGE_BODY, Threads
+
+MOST_VALUES = 64_000  # of a body; the messages, parts and settings of any conversation
+_BETWEEN = 8 << 20  # bytes that are in no text: numbers, names of constants, spaces
+_PIECE = 1 << 16  # bytes that are looked at in one go
+_LONG = 1 << 18  # bytes of a text that is parsed by itself
+_SMALL = 1 << 20  # bytes of a body that is parsed as it is, unless it may hold too much
+_BEFORE_A_VALUE = (b",", b"[", b"{")
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is parsed here."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route's own handler, behind the parser."""
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            parsed = BodyRequest(request.scope, request.receive)
+            await parsed.parse(request.scope["state"]["threads"])
+            return await handle(parsed)
+
+        return read
+
+
+class BodyRequest(Request):
+    """A request that knows its body, or why it has none."""
+
+    async def parse(self, threads: Threads) -> None:
+        """Parse the body if it says that it is JSON. What costs too much is refused here, what is
+        wrong when somebody asks for it."""
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not (
+            kind.startswith("application/") and kind.endswith("+json")
+        ):
+            return
+        body = await self.body()
+        try:
+            if len(body) <= LARGE_BODY:
+                self._json = parsed(body)
+            else:
+                self._json = await threads.run(lambda: parsed(body), large=True)
+        except ValueError as error:
+            self._error = error
+
+    async def json(self) -> Any:
+        """The value of the body."""
+        if (error := getattr(self, "_error", None)) is not None:
+            raise error
+        return await super().json()
+
+
+def parsed(body: bytes) -> Any:
+    """The value of a body, or a refusal of one that would hold up others."""
+    try:
+        if len(body) <= _SMALL and sum(map(body.count, _BEFORE_A_VALUE)) <= MOST_VALUES:
+            return json.loads(body)
+        return _parsed_in_pieces(body, Survey(body).long_texts())
+    except RecursionError:
+        raise _refusal("its values are nested too deep") from None
+
+
+def _parsed_in_pieces(body: bytes, long: list[tuple[int, int]]) -> Any:
+    """With long texts parsed by themselves."""
+    mark = secrets.token_hex(16)  # stands for them; nobody can have written it
+    texts: dict[str, str] = {}
+    parts, end = [], 0
+    for start, stop in long:
+        name = f"{mark}{len(texts)}"
+        parts += [body[end:start], name.encode()]
+        texts[name] = _text(body, start, stop)
+        end = stop
+    small = json.loads(b"".join([*parts, body[end:]]))
+    return _filled(small, texts) if texts else small
+
+
+def _filled(value: Any, texts: dict[str, str]) -> Any:
+    """A value with long texts in their places."""
+    if isinstance(value, str):
+        return texts.get(value, value)
+    if isinstance(value, list):
+        return [_filled(one, texts) for one in value]
+    if isinstance(value, dict):
+        return {texts.get(name, name): _filled(one, texts) for name, one in value.items()}
+    return value
+
+
+def _text(body: bytes, start: int, stop: int) -> str:
+    """The text between two quotes, parsed piece by piece."""
+    pieces = []
+    while start < stop:
+        end = _cut(body, start, min(start + _LONG, stop), stop)
+        pieces.append(json.loads(b'"%b"' % body[start:end]))
+        start = end
+        time.sleep(0)  # other threads may go on
+    return "".join(pieces)
+
+
+def _cut(body: bytes, start: int, end: int, stop: int) -> int:
+    """Where a piece may end: in no character, in no escape, and between no two that are one."""
+    if end == stop:
+        return end
+    piece = body[start:end].replace(b"\\\\", b"__")
+    escape = piece.rfind(b"\\", len(piece) - 12)  # two halves of a character have twelve bytes
+    if escape >= 0:
+        first = piece[max(0, escape - 6) : escape]
+        halves = first[:2] == b"\\u" and first[2:4].lower() in (b"d8", b"d9", b"da", b"db")
+        return start + escape - (6 if halves else 0)
+    while body[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+@dataclass
+class Survey:
+    """What a body is made of, found out without parsing it."""
+
+    body: bytes
+    values: int = 0
+    between: int = 0
+    texts: int = 0
+
+    def long_texts(self) -> list[tuple[int, int]]:
+        """Where long texts begin and end; a body that is made of too much is refused on the way."""
+        long, at, size = [], 0, len(self.body)
+        while at < size:
+            quote = self.body.find(b'"', at, at + _PIECE)
+            self._count(self.body[at : quote if quote >= 0 else at + _PIECE])
+            if quote < 0:
+                at += _PIECE
+                time.sleep(0)
+                continue
+            self.texts += 1
+            end = self._end_of_text(quote + 1)
+            if end - quote > _LONG:
+                long.append((quote + 1, end))
+            at = end + 1
+        return long
+
+    def _end_of_text(self, at: int) -> int:
+        """Where the quote is that ends a text, or the end of a body that has none."""
+        body, size = self.body, len(self.body)
+        while at < size:
+            end = min(at + _PIECE, size)
+            quote = body.find(b'"', at, end)
+            if body.find(b"\\", at, quote if quote >= 0 else end) >= 0:
+                piece = body[at:end]
+                if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # it ends inside of an escape
+                    piece, end = body[at : end + 1], min(end + 1, size)
+                quote = piece.replace(b"\\\\", b"__").replace(b'\\"', b"__").find(b'"')
+                quote += at if quote >= 0 else 0
+            if quote >= 0:
+                return quote
+            at = end
+            time.sleep(0)
+        return size
+
+    def _count(self, part: bytes) -> None:
+        self.between += len(part)
+        self.values += sum(map(part.count, _BEFORE_A_VALUE))
+        if max(self.values, self.texts / 2) > MOST_VALUES:  # a name and its value are two texts
+            raise _refusal(f"it holds more than {MOST_VALUES} values")
+        if self.between > _BETWEEN:
+            raise _refusal(f"more than {_BETWEEN} bytes of it are in no text")
+
+
+def _refusal(why: str) -> ApiError:
+    return ApiError(400, f"the body is refused before it is parsed: {why}", code="body_too_complex")
