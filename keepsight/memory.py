@@ -24,7 +24,7 @@ from keepsight.medium import Medium
 from keepsight.naming import Namer
 from keepsight.prefix import Tree
 from keepsight.prompt import Prompt, Rule
-from keepsight.quantised import Quantised
+from keepsight.quantised import Quantised, named_weights
 from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
@@ -146,7 +146,9 @@ class Memory:
         """Look at everything that results depend on; the namespace they give."""
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
-        if self.weights.refresh(remembered):
+        with named_weights(self.model):
+            changed = self.weights.refresh(remembered)
+        if changed:
             self._compiled.gather()
             self._quantised.check()
             self.engine.look_again()

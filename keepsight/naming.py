@@ -63,7 +63,8 @@ class Namer:
             seen = [(type(part), without_arrays(part)) for part in parts if part is not None]
             now = (seen, self._own_settings(), provenance)
         if now != self.bound:
-            self._made_by = {k: provenance[k] for k in ("transformers", "image_backend")}
+            names = ("transformers", "image_backend", "switches")
+            self._made_by = {name: provenance[name] for name in names}
             # New ones: who looks at this moment may yet digest what the settings were before.
             self._settings, self._makers_of = {}, {}
             self.bound = copy.deepcopy(now)

@@ -10,11 +10,12 @@ beside loud neighbours. Scales of each token's own, and scales fixed beforehand,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from keepsight.errors import UnsupportedModel
+from keepsight.errors import KeepsightError, UnreadableWeights, UnsupportedModel
 from keepsight.quiet import run_plainly
 
 # Where layers come from that compute in the dtype of their weights.
@@ -23,6 +24,22 @@ _TOKENS = 8
 _LOUD = 1000.0  # times as large as the others: a scale shared with these leaves nothing of them
 _NEAR = 1e-3  # of the largest value; a shared scale changes about all of it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def named_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Name the weights of a class of their own, where reading the model's weights fails."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+        odd = {type(t).__name__ for m in model.modules() for t in _held(m) if _is_odd(t)}
+        if isinstance(error, KeepsightError) or not odd:
+            raise
+        raise UnreadableWeights(
+            f"weights of kind {', '.join(sorted(odd))} cannot be read, so they cannot be "
+            f"fingerprinted and nothing could be remembered safely ({error}); load the model in "
+            "another precision or quantise it with another library"
+        ) from error
 
 
 class Quantised:
@@ -84,8 +101,11 @@ def _is_usual(layer: Any) -> bool:
 
 def _has_odd_weights(layer: Any) -> bool:
     """Whether some weights are no floating tensors of torch's own."""
-    usual = (torch.Tensor, torch.nn.Parameter)
-    return any(type(t) not in usual or not t.is_floating_point() for t in _held(layer))
+    return any(_is_odd(t) or not t.is_floating_point() for t in _held(layer))
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def _held(layer: Any) -> Iterator[torch.Tensor]:

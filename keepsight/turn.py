@@ -250,14 +250,18 @@ class Turn:
         shown = self.prompt.media[medium]
         if medium not in self._sources and self._vision.made_elsewhere(shown):
             self._others.add(medium)  # asked now: soon the store has ours too
-        run = self.run  # what was deleted since it began must not come back by it
-        keep = not self._memory.tree.is_barred(run.node, shown.key, run.since)
         with self._stage("encode"):
-            package, where = self._vision.package(shown, keep)
+            package, where = self._vision.package(shown, lambda: self._may_keep(shown.key))
         if medium not in self._sources and where != "tower":
             self._note_making(medium, package)
         self._sources.setdefault(medium, where)
         return package
+
+    def _may_keep(self, key: str) -> bool:
+        """Whether features made just now may be remembered: not where their picture was deleted
+        since the turn began, nor where another thread changed the model meanwhile."""
+        barred = self._memory.tree.is_barred(self.run.node, key, self.run.since)
+        return not barred and not self.out_of_date()
 
     def _note_making(self, medium: int, package: Package) -> None:
         """Features may be of another's making, where the caller allows it: the report says so."""

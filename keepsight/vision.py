@@ -225,9 +225,11 @@ class Vision:
                 raise UnsupportedInput(f"{name} is not known: {LEFT_OUT}")
             exported.require(medium.grid)
 
-    def package(self, medium: Medium, keep: bool = True) -> tuple[Package, str]:
-        """The features of a medium on the model's device, and where they came from. Without `keep`
-        those that have to be computed are remembered nowhere."""
+    def package(
+        self, medium: Medium, keep: Callable[[], bool] = lambda: True
+    ) -> tuple[Package, str]:
+        """The features of a medium on the model's device, and where they came from. Those that had
+        to be computed are remembered where `keep`, asked behind the tower, says so."""
         device = self._family.model.device
         if isinstance(medium.recall, Package):
             return medium.recall.on(device), "caller"
@@ -244,9 +246,8 @@ class Vision:
         start = time.perf_counter()
         package = self._encode(medium)
         cost = 1e3 * (time.perf_counter() - start)
-        if keep:
+        if keep():
             self._keep(package, cost)
-        if keep and self._store is not None:
             self.store_package(package, cost)
         return package, "tower"
 

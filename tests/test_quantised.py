@@ -13,7 +13,7 @@ from models import build, picture, stock_inputs, turn
 from test_exact import assert_like_stock, cold, logits
 
 import keepsight as ks
-from keepsight.errors import UnsupportedModel
+from keepsight.errors import UnreadableWeights, UnsupportedModel
 
 FIRST = [turn("What do you see in this picture here?", picture(1))]
 SECOND = [*FIRST, turn("A pattern.", role="assistant"), turn("And this one?", picture(2))]
@@ -162,6 +162,28 @@ def test_a_packed_layer_that_cannot_be_asked_is_refused(parts: tuple[Any, Any]) 
     model, processor = parts
     put_in(model, Packed)
     with pytest.raises(UnsupportedModel, match="Packed.* is quantised.*no kernel for this device"):
+        ks.wrap(model, processor)
+
+
+class Opaque(torch.Tensor):
+    """Values in a class of their own, as torchao's weights are, that nobody can lay out anew."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in ("view", "reshape", "numpy", "contiguous"):
+            raise NotImplementedError("attempting to run an operator that is not there")
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+def test_weights_that_cannot_be_read_are_refused_by_name(parts: tuple[Any, Any]) -> None:
+    model, processor = parts
+    layer = model.get_decoder().layers[1].self_attn.q_proj
+    opaque = layer.weight.detach().clone().as_subclass(Opaque)
+    layer.weight = torch.nn.Parameter(opaque, requires_grad=False)
+    assert type(layer.weight) is Opaque
+    with pytest.raises(UnreadableWeights, match="(?i)opaque.* cannot be"):
         ks.wrap(model, processor)
 
 

@@ -176,6 +176,25 @@ def test_what_ran_while_another_thread_changed_a_switch_is_not_remembered(vlm: A
     vlm.memory.tree.check()
 
 
+def test_features_made_while_weights_changed_are_not_remembered(vlm: Any) -> None:
+    weight = vlm.model.base_model.visual.blocks[0].mlp.linear_fc1.weight
+    encode, before = vlm.memory.family.encode, weight.detach().clone()
+
+    def in_between(pixels: Any) -> Any:
+        found = encode(pixels)
+        with torch.no_grad():
+            weight.mul_(1.5)
+        return found
+
+    vlm.memory.family.encode = in_between
+    vlm.chat(FIRST, max_new_tokens=1)
+    del vlm.memory.family.encode
+    with torch.no_grad():
+        weight.copy_(before)
+    assert vlm.chat(FIRST, max_new_tokens=1).usage.images_encoded == 1
+    assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
+
+
 def test_snapshots_in_a_store_are_known_again_in_each_dtype(tmp_path: Any) -> None:
     """The shape of a snapshot belongs to the dtype: after a cast entries were taken for damaged."""
     model, processor = build("qwen3_5")
@@ -287,3 +306,13 @@ print(switches("cpu", []))
 """
     out = finished(start(code))
     assert "MKL_CBWR=COMPATIBLE" in out and "MKL_VERBOSE" not in out
+
+
+def test_pixels_follow_the_default_dtype() -> None:
+    """A processor that makes tensors of its own makes them in that dtype: a name is not enough."""
+    model, processor = build("lfm2_vl")
+    with ks.wrap(model, processor, grain=16) as vlm:
+        vlm.chat(FIRST, max_new_tokens=1)
+        with SWITCHES["default dtype"]():
+            assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
+        assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
