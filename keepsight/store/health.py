@@ -36,7 +36,15 @@ _NUMBERS = {
     FULL: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     READ_ONLY: (errno.EROFS,),
     DENIED: (errno.EACCES, errno.EPERM),
-    GONE: (errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN),
+    GONE: (
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EEXIST,  # a file lies where the folder should be
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.ESTALE,
+        errno.ENOTCONN,
+    ),
     SLOW: (errno.ETIMEDOUT,),
 }
 _OF_NUMBER = {number: state for state, numbers in _NUMBERS.items() for number in numbers}
