@@ -68,6 +68,7 @@ def browser(profile: Path) -> Iterator[Any]:
             profile, executable_path=path, headless=True, args=_FLAGS
         )
         context.set_default_timeout(20_000)
+        expect.set_options(timeout=20_000)
         try:
             yield context
         finally:

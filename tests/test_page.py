@@ -288,11 +288,15 @@ def test_the_browser_itself_refuses_what_is_not_the_pages(opened: Open, server: 
 def test_errors_are_said_beside_what_caused_them(opened: Open, scripted: Any) -> None:
     page = opened()
     page.files("paste", ("broken.png", "image/png", b"no picture at all"))
-    expect(page.tab.locator(".chip.refused .words")).to_contain_text("cannot be read")
+    expect(page.tab.locator(".chip.refused .words")).to_contain_text(
+        "not an image in a format that is opened here"
+    )
     page.question.fill("And this?")
     page.question.press("Enter")
     answer = page.answered()
-    expect(answer.get_by_role("alert")).to_contain_text("cannot be read")
+    expect(answer.get_by_role("alert")).to_contain_text(
+        "not an image in a format that is opened here"
+    )
     expect(page.tab.locator(".asked")).to_have_text("And this?")
     page.tab.get_by_role("button", name="Edit").click()
     page.tab.get_by_role("button", name="Remove broken.png").click()
