@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from keepsight import progress
+from keepsight import private, progress
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.options import (
     DeviceMap,
@@ -228,7 +228,9 @@ def _error_log(stack: ExitStack, path: Path | None) -> IO[str] | None:
     if path is None:
         return None
     try:
-        return stack.enter_context(open(path, "w", encoding="utf-8", buffering=1))
+        return stack.enter_context(
+            open(path, "w", encoding="utf-8", buffering=1, opener=private.opener)
+        )
     except OSError as error:
         raise InputError(f"--errors {path} cannot be written: {error.strerror}") from None
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from keepsight import keys
+from keepsight import keys, private
 from keepsight.errors import (
     DamagedFile,
     InputError,
@@ -55,9 +55,6 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_UMASK = os.umask(0)  # there is no way to ask without setting it
-os.umask(_UMASK)
-
 
 def write(
     path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
@@ -83,13 +80,14 @@ def spelled(
 def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     """Put a file in place whole and on the disk, or not at all; its size in bytes."""
     folders = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private.make_folders(path.parent)
+    mode = private.mode_at(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-", suffix=path.suffix)
     try:
         with os.fdopen(handle, "wb") as file:
             size = sum(file.write(part) for part in parts)
             file.flush()
-            os.fchmod(file.fileno(), 0o666 & ~_UMASK)  # a temporary file is its owner's alone
+            private.grant(file.fileno(), mode)  # a temporary file is its owner's alone
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

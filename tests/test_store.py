@@ -449,13 +449,3 @@ def test_an_entry_of_another_version_is_left_alone(tmp_path: Path) -> None:
     data = path.read_bytes()
     assert DiskStore(tmp_path).get("package", "ab" * 32) is None
     assert path.read_bytes() == data and not list(tmp_path.rglob("*.damaged"))
-
-
-def test_files_follow_the_umask(tmp_path: Path) -> None:
-    """A store may be shared: files are as readable as any other that its owner writes."""
-    store = DiskStore(tmp_path / "store")
-    store.put("package", "ab" * 32, {"a": torch.ones(2)}, {})
-    store.flush()
-    (tmp_path / "plain").write_text("x")
-    written = next((tmp_path / "store").glob("package/*/*.sight"))
-    assert written.stat().st_mode == (tmp_path / "plain").stat().st_mode

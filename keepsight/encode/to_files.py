@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepsight import keys, tensorfile
+from keepsight import keys, private, tensorfile
 from keepsight.codecs import EXACT, check_codec
 from keepsight.encode.items import Item
 from keepsight.encode.results import Encoded, too_many
@@ -58,7 +58,7 @@ class ToFiles:
         self._vlm, self._tenant, self._codec, self._most = vlm, tenant, check_codec(codec), most
         self._folder = Path(folder).expanduser()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            private.make_folders(self._folder)
         except OSError as error:
             raise StoreError(f"{self._folder} cannot be made: {error.strerror}") from error
         self._refresh()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from keepsight import private
 from keepsight.store.contract import Entry, Name
 from keepsight.store.layout import Place, is_name, is_tenant
 from keepsight.store.sizes import worth
@@ -91,6 +92,8 @@ class Catalogue:
         """In memory without a path. `to_read` is a mode of SQLite's in which nothing is written:
         `mode=ro`, or `immutable=1` where nobody else can write either."""
         address: Path | str = ":memory:" if path is None else path
+        if path is not None and not to_read:
+            private.reserve(path)  # the files beside it take over its mode
         if path is not None and to_read:
             address = f"file:{quote(os.fsencode(path.absolute()))}?{to_read}"
         self._base = sqlite3.connect(

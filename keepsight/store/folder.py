@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from keepsight import tensorfile
+from keepsight import private, tensorfile
 from keepsight.errors import InputError, StoreError
 
 PART, DAMAGED = ".part-", ".damaged"
@@ -121,7 +121,7 @@ class Folder:
         inside = self._open(folders, make=True)
         temporary = f"{PART}{secrets.token_hex(8)}"
         try:
-            handle = os.open(temporary, _FILE, 0o666, dir_fd=inside)
+            handle = private.new_file(temporary, _FILE, inside)
         except BaseException:
             os.close(inside)
             raise
@@ -211,7 +211,7 @@ class Folder:
         if self.root.is_dir():
             return
         above = [folder for folder in self.root.parents if not folder.exists()]
-        self.root.mkdir(parents=True, exist_ok=True)
+        private.make_folders(self.root)
         for folder in [self.root, *above]:
             tensorfile.sync_folder(folder.parent)
 
@@ -250,8 +250,7 @@ class Folder:
                     "(its root may be one): move it away"
                 ) from None
             raise
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(step, dir_fd=here)
+        private.new_folder(step, here)
         self._fresh.add("/".join(so_far[:-1]))
         return os.open(step, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
 
