@@ -16,14 +16,14 @@ from PIL import Image
 
 from keepsight import keys
 from keepsight.errors import ImageError, MissingExtra
-from keepsight.media import Source, read_bytes
+from keepsight.media import Fetched, Source, read_bytes
 
 DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
 MAX_FRAMES = 100_000
 MAX_DECODED = 4 << 30  # bytes of one video or sound: a small file may hold hours of nothing
 
 
-def open_clip(clip: Any, modality: str, fetched: dict[str, bytes]) -> Source:
+def open_clip(clip: Any, modality: str, fetched: Fetched | None = None) -> Source:
     """A source of a video or of sound, from any form of it."""
     if isinstance(clip, Source):
         return clip
@@ -34,7 +34,7 @@ def open_clip(clip: Any, modality: str, fetched: dict[str, bytes]) -> Source:
     return Source(name, lambda: decoded, label, [], modality)
 
 
-def _video(clip: Any, fetched: dict[str, bytes]) -> tuple[np.ndarray, dict[str, Any]]:
+def _video(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, dict[str, Any]]:
     """Frames of shape (frames, height, width, 3), and what a processor wants to know of them."""
     fps: float | None = None
     if isinstance(clip, dict):
@@ -103,7 +103,7 @@ def _decode_video(data: bytes) -> tuple[np.ndarray, float]:
         raise ImageError(f"the video cannot be decoded: {error}") from error
 
 
-def _sound(clip: Any, fetched: dict[str, bytes]) -> tuple[np.ndarray, dict[str, Any]]:
+def _sound(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, dict[str, Any]]:
     """One channel of float32, and its sampling rate (None: that of the model)."""
     rate: int | None = None
     if isinstance(clip, dict):

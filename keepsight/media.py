@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import PIL
@@ -58,8 +58,18 @@ class Source:
         return keys.digest("source", *_pixel_parts(decoded), settings)
 
 
-def open_source(image: Any, fetched: dict[str, bytes]) -> Source:
-    """A source from any form of image. `fetched` remembers what URLs gave, once per session."""
+class Fetched(Protocol):
+    """What remembers what URLs gave."""
+
+    def get(self, url: str) -> bytes:
+        """The bytes."""
+
+    def source(self, url: str) -> Source:
+        """The picture."""
+
+
+def open_source(image: Any, fetched: Fetched | None = None) -> Source:
+    """A source from any form of image."""
     if isinstance(image, Source):
         return image  # opened before
     if isinstance(image, Image.Image):
@@ -78,19 +88,17 @@ def open_source(image: Any, fetched: dict[str, bytes]) -> Source:
     )
 
 
-def _from_text(text: str, fetched: dict[str, bytes]) -> Source:
+def _from_text(text: str, fetched: Fetched | None) -> Source:
     if text.startswith("data:"):
         return _from_bytes(_data_uri(text), "the data URI")
     if text.startswith(("http://", "https://")):
-        if text not in fetched:
-            fetched[text] = _fetch(text)
-        return _from_bytes(fetched[text], text)
+        return fetched.source(text) if fetched else _from_bytes(fetch(text), text)
     if text.startswith("file://"):
         text = urllib.request.url2pathname(urllib.parse.urlparse(text).path)
     return _from_file(Path(text))
 
 
-def read_bytes(where: Any, fetched: dict[str, bytes]) -> bytes:
+def read_bytes(where: Any, fetched: Fetched | None = None) -> bytes:
     """The bytes behind a path, a URL, a data URI, or bytes themselves."""
     if isinstance(where, bytes | bytearray | memoryview):
         return bytes(where)
@@ -99,9 +107,7 @@ def read_bytes(where: Any, fetched: dict[str, bytes]) -> bytes:
     if where.startswith("data:"):
         return _data_uri(where)
     if where.startswith(("http://", "https://")):
-        if where not in fetched:
-            fetched[where] = _fetch(where)
-        return fetched[where]
+        return fetched.get(where) if fetched else fetch(where)
     if where.startswith("file://"):
         where = urllib.request.url2pathname(urllib.parse.urlparse(where).path)
     return _read(Path(where))
@@ -133,7 +139,8 @@ def from_base64(text: str) -> bytes:
     return b"".join(parts)
 
 
-def _fetch(url: str) -> bytes:
+def fetch(url: str) -> bytes:
+    """What a URL gives."""
     try:
         with urllib.request.urlopen(url, timeout=60) as response:  # http(s) only
             data: bytes = response.read(MAX_BYTES + 1)
@@ -146,11 +153,11 @@ def _fetch(url: str) -> bytes:
 
 def _from_file(path: Path) -> Source:
     fresh = [_read(path)]
-    name = keys.digest("file", fresh[0], PIL.__version__)
+    name = file_name(fresh[0])
 
     def decode() -> Decoded:
         data = fresh[0] if fresh else _read(path)
-        if not fresh and keys.digest("file", data, PIL.__version__) != name:
+        if not fresh and file_name(data) != name:
             raise MediaChanged(f"{path} changed after it was named; ask again")
         return decode_bytes(data, str(path))
 
@@ -171,8 +178,13 @@ def _read(path: Path) -> bytes:
         raise ImageError(f"{text}: no image can be read there ({reason})") from None
 
 
+def file_name(data: bytes) -> str:
+    """What an encoded image is called."""
+    return keys.digest("file", data, PIL.__version__)
+
+
 def _from_bytes(data: bytes, label: str) -> Source:
-    name = keys.digest("file", data, PIL.__version__)
+    name = file_name(data)
     return Source(name, lambda: decode_bytes(data, label), label, [])
 
 

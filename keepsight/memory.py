@@ -26,9 +26,10 @@ from keepsight.prefix import Tree
 from keepsight.prompt import Prompt, Rule
 from keepsight.quantised import Quantised, named_weights
 from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
+from keepsight.shelves import Shelves
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
-from keepsight.vision import COUNTS, Shelves, Vision
+from keepsight.vision import COUNTS, Vision
 from keepsight.weights import Weights
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
@@ -110,7 +111,9 @@ class Memory:
             return known
         self._make_room_for_a_tenant()
         store = self.store_of(tenant)
-        namer = Namer(self.family, self.processor, self.image_options, store, self._ttl)
+        kept = (self.shelves.aliases, self.shelves.downloads_of(tenant))
+        how = (self.family, self.processor, self.image_options)
+        namer = Namer(*how, store, *kept, tenant, self._ttl)
         accept, codec = self.settings.accept_features, self.settings.feature_codec
         vision = Vision(self.family, namer, self.shelves, store, accept, tenant, self._ttl, codec)
         vision.about = self._about()
@@ -244,17 +247,16 @@ class Memory:
         return {**told, "store": _stats_of(self.store)}
 
     def _feature_stats(self, tenant: str | None) -> dict[str, Any]:
-        shelf = self.shelves.packages
         of = list(self._visions) if tenant is None else [tenant]
         counts = dict.fromkeys(COUNTS, 0)
         for vision in filter(None, map(self._visions.get, of)):  # who is not known is not made so
             counts = {name: counts[name] + n for name, n in vision.counts.items()}
-        return {
-            "bytes": shelf.nbytes if tenant is None else shelf.bytes_of(tenant),
-            "budget": shelf.budget if tenant is None else shelf.quota,
-            "packages": len(shelf) if tenant is None else sum(1 for _ in shelf.items(tenant)),
-            **counts,
-        }
+        return {**self.shelves.stats(tenant), **counts}
+
+    def check(self) -> None:
+        """Raise AssertionError where bytes are miscounted or a law of the tree is broken."""
+        self.tree.check()
+        self.shelves.check()
 
 
 def _stats_of(store: Store | None) -> dict[str, Any] | None:

@@ -13,14 +13,15 @@ from typing import Any
 
 from keepsight import keys
 from keepsight.clips import open_clip
+from keepsight.downloads import Downloads
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
 from keepsight.families import Family, Pixels
-from keepsight.lock import Mutex
 from keepsight.media import Source, open_source
 from keepsight.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
+from keepsight.shelf import SharedShelf
 from keepsight.store import About, Store
 
-_MAX_ALIASES = 200_000  # an alias is a few hundred bytes
+Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,14 @@ class Namer:
         processor: Any,
         options: dict[str, Any],
         store: Store | None,
+        aliases: SharedShelf[Entry],
+        downloads: Downloads,
+        tenant: str = "",
         ttl: float | None = None,
     ) -> None:
         self._family, self._processor, self._options = family, processor, options
-        self._store, self._ttl = store, ttl
-        self._aliases: dict[str, dict[str, Any]] = {}
-        self._noting = Mutex()  # names come from those who look, in many threads
-        self._fetched: dict[str, bytes] = {}
+        self._store, self._ttl, self._tenant = store, ttl, tenant
+        self._aliases, self._downloads = aliases, downloads
         self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
         self._makers_of: dict[str, str] = {}
         self._made_by: dict[str, Any] = {}  # library versions, which change pixels
@@ -116,9 +118,9 @@ class Namer:
             raise ImageError("this model was wrapped without a processor: pass tensors to generate")
         makers = self._makers(modality)
         if modality == "image":
-            source = open_source(image, self._fetched)
+            source = open_source(image, self._downloads)
         else:
-            source = open_clip(image, modality, self._fetched)
+            source = open_clip(image, modality, self._downloads)
         if source.options:
             makers = keys.digest("processing with options", makers, dict(source.options))
         name = keys.digest("alias", source.name, makers)
@@ -163,35 +165,28 @@ class Namer:
     # -- aliases ---------------------------------------------------------------------------------
 
     def _alias(self, digest: str) -> dict[str, Any] | None:
-        entry = self._aliases.get(digest)
+        entry = self._aliases.get(self._tenant, digest)
         if entry is None and self._store is not None:
             entry = self._store.note("alias", digest)
             if entry is not None and not is_entry(entry):
                 self._store.reject("alias", digest, "it does not describe an image")
                 entry = None
             if entry is not None:
-                self._keep(digest, entry)
+                self._aliases.put(self._tenant, digest, entry)
         return entry
 
     def _remember(self, digest: str, entry: dict[str, Any]) -> None:
-        self._keep(digest, entry)
+        self._aliases.put(self._tenant, digest, entry)
         if self._store is not None:
             about = About(cost=1.0, media=(entry["key"],), ttl=self._ttl)
             self._store.put_note("alias", digest, entry, about)
 
-    def _keep(self, digest: str, entry: dict[str, Any]) -> None:
-        with self._noting:
-            while len(self._aliases) >= _MAX_ALIASES:
-                self._aliases.pop(next(iter(self._aliases)), None)
-            self._aliases[digest] = entry
-
     def forget(self, key: str) -> None:
         """Drop every name that leads to a key, and what URLs gave: one of them may be it."""
-        with self._noting:
-            self._aliases = {n: e for n, e in self._aliases.items() if e["key"] != key}
-        self._fetched.clear()
+        self._aliases.forget(self._tenant, lambda entry: bool(entry["key"] == key))
+        self._downloads.clear()
 
     def clear(self) -> None:
         """Drop every name."""
-        self._aliases.clear()
-        self._fetched.clear()
+        self._aliases.clear(self._tenant)
+        self._downloads.clear()

@@ -8,10 +8,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from keepsight.lock import Mutex
 from keepsight.store import worth
 
 T = TypeVar("T")
@@ -209,3 +211,112 @@ class Shelf(Generic[T]):
             over = self.quota is not None and nbytes > self.quota
             if over and any(owner == tenant for owner, _ in loose):
                 raise AssertionError(f"tenant {tenant!r} keeps {nbytes} over {self.quota}")
+
+
+class SharedShelf(Generic[T]):
+    """Small things under a tenant and a key, looked up in many threads at once. Of all, and of one
+    tenant over its quota, those go first that were asked for longest ago."""
+
+    def __init__(
+        self,
+        budget: int,
+        size: Callable[[T], int],
+        quota: int | None = None,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.budget, self.quota, self.ttl = budget, quota, ttl
+        self._size, self._clock = size, clock
+        self._lock = Mutex()
+        self._all: OrderedDict[Place, tuple[T, int, float]] = OrderedDict()  # with bytes and age
+        self._own: dict[str, OrderedDict[str, None]] = {}  # each tenant's keys, in the same order
+        self._of: dict[str, int] = {}
+        self._swept = clock()
+        self.nbytes = 0
+
+    def get(self, tenant: str, key: str) -> T | None:
+        """The thing, which is the last to go now."""
+        with self._lock:
+            found = self._all.get((tenant, key))
+            if found is None:
+                return None
+            if self._is_over(found[2]):
+                self._drop(tenant, key)
+                return None
+            self._all.move_to_end((tenant, key))
+            self._own[tenant].move_to_end(key)
+            return found[0]
+
+    def put(self, tenant: str, key: str, item: T) -> None:
+        """Keep it if it can fit."""
+        size = self._size(item)
+        with self._lock:
+            self._sweep()
+            self._drop(tenant, key)
+            if size > min(self.budget, self.budget if self.quota is None else self.quota):
+                return
+            self._all[tenant, key] = item, size, self._clock()
+            self._own.setdefault(tenant, OrderedDict())[key] = None
+            self._of[tenant] = self._of.get(tenant, 0) + size
+            self.nbytes += size
+            while self.quota is not None and self._of[tenant] > self.quota:
+                self._drop(tenant, next(iter(self._own[tenant])))
+            while self.nbytes > self.budget:
+                self._drop(*next(iter(self._all)))
+
+    def pop(self, tenant: str, key: str) -> None:
+        """Let it go, if it is there."""
+        with self._lock:
+            self._drop(tenant, key)
+
+    def forget(self, tenant: str, only: Callable[[T], bool]) -> None:
+        """Let go of what `only` says of one tenant's."""
+        with self._lock:
+            for key in list(self._own.get(tenant, ())):
+                if only(self._all[tenant, key][0]):
+                    self._drop(tenant, key)
+
+    def clear(self, tenant: str) -> None:
+        """Let go of everything of one tenant."""
+        self.forget(tenant, lambda item: True)
+
+    def bytes_of(self, tenant: str) -> int:
+        """What one tenant keeps here."""
+        return self._of.get(tenant, 0)
+
+    def _drop(self, tenant: str, key: str) -> None:
+        found = self._all.pop((tenant, key), None)
+        if found is None:
+            return
+        self.nbytes -= found[1]
+        self._of[tenant] -= found[1]
+        del self._own[tenant][key]
+        if not self._own[tenant]:
+            del self._own[tenant], self._of[tenant]
+
+    def _is_over(self, made: float) -> bool:
+        return self.ttl is not None and self._clock() - made >= self.ttl
+
+    def _sweep(self) -> None:
+        """Drop what has expired, now and then: nobody may ever ask for it again."""
+        if self.ttl is not None and self._clock() - self._swept >= self.ttl / 8:
+            self._swept = self._clock()
+            for place in [place for place, found in self._all.items() if self._is_over(found[2])]:
+                self._drop(*place)
+
+    def check(self) -> None:
+        """The books must agree with the shelves."""
+        with self._lock:
+            sizes: dict[str, int] = {}
+            for (tenant, _), (item, nbytes, _) in self._all.items():
+                if nbytes != self._size(item):
+                    raise AssertionError("a thing changed its size on the shelf")
+                sizes[tenant] = sizes.get(tenant, 0) + nbytes
+            keys = {(tenant, key) for tenant, own in self._own.items() for key in own}
+            if sizes != self._of or sum(sizes.values()) != self.nbytes or keys != set(self._all):
+                raise AssertionError(f"counted {self._of} ({self.nbytes}), kept {sizes}")
+            over = [t for t, n in sizes.items() if self.quota is not None and n > self.quota]
+            if over or self.nbytes > self.budget:
+                raise AssertionError(
+                    f"{self.nbytes} bytes over {self.budget}, or {over} over quota"
+                )

@@ -285,7 +285,7 @@ class _Layout:
             return Path(image)
         if modality != "image" or not self._shelf.by_file or isinstance(image, Medium):
             return None
-        return self._shelf.by_file.get(open_source(image, {}).name)
+        return self._shelf.by_file.get(open_source(image).name)
 
     def _of_file(self, path: Path, modality: str) -> Medium:
         """The medium that a package's header describes; its tensors are read in training."""

@@ -131,7 +131,7 @@ def _fresh_logits(vlm: Any, messages: list[Any]) -> torch.Tensor:
 
 def _upside_down(image: Any) -> Any:
     """The picture with its colours and its top and bottom exchanged."""
-    source = open_source(image, {})
+    source = open_source(image)
     decoded = source.decode()
     pixels = np.asarray(decoded.convert("RGB") if isinstance(decoded, Image.Image) else decoded)
     return Image.fromarray(255 - pixels[::-1]) if pixels.shape[-1] == 3 else 255 - pixels

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,25 +21,10 @@ from keepsight.families.absent import LEFT_OUT
 from keepsight.medium import Medium, entry_of, medium_in
 from keepsight.naming import Looked, Namer
 from keepsight.package import Package, check_shapes, feature_id, identity
-from keepsight.shelf import Shelf
+from keepsight.shelves import Shelves
 from keepsight.store import About, Store
 
 COUNTS = ("named", "encoded", "memory", "disk", "preprocessed")
-
-
-@dataclass
-class Shelves:
-    """What the tenants of one model keep in memory of their media."""
-
-    pixels: Shelf[Pixels]
-    packages: Shelf[Package]
-
-    @classmethod
-    def of(cls, budget: int, quota: int | None = None, ttl: float | None = None) -> Shelves:
-        """Half of the budget for each."""
-        part = None if quota is None else quota // 2
-        waiting: Shelf[Pixels] = Shelf(budget // 2, lambda p: p.nbytes, part, ttl)
-        return cls(waiting, Shelf(budget - budget // 2, lambda p: p.nbytes, part, ttl))
 
 
 class Vision:
@@ -61,7 +45,6 @@ class Vision:
         self._family, self.namer, self._shelves = family, namer, shelves
         self._store, self._accept = store, accept_features
         self._tenant, self._ttl = tenant, ttl
-        self._made: dict[str, str] = {}  # feature id -> content, of packages that we gave out
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
         self._weights = self._vision_settings = ""
         self._provenance: dict[str, Any] = {}
@@ -127,7 +110,7 @@ class Vision:
         Whoever changed the tensors and left the provenance would else stand in the path of ours.
         """
         content = _content(package)
-        if self._made.get(package.feature_id) == content:
+        if self._shelves.given.get(self._tenant, package.feature_id) == content:
             return package.feature_id
         return keys.digest("handed in", package.feature_id, content)
 
@@ -348,7 +331,7 @@ class Vision:
         given = dataclasses.replace(
             package, tensors=tensors, layout=medium.layout, grid=medium.grid
         )
-        self._made[package.feature_id] = _content(given)
+        self._shelves.given.put(self._tenant, package.feature_id, _content(given))
         return given
 
     def pin(self, medium: Medium, pinned: bool = True) -> bool:
@@ -364,7 +347,7 @@ class Vision:
         for made, package in packages.items(self._tenant):
             if package.key == medium.key:
                 freed += packages.pop(self._tenant, made)
-                self._made.pop(made, None)
+                self._shelves.given.pop(self._tenant, made)
         freed += self._shelves.pixels.pop(self._tenant, medium.key)
         self.namer.forget(medium.key)
         return freed
@@ -373,6 +356,7 @@ class Vision:
         """Forget everything held in memory for this tenant."""
         self._shelves.pixels.clear(self._tenant)
         self._shelves.packages.clear(self._tenant)
+        self._shelves.given.clear(self._tenant)
         self.namer.clear()
 
 

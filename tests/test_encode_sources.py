@@ -165,7 +165,7 @@ def test_archives_are_read_where_they_lie(tmp_path: Path, kind: str) -> None:
     assert [item.place for item in found] == [f"a.{kind}#{n}" for n in ["cat.png", *HOSTILE]]
     for number, item in enumerate(found):
         assert item.open().decode().tobytes() == picture(number).convert("RGB").tobytes()
-        assert item.open().name == open_source(png(number), {}).name
+        assert item.open().name == open_source(png(number)).name
     assert sorted(p.name for p in tmp_path.rglob("*")) == [f"a.{kind}", "in"]
 
 
@@ -402,7 +402,7 @@ def test_videos_are_clips_or_frames(tmp_path: Path) -> None:
     path = film(tmp_path / "film.mp4", frames=8, rate=4)
     (clip,) = read(path)
     assert clip.modality == "video" and clip.open().modality == "video"
-    assert clip.open().name == open_clip(path, "video", {}).name
+    assert clip.open().name == open_clip(path, "video").name
     frames = read(path, fps=2)
     assert [item.place for item in frames] == [f"film.mp4#frame={n}" for n in (0, 2, 4, 6)]
     assert {opened(item) for item in frames} == {"64x64"}

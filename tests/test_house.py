@@ -33,9 +33,9 @@ tensorfile report codecs handover pictures lengths
 package
 media store state loading circumstances compiled quantised stops
 shelf placement
-clips families settings
+clips downloads families settings
 medium
-naming
+naming shelves
 vision
 prompt
 node

@@ -45,7 +45,7 @@ def vlm(demo_parts: dict[str, Any]) -> Any:
 
 def name(image: Any) -> str:
     """The name that an image has before anything is decoded or preprocessed."""
-    return open_source(image, {}).name
+    return open_source(image).name
 
 
 def pixels(vlm: Any, image: Any) -> dict[str, torch.Tensor]:
@@ -382,8 +382,8 @@ def test_tiny_images_are_seen(asked: Any, size: tuple[int, int]) -> None:
 
 
 def test_a_source_is_opened_once(asked: Any) -> None:
-    source = open_source(PNG, {})
-    assert open_source(source, {}) is source
+    source = open_source(PNG)
+    assert open_source(source) is source
     assert asked.memory.vision.name(source).key == asked.memory.vision.name(PNG).key
 
 

@@ -102,7 +102,7 @@ def test_a_picture_that_is_explained_stops_nobody(vlm: Any) -> None:
     with Together(vlm) as together:
         before, namer.look = vlm.stats()["features"], watched
         told = together.explain(asked)
-        assert has_it == [False] and not namer._aliases
+        assert has_it == [False] and not vlm.memory.shelves.aliases.nbytes
         assert vlm.stats()["features"] == before
         direct, given = vlm.explain(asked).to_dict(), told.to_dict()
         assert {**direct, "milliseconds": 0} == {**given, "milliseconds": 0}
@@ -115,10 +115,10 @@ def test_a_picture_is_forgotten_while_others_are_named(vlm: Any) -> None:
     namer, number = vlm.memory.vision.namer, iter(range(1 << 40))
 
     def learn() -> None:
-        namer._keep(keys.digest("a name", next(number)), {"key": "k" * 64})
+        namer._remember(keys.digest("a name", next(number)), {"key": "k" * 64})
 
     for at in range(20_000):
-        namer._keep(str(at), {"key": "k" * 64})
+        namer._remember(str(at), {"key": "k" * 64})
     with meanwhile(learn):
         for _ in range(50):
             namer.forget("none")

@@ -160,7 +160,7 @@ def _clip(path: str) -> Source:
     if not frames:
         raise ImageError(f"{path} holds no frames")
     clip = {"frames": np.stack(frames), "fps": rate}
-    return open_clip(clip, "video", {})
+    return open_clip(clip, "video")
 
 
 def frame_items(path: str, place: str, fps: float) -> Iterator[Item]:
@@ -179,7 +179,7 @@ def frame_items(path: str, place: str, fps: float) -> Iterator[Item]:
 
 def _frame(frame: np.ndarray, name: str, place: str) -> Item:
     def opened() -> Source:
-        return open_source(Image.fromarray(frame), {})
+        return open_source(Image.fromarray(frame))
 
     return Item(name, place, opened, frame.nbytes)
 

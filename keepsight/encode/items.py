@@ -66,7 +66,7 @@ def broken(name: str, place: str, error: str | Exception) -> Item:
 
 def of_file(path: str, place: str) -> Item:
     """A file that holds one image."""
-    return Item(path, place, lambda: open_source(Path(path), {}))
+    return Item(path, place, lambda: open_source(Path(path)))
 
 
 def of_bytes(data: bytes, name: str, place: str) -> Item:
@@ -77,7 +77,7 @@ def of_bytes(data: bytes, name: str, place: str) -> Item:
     def named() -> Source:
         # Named as the bytes are named elsewhere; only messages speak of where they lay.
         return dataclasses.replace(
-            open_source(data, {}), label=name, decode=lambda: decode_bytes(data, name)
+            open_source(data), label=name, decode=lambda: decode_bytes(data, name)
         )
 
     return Item(name, place, named, len(data))
@@ -89,9 +89,9 @@ def of_text(text: str, folder: str, name: str, place: str) -> Item:
         return broken(name, place, f"{name}: there is no path in it")
     if text.startswith(("http://", "https://", "data:")):
         # What a URL gave is not kept: a list may have any number of them.
-        return Item(name, place, lambda: of_bytes(read_bytes(text, {}), name, place).open())
+        return Item(name, place, lambda: of_bytes(read_bytes(text), name, place).open())
     if text.startswith("file://"):
-        return Item(name, place, lambda: open_source(text, {}))
+        return Item(name, place, lambda: open_source(text))
     return dataclasses.replace(of_file(os.path.join(folder, text), place), name=name)
 
 

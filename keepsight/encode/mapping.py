@@ -119,4 +119,4 @@ def _cells(values: Any, column: str) -> Iterator[Item]:
 
 
 def _in_memory(image: Any, name: str) -> Item:
-    return Item(name, name, lambda: open_source(image, {}))
+    return Item(name, name, lambda: open_source(image))

@@ -22,6 +22,8 @@ from keepsight.store import Recent, Store
 
 logger = logging.getLogger(__name__)
 
+_TOLD = 10_000  # names that are not told again
+
 _NAMED = re.compile(re.escape(handover.PREFIX) + r"([0-9a-f]{64})")
 HELD = 256 << 20  # bytes of packages kept between being asked for and being taken
 
@@ -128,6 +130,8 @@ class Serving:
 
     def _tell(self, name: str, why: str) -> None:
         if name not in self._told:
+            if len(self._told) >= _TOLD:
+                self._told.clear()
             self._told.add(name)
             logger.warning("%s is not given out: %s", name, why)
 

@@ -40,6 +40,7 @@ _LIBRARIES = {
     "az": ("adlfs", None),
 }
 PART = ".part-"
+_FOLDERS = 100_000  # that are known to be there
 _AT_ONCE = 16  # requests of a housekeeping that run at the same time
 T = TypeVar("T")
 S = TypeVar("S")
@@ -145,6 +146,8 @@ class Address:
             return
         folder, _, last = path.rpartition("/")
         if folder not in self._folders:
+            if len(self._folders) >= _FOLDERS:
+                self._folders.clear()
             self.fs.makedirs(folder, exist_ok=True)
             self._folders.add(folder)
         part = f"{folder}/{PART}{uuid.uuid4().hex}-{last}"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from keepsight.exits import begin
+from keepsight.store.sizes import trim
 
 _BELIEVED = 30.0  # seconds
 Kinds = dict[str, list[int]]  # entries and bytes of each kind
@@ -74,6 +75,7 @@ class Counting:
                         sure = _BELIEVED if changes == self._changes else 0.0
                         until = time.monotonic() + sure
                         self._known[tenant] = Count(kinds, time.time(), until)
+                        trim(self._known)
                     self._asked.pop(tenant, None)
                     self._changed.notify_all()
 

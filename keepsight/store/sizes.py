@@ -16,7 +16,10 @@ from keepsight.errors import InputError
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _PLACE = 4096  # what even the smallest entry takes: a block of a disk, a row of a book
+MOST_TENANTS = 10_000  # of which counts are kept in memory
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def worth(floor: float, uses: int, cost: float, nbytes: int) -> float:
@@ -48,6 +51,12 @@ def parse_bytes(size: int | str) -> int:
             if 0 <= value < 1 << 62:
                 return int(value)
     raise InputError(f"{size!r} is not a size; write bytes as a number, or as in '2GiB'")
+
+
+def trim(table: dict[K, V], most: int = MOST_TENANTS) -> None:
+    """Let go of what stands longest in a table of small things that anybody may add to."""
+    while len(table) > most:
+        table.pop(next(iter(table)), None)
 
 
 class Recent(Generic[T]):

@@ -103,6 +103,8 @@ class Seen:
 
     def foreign(self, name: str) -> None:
         """What lies there is sound and another version's: not for us, and not to be replaced."""
+        if len(self._foreign) >= _MOST:  # its header says it again
+            self._foreign.clear()
         self._foreign.add(name)
         self._put(name, None, float("inf"))
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keepsight.store.layout import Place
+from keepsight.store.sizes import trim
 
 COUNTED = ("hits", "misses", "evictions", "written", "refused")
 _GATHERED = 100_000  # uses and the like that wait for a disk that refuses
@@ -42,7 +43,8 @@ class Tally:
     """Counts of one store."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {}  # by tenant, since the store was opened
+        # By tenant, since the store was opened; of those that were heard of last.
+        self.counts: OrderedDict[str, Counter[str]] = OrderedDict()
         self.ended: set[Place] = set()  # read and found to be over or damaged; still in the book
         self.known: dict[str, Counted] = {}
         self.start_anew()
@@ -58,7 +60,17 @@ class Tally:
         """Something happened."""
         with self._lock:
             self.counts.setdefault(tenant, Counter())[what] += number
+            self.counts.move_to_end(tenant)
             self._events[f"{what} {tenant}"] += number
+            trim(self.counts)
+            trim(self._events, _GATHERED)
+
+    def know(self, tenant: str, counted: Counted) -> None:
+        """This is what a tenant has now."""
+        with self._lock:
+            self.known.pop(tenant, None)
+            self.known[tenant] = counted
+            trim(self.known)
 
     def evicted(self, places: Iterable[Place]) -> None:
         """These had to go."""

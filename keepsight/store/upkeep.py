@@ -17,6 +17,7 @@ from keepsight.store import entryfile, layout, ranking
 from keepsight.store.address import Address, Found
 from keepsight.store.claims import claim
 from keepsight.store.contract import Entry, Name
+from keepsight.store.sizes import MOST_TENANTS
 from keepsight.store.survey import Seen, Survey, whole_table
 from keepsight.store.survey import head as read_head
 
@@ -171,6 +172,8 @@ class Allowance:
                 grown = self._grown.get(whose, limit) + nbytes
                 is_due = grown > limit // 16
                 self._grown[whose] = 0 if is_due else grown
+                if len(self._grown) > MOST_TENANTS:  # who is not known is looked at at once
+                    self._grown = {None: self._grown.get(None, 0)}
             if is_due:
                 # What comes until the next look must fit as well.
                 removed += make_room(self._link, self._seen, limit - limit // 16, whose)

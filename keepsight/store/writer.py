@@ -276,7 +276,7 @@ class Writer:
             if asked:
                 self._complete()
             for tenant in asked | (changed & self.tally.known.keys()):
-                self.tally.known[tenant] = self._keeper.counted(tenant)
+                self.tally.know(tenant, self._keeper.counted(tenant))
         except OSError as error:
             self.book.note(error)
         finally:

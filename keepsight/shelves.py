@@ -1,0 +1,75 @@
+"""What the tenants of one model keep in memory of their media, and under which budgets.
+
+Everything that outlives a call is here and counted: packages, pixels that wait for the tower, what
+URLs gave, and names. The budget of the caller is for the first three; names have one of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from keepsight.downloads import Downloads
+from keepsight.families import Pixels
+from keepsight.package import Package
+from keepsight.shelf import SharedShelf, Shelf
+
+_ALIASES = 64 << 20  # bytes of the names of media, of all tenants together
+_NAMES = 16 << 20  # of the names of URLs, and of the contents of packages that were given out
+_TEXT = 256  # bytes of a name with its key, about
+_SHARE = 16  # of the budget, for what URLs gave
+
+
+@dataclass
+class Shelves:
+    """What the tenants of one model keep in memory of their media."""
+
+    pixels: Shelf[Pixels]
+    packages: Shelf[Package]
+    aliases: SharedShelf[dict[str, Any]]
+    downloads: SharedShelf[bytes]
+    urls: SharedShelf[str]
+    given: SharedShelf[str]  # contents of packages that were given out, by feature id
+
+    @classmethod
+    def of(cls, budget: int, quota: int | None = None, ttl: float | None = None) -> Shelves:
+        """Half of the budget for packages, and for the rest what waits to become one. Names have a
+        budget of their own."""
+        part = None if quota is None else quota // 2
+        small = None if quota is None else quota // _SHARE
+        waiting, fetched = budget // 2 - budget // _SHARE, budget // _SHARE
+        return cls(
+            Shelf(waiting, lambda pixels: pixels.nbytes, part, ttl),
+            Shelf(budget - waiting - fetched, lambda package: package.nbytes, part, ttl),
+            SharedShelf(_ALIASES, lambda entry: 4 * _TEXT + len(repr(entry))),
+            SharedShelf(fetched, len, small, ttl),
+            SharedShelf(_NAMES, lambda name: _TEXT, None, ttl),
+            SharedShelf(_NAMES, lambda content: _TEXT),
+        )
+
+    def downloads_of(self, tenant: str) -> Downloads:
+        """What URLs gave to one tenant."""
+        return Downloads(self.downloads, self.urls, tenant)
+
+    def stats(self, tenant: str | None) -> dict[str, int | None]:
+        """Bytes and packages, of all or of one tenant."""
+        packages, names = self.packages, (self.aliases, self.urls, self.given)
+
+        def nbytes(*shelves: Shelf | SharedShelf) -> int:
+            return sum(s.nbytes if tenant is None else s.bytes_of(tenant) for s in shelves)
+
+        return {
+            "bytes": nbytes(packages),
+            "budget": packages.budget if tenant is None else packages.quota,
+            "packages": len(packages) if tenant is None else sum(1 for _ in packages.items(tenant)),
+            "pixel_bytes": nbytes(self.pixels),
+            "url_bytes": nbytes(self.downloads),
+            "name_bytes": nbytes(*names),
+        }
+
+    def check(self) -> None:
+        """Raise AssertionError where a count is wrong or a budget is exceeded."""
+        for shelf in (self.pixels, self.packages):
+            shelf.check()
+        for shared in (self.aliases, self.downloads, self.urls, self.given):
+            shared.check()
