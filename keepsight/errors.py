@@ -9,6 +9,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   │   └── MediaChanged               a file changed between being named and being encoded
     │   ├── MessagesError                  the shape of a conversation
     │   ├── PlaceholderMismatch            more images than placeholders, or the reverse
+    │   ├── PinsFull                       more pinned than a quota or a budget has room for
     │   ├── PromptTooLong                  longer than the model's context
     │   └── UnsupportedInput               understood, but impossible here, such as video
     ├── UnknownOption (TypeError)          a keyword nobody listens to; suggests the nearest one
@@ -59,6 +60,26 @@ class MessagesError(InputError):
 
 class PlaceholderMismatch(InputError):
     """The number of images does not fit the number of placeholders."""
+
+
+class PinsFull(InputError):
+    """What is pinned counts against quota and budget, and this would exceed one of them."""
+
+    @classmethod
+    def over(cls, what: str, nbytes: int, limit: int, name: str) -> PinsFull:
+        """One tenant's own limit is exceeded."""
+        return cls(
+            f"the {what} that are pinned would come to {nbytes} bytes, {name} is {limit}; unpin "
+            "something, or allow more"
+        )
+
+    @classmethod
+    def no_room(cls, what: str, name: str, limit: int) -> PinsFull:
+        """A limit that tenants share is exceeded: what others have of it is not said."""
+        return cls(
+            f"there is no room to pin these {what}: {name} is {limit} bytes for all that is "
+            "pinned; unpin something, or allow more"
+        )
 
 
 class PromptTooLong(InputError):

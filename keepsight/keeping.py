@@ -6,48 +6,68 @@ image may also be meant by its key, which reports tell, so nobody needs its byte
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from keepsight.calls import Call
-from keepsight.errors import ImageError
+from keepsight.errors import ImageError, PinsFull
 from keepsight.families import Pixels
 from keepsight.medium import Medium
 from keepsight.node import Node
 from keepsight.package import Package
+from keepsight.prefix import Tree
 from keepsight.prompt import Prompt
 from keepsight.report import Report
+from keepsight.store import Store
 from keepsight.turn import Turn
 from keepsight.vision import Vision
 
 
 def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:
-    """Keep (or no longer keep) an image's features, or a conversation's features and prefix."""
+    """Keep (or no longer keep) an image's features, or a conversation's features and prefix. What
+    there is no room for is refused, and then nothing of it is kept."""
     vision = vlm.memory.vision_of(call.tenant)
     vlm.memory.refresh(call.exact, call.tenant)
-    if _is_conversation(what):
-        media = _pin_path(vlm, what, pinned, call)
-    else:
-        media = tuple(_named(vision, what))
-    for medium in media:
-        vision.package(medium)
-        vision.pin(medium, pinned)
+    with contextlib.ExitStack() as undo:
+        if _is_conversation(what):
+            media = _pin_path(vlm, what, pinned, call, undo)
+        else:
+            media = tuple(_named(vision, what))
+        for medium in media:
+            before = vision.is_pinned(medium)
+            package, _ = vision.package(medium)
+            if not vision.pin(medium, pinned) and pinned:
+                nbytes, room = package.nbytes, vlm.memory.shelves.packages.room
+                raise PinsFull.over("features", nbytes, room, "the room for one picture")
+            if pinned and not before:
+                undo.callback(vision.pin, medium, False)
+        undo.pop_all()
 
 
-def _pin_path(vlm: Any, messages: Any, pinned: bool, call: Call) -> tuple[Medium, ...]:
+def _pin_path(
+    vlm: Any, messages: Any, pinned: bool, call: Call, undo: contextlib.ExitStack
+) -> tuple[Medium, ...]:
     """Prefill a conversation's prompt and pin its path before anything else can take its place."""
     memory, store = vlm.memory, vlm.memory.store_of(call.tenant)
     turn = _turn(vlm, call, lambda: vlm._rendered(messages, call))
     try:
         turn.begin(sample=False)
         turn.prefill()
-        memory.tree.pin(turn.reached, pinned)
-        for node in turn.reached.chain() if store is not None else ():
-            store.pin("snapshot", node.digest, pinned)
-            store.pin("state", node.digest, pinned)
+        reached = turn.reached
+        if pinned and not reached.pinned:
+            undo.callback(_pin_nodes, memory.tree, store, reached, False)
+        _pin_nodes(memory.tree, store, reached, pinned)
     finally:
         turn.finish()
     return turn.prompt.media
+
+
+def _pin_nodes(tree: Tree, store: Store | None, node: Node, pinned: bool) -> None:
+    tree.pin(node, pinned)
+    for one in node.chain() if store is not None else ():
+        for kind in ("snapshot", "state"):
+            store.pin(kind, one.digest, pinned)  # type: ignore[union-attr]
 
 
 def _turn(vlm: Any, call: Call, render: Callable[[], Prompt]) -> Turn:
@@ -110,12 +130,25 @@ def is_known(vlm: Any, key: str, tenant: str) -> bool:
 
 def pin_image(vlm: Any, key: str, pinned: bool, tenant: str) -> bool:
     """Keep (or no longer keep) the features of an image where they lie; False when nowhere."""
-    memory, found = vlm.memory, False
-    store = memory.store_of(tenant)
-    for made in _features_of(vlm, key, tenant):
-        found |= memory.shelves.packages.pin(tenant, made, pinned)
-        if store is not None:
-            found |= store.pin("package", made, pinned)
+    return bool(pin_images(vlm, [key], pinned, tenant))
+
+
+def pin_images(vlm: Any, keys: list[str], pinned: bool, tenant: str) -> int:
+    """The same of several images, all of them or none; how many features are held."""
+    shelf, store, found = vlm.memory.shelves.packages, vlm.memory.store_of(tenant), 0
+    with contextlib.ExitStack() as undo:
+        for made in (made for key in keys for made in _features_of(vlm, key, tenant)):
+            new = pinned and not shelf.pinned(tenant, made)
+            held = shelf.pin(tenant, made, pinned)
+            if held and new:
+                undo.callback(shelf.pin, tenant, made, False)
+            if store is not None:
+                entry = store.entry("package", made) if pinned else None
+                if entry is not None and not entry.pinned:
+                    undo.callback(store.pin, "package", made, False)
+                held |= store.pin("package", made, pinned)
+            found += held
+        undo.pop_all()
     return found
 
 

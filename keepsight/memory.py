@@ -15,10 +15,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from keepsight import keys
+from keepsight.accounts import account_of
 from keepsight.circumstances import backend_version, circumstances
 from keepsight.compiled import Compiled
 from keepsight.engine import Engine
-from keepsight.errors import ModelError
+from keepsight.errors import ModelError, PinsFull
 from keepsight.families import Family
 from keepsight.medium import Medium
 from keepsight.naming import Namer
@@ -29,12 +30,14 @@ from keepsight.settings import Settings, image_options, parse_seconds, refuse_st
 from keepsight.shelves import Shelves
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
+from keepsight.tree.pins import pinning
 from keepsight.vision import COUNTS, Vision
 from keepsight.weights import Weights
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
 _STATS_WAIT = 0.2  # seconds that statistics wait for a store to count what it has
 MAX_TENANTS = 10_000  # known in memory at a time; a store knows them all
+MAX_SALTS = 1_000  # of one tenant, likewise
 HOST_BUDGET = "4GiB"  # for what falls out of an accelerator's memory
 
 
@@ -109,7 +112,7 @@ class Memory:
         known = self._visions.get(tenant)
         if known is not None:
             return known
-        self._make_room_for_a_tenant()
+        self._make_room_for(tenant)
         store = self.store_of(tenant)
         kept = (self.shelves.aliases, self.shelves.downloads_of(tenant))
         how = (self.family, self.processor, self.image_options)
@@ -120,14 +123,34 @@ class Memory:
         self._visions[tenant] = vision
         return vision
 
-    def _make_room_for_a_tenant(self) -> None:
-        """Whoever may name tenants may name any number: the one longest unheard of is let go."""
-        while len(self._visions) >= MAX_TENANTS:
-            oldest = next(iter(self._visions))
-            self.tree.let_go_of(oldest)
-            self._visions.pop(oldest).clear()
-            kept = {n: made for n, made in self.made_under.items() if made.tenant != oldest}
-            self.made_under = kept
+    def _make_room_for(self, tenant: str) -> None:
+        """Whoever may name tenants may name any number: the one longest unheard of is let go. What
+        a tenant has under salts gives way to other salts of the same tenant and to nobody else, and
+        what somebody pinned to nobody at all."""
+        account = account_of(tenant)
+        if tenant != account:
+            own = [name for name in self._visions if name != account == account_of(name)]
+            while len(own) >= MAX_SALTS:
+                self._let_go_of_one(own, "salts of one key")
+        else:
+            plain = [name for name in self._visions if name == account_of(name)]
+            while len(plain) >= MAX_TENANTS:
+                self._let_go_of_one(plain, "tenants")
+
+    def _let_go_of_one(self, names: list[str], what: str) -> None:
+        """Forget the first of some tenants of whom nothing is pinned."""
+        pinned = self.shelves.packages.pinning() | pinning(self.tree)
+        oldest = next((name for name in names if name not in pinned), None)
+        if oldest is None:
+            raise PinsFull(
+                f"{len(names)} {what} are remembered, which is as many as may be, and something is "
+                "pinned of each; unpin something"
+            )
+        names.remove(oldest)
+        self.tree.let_go_of(oldest)
+        self._visions.pop(oldest).clear()
+        kept = {n: made for n, made in self.made_under.items() if made.tenant != oldest}
+        self.made_under = kept
 
     def store_of(self, tenant: str) -> Store | None:
         """The store as one tenant sees it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from keepsight.accounts import account_of
 from keepsight.devices import Fence
 from keepsight.prompt import RUN, Prompt, Span, common, shift
 from keepsight.store import Store
@@ -34,6 +35,10 @@ class Home:
     holds: int = 0  # turns in flight
     barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
     cleared: int = -1  # tick when everything was
+    pins: int = 0  # nodes of it that are pinned
+
+    def __post_init__(self) -> None:
+        self.account = account_of(self.tenant)
 
 
 @dataclass(frozen=True)

@@ -259,9 +259,9 @@ class Tree(Books):
             self.promote(n.rows)
         node = parent.children.get(digest)
         nowhere = parent.parent is not None and parent.rows.tier != DEVICE
-        if node is None or parent.gone or nowhere:
-            late = since is not None and self._barred(parent, prompt, parent.end, end, since)
-            gone = parent.gone or nowhere or late
+        late = since is not None and self._barred(parent, prompt, parent.end, end, since)
+        gone = parent.gone or nowhere or late  # even where a later turn made the same node anew
+        if node is None or gone:
             node = self._new_node(parent, prompt, end, digest, logits is not None, gone)
         self._hold(node)
         node.uses += 1

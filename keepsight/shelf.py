@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from keepsight.accounts import account_of
+from keepsight.errors import PinsFull
 from keepsight.lock import Mutex
 from keepsight.store import worth
 
@@ -35,9 +37,11 @@ class _Kept(Generic[T]):
 
 
 class Shelf(Generic[T]):
-    """Things under a tenant and a key. `quota` bounds one tenant's bytes, `ttl` a thing's seconds.
+    """Things under a tenant and a key. `quota` bounds the bytes of one tenant with all that it has
+    under salts, `ttl` a thing's seconds.
 
-    What is pinned stays whatever the budget says, until it is unpinned, removed or expired.
+    What is pinned stays until it is unpinned, removed or expired. It counts: no more can be pinned
+    than quota and budget have room for.
     """
 
     def __init__(
@@ -51,11 +55,13 @@ class Shelf(Generic[T]):
         self.budget, self.quota, self.ttl = budget, quota, ttl
         self._size, self._clock = size, clock
         self._kept: dict[Place, _Kept[T]] = {}
-        self._heaps: dict[str, list[tuple[float, int, str]]] = {}
+        self._heaps: dict[str, list[tuple[float, int, Place]]] = {}  # by account
         self._marks = itertools.count(1)
         self._floor = 0.0
         self._swept = clock()
         self._of: dict[str, int] = {}
+        self._owned: dict[str, int] = {}  # by account
+        self._pinned: dict[str, int] = {}  # likewise, of what is pinned
         self.nbytes = 0
         self.evictions = 0
 
@@ -83,12 +89,13 @@ class Shelf(Generic[T]):
         pinned = before is not None and before.pinned
         self.pop(tenant, key)
         size = self._size(item)
-        if not pinned and size > min(self.budget, self.quota or self.budget):
+        if size > self.room:
             return
+        if pinned and self._too_many_pins(account_of(tenant), size):  # it has grown
+            pinned = False
         kept = _Kept(item, size, cost, self._clock(), pinned=pinned)
         self._kept[tenant, key] = kept
-        self.nbytes += size
-        self._count(tenant, size)
+        self._count(tenant, kept, 1)
         self._weigh(tenant, key, kept)
         self._fit(tenant)
 
@@ -97,24 +104,50 @@ class Shelf(Generic[T]):
         kept = self._kept.pop((tenant, key), None)
         if kept is None:
             return 0
-        self.nbytes -= kept.nbytes
-        self._count(tenant, -kept.nbytes)
+        self._count(tenant, kept, -1)
         return kept.nbytes
 
-    def _count(self, tenant: str, nbytes: int) -> None:
-        self._of[tenant] = self._of.get(tenant, 0) + nbytes
-        if not self._of[tenant]:
-            del self._of[tenant]
+    def _count(self, tenant: str, kept: _Kept[T], sign: int) -> None:
+        nbytes, account = sign * kept.nbytes, account_of(tenant)
+        self.nbytes += nbytes
+        _add(self._of, tenant, nbytes)
+        _add(self._owned, account, nbytes)
+        if kept.pinned:
+            _add(self._pinned, account, nbytes)
 
     def pin(self, tenant: str, key: str, pinned: bool = True) -> bool:
         """Keep it whatever comes, or no longer; False when it is not there."""
         kept = self._kept.get((tenant, key))
         if kept is None:
             return False
+        if pinned != kept.pinned:
+            if pinned and (error := self._too_many_pins(account_of(tenant), kept.nbytes)):
+                raise error
+            _add(self._pinned, account_of(tenant), kept.nbytes if pinned else -kept.nbytes)
         kept.pinned = pinned
         self._weigh(tenant, key, kept)
         self._fit(tenant)
         return True
+
+    def _too_many_pins(self, account: str, more: int) -> PinsFull | None:
+        """Why so many bytes more cannot be pinned."""
+        own, everything = self._pinned.get(account, 0), sum(self._pinned.values())
+        if self.quota is not None and own + more > self.quota:
+            return PinsFull.over("features", own + more, self.quota, "half of tenant_quota")
+        if everything + more > self.budget:
+            return PinsFull.no_room("features", "half of vision_budget", self.budget)
+        return None
+
+    @property
+    def room(self) -> int:
+        """Bytes that one thing may have."""
+        return min(self.budget, self.budget if self.quota is None else self.quota)
+
+    def pinning(self) -> set[str]:
+        """The tenants of whom anything is pinned."""
+        if not self._pinned:
+            return set()
+        return {owner for (owner, _), kept in self._kept.items() if kept.pinned}
 
     def pinned(self, tenant: str, key: str) -> bool:
         """Whether it is kept whatever comes."""
@@ -154,44 +187,46 @@ class Shelf(Generic[T]):
     def _weigh(self, tenant: str, key: str, kept: _Kept[T]) -> None:
         kept.worth = worth(self._floor, kept.uses, kept.cost, kept.nbytes)
         kept.mark = next(self._marks)
-        heap = self._heaps.setdefault(tenant, [])
-        heapq.heappush(heap, (kept.worth, kept.mark, key))
+        account = account_of(tenant)
+        heap = self._heaps.setdefault(account, [])
+        heapq.heappush(heap, (kept.worth, kept.mark, (tenant, key)))
         if len(heap) > 64 + 4 * len(self._kept):  # mostly of worths that hold no longer
-            self._heaps[tenant] = [
-                (k.worth, k.mark, name)
-                for (owner, name), k in self._kept.items()
-                if owner == tenant
+            self._heaps[account] = [
+                (k.worth, k.mark, place)
+                for place, k in self._kept.items()
+                if account_of(place[0]) == account
             ]
-            heapq.heapify(self._heaps[tenant])
+            heapq.heapify(self._heaps[account])
 
     def _fit(self, tenant: str) -> None:
-        while self.quota is not None and self.bytes_of(tenant) > self.quota:
-            if not self._let_go([tenant]):
+        account = account_of(tenant)
+        while self.quota is not None and self._owned.get(account, 0) > self.quota:
+            if not self._let_go([account]):
                 break
         while self.nbytes > self.budget:
             if not self._let_go(list(self._heaps)):
                 break
 
-    def _let_go(self, tenants: list[str]) -> bool:
-        """Drop the least useful thing of some tenants; False where all is pinned."""
-        least = [(found, tenant) for tenant in tenants if (found := self._least(tenant))]
+    def _let_go(self, accounts: list[str]) -> bool:
+        """Drop the least useful thing of some accounts; False where all is pinned."""
+        least = [found for account in accounts if (found := self._least(account))]
         if not least:
             return False
-        (worth, _, key), tenant = min(least)
-        self.pop(tenant, key)
+        worth, _, place = min(least)
+        self.pop(*place)
         self._floor = max(self._floor, worth)
         self.evictions += 1
         return True
 
-    def _least(self, tenant: str) -> tuple[float, int, str] | None:
-        heap = self._heaps.get(tenant, [])
+    def _least(self, account: str) -> tuple[float, int, Place] | None:
+        heap = self._heaps.get(account, [])
         while heap:
-            _, mark, key = heap[0]
-            kept = self._kept.get((tenant, key))
+            _, mark, place = heap[0]
+            kept = self._kept.get(place)
             if kept is not None and kept.mark == mark and not kept.pinned:
                 return heap[0]
             heapq.heappop(heap)  # unpinning weighs a thing anew
-        self._heaps.pop(tenant, None)
+        self._heaps.pop(account, None)
         return None
 
     def check(self) -> None:
@@ -204,13 +239,18 @@ class Shelf(Generic[T]):
         sizes = {tenant: size for tenant, size in sizes.items() if size}
         if sizes != self._of or sum(sizes.values()) != self.nbytes:
             raise AssertionError(f"counted {self._of} ({self.nbytes}), kept {sizes}")
-        loose = [p for p, kept in self._kept.items() if not kept.pinned]
-        if self.nbytes > self.budget and loose:
+        owned: dict[str, int] = {}
+        pinned: dict[str, int] = {}
+        for (tenant, _), kept in self._kept.items():
+            _add(owned, account_of(tenant), kept.nbytes)
+            _add(pinned, account_of(tenant), kept.nbytes * kept.pinned)
+        if owned != self._owned or pinned != self._pinned:
+            raise AssertionError(f"counted {self._owned} and {self._pinned} of accounts")
+        if self.nbytes > self.budget:
             raise AssertionError(f"{self.nbytes} bytes over a budget of {self.budget}")
-        for tenant, nbytes in sizes.items():
-            over = self.quota is not None and nbytes > self.quota
-            if over and any(owner == tenant for owner, _ in loose):
-                raise AssertionError(f"tenant {tenant!r} keeps {nbytes} over {self.quota}")
+        for account, nbytes in owned.items():
+            if self.quota is not None and nbytes > self.quota:
+                raise AssertionError(f"account {account!r} keeps {nbytes} over {self.quota}")
 
 
 class SharedShelf(Generic[T]):
@@ -229,8 +269,9 @@ class SharedShelf(Generic[T]):
         self._size, self._clock = size, clock
         self._lock = Mutex()
         self._all: OrderedDict[Place, tuple[T, int, float]] = OrderedDict()  # with bytes and age
-        self._own: dict[str, OrderedDict[str, None]] = {}  # each tenant's keys, in the same order
+        self._own: dict[str, OrderedDict[Place, None]] = {}  # by account, in the same order
         self._of: dict[str, int] = {}
+        self._owned: dict[str, int] = {}  # by account
         self._swept = clock()
         self.nbytes = 0
 
@@ -244,7 +285,7 @@ class SharedShelf(Generic[T]):
                 self._drop(tenant, key)
                 return None
             self._all.move_to_end((tenant, key))
-            self._own[tenant].move_to_end(key)
+            self._own[account_of(tenant)].move_to_end((tenant, key))
             return found[0]
 
     def put(self, tenant: str, key: str, item: T) -> None:
@@ -256,11 +297,11 @@ class SharedShelf(Generic[T]):
             if size > min(self.budget, self.budget if self.quota is None else self.quota):
                 return
             self._all[tenant, key] = item, size, self._clock()
-            self._own.setdefault(tenant, OrderedDict())[key] = None
-            self._of[tenant] = self._of.get(tenant, 0) + size
-            self.nbytes += size
-            while self.quota is not None and self._of[tenant] > self.quota:
-                self._drop(tenant, next(iter(self._own[tenant])))
+            account = account_of(tenant)
+            self._own.setdefault(account, OrderedDict())[tenant, key] = None
+            self._count(tenant, size)
+            while self.quota is not None and self._owned.get(account, 0) > self.quota:
+                self._drop(*next(iter(self._own[account])))
             while self.nbytes > self.budget:
                 self._drop(*next(iter(self._all)))
 
@@ -272,9 +313,9 @@ class SharedShelf(Generic[T]):
     def forget(self, tenant: str, only: Callable[[T], bool]) -> None:
         """Let go of what `only` says of one tenant's."""
         with self._lock:
-            for key in list(self._own.get(tenant, ())):
-                if only(self._all[tenant, key][0]):
-                    self._drop(tenant, key)
+            for place in list(self._own.get(account_of(tenant), ())):
+                if place[0] == tenant and only(self._all[place][0]):
+                    self._drop(*place)
 
     def clear(self, tenant: str) -> None:
         """Let go of everything of one tenant."""
@@ -288,11 +329,16 @@ class SharedShelf(Generic[T]):
         found = self._all.pop((tenant, key), None)
         if found is None:
             return
-        self.nbytes -= found[1]
-        self._of[tenant] -= found[1]
-        del self._own[tenant][key]
-        if not self._own[tenant]:
-            del self._own[tenant], self._of[tenant]
+        account = account_of(tenant)
+        self._count(tenant, -found[1])
+        del self._own[account][tenant, key]
+        if not self._own[account]:
+            del self._own[account]
+
+    def _count(self, tenant: str, nbytes: int) -> None:
+        self.nbytes += nbytes
+        _add(self._of, tenant, nbytes)
+        _add(self._owned, account_of(tenant), nbytes)
 
     def _is_over(self, made: float) -> bool:
         return self.ttl is not None and self._clock() - made >= self.ttl
@@ -312,11 +358,23 @@ class SharedShelf(Generic[T]):
                 if nbytes != self._size(item):
                     raise AssertionError("a thing changed its size on the shelf")
                 sizes[tenant] = sizes.get(tenant, 0) + nbytes
-            keys = {(tenant, key) for tenant, own in self._own.items() for key in own}
-            if sizes != self._of or sum(sizes.values()) != self.nbytes or keys != set(self._all):
+            sizes = {tenant: size for tenant, size in sizes.items() if size}
+            owned: dict[str, int] = {}
+            for tenant, size in sizes.items():
+                _add(owned, account_of(tenant), size)
+            keys = {place for own in self._own.values() for place in own}
+            agree = sizes == self._of and owned == self._owned and keys == set(self._all)
+            if not agree or sum(sizes.values()) != self.nbytes:
                 raise AssertionError(f"counted {self._of} ({self.nbytes}), kept {sizes}")
-            over = [t for t, n in sizes.items() if self.quota is not None and n > self.quota]
+            over = [t for t, n in owned.items() if self.quota is not None and n > self.quota]
             if over or self.nbytes > self.budget:
                 raise AssertionError(
                     f"{self.nbytes} bytes over {self.budget}, or {over} over quota"
                 )
+
+
+def _add(counts: dict[str, int], name: str, more: int) -> None:
+    """Count on; what is nothing has no place."""
+    counts[name] = counts.get(name, 0) + more
+    if not counts[name]:
+        del counts[name]

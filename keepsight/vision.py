@@ -341,6 +341,10 @@ class Vision:
             return held
         return self._store.pin("package", medium.feature_id, pinned) or held
 
+    def is_pinned(self, medium: Medium) -> bool:
+        """Whether a medium's package is pinned in memory."""
+        return self._shelves.packages.pinned(self._tenant, medium.feature_id)
+
     def forget(self, medium: Medium) -> int:
         """Drop all that memory holds of an image, in whichever making; the bytes freed."""
         packages, freed = self._shelves.packages, 0

@@ -29,7 +29,7 @@ private keys exits forks
 lock grouped switches quiet devices control
 template_source partial_processor
 template
-tensorfile report codecs handover pictures lengths
+tensorfile report codecs handover pictures lengths accounts
 package
 media store state loading circumstances compiled quantised stops
 shelf placement

@@ -10,7 +10,7 @@ from model_parts import picture
 
 import keepsight as ks
 from keepsight.calls import Call
-from keepsight.errors import InputError, MadeElsewhere
+from keepsight.errors import InputError, MadeElsewhere, PinsFull
 
 QUESTION = "What is in this picture, and where does it stand?"
 MODELS = ["demo", "demo-hybrid"]
@@ -233,3 +233,37 @@ def test_a_session_is_of_the_tenant_that_resumes_it(name: str, tmp_path: Path) -
         assert chat.ask("And?", max_new_tokens=2).usage.cached_tokens > 0
         assert vlm.explain(conversation(1), tenant="a").cached_tokens == 0
         assert vlm.explain(conversation(1)).cached_tokens == 0
+
+
+# -- how much may be pinned ---------------------------------------------------------------------
+
+
+def _counted(vlm: Any) -> tuple[int, int]:
+    told = vlm.stats()
+    return told["prefix"]["held_bytes"], sum(vlm.memory.shelves.packages._pinned.values())
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"cache_budget": "600KB"}, {"vision_budget": "300KB"}, {"tenant_quota": "300KB"}],
+)
+def test_pins_count_against_budgets_and_quotas(name: str, limits: dict[str, str]) -> None:
+    with load(name, **limits) as vlm:
+        with pytest.raises(PinsFull, match="would come to .* bytes|no room to pin"):
+            for seed in range(1, 30):
+                before = _counted(vlm)
+                vlm.pin(conversation(seed))
+        assert before[0] or before[1] or "tenant_quota" in limits
+        assert _counted(vlm) == before, "what is refused is not half pinned"
+        vlm.memory.tree.check()
+        vlm.memory.shelves.packages.check()
+        assert vlm.chat(conversation(40), max_new_tokens=1).tokens
+
+
+def test_pins_leave_a_disk_within_its_budget(tmp_path: Path) -> None:
+    with load("demo", store=tmp_path, store_budget="400KB") as vlm:
+        for seed in range(1, 30):
+            vlm.pin(picture(seed))
+        vlm.flush()
+        held = [e.nbytes for e in vlm._store.entries() if e.pinned]
+        assert held and sum(held) <= vlm.stats()["store"]["bytes"] <= 400_000

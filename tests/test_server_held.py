@@ -71,6 +71,45 @@ def test_a_picture_is_pinned_and_deleted_by_its_key_alone(locked: Live) -> None:
     assert act(locked, "delete", "ann", key)[1]["bytes_freed"] == 0  # gone is gone
 
 
+def test_any_salts_pins_and_statistics_take_nothing_from_anybody(
+    locked: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepsight.memory.MAX_SALTS", 2)
+    monkeypatch.setattr("keepsight.memory.MAX_TENANTS", 2)
+    key = prepared(locked, 73, "ann")
+    assert act(locked, "pin", "ann", key)[0] == 200
+    known = set(locked.service.vlm.memory._visions)
+    for n in range(20):
+        for path in ("stats", "images"):
+            query = f"/v1/cache/{path}?cache_salt=number{n}"
+            assert locked.call(query, headers=bearer("bob"))[0] == 200
+    assert set(locked.service.vlm.memory._visions) == known
+    for n in range(6):
+        body = {**about(74), "cache_salt": f"number{n}"}
+        assert locked.call("/v1/prepare", body, headers=bearer("bob"))[0] == 200
+    said = [
+        locked.call("/v1/cache/pin", {**about(74), "cache_salt": f"pin{n}"}, headers=bearer("bob"))[
+            :2
+        ]
+        for n in range(5)
+    ]
+    assert [status for status, _ in said] == [200, 200, 400, 400, 400]
+    assert said[-1][1]["error"]["code"] == "pins_full"
+    assert held(locked, "ann") == {key: True}
+
+
+def test_a_pin_too_many_is_refused_by_name(demo_parts: dict[str, Any]) -> None:
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16, tenant_quota="100KB") as vlm:
+        with live(vlm, keys=KEYS) as server:
+            salts = [{**about(75), "cache_salt": f"{n}"} for n in range(20)]
+            told = [server.call("/v1/cache/pin", b, headers=bearer("ann"))[:2] for b in salts]
+            refused = [body["error"] for status, body in told if status == 400]
+            assert refused and {error["code"] for error in refused} == {"pins_full"}
+            assert server.call("/v1/cache/pin", about(75), headers=bearer("bob"))[0] in (200, 400)
+        assert vlm.stats()["prefix"]["held_bytes"] <= 2 * 100_000
+
+
 def test_a_key_of_another_tenant_is_one_that_nobody_has(locked: Live) -> None:
     key = prepared(locked, 72, "ann")
     for who in ("bob", "root"):

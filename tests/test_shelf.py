@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from keepsight.errors import PinsFull
 from keepsight.shelf import Shelf
 
-TENANTS, KEYS = st.sampled_from(["", "a", "b"]), st.sampled_from("klmno")
+TENANTS, KEYS = st.sampled_from(["", "a", "b", "a\x1fsalt", "a\x1fother"]), st.sampled_from("klmno")
 
 
 class Shelves(RuleBasedStateMachine):
@@ -28,7 +29,7 @@ class Shelves(RuleBasedStateMachine):
         item = bytes([len(self.model) % 256]) * size
         self.shelf.put(tenant, key, item, cost)
         self.model[tenant, key] = (item, self.now)
-        if not self.shelf.has(tenant, key):
+        if not self.shelf.pinned(tenant, key):  # it has grown, and there is no room for it
             self.pinned.discard((tenant, key))
 
     @rule(tenant=TENANTS, key=KEYS)
@@ -44,7 +45,12 @@ class Shelves(RuleBasedStateMachine):
 
     @rule(tenant=TENANTS, key=KEYS, on=st.booleans())
     def pin(self, tenant: str, key: str, on: bool) -> None:
-        if self.shelf.pin(tenant, key, on) and on and self.shelf.has(tenant, key):
+        before = (tenant, key) in self.pinned
+        try:
+            held = self.shelf.pin(tenant, key, on) and on and self.shelf.has(tenant, key)
+        except PinsFull:
+            held = before  # and nothing has changed
+        if held:
             self.pinned.add((tenant, key))
         else:
             self.pinned.discard((tenant, key))

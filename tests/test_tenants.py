@@ -11,7 +11,8 @@ from model_parts import picture
 
 import keepsight as ks
 from keepsight import memory
-from keepsight.errors import InputError
+from keepsight.accounts import account_of, under_salt
+from keepsight.errors import InputError, PinsFull
 
 QUESTION = "What is in this picture, and where does it stand?"
 
@@ -160,6 +161,41 @@ def test_any_number_of_tenants_may_be_named(monkeypatch: pytest.MonkeyPatch) -> 
             assert len(known) <= 4, known
         vlm.memory.tree.check()
         vlm.memory.shelves.packages.check()
+
+
+def test_salts_give_way_to_salts_of_the_same_tenant_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "MAX_SALTS", 3)
+    with ks.load("demo", dtype="float32") as vlm:
+        others = ["bob", under_salt("bob", "salt"), "ann", under_salt("ann", "pinned")]
+        for tenant in others:
+            ask(vlm, tenant=tenant)
+        vlm.pin(picture(3), tenant=others[-1])
+        for n in range(10):
+            ask(vlm, tenant=under_salt("ann", str(n)))
+        known = [name for name in vlm.memory._visions if account_of(name) == "ann"]
+        assert len(known) == 1 + 3 and set(others) <= set(vlm.memory._visions)
+        for tenant in others:
+            assert ask(vlm, tenant=tenant).usage.cached_tokens > 0
+        for n in (8, 9):
+            vlm.pin(picture(3), tenant=under_salt("ann", str(n)))
+        with pytest.raises(PinsFull, match="3 salts of one key"):
+            ask(vlm, tenant=under_salt("ann", "one more"))
+        vlm.memory.tree.check()
+
+
+def test_all_salts_of_a_tenant_have_one_quota() -> None:
+    quota = 300_000
+    with ks.load("demo", dtype="float32", tenant_quota=quota) as vlm:
+        for n in range(6):
+            ask(vlm, tenant=under_salt("ann", str(n)))
+        tree, shelf = vlm.memory.tree, vlm.memory.shelves.packages
+        of = [under_salt("ann", str(n)) for n in range(6)]
+        assert 0 < sum(map(tree.bytes_of, of)) <= quota
+        assert 0 < sum(map(shelf.bytes_of, of)) <= quota // 2
+        tree.check()
+        shelf.check()
 
 
 def test_nobody_in_particular_is_cleared_alone(vlm: Any) -> None:

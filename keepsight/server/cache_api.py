@@ -267,8 +267,7 @@ def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool)
                 param="images",
                 code="image_not_found",
             )
-    for key in keys:
-        keeping.pin_image(service.vlm, key, pinned, tenant)
+    keeping.pin_images(service.vlm, keys, pinned, tenant)
     return len(keys)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from keepsight import keys as digests
+from keepsight.accounts import under_salt
 from keepsight.server.config import ApiKey
 from keepsight.server.problems import ApiError
 
@@ -75,10 +76,11 @@ class Caller:
             self._tokens.take(tokens)
 
     def salted(self, salt: str | None) -> str:
-        """The tenant under a salt. A digest, so that no name can be mistaken for another's."""
+        """The tenant under a salt. A digest, so that no name can be mistaken for another's; what
+        is kept under it counts as the key's own."""
         if salt is None:
             return self.tenant
-        return digests.digest("salted tenant", self.tenant, salt)
+        return under_salt(self.tenant, digests.digest("salted tenant", self.tenant, salt))
 
 
 class Callers:

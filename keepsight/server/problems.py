@@ -17,6 +17,7 @@ from keepsight.errors import (
     InputError,
     KeepsightError,
     MissingExtra,
+    PinsFull,
     PromptTooLong,
     UnknownOption,
     UnsupportedInput,
@@ -104,6 +105,7 @@ def from_error(error: BaseException) -> ApiError | None:
 
 _CODES: tuple[tuple[type[KeepsightError], str], ...] = (
     (PromptTooLong, "context_length_exceeded"),
+    (PinsFull, "pins_full"),
     (ImageError, "invalid_image"),
     (UnsupportedInput, "unsupported_input"),
     (UnknownOption, "unknown_parameter"),

@@ -32,6 +32,9 @@ def audit(books: Books) -> None:
             raise AssertionError("a forgotten node can be reached, or is kept though nobody holds")
         for part in node.parts:
             _stands(part)
+    for root in books.roots.values():
+        if root.home.pins != sum(node.pinned for node in root.below()):
+            raise AssertionError(f"the pins of {root.home.tenant!r} are miscounted")
     _within_budgets(books)
     _found_by_path(books)
     books.tombstones.check()
@@ -59,6 +62,11 @@ def _conserved(tier: Tier, parts: list[Part]) -> None:
         whose[part.node.home.tenant] += part.nbytes
     if +whose != +Counter(tier.bytes_of):
         raise AssertionError(f"{tier.name}: tenants have {whose}, the books say {tier.bytes_of}")
+    owned: Counter[str] = Counter()
+    for part in parts:
+        owned[part.node.home.account] += part.nbytes
+    if +owned != +Counter(tier.owned):
+        raise AssertionError(f"{tier.name}: accounts have {owned}, the books say {tier.owned}")
     if tier.snapshots != sum(part is part.node.rows for part in parts):
         raise AssertionError(f"{tier.name}: snapshots are miscounted")
     if not all(tier.waits(part) for part in parts if tier.may_go(part)):
@@ -94,12 +102,12 @@ def _within_budgets(books: Books) -> None:
             raise AssertionError(f"{tier.name}: {tier.nbytes} bytes over a budget of {budget}")
         if books.quota is None or books.late:
             continue
-        for tenant, nbytes in tier.bytes_of.items():
+        for account, nbytes in tier.owned.items():
             held = sum(
                 part.nbytes
-                for node in [*books.nodes(tenant), *books.detached]
+                for node in [*books.nodes(), *books.detached]
                 for part in node.parts
-                if node.holds and part.tier == tier.name and node.home.tenant == tenant
+                if node.holds and part.tier == tier.name and node.home.account == account
             )
             if nbytes > books.quota and nbytes > held:
-                raise AssertionError(f"{tier.name}: {tenant!r} has {nbytes} of {books.quota}")
+                raise AssertionError(f"{tier.name}: {account!r} has {nbytes} of {books.quota}")

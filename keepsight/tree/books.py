@@ -25,6 +25,7 @@ from keepsight.store import Store, worth
 from keepsight.tree.audit import audit
 from keepsight.tree.carry import Carrier
 from keepsight.tree.paths import Paths
+from keepsight.tree.pins import check_room, set_pinned
 from keepsight.tree.tier import Tier
 from keepsight.tree.tombstones import Tombstones
 
@@ -107,7 +108,7 @@ class Books:
 
     def _hold(self, node: Node) -> list[Node]:
         self.tick = next(self._clock)
-        floors, chain = (self._floor, self._floors[node.home.tenant]), node.chain()
+        floors, chain = (self._floor, self._floors[node.home.account]), node.chain()
         for n in chain:
             if not n.holds:
                 self._guard(n, 1)
@@ -145,7 +146,7 @@ class Books:
             for part in node.parts:
                 self._drop(part)
             return
-        self._touched.add(node.home.tenant)
+        self._touched.add(node.home.account)
         for part in node.parts:
             if part.tier:
                 self._tier(part).offer(part)
@@ -155,11 +156,10 @@ class Books:
         """Keep a node and all it stands on in memory, or no longer. To forget or to clear is
         stronger. What the store pins is the store's business."""
         if on != node.pinned and not node.gone:
-            node.pinned = on
             if on:
-                self._hold(node)
-            else:
-                self.release(node)
+                check_room(self, node)
+            set_pinned(node, on)
+            (self._hold if on else self.release)(node)
 
     # -- tiers -----------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Books:
             part.way = None
         tier.put(part)
         part.node.was_full = True
-        self._touched.add(part.node.home.tenant)
+        self._touched.add(part.node.home.account)
 
     def _remove(self, part: Part) -> None:
         if part.tier:
@@ -230,8 +230,8 @@ class Books:
 
     def settle(self) -> None:
         """Keep budgets, quotas and times to live: the least useful goes a tier down, or goes."""
-        self.late = False
         self.expire()
+        self.late = False
         down = self._demote if self.host_budget else self._drop
         for tier, budget, away in (
             (self.device, self.budget, down),
@@ -239,17 +239,17 @@ class Books:
         ):
             while tier.nbytes > budget and (part := tier.least()) is not None:
                 self._lower(part, away)
-            for tenant in list(self._touched) if self.quota is not None else ():
-                self._keep_quota(tier, tenant, away)
+            for account in list(self._touched) if self.quota is not None else ():
+                self._keep_quota(tier, account, away)
         self._touched.clear()
         self.tombstones.prune()
 
-    def _keep_quota(self, tier: Tier, tenant: str, away: Callable[[Part], None]) -> None:
-        while tier.bytes_of.get(tenant, 0) > (self.quota or 0):
-            part = tier.least(tenant)
+    def _keep_quota(self, tier: Tier, account: str, away: Callable[[Part], None]) -> None:
+        while tier.owned.get(account, 0) > (self.quota or 0):
+            part = tier.least(account)
             if part is None:
                 return
-            self._lower(part, away, tenant)
+            self._lower(part, away, account)
 
     def evict(self, nbytes: int) -> int:
         """Free at least so many bytes of memory if that many are evictable; the bytes freed."""
@@ -324,8 +324,9 @@ class Books:
             self.paths.discard(n)
         for n in reversed(below):
             if n.pinned:
-                n.pinned = False
+                set_pinned(n, False)
                 self._let(n)
+                self.late = True
             if n.holds:
                 self.detached.add(n)
                 continue

@@ -71,12 +71,13 @@ class Queue:
 
 
 class Tier:
-    """The books of one tier, over all tenants and for each."""
+    """The books of one tier, over all tenants and for each account."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.nbytes = self.held = self.snapshots = 0
         self.bytes_of: dict[str, int] = defaultdict(int)
+        self.owned: dict[str, int] = defaultdict(int)  # by account, which quotas are for
         self._all = Queue(lambda part: _order(part, 0))
         self._own: dict[str, Queue] = {}
 
@@ -90,15 +91,17 @@ class Tier:
     def take(self, part: Part) -> None:
         """Count a part out; what it stood on may be able to go now."""
         self._count(part, -1)
-        tenant = part.node.home.tenant
+        tenant, account = part.node.home.tenant, part.node.home.account
         self._all.discard(part)
-        own = self._own.get(tenant)
+        own = self._own.get(account)
         if own is not None:  # what was held from its first moment on has never waited
             own.discard(part)
             if not len(own):  # there may be any number of tenants
-                del self._own[tenant]
+                del self._own[account]
         if not self.bytes_of[tenant]:
             del self.bytes_of[tenant]
+        if not self.owned[account]:
+            del self.owned[account]
         if part.base is not None:
             part.base.bears(self.name, -1)
             self.offer(part.base)
@@ -107,6 +110,7 @@ class Tier:
         nbytes = sign * part.nbytes
         self.nbytes += nbytes
         self.bytes_of[part.node.home.tenant] += nbytes
+        self.owned[part.node.home.account] += nbytes
         self.snapshots += sign * (part is part.node.rows)
         if part.node.holds:
             self.held += nbytes
@@ -129,19 +133,19 @@ class Tier:
         """Let a part wait to be let go of, if it may go."""
         if self.may_go(part):
             self._all.add(part)
-            tenant = part.node.home.tenant
-            if tenant not in self._own:
-                self._own[tenant] = Queue(lambda part: _order(part, 1))
-            self._own[tenant].add(part)
+            account = part.node.home.account
+            if account not in self._own:
+                self._own[account] = Queue(lambda part: _order(part, 1))
+            self._own[account].add(part)
 
     def waits(self, part: Part) -> bool:
         """Whether it stands where the least useful are looked for."""
-        own = self._own.get(part.node.home.tenant)
+        own = self._own.get(part.node.home.account)
         return part in self._all and own is not None and part in own
 
-    def least(self, tenant: str | None = None) -> Part | None:
-        """The least useful part that may go, of all or of one tenant. It leaves that queue."""
-        queue = self._all if tenant is None else self._own.get(tenant)
+    def least(self, account: str | None = None) -> Part | None:
+        """The least useful part that may go, of all or of one account. It leaves that queue."""
+        queue = self._all if account is None else self._own.get(account)
         return queue.pop(self.may_go) if queue is not None else None
 
 

@@ -1,0 +1,19 @@
+"""Whose memory counts together: a tenant's own, and that under each of its salts.
+
+A salt divides a tenant's memory into parts that see nothing of each other. What may be kept is the
+tenant's as a whole: with each new salt nobody gets a quota of their own.
+"""
+
+from __future__ import annotations
+
+_SALT = "\x1f"  # in no name that a person writes
+
+
+def under_salt(tenant: str, salt: str) -> str:
+    """The tenant that has the memory under a salt; the salt is a digest."""
+    return f"{tenant}{_SALT}{salt}"
+
+
+def account_of(tenant: str) -> str:
+    """The tenant whose quota it counts against."""
+    return tenant.partition(_SALT)[0]

@@ -1,0 +1,37 @@
+"""How much of a tree may be pinned: what is held for good counts against quota and budget.
+
+A pin holds a node and all that it stands on, so that is what is counted, each node once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepsight.errors import PinsFull
+from keepsight.node import Node
+
+if TYPE_CHECKING:
+    from keepsight.tree.books import Books
+
+
+def check_room(books: Books, node: Node) -> None:
+    """Refuse a pin that quota or budget has no room for."""
+    roots = [root for root in books.roots.values() if root.home.pins]
+    kept = {n for root in roots for one in root.below() if one.pinned for n in one.chain()}
+    kept.update(node.chain())
+    own = sum(n.nbytes for n in kept if n.home.account == node.home.account)
+    if books.quota is not None and own > books.quota:
+        raise PinsFull.over("prompts", own, books.quota, "tenant_quota")
+    if sum(n.nbytes for n in kept) > books.budget:
+        raise PinsFull.no_room("prompts", "cache_budget", books.budget)
+
+
+def set_pinned(node: Node, on: bool) -> None:
+    """Mark a node, and count how many of its tenant's are marked."""
+    node.pinned = on
+    node.home.pins += 1 if on else -1
+
+
+def pinning(books: Books) -> set[str]:
+    """The tenants of whom anything is pinned."""
+    return {root.home.tenant for root in books.roots.values() if root.home.pins}
