@@ -18,6 +18,7 @@ from models import picture, turn
 from PIL import Image
 
 import keepsight as ks
+from keepsight.accounts import under_salt
 from keepsight.downloads import Downloads
 from keepsight.errors import ImageError, MediaChanged
 from keepsight.package import storage_bytes
@@ -241,6 +242,18 @@ def test_a_tenant_over_its_quota_of_small_things_loses_its_own() -> None:
     shelf.put("b", "too large", "x" * 301)
     shelf.pop("b", "none")
     assert shelf.bytes_of("b") == 300
+    salted = under_salt("b", "salt")
+    shelf.put(salted, "key", "x" * 100)
+    shelf.check()
+    assert (shelf.bytes_of("b"), shelf.bytes_of(salted), shelf.get("a", "first")) == (
+        200,
+        100,
+        "x" * 100,
+    )
+    shelf.clear(salted)
+    shelf.put("b", "empty", "")
+    shelf.check()
+    assert shelf.bytes_of("b") == 200
 
 
 def test_template_options_are_remembered_by_their_digest(demo: Any) -> None:
