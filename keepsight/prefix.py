@@ -119,7 +119,7 @@ class Tree(Books):
         digest = prompt.segment_digest(node.digest, node.end, end, kind)
         child, store = node.children.get(digest), node.home.store
         if child is not None and child.leased and not self._stored(child):
-            self.forget(child)
+            self.forget(child, fit=False)  # a match under way is not held yet
             child = None
         asked = child is not None and (child.rows.tier or child.on_disk or child.unreadable)
         if not asked and store is not None and store.has(archive.SNAPSHOT, digest):

@@ -641,6 +641,19 @@ def test_an_earlier_turn_adds_nothing_to_what_a_later_one_made() -> None:
         assert found(tree, whole).length <= 3
 
 
+def test_what_a_forgotten_pin_protected_counts_again() -> None:
+    tree = Tree(0, True)
+    whole = build("11.22.1")
+    Turn(tree, whole).run()
+    first, *_, last = sorted(tree.nodes(), key=lambda node: node.end)
+    tree.pin(last)
+    Turn(tree, whole).run()
+    assert first.nbytes and last.nbytes
+    tree.forget(last)
+    tree.check()
+    assert not tree.nbytes
+
+
 def test_what_is_too_old_is_not_matched_and_is_let_go() -> None:
     clock = Clock()
     tree = Tree(HUGE, False, ttl=10.0, clock=clock)

@@ -307,7 +307,7 @@ class Books:
 
     # -- forgetting ------------------------------------------------------------------------------
 
-    def forget(self, node: Node) -> int:
+    def forget(self, node: Node, fit: bool = True) -> int:
         """Remove a node and all that stands on it as if they had never been; the bytes freed.
 
         What a turn in flight holds can be reached no more, and its bytes go when it is released.
@@ -317,7 +317,7 @@ class Books:
             return 0
         start = self.device.nbytes + self.host.nbytes
         node.parent.disown(node)
-        below = list(node.below())
+        below, unpinned = list(node.below()), False
         for n in below:
             n.gone = True
             self.tombstones.discard(n)
@@ -326,7 +326,7 @@ class Books:
             if n.pinned:
                 set_pinned(n, False)
                 self._let(n)
-                self.late = True
+                unpinned = True
             if n.holds:
                 self.detached.add(n)
                 continue
@@ -334,6 +334,8 @@ class Books:
                 self._drop(part)
         self.tombstones.note(node.parent)
         self.on_forget()
+        if unpinned and fit:  # what the pin protected beside them counts again
+            self.fit()
         return start - self.device.nbytes - self.host.nbytes
 
     def forget_media(self, image_key: str, tenant: str = "") -> int:
