@@ -92,10 +92,13 @@ class Tree(Books):
         self.expire()
         best = node = self.root(namespace)
         while True:
-            terminal = self._child(node, prompt, len(prompt), "terminal")
+            cut = next_cut(node.end)
+            # A whole prompt stands on its last boundary: above that no store need be asked for it.
+            stored = loose or cut is None or cut >= len(prompt)
+            terminal = self._child(node, prompt, len(prompt), "terminal", stored)
             if terminal is not None and self._usable(terminal):
                 return Match(terminal, self._farthest(terminal), self.tick)
-            child = self._longest(node, prompt, next_cut(node.end), loose)
+            child = self._longest(node, prompt, cut, loose)
             if child is None or not (child.rows.tier or child.on_disk):
                 return Match(best, self._farthest(best), self.tick)
             node = child
@@ -114,15 +117,17 @@ class Tree(Books):
                 best = child
         return best
 
-    def _child(self, node: Node, prompt: Prompt, end: int, kind: str) -> Node | None:
-        """The node at `end`. One that is in no memory may be in the store."""
+    def _child(
+        self, node: Node, prompt: Prompt, end: int, kind: str, stored: bool = True
+    ) -> Node | None:
+        """The node at `end`. One that is in no memory may be in the store, unless not `stored`."""
         digest = prompt.segment_digest(node.digest, node.end, end, kind)
         child, store = node.children.get(digest), node.home.store
         if child is not None and child.leased and not self._stored(child):
             self.forget(child, fit=False)  # a match under way is not held yet
             child = None
         asked = child is not None and (child.rows.tier or child.on_disk or child.unreadable)
-        if not asked and store is not None and store.has(archive.SNAPSHOT, digest):
+        if stored and not asked and store is not None and store.has(archive.SNAPSHOT, digest):
             if child is None:
                 child = self._new_node(node, prompt, end, digest, kind == "terminal")
                 child.leased = self.ttl is not None

@@ -22,8 +22,9 @@ from models import picture
 from remote_lines import Line
 
 import keepsight as ks
+from keepsight import tensorfile
 from keepsight.errors import StoreError
-from keepsight.store import DiskStore, Store, health, layout
+from keepsight.store import About, DiskStore, Store, health, layout, reach
 from keepsight.store import book as book_module
 from keepsight.store.catalogue import NAME, Catalogue
 from keepsight.store.folder import Folder
@@ -407,3 +408,100 @@ def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
             told = vlm.stats(f"nobody {number}")["features"]
             assert told["encoded"] == told["packages"] == 0
         assert set(vlm.memory._visions) == known
+
+
+# -- a disk that is slow -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for a disk, nor leaves it alone for long."""
+    monkeypatch.setattr(reach, "PATIENCE", 0.1)
+    monkeypatch.setattr(health, "FIRST_PAUSE", 0.05)
+
+
+READS = {
+    "whether it is there": (os, "lstat", lambda store: store.has("package", KEYS[0])),
+    "its tensors": (tensorfile, "read", lambda store: store.get("package", KEYS[0])),
+    "a note": (Path, "read_bytes", lambda store: store.note("alias", KEYS[0])),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_read_that_hangs_is_left_behind(
+    tmp_path: Path, opened: Any, stalled: Any, hurried: None, what: str
+) -> None:
+    where, name, read = READS[what]
+    store = opened(tmp_path)
+    store.put_note("alias", KEYS[0], {"a": 1})
+    fill(store, 0, 1)
+    stall = stalled(where, name, lambda path, *more: KEYS[0] in str(path))
+    assert not soon(lambda: read(store)) and stall.reached.is_set()
+    for _ in range(50):  # as long as that call has not come back nobody waits for another
+        assert soon(lambda: store.get("package", KEYS[1])) is None
+    told = soon(lambda: store.stats(0.05))
+    assert told["state"] == "slow" and told["since"] and "no answer" in told["broken"]
+    assert not [thread for thread in threading.enumerate() if "keepsight-disk" in thread.name][2:]
+    stall.over.set()
+    until(lambda: read(store))
+    assert held(store) == {0, 1} and store.stats()["state"] == "ok"
+
+
+def test_a_large_entry_may_take_its_time(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, hurried: None
+) -> None:
+    monkeypatch.setattr(reach, "_RATE", 1000)
+    real, store = tensorfile.read, opened(tmp_path)
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return real(*arguments)
+
+    monkeypatch.setattr(tensorfile, "read", slow)
+    fill(store, 0)
+    assert store.get("package", KEYS[0]) is not None and store.stats()["state"] == "ok"
+
+
+def test_nothing_that_is_handed_over_waits_for_a_disk(
+    tmp_path: Path, opened: Any, stalled: Any
+) -> None:
+    """Whether it is there already, and what it stands on, the writer looks."""
+    store = opened(tmp_path)
+    stalls = [stalled(os, name) for name in ("lstat", "open", "fsync")]
+    for number, key in enumerate(KEYS):
+        on = ("snapshot", KEYS[number - 1]) if number else None
+        content = {"a": torch.full((100,), float(number))}
+        soon(lambda c=content, k=key, o=on: store.put("snapshot", k, c, {}, About(stands_on=o)))
+        soon(lambda k=key: store.put_note("alias", k, {"a": 1}))
+        assert soon(lambda k=key: store.note("alias", k)) == {"a": 1}, "readable at once"
+    for stall in stalls:
+        stall.over.set()
+    store.flush()
+    assert len(list(store.entries())) == 16 and store.check() == []
+
+
+def test_answers_stay_right_and_come_while_the_disk_hangs(
+    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any, hurried: None
+) -> None:
+    model, processor = demo_parts["demo"]
+    questions = [(picture(number), "What is it?") for number in range(4)]
+    with ks.wrap(model, processor, grain=16) as free:
+        wanted = [free.ask(*question, max_new_tokens=3) for question in questions]
+    with ks.wrap(model, processor, grain=16, store=tmp_path / "store") as vlm:
+        vlm.ask(*questions[0], max_new_tokens=3)
+        vlm.ask(*questions[1], max_new_tokens=3)
+        vlm.flush()
+        vlm.clear()
+        unseen = [{"role": "user", "content": [{"type": "image", "image": picture(9)}]}]
+        in_store = lambda path, *more: str(tmp_path) in str(path)  # noqa: E731
+        stalls = [stalled(where, name, in_store) for where, name, _ in READS.values()]
+        for question, reply in zip(questions, wanted, strict=True):
+            assert soon(lambda q=question: vlm.ask(*q, max_new_tokens=3)).text == reply.text
+        assert soon(vlm.stats)["store"]["state"] == "slow"
+        for stall in stalls:
+            stall.over.set()
+        vlm.flush()
+        until(lambda: vlm.explain(unseen) and vlm.stats()["store"]["state"] == "ok")
+        vlm.clear()
+        again = vlm.ask(*questions[2], max_new_tokens=3)
+        assert again.text == wanted[2].text and again.usage.images_encoded == 0

@@ -12,6 +12,7 @@ This module knows nothing of images, models or prompts.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,9 +25,10 @@ from keepsight.store.book import Book
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
 from keepsight.store.entryfile import FORMAT
 from keepsight.store.folder import Folder
-from keepsight.store.health import OK, Health
+from keepsight.store.health import OK, SLOW, Health
 from keepsight.store.layout import Place
 from keepsight.store.pending import Job
+from keepsight.store.reach import Call
 from keepsight.store.rows import name_of, pin_name
 from keepsight.store.tally import COUNTED, Counted
 from keepsight.store.writer import Writer
@@ -58,9 +60,9 @@ class DiskStore:
         self._disk = Health(f"the store {self._folder.root} cannot be written")
         self._book = Book(self._folder, self._disk)
         self._writer = Writer(self._folder, self._book, budget, quota, waiting)
+        self._reach, self._reads = self._writer.reach, self._writer.reach.health
         self._tenant = ""
         self._whole = self  # the store that this is a view of
-        self._unreadable = False
         self._refuse_other_formats()
         when_dropped(self, self._writer.retire)
 
@@ -97,8 +99,11 @@ class DiskStore:
         return self._book.act(lambda catalogue: catalogue.tenants())
 
     def _refuse_other_formats(self) -> None:
+        marker = self._folder.path(layout.MARKER)
         try:
-            layout.check_marker(self._folder.path(layout.MARKER).read_bytes(), str(self.root))
+            data = self._reach.ask(lambda call: marker.read_bytes(), b"")
+            if data:
+                layout.check_marker(data, str(self.root))
         except DamagedFile as error:
             logger.warning("%s; written anew", error)
         except OSError:
@@ -109,7 +114,9 @@ class DiskStore:
     def has(self, kind: str, key: str) -> bool:
         """Whether a read of this entry can be expected to work."""
         place = self._place(kind, key)
-        return place in self._writer.pending.jobs or self._writer.is_there(place)
+        if place in self._writer.pending.jobs:
+            return True
+        return self._reach.ask(lambda call: self._writer.is_there(place), False)
 
     def tier(self, kind: str, key: str) -> str | None:
         """Where a read would find it: "disk", or None."""
@@ -144,7 +151,8 @@ class DiskStore:
 
     def reject(self, kind: str, key: str, why: str) -> None:
         """Set aside an entry whose content turned out not to be what its key says."""
-        self._set_aside(self._place(kind, key), why)
+        place = self._place(kind, key)
+        self._reach.ask(lambda call: self._set_aside(place, why), None)
 
     def _place(self, kind: str, key: str) -> Place:
         layout.checked(kind, key)
@@ -166,9 +174,13 @@ class DiskStore:
 
     def _careful(self, read: Callable[[Path, str, str], T], place: Place) -> T | None:
         """What can be read. Only a file that is wrong is set aside, not one out of reach."""
+        return self._reach.ask(lambda call: self._read(read, place, call), None)
+
+    def _read(self, read: Callable[[Path, str, str], T], place: Place, call: Call) -> T | None:
         path = self._folder.path(name_of(place))
         try:
-            return read(path, place.kind, place.key)
+            call.expect(os.stat(path).st_size)
+            found = read(path, place.kind, place.key)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except WrongFormatVersion as error:
@@ -177,9 +189,11 @@ class DiskStore:
         except (FileError, IsADirectoryError) as error:
             self._set_aside(place, error)
         except OSError as error:
-            if not self._whole._unreadable:
-                self._whole._unreadable = True
-                logger.warning("the store %s cannot be read (%s); going on", self.root, error)
+            self._reads.failed(error)
+        else:
+            if self._reads.state != SLOW:  # it may have come far too late
+                self._reads.worked()
+            return found
         return None
 
     def _set_aside(self, place: Place, error: object) -> None:
@@ -215,10 +229,8 @@ class DiskStore:
             expected = "a note: use put_note" if tensors is not None else "tensors: use put"
             raise InputError(f"the kind {place.kind!r} is for {expected}")
         layout.checked_about(about)
-        if place in self._writer.pending.jobs or self._writer.is_there(place):
-            return
-        if not self._writer.has_base(place, about):
-            self._writer.refuse(place)
+        # Whether it is there already, and what it stands on, the writer looks: nobody waits here.
+        if place in self._writer.pending.jobs:
             return
         ready = COMPLETE
         if tensors is not None:
@@ -269,7 +281,7 @@ class DiskStore:
         """
         known = self._writer.counted(self._tenant, wait) or Counted({}, {}, None, False)
         counts = dict(self._writer.tally.counts.get(self._tenant, ()))
-        disk = self._disk
+        disk = self._disk if self._disk.state != OK else self._reads
         return {
             "root": str(self.root),
             "tier": "disk",
@@ -285,7 +297,7 @@ class DiskStore:
             "quota": self._writer.quota,
             "state": disk.state,
             "since": disk.since,
-            "broken": self.broken,
+            "broken": disk.why or None,
         }
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:

@@ -22,11 +22,12 @@ from keepsight.store import entryfile, layout
 from keepsight.store.book import Book
 from keepsight.store.contract import About, Entry
 from keepsight.store.folder import Folder, Part
-from keepsight.store.health import FULL, LONGEST_PAUSE, OK
+from keepsight.store.health import FULL, LONGEST_PAUSE, OK, Health
 from keepsight.store.keeper import Keeper
 from keepsight.store.layout import Place
 from keepsight.store.losses import TOO_MUCH, larger_than
 from keepsight.store.pending import STUCK, Job, Pending
+from keepsight.store.reach import Reach
 from keepsight.store.rows import name_of
 from keepsight.store.tally import Counted, Due, Tally
 
@@ -45,6 +46,7 @@ class Writer:
         self.folder, self.book, self.disk = folder, book, book.disk
         self.budget, self.quota = budget, quota
         self.tally, self.pending = Tally(), Pending(waiting)
+        self.reach = Reach(Health(f"the store {folder.root} cannot be read"))
         self._keeper = Keeper(folder, book, budget, quota)
         self.start_anew()
         forks.renew(self.start_anew)

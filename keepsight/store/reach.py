@@ -1,0 +1,156 @@
+"""Calls to a disk that may hang: made in threads of their own, and waited for only so long.
+
+A thread that waits for a disk cannot be interrupted, and readers hold the model while they wait. So
+a call that takes too long is left behind. As long as one is, nobody asks that disk for anything:
+whoever would have read computes instead. When the call comes back after all the disk is used again,
+after a pause that grows where this happens again and again.
+
+The threads belong to no store: a few wait for work for some seconds, and then end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from keepsight import forks
+from keepsight.exits import begin
+from keepsight.store.health import SLOW, Health
+
+PATIENCE = 2.0  # seconds; a machine may be busy with other things
+_RATE = 16 << 20  # bytes a second; what comes slower is better computed
+_IDLE_FOR = 10.0  # seconds that a thread waits for more to do
+T = TypeVar("T")
+
+
+class Call(Generic[T]):
+    """One call on its way."""
+
+    def __init__(self, work: Callable[[Call[T]], T]) -> None:
+        self._work: Callable[[Call[T]], T] | None = work
+        self._ended = threading.Lock()
+        self._ended.acquire()
+        self._more = 0.0
+        self._result: T
+        self._error: BaseException | None = None
+        self.afterwards: Callable[[], object] = lambda: None
+
+    def run(self) -> None:
+        """Do it, in a thread for that."""
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                self._result = work(self)
+        except BaseException as error:
+            self._error = error
+        self._ended.release()
+        self.afterwards()
+
+    def expect(self, nbytes: int) -> None:
+        """For the work itself: it has an answer and will read so many bytes."""
+        self._more = nbytes / _RATE
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it came back in time."""
+        begun = time.monotonic()
+        while not self._ended.acquire(timeout=max(0.0, begun + seconds - time.monotonic())):
+            if not self._more:
+                return False
+            seconds, self._more = seconds + self._more, 0.0
+        return True
+
+    def is_over(self) -> bool:
+        """Whether it has come back by now; for who has waited in vain."""
+        return self._ended.acquire(blocking=False)
+
+    def result(self) -> T:
+        """What came back."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class _Worker:
+    """What a thread does that makes calls, one at a time."""
+
+    def __init__(self) -> None:
+        self._call: Call | None = None
+        self._given = threading.Lock()  # measured: a third of the time that a queue takes
+        self._given.acquire()
+
+    def give(self, call: Call) -> None:
+        """The next call; for who has taken this worker."""
+        self._call = call
+        self._given.release()
+
+    def run(self) -> None:
+        """Until there has been nothing to do for a while."""
+        while True:
+            if not self._given.acquire(timeout=_IDLE_FOR):
+                with contextlib.suppress(ValueError, IndexError):
+                    _IDLE.remove(self)
+                    return
+                continue  # somebody took it at this very moment
+            if self._call is not None:
+                self._call.run()
+            self._call = None  # what it holds is nobody's any more
+            _IDLE.append(self)
+
+
+_IDLE: deque[_Worker] = deque()
+os.register_at_fork(after_in_child=_IDLE.clear)
+
+
+def start(call: Call) -> None:
+    """Have it made by some thread; by this one where no thread can be had any more."""
+    try:
+        worker = _IDLE.pop()
+    except IndexError:
+        worker = _Worker()
+        if begin(worker.run, "keepsight-disk") is None:  # the interpreter is ending
+            call.run()
+            return
+    worker.give(call)
+
+
+class Reach:
+    """The way to one disk for those who cannot wait."""
+
+    def __init__(self, health: Health) -> None:
+        self.health = health
+        self.start_anew()
+        forks.renew(self.start_anew)
+
+    def start_anew(self) -> None:
+        """With no call under way, as at first and after a fork."""
+        self._left: set[Call] = set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody asks at the moment."""
+        return bool(self._left) or (self.health.state == SLOW and self.health.is_aside)
+
+    def ask(self, work: Callable[[Call[T]], T], otherwise: T) -> T:
+        """What the work gives; `otherwise` where the disk takes too long, or did so lately."""
+        if self.is_closed:
+            return otherwise
+        call = Call(work)
+        start(call)
+        if not call.wait(PATIENCE):
+            self._leave(call)
+            return otherwise
+        if self.health.state == SLOW:
+            self.health.worked()
+        return call.result()
+
+    def _leave(self, call: Call) -> None:
+        self._left.add(call)
+        call.afterwards = lambda: self._left.discard(call)
+        if call.is_over():  # at this very moment
+            self._left.discard(call)
+        self.health.failed(TimeoutError(f"no answer within {PATIENCE:g} s"), SLOW)
