@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import queue
+import shutil
 import sqlite3
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -505,3 +507,130 @@ def test_answers_stay_right_and_come_while_the_disk_hangs(
         vlm.clear()
         again = vlm.ask(*questions[2], max_new_tokens=3)
         assert again.text == wanted[2].text and again.usage.images_encoded == 0
+
+
+# -- a disk that vanishes ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, size: str = "8m") -> Iterator[None]:
+    """A file system of its own, where that is allowed."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("no file systems can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=False, capture_output=True)
+
+
+def test_a_folder_that_is_removed_is_told_and_then_made_anew(
+    tmp_path: Path, opened: Any, hurried: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "store"
+    store = opened(root)
+    fill(store, 0, 1)
+    shutil.rmtree(root)
+    assert held(store) == set() and store.stats()["state"] == "gone"
+    assert store.stats()["entries"] == 0 and not root.exists(), "looking makes no folder"
+    put(store, 2)
+    with contextlib.suppress(StoreError):
+        store.flush()
+    until(lambda: fill(store, 3) or store.stats()["state"] == "ok")
+    assert 3 in held(store) and store.stats()["entries"] == len(held(store))
+    assert store.check() == [] and [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+def test_a_folder_that_comes_back_is_used_again(tmp_path: Path, opened: Any, hurried: None) -> None:
+    root, away = tmp_path / "disk" / "store", tmp_path / "away"
+    store = opened(root)
+    fill(store, 0, 1)
+    (tmp_path / "disk").rename(away)
+    for number in (2, 3):
+        put(store, number)
+        with pytest.raises(StoreError, match="gone|No such"):
+            store.flush()
+        assert held(store) == set() and store.stats()["state"] == "gone"
+    assert not root.exists(), "nothing is made where the folder above is gone too"
+    away.rename(tmp_path / "disk")
+    until(lambda: store.stats()["state"] == "ok")
+    assert held(store) == {0, 1} and store.stats()["entries"] == 2
+    fill(store, 2, 3)
+    assert held(store) == {0, 1, 2, 3} and store.check() == []
+
+
+def test_nothing_is_written_where_a_disk_was_mounted(
+    tmp_path: Path, opened: Any, hurried: None
+) -> None:
+    """It would lie under the disk when that comes back."""
+    disk = tmp_path / "disk"
+    for root in (disk, disk / "store"):
+        with mounted(disk):
+            store = opened(root)
+            fill(store, 0)
+        for number in (1, 2):
+            put(store, number)
+            with pytest.raises(StoreError, match="gone|mounted"):
+                store.flush()
+            assert store.stats()["state"] == "gone" and held(store) == set()
+        assert list(disk.iterdir()) == []
+        with mounted(disk):  # another, empty one
+            until(functools.partial(fills, store, 3))
+            assert 3 in held(store) and store.check() == []
+            store.close()
+
+
+def fills(store: Store, number: int) -> bool:
+    """Whether the store takes an entry by now."""
+    with contextlib.suppress(StoreError):
+        fill(store, number)
+    return bool(store.stats()["state"] == "ok")
+
+
+def test_another_file_in_the_place_of_the_book_is_filled_with_what_it_lacks(
+    tmp_path: Path, opened: Any
+) -> None:
+    """Somebody puts back an older one."""
+    store = opened(tmp_path)
+    fill(store, 0)
+    store.close()
+    shutil.copy(tmp_path / NAME, tmp_path / "older")
+    store = opened(tmp_path)
+    fill(store, 1, 2)
+    for suffix in ("-wal", "-shm"):
+        (tmp_path / f"{NAME}{suffix}").unlink()
+    os.replace(tmp_path / "older", tmp_path / NAME)
+    assert held(store) == {0, 1, 2} and len(list(store.entries())) == 3
+    assert store.check() == []
+
+
+def test_answers_stay_right_while_a_store_vanishes_and_comes_back(
+    demo_parts: dict[str, Any], tmp_path: Path, hurried: None
+) -> None:
+    model, processor = demo_parts["demo"]
+    root, away = tmp_path / "disk" / "store", tmp_path / "away"
+    with ks.wrap(model, processor, grain=16) as free:
+        wanted = [free.ask(picture(n), "What is it?", max_new_tokens=3).text for n in range(3)]
+    with ks.wrap(model, processor, grain=16, store=root) as vlm:
+
+        def answers() -> list[str]:
+            return [vlm.ask(picture(n), "What is it?", max_new_tokens=3).text for n in range(3)]
+
+        assert answers() == wanted
+        vlm.flush()
+        entries = vlm.stats()["store"]["entries"]
+        vlm.clear()
+        root.parent.rename(away)
+        assert answers() == wanted and answers() == wanted
+        until(lambda: vlm.stats()["store"]["state"] == "gone")
+        vlm.clear()
+        assert answers() == wanted
+        away.rename(root.parent)
+        until(lambda: vlm.stats()["store"]["state"] == "ok")
+        vlm.clear()
+        before = vlm.stats()["features"]["encoded"]
+        assert answers() == wanted and vlm.stats()["features"]["encoded"] == before
+        with contextlib.suppress(StoreError):  # of what was lost meanwhile
+            vlm.flush()
+        assert vlm.stats()["store"]["entries"] == entries

@@ -99,9 +99,12 @@ class DiskStore:
         return self._book.act(lambda catalogue: catalogue.tenants())
 
     def _refuse_other_formats(self) -> None:
-        marker = self._folder.path(layout.MARKER)
+        def look(call: Call[bytes]) -> bytes:
+            self._folder.look()
+            return self._folder.path(layout.MARKER).read_bytes()
+
         try:
-            data = self._reach.ask(lambda call: marker.read_bytes(), b"")
+            data = self._reach.ask(look, b"")
             if data:
                 layout.check_marker(data, str(self.root))
         except DamagedFile as error:

@@ -92,6 +92,24 @@ class Folder:
             raise InputError(f"{str(root)!r} is no path: it has a zero byte in it")
         self.root = Path(root).expanduser()
         self._fresh: set[str] = set()  # folders with a new folder in them, not on the disk yet
+        self._mount: Path | None = None  # where the file system begins on which the root was seen
+
+    def look(self) -> None:
+        """Remember on which file system the root lies, if it is there."""
+        if self._mount is None and os.path.isdir(self.root):
+            self._mount = _mount_of(self.root)
+
+    def can_be_made(self) -> bool:
+        """Whether the root could be made anew where it was."""
+        there = self._mount is None or os.path.ismount(self._mount)
+        return there and os.path.isdir(self.root.parent)
+
+    def is_gone(self) -> bool:
+        """Whether the root was there once, and is not now, or only the place where its file system
+        was mounted."""
+        if self._mount is None:
+            return False
+        return not (os.path.isdir(self.root) and os.path.ismount(self._mount))
 
     def path(self, name: str) -> Path:
         """Where a name lies."""
@@ -208,10 +226,17 @@ class Folder:
         return True
 
     def _make_root(self) -> None:
-        if self.root.is_dir():
+        first = self._mount is None
+        if self._mount is not None and not os.path.ismount(self._mount):
+            raise OSError(errno.ENODEV, f"nothing is mounted any more at {self._mount}")
+        if os.path.isdir(self.root):
+            self.look()
             return
         above = [folder for folder in self.root.parents if not folder.exists()]
+        if not first and not os.path.isdir(self.root.parent):
+            raise OSError(errno.ENOENT, f"the folder is gone: {self.root.parent}")
         private.make_folders(self.root)
+        self.look()
         for folder in [self.root, *above]:
             tensorfile.sync_folder(folder.parent)
 
@@ -253,6 +278,14 @@ class Folder:
         private.new_folder(step, here)
         self._fresh.add("/".join(so_far[:-1]))
         return os.open(step, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
+
+
+def _mount_of(folder: Path) -> Path:
+    """Where the file system begins on which a folder lies."""
+    here = folder.resolve()
+    while not os.path.ismount(here):
+        here = here.parent
+    return here
 
 
 def _together(steps: Iterable[Callable[[], None]]) -> None:

@@ -8,7 +8,6 @@ tells what was lost. When nothing is to be done, files that the book does not kn
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import stat
@@ -16,13 +15,14 @@ import threading
 import time
 
 from keepsight import forks
-from keepsight.errors import DamagedFile, StoreError, WrongFormatVersion
+from keepsight.errors import StoreError
 from keepsight.exits import STORES, begin, finish_before_exit
 from keepsight.store import entryfile, layout
 from keepsight.store.book import Book
 from keepsight.store.contract import About, Entry
 from keepsight.store.folder import Folder, Part
-from keepsight.store.health import FULL, LONGEST_PAUSE, OK, Health
+from keepsight.store.ground import Ground
+from keepsight.store.health import LONGEST_PAUSE, OK, Health
 from keepsight.store.keeper import Keeper
 from keepsight.store.layout import Place
 from keepsight.store.losses import TOO_MUCH, larger_than
@@ -47,7 +47,7 @@ class Writer:
         self.budget, self.quota = budget, quota
         self.tally, self.pending = Tally(), Pending(waiting)
         self.reach = Reach(Health(f"the store {folder.root} cannot be read"))
-        self._keeper = Keeper(folder, book, budget, quota)
+        self._keeper, self._ground = Keeper(folder, book, budget, quota), Ground(folder, book)
         self.start_anew()
         forks.renew(self.start_anew)
         finish_before_exit(self, STORES)
@@ -59,8 +59,8 @@ class Writer:
         self._wake = self.pending.changed
         self._asked: dict[str, tuple[int, float]] = {}  # tenants to count: behind which, since when
         self._thread: threading.Thread | None = None
-        self._stopping = self._retired = self._grounded = False
-        self._room = 0  # bytes of the largest entry that found none
+        self._stopping = self._retired = False
+        self._ground.start_anew()
 
     # -- for whoever hands over or reads -----------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Writer:
         """Return when all that was handed over before is on the disk, or say what is not: of all
         tenants, or of one."""
         self.drain()
-        broken = self.disk.state != OK and not self._probe()
+        broken = self.disk.state != OK and not self._ground.probe(make=True)
         why = self.disk.why if broken else None
         self.pending.losses.report(str(self.folder.root), tenant, why)
         if broken:
@@ -241,8 +241,8 @@ class Writer:
 
     def _idle(self) -> float | None:
         """Enter a folder that the book does not know; how long to sleep then, None for long."""
-        if self.disk.state != OK and (self.disk.is_aside or not self._probe()):
-            return self.disk.wait
+        if self.disk.state != OK and (self.disk.is_aside or not self._ground.probe(make=False)):
+            return self.disk.wait or LONGEST_PAUSE
         try:
             more, gone = self._keeper.adopt_some()
             self.tally.evicted(gone)
@@ -276,6 +276,7 @@ class Writer:
             asked = {tenant for tenant, (behind, _) in self._asked.items() if behind <= goal}
         try:
             if asked:
+                self._ground.notice()
                 self._complete()
             for tenant in asked | (changed & self.tally.known.keys()):
                 self.tally.know(tenant, self._keeper.counted(tenant))
@@ -299,7 +300,7 @@ class Writer:
         try:
             if self.disk.is_aside:
                 return
-            self._ground()
+            self._ground.begin()
             wanted = [job for job in batch if self._is_wanted(job)]
             if not self._keeper.announce([job.row(0) for job in wanted]):
                 return
@@ -316,18 +317,6 @@ class Writer:
             for job in batch:
                 if self.pending.forget(job):
                     self._lose(job.place, self.disk.why)
-
-    def _ground(self) -> None:
-        """The marker, before anything else is written: it says whose folder this is."""
-        if self._grounded and self.folder.status(layout.MARKER) is not None:
-            return
-        try:
-            layout.check_marker(self.folder.path(layout.MARKER).read_bytes(), str(self.folder.root))
-        except (FileNotFoundError, DamagedFile):
-            self.folder.write(layout.MARKER, [layout.marker_bytes()], None)
-        except WrongFormatVersion as error:
-            raise StoreError(str(error)) from error
-        self._grounded = True
 
     def _is_wanted(self, job: Job) -> bool:
         """Not what is there already, and not what stands on nothing."""
@@ -347,7 +336,7 @@ class Writer:
         rows = []
         for job, part in begun:
             if part.error is not None:
-                self._failed(part.error, job.nbytes)
+                self._ground.failed(part.error, job.nbytes)
                 continue
             if not self.disk.is_aside:
                 self.disk.worked()
@@ -367,7 +356,7 @@ class Writer:
             parts = entryfile.spelled(place.kind, place.key, job.tensors, job.record, job.told)
             return self.folder.begin(name_of(place), parts, layout.expiry(job.told))
         except OSError as error:
-            self._failed(error, job.nbytes)
+            self._ground.failed(error, job.nbytes)
         except Exception as error:
             self.pending.forget(job)
             self._lose(place, str(error))
@@ -379,24 +368,3 @@ class Writer:
     def _lose(self, place: Place, why: str) -> None:
         self.pending.losses.add(place.tenant, (place.kind, place.key), why)
         self.tally.count(place.tenant, "refused")
-
-    def _failed(self, error: OSError, nbytes: int) -> None:
-        self.disk.failed(error)
-        self._room = max(self._room, nbytes)
-
-    def _probe(self) -> bool:
-        """Whether the disk takes writes again; asked when somebody wants to know for sure, and
-        when it was left alone for long enough."""
-        self.disk.try_now()
-        try:
-            if self.disk.state == FULL:
-                free = os.statvfs(self.folder.root)
-                if free.f_bavail * free.f_frsize < self._room:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.folder.write(layout.MARKER, [layout.marker_bytes()], None)
-        except OSError as error:
-            self.disk.failed(error)
-            return False
-        self.disk.worked()
-        self._room = 0
-        return True

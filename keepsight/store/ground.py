@@ -1,0 +1,87 @@
+"""The folder of a store as a whole: whose it is, whether it is there, and whether it takes writes.
+
+A folder that was there and is not is no reason to make one at once: its disk may have been taken
+away, and what is written in its place would lie under it when it comes back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from keepsight.errors import DamagedFile, StoreError, WrongFormatVersion
+from keepsight.store import layout
+from keepsight.store.book import Book
+from keepsight.store.folder import Folder
+from keepsight.store.health import FULL, GONE
+
+
+class Ground:
+    """What a writer stands on."""
+
+    def __init__(self, folder: Folder, book: Book) -> None:
+        self.folder, self.book, self.disk = folder, book, book.disk
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """As at first, and after a fork."""
+        self._is_marked = False
+        self._room = 0  # bytes of the largest entry that found none
+
+    def begin(self) -> None:
+        """The marker, before anything else is written: it says whose folder this is. OSError where
+        nothing can be written."""
+        self.look()
+        if self._is_marked and self.folder.status(layout.MARKER) is not None:
+            return
+        try:
+            layout.check_marker(self.folder.path(layout.MARKER).read_bytes(), str(self.folder.root))
+        except (FileNotFoundError, DamagedFile):
+            self.folder.write(layout.MARKER, [layout.marker_bytes()], None)
+        except WrongFormatVersion as error:
+            raise StoreError(str(error)) from error
+        self._is_marked = True
+
+    def look(self) -> None:
+        """OSError where the folder has vanished. One that was removed is made anew after a while,
+        if its file system is still there; somebody may be moving it."""
+        if self.folder.is_gone() and self.disk.state != GONE:
+            raise OSError(errno.ENOENT, f"the folder is gone: {self.folder.root}")
+
+    def notice(self) -> None:
+        """Say so where the folder has vanished."""
+        try:
+            self.look()
+        except OSError as error:
+            self.disk.failed(error)
+
+    def failed(self, error: OSError, nbytes: int) -> None:
+        """An entry of that size could not be written."""
+        self.disk.failed(error)
+        self._room = max(self._room, nbytes)
+
+    def probe(self, make: bool) -> bool:
+        """Whether the disk takes writes again; asked when somebody wants to know for sure (then
+        `make` the folder if it is gone), and when it was left alone for long enough."""
+        self.disk.try_now()
+        try:
+            if self.folder.is_gone() and not make:
+                if self.folder.can_be_made():
+                    return False  # by the next write
+                raise OSError(errno.ENOENT, f"the folder is gone: {self.folder.root}")
+            if self.disk.state == FULL:
+                self._find_room()
+            self.folder.write(layout.MARKER, [layout.marker_bytes()], None)
+            self.book.try_to_change(lambda catalogue: catalogue.set_fact("probed", 1), None)
+        except OSError as error:
+            self.disk.failed(error)
+        if self.disk.is_aside:
+            return False
+        self.disk.worked()
+        self._room = 0
+        return True
+
+    def _find_room(self) -> None:
+        free = os.statvfs(self.folder.root)
+        if free.f_bavail * free.f_frsize < self._room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
