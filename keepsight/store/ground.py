@@ -12,8 +12,14 @@ import os
 from keepsight.errors import DamagedFile, StoreError, WrongFormatVersion
 from keepsight.store import layout
 from keepsight.store.book import Book
+from keepsight.store.catalogue import WRITING
+from keepsight.store.contract import NOTHING
 from keepsight.store.folder import Folder
 from keepsight.store.health import FULL, GONE
+from keepsight.store.layout import Place
+from keepsight.store.rows import row_of
+
+_TRIAL = Place("", "alias", "0" * 64)  # of an entry that nobody has
 
 
 class Ground:
@@ -72,7 +78,7 @@ class Ground:
             if self.disk.state == FULL:
                 self._find_room()
             self.folder.write(layout.MARKER, [layout.marker_bytes()], None)
-            self.book.try_to_change(lambda catalogue: catalogue.set_fact("probed", 1), None)
+            self._try_book()
         except OSError as error:
             self.disk.failed(error)
         if self.disk.is_aside:
@@ -80,6 +86,15 @@ class Ground:
         self.disk.worked()
         self._room = 0
         return True
+
+    def _try_book(self) -> None:
+        """Enter a row, as an entry would need it: on a full disk what is there already can be
+        changed while no row can be added. One that stays has no file, so the next to open the book
+        removes it."""
+        row = row_of(_TRIAL, NOTHING, 0, 0.0, 0.0)
+        self.book.try_to_change(lambda catalogue: catalogue.put([row], WRITING), None)
+        if not self.disk.is_aside:
+            self.book.try_to_change(lambda catalogue: catalogue.drop([_TRIAL]), None)
 
     def _find_room(self) -> None:
         free = os.statvfs(self.folder.root)
