@@ -208,6 +208,13 @@ def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
             "did you mean input[0].status?",
         ),
         ("responses", {"max_tokens": 5}, "did you mean max_output_tokens?"),
+        ("responses", {"max_new_tokens": 5}, "here it is max_output_tokens"),
+        ("responses", {"system": "x"}, "here it is instructions"),
+        ("chat/completions", {"system": "x"}, "send it as a message of the role system"),
+        ("prepare", {"max_tokens": 5}, "'max_tokens'; see /docs"),
+        ("cache/explain", {"max_new_tokens": 5}, "'max_new_tokens'; see /docs"),
+        ("cache/pin", {"num_predict": 5}, "'num_predict'; see /docs"),
+        ("cache/reset", {"system": "x"}, "'system'; see /docs"),
         ("cache/reset", {"everone": True}, "did you mean everyone?"),
         ("chat/completions?api-version=1", {}, "'api-version'; see /docs"),
     ],
@@ -215,8 +222,8 @@ def test_what_is_wrong_with_a_response_is_named_as_it_was_sent(
 def test_what_is_unknown_is_answered_with_what_is_known(
     strict: Live, path: str, more: dict[str, Any], hint: str
 ) -> None:
-    bodies = {"chat/completions": user("x"), "responses": {"input": "x"}}
-    body = {"model": "demo", **bodies.get(path.partition("?")[0], {}), **more}
+    bodies = {"responses": {"input": "x"}}
+    body = {"model": "demo", **bodies.get(path.partition("?")[0], user("x")), **more}
     body = more if path == "cache/reset" else body
     error = refusal(strict.call(f"/v1/{path}", body))
     assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)

@@ -39,13 +39,22 @@ _TYPES = {
 }
 
 
-# What other servers call things that are called otherwise here, or are not to be had.
-ELSEWHERE: dict[str, str] = {
-    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), "here it is max_tokens"),
-    "max_tokens": "did you mean max_output_tokens?",
-    "cache_control": "what was sent is remembered by itself; see /v1/cache/pin",
-    "system": "send it as a message of the role system",
-}  # fmt: skip
+_LENGTH = {
+    "max_tokens": "here it is max_tokens",
+    "max_output_tokens": "here it is max_output_tokens",
+}
+# What other servers call things that have another name here: of these, the first that is known.
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "max_new_tokens": _LENGTH,
+    "n_predict": _LENGTH,
+    "num_predict": _LENGTH,
+    "max_tokens": {"max_output_tokens": "did you mean max_output_tokens?"},
+    "cache_control": {"": "what was sent is remembered by itself; see /v1/cache/pin"},
+    "system": {
+        "instructions": "here it is instructions",
+        "messages": "send it as a message of the role system",
+    },
+}
 
 
 class ApiError(Exception):
@@ -126,9 +135,11 @@ def unknown(place: str, known: Iterable[str]) -> ApiError:
 def hint_for(place: str, known: Iterable[str]) -> str:
     """What may have been meant by a name that nobody listens to."""
     head, _, name = place.rpartition(".")
-    if (hint := ELSEWHERE.get(name)) is not None:
-        return hint
-    near = difflib.get_close_matches(name[:100], sorted(known), n=1, cutoff=0.7)
+    names = set(known)
+    for here, hint in ELSEWHERE.get(name, {}).items():
+        if not here or here in names:
+            return hint
+    near = difflib.get_close_matches(name[:100], sorted(names), n=1, cutoff=0.7)
     return f"did you mean {f'{head}.' if head else ''}{near[0]}?" if near else "see /docs"
 
 
