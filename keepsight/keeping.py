@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keepsight.calls import Call
-from keepsight.errors import ImageError, PinsFull
+from keepsight.errors import ImageError
 from keepsight.families import Pixels
 from keepsight.medium import Medium
 from keepsight.node import Node
@@ -27,7 +27,7 @@ from keepsight.vision import Vision
 def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:
     """Keep (or no longer keep) an image's features, or a conversation's features and prefix. What
     there is no room for is refused, and then nothing of it is kept."""
-    vision = vlm.memory.vision_of(call.tenant)
+    vision, shelf = vlm.memory.vision_of(call.tenant), vlm.memory.shelves.packages
     vlm.memory.refresh(call.exact, call.tenant)
     with contextlib.ExitStack() as undo:
         if _is_conversation(what):
@@ -37,11 +37,11 @@ def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:
         for medium in media:
             before = vision.is_pinned(medium)
             package, _ = vision.package(medium)
-            if not vision.pin(medium, pinned) and pinned:
-                nbytes, room = package.nbytes, vlm.memory.shelves.packages.room
-                raise PinsFull.over("features", nbytes, room, "the room for one picture")
+            if pinned and not shelf.has(call.tenant, package.feature_id):
+                shelf.put_pinned(call.tenant, package.feature_id, package)
             if pinned and not before:
                 undo.callback(vision.pin, medium, False)
+            vision.pin(medium, pinned)
         undo.pop_all()
 
 

@@ -82,11 +82,20 @@ class Shelf(Generic[T]):
         kept = self._kept.get((tenant, key))
         return kept is not None and not self._expired(kept)
 
-    def put(self, tenant: str, key: str, item: T, cost: float = 0.0) -> None:
+    def put_pinned(self, tenant: str, key: str, item: T) -> None:
+        """Keep it pinned, letting go of what is not; refused by name where that is not enough."""
+        size = self._size(item)
+        if size > self.room:
+            raise PinsFull.over("features", size, self.room, "the room for one picture")
+        if error := self._too_many_pins(account_of(tenant), size):
+            raise error
+        self.put(tenant, key, item, pinned=True)
+
+    def put(self, tenant: str, key: str, item: T, cost: float = 0.0, pinned: bool = False) -> None:
         """Keep it if it can fit, letting go of the least useful."""
         self._sweep()
         before = self._kept.get((tenant, key))
-        pinned = before is not None and before.pinned
+        pinned = pinned or (before is not None and before.pinned)
         self.pop(tenant, key)
         size = self._size(item)
         if size > self.room:

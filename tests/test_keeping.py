@@ -260,6 +260,20 @@ def test_pins_count_against_budgets_and_quotas(name: str, limits: dict[str, str]
         assert vlm.chat(conversation(40), max_new_tokens=1).tokens
 
 
+def test_a_pin_takes_the_room_of_what_is_not_pinned() -> None:
+    with load("demo", vision_budget="80KB") as vlm:
+        for seed in (1, 2, 3, 4, 5, 6):
+            for _ in range(5):
+                vlm.encode(picture(seed))
+        with pytest.raises(PinsFull, match="no room to pin these features: half of vision_budget"):
+            for seed in range(7, 30):
+                vlm.pin(picture(seed))
+        shelf = vlm.memory.shelves.packages
+        shelf.check()
+        kept = [shelf.pinned("", key) for key, _ in shelf.items("")]
+        assert all(kept) and len(kept) > 1
+
+
 def test_pins_leave_a_disk_within_its_budget(tmp_path: Path) -> None:
     with load("demo", store=tmp_path, store_budget="400KB") as vlm:
         for seed in range(1, 30):
