@@ -11,7 +11,6 @@ import os
 import queue
 import shutil
 import sqlite3
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from file_systems import mounted
 from models import picture
 from remote_lines import Line
 
@@ -505,19 +505,6 @@ def test_answers_stay_right_and_come_while_the_disk_hangs(
 
 
 # -- a disk that vanishes ----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, size: str = "8m") -> Iterator[None]:
-    """A file system of its own, where that is allowed."""
-    folder.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("no file systems can be mounted here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", folder], check=False, capture_output=True)
 
 
 def test_a_folder_that_is_removed_is_told_and_then_made_anew(

@@ -138,6 +138,11 @@ class Book:
             finally:
                 self._lock.release()
 
+    def try_now(self) -> None:
+        """What is read only or in memory for a time is opened anew when it is needed next."""
+        if self._try_again != float("inf"):
+            self._try_again = 0.0
+
     # -- forks -----------------------------------------------------------------------------------
 
     def before_fork(self, seconds: float) -> bool:

@@ -91,6 +91,7 @@ class Ground:
         """Enter a row, as an entry would need it: on a full disk what is there already can be
         changed while no row can be added. One that stays has no file, so the next to open the book
         removes it."""
+        self.book.try_now()
         row = row_of(_TRIAL, NOTHING, 0, 0.0, 0.0)
         self.book.try_to_change(lambda catalogue: catalogue.put([row], WRITING), None)
         if not self.disk.is_aside:
