@@ -618,3 +618,27 @@ def test_answers_stay_right_while_a_store_vanishes_and_comes_back(
         with contextlib.suppress(StoreError):  # of what was lost meanwhile
             vlm.flush()
         assert vlm.stats()["store"]["entries"] == entries
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_is_no_file_in_the_place_of_one_holds_up_nobody(
+    tmp_path: Path, opened: Any, lost: bool
+) -> None:
+    """Whoever opens a pipe waits for a writer, for ever."""
+    store = opened(tmp_path)
+    store.put_note("alias", KEYS[0], {"a": 1})
+    fill(store, 0, 1)
+    store.close()
+    for kind in ("package", "alias"):
+        path = tmp_path / layout.place(kind, KEYS[0])
+        path.unlink()
+        os.mkfifo(path)
+    if lost:
+        (tmp_path / NAME).unlink()
+    store = opened(tmp_path)
+    if lost:
+        assert len(soon(lambda: list(store.entries()))) == 1
+    assert soon(lambda: store.note("alias", KEYS[0])) is None
+    assert soon(lambda: held(store)) == {1} and store.stats()["state"] == "ok"
+    soon(lambda: fill(store, 0))
+    assert held(store) == {0, 1} and soon(store.check) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def spelled(
 
 def read(path: Path, kind: str, key: str) -> tuple[Tensors, dict[str, Any]]:
     """Tensors and record, every byte checked, and the key with them."""
+    _refuse_pipes(path)
     tensors, record = tensorfile.read(path, kind, FORMAT)
     if record.get("entry") != key:
         raise DamagedFile(f"{path}: this is the entry {record.get('entry')!r}")
@@ -41,7 +43,15 @@ def read(path: Path, kind: str, key: str) -> tuple[Tensors, dict[str, Any]]:
 
 def read_note(path: Path, kind: str, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Body and keeping of a note."""
+    _refuse_pipes(path)
     return layout.read_note(kind, key, path.read_bytes(), str(path))
+
+
+def _refuse_pipes(path: Path) -> None:
+    """Whoever opens a pipe or a device may wait for ever."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DamagedFile(f"{path} is a pipe or a device and no file")
 
 
 def keeping(path: Path, kind: str, key: str) -> dict[str, Any]:
