@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer
 
 from keepsight.engine import Run
 from keepsight.families import Family
@@ -25,6 +24,7 @@ from keepsight.grouped import grouped_queries
 from keepsight.package import storage_bytes
 from keepsight.quiet import quietly
 from keepsight.state import CrossLayer, LaneLayer, restore_linear
+from keepsight.upstream import DummyLayer, DynamicSlidingWindowLayer
 
 _WASTE = 4  # columns that nobody needs: one in so many may be left, then all move up
 _ROUND = 64

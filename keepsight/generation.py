@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from keepsight import upstream
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
 from keepsight.lengths import context_length
 from keepsight.stops import StopStrings, stop_strings
@@ -101,7 +102,7 @@ def sampler(
     stop = stop_strings(asked_stop if ours.get("stop") is None else ours["stop"])
     asked = _asked_length(options, given, model)
     try:
-        config, left = model._prepare_generation_config(given, **options)
+        config, left = upstream.generation_config(model, given, options)
     except ValueError as error:  # upstream's own check of each value
         raise InputError(str(error)) from error
     left = {k: v for k, v in left.items() if k not in ("output_attentions", "output_hidden_states")}
@@ -111,13 +112,14 @@ def sampler(
     length = ids.shape[1]
     count = _new_tokens(asked, length, default_tokens, model)
     config.max_length = length + count
-    model._prepare_special_tokens(config, True, device=ids.device, batch_size=1)
+    upstream.prepare_special_tokens(model, config, ids.device)
     endings = stop or stop_strings(config.stop_strings)
     config.stop_strings = None  # ours ends at the same tokens, and costs less
     if endings and tokenizer is None:
         raise InputError("stop strings need a tokenizer; wrap the model with its processor")
     try:
-        processors = model._get_logits_processor(
+        processors = upstream.logits_processors(
+            model,
             generation_config=config,
             input_ids_seq_length=length,
             encoder_input_ids=ids,
@@ -125,7 +127,8 @@ def sampler(
             logits_processor=ours.get("logits_processor") or [],
             device=str(ids.device),
         )
-        criteria = model._get_stopping_criteria(
+        criteria = upstream.stopping_criteria(
+            model,
             generation_config=config,
             stopping_criteria=ours.get("stopping_criteria") or [],
             tokenizer=tokenizer,

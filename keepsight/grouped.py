@@ -10,16 +10,16 @@ the thread whose pass it is.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from transformers.integrations import sdpa_attention
+
+from keepsight import upstream
 
 _here = threading.local()
-_upstreams: Any = getattr(sdpa_attention, "use_gqa_in_sdpa", None)
 
 
 def _passes() -> int:
@@ -28,16 +28,15 @@ def _passes() -> int:
     return found
 
 
-def _use_gqa_in_sdpa(mask: Any, key: Any, value: Any) -> bool:
+def _wanted() -> bool:
     # A tracer cannot look into a thread; what is compiled is as upstream has it.
-    if not torch.compiler.is_compiling() and _passes():
-        return True
-    found: bool = _upstreams(mask, key, value)
-    return found
+    return not torch.compiler.is_compiling() and _passes() > 0
 
 
-if _upstreams is not None:  # without it all is right, and slower
-    sdpa_attention.use_gqa_in_sdpa = _use_gqa_in_sdpa
+@functools.cache
+def begin() -> None:
+    """Put our answer before upstream's: once in a process, before the first look at its code."""
+    upstream.ask_first(_wanted)
 
 
 @contextmanager
@@ -49,6 +48,7 @@ def grouped_queries(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
+    begin()
     _here.passes = _passes() + 1
     try:
         yield

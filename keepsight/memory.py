@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from keepsight import keys
+from keepsight import grouped, keys
 from keepsight.accounts import account_of
 from keepsight.circumstances import backend_version, circumstances
 from keepsight.compiled import Compiled
@@ -62,6 +62,7 @@ class Memory:
         store: Store | None,
     ) -> None:
         settings.check()
+        grouped.begin()
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
         refuse_stretching_rope(model)

@@ -67,7 +67,7 @@ def load(
     **options: Any,
 ) -> VLM:
     """The model that the options speak of."""
-    from transformers.utils import logging
+    from transformers import logging
 
     import keepsight as ks
 

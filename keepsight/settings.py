@@ -10,8 +10,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin
 
+from keepsight import upstream
 from keepsight.codecs import check_codec
 from keepsight.errors import InputError, UnknownOption, UnsupportedModel
 from keepsight.store import Store, open_store, parse_bytes
@@ -114,9 +115,9 @@ def image_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
     known |= set(vars(image_processor))
     if set(given) - known:
         raise UnknownOption.among(given, known, "image_options")
-    if not hasattr(processor, "_merge_kwargs"):  # an image processor alone
+    if not isinstance(processor, ProcessorMixin):  # an image processor alone
         return given
-    merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **given)
+    merged = upstream.merged_options(processor, given)
     options = dict(merged["images_kwargs"])
     options.pop("return_tensors", None)
     return options

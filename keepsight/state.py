@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
+from transformers import DynamicCache, DynamicLayer, PreTrainedModel
+
+from keepsight.errors import ModelError, UnsupportedModel
+from keepsight.package import storage_bytes
+from keepsight.upstream import (
     DummyLayer,
-    DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
-
-from keepsight.errors import ModelError, UnsupportedModel
-from keepsight.package import storage_bytes
 
 _ROUND = 256  # capacities are multiples of this, which also keeps every head's rows aligned
 Tensors = dict[str, torch.Tensor]

@@ -19,12 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules import module as _modules
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from keepsight import upstream
 
 # Functions of `torch._C` that read a switch, without the leading "_get_", and what they give in a
 # new process. A test names those of the installed torch that stand in no table here.
@@ -149,11 +145,11 @@ _Readers = tuple[Callable[[], Any], ...]
 @functools.cache
 def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, Any], ...]]:
     """What reads each switch, and beside it the switch's name and usual value."""
-    get = torch._C._get_fp32_precision_getter
+    get, order = upstream.PRECISION.needed(), upstream.SDP_ORDER.needed()
     einsum: Any = torch.backends.opt_einsum
     found: list[tuple[Callable[[], Any], str, Any]] = []
     for name, value in {**ANYWHERE, **(ON_CUDA if accelerated else {})}.items():
-        reader = getattr(torch._C, f"_get_{name}", None)
+        reader = upstream.switch(name)
         if reader is not None:
             found.append((reader, name, value))
     for (backend, operation), value in _PRECISIONS.items():
@@ -161,7 +157,7 @@ def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, Any], ...]]:
             reader = functools.partial(get, backend, operation)
             found.append((reader, f"{backend}.{operation}.fp32_precision", value))
     found += [
-        (lambda: tuple(torch._C._get_sdp_priority_order()), "sdp_priority_order", (1, 2, 0, 3, 4)),
+        (lambda: tuple(order()), "sdp_priority_order", (1, 2, 0, 3, 4)),
         (torch.get_default_dtype, "default_dtype", torch.float32),
         (torch.backends.mha.get_fastpath_enabled, "mha_fastpath", True),
         (_stance, "compiler.stance", "default"),
@@ -169,8 +165,8 @@ def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, Any], ...]]:
     ]
     if einsum.is_available():
         found += [
-            (einsum._get_enabled, "opt_einsum", True),
-            (einsum._get_strategy, "opt_einsum.strategy", "auto"),
+            (upstream.EINSUM.needed(), "opt_einsum", True),
+            (upstream.STRATEGY.needed(), "opt_einsum.strategy", "auto"),
         ]
     return tuple(r for r, _, _ in found), tuple((name, value) for _, name, value in found)
 
@@ -236,11 +232,19 @@ def _arithmetic() -> str:
 def _modes() -> list[Any]:
     """Modes that stand between a call and its kernel, such as a default device."""
     modes: list[Any] = []
-    if torch._C._len_torch_function_stack():
-        modes += _get_current_function_mode_stack()
-    if torch._C._len_torch_dispatch_stack():
-        modes += _get_current_dispatch_mode_stack()
+    for count, stack in _stacks():
+        if count():
+            modes += stack()
     return modes
+
+
+@functools.cache
+def _stacks() -> tuple[tuple[Callable[[], int], Callable[[], list[Any]]], ...]:
+    """What counts the modes of a kind, and what lists them."""
+    return (
+        (upstream.FUNCTION_MODES.needed(), upstream.FUNCTION_STACK.needed()),
+        (upstream.DISPATCH_MODES.needed(), upstream.DISPATCH_STACK.needed()),
+    )
 
 
 def _device_of(mode: Any) -> str:
@@ -250,20 +254,23 @@ def _device_of(mode: Any) -> str:
 
 def _hooks() -> Iterable[Any]:
     """Hooks that run at every module of the process."""
-    yield from _modules._global_forward_pre_hooks.values()
-    yield from _modules._global_forward_hooks.values()
+    for hooks in _global_hooks():
+        yield from hooks.values()
 
 
-_REGISTRIES: dict[str, tuple[Any, ...]] = {
-    "attention": (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS),
-    "experts": (ALL_EXPERTS_FUNCTIONS,),
-}
+@functools.cache
+def _global_hooks() -> tuple[dict[int, Any], ...]:
+    return upstream.PRE_HOOKS.needed(), upstream.HOOKS.needed()
+
+
+_registries = functools.cache(upstream.registered_functions)
 
 
 def _foreign(chosen: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
     """Functions that a model looks up at Transformers, where they are not Transformers' own."""
+    registries = _registries()
     for kind, name in chosen:
-        for registry in _REGISTRIES[kind]:
+        for registry in registries[kind]:
             function = registry.get(name)
             if function is not None and not _is_own(function, "transformers"):
                 yield f"{kind} {name}", function

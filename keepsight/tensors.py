@@ -32,6 +32,7 @@ from keepsight.memory import Memory
 from keepsight.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 from keepsight.turn import Turn
+from keepsight.upstream import padding_of
 from keepsight.vision import Vision
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
@@ -312,8 +313,7 @@ def _side_by_side(memory: Memory, count: int) -> list[slice]:
 def _join(ids: torch.Tensor, rows: list[_Row], memory: Memory) -> torch.Tensor:
     """Prompts and answers in one rectangle, shorter answers padded as upstream pads them."""
     longest = max(len(row.tokens) for row in rows)
-    pad = rows[0].turn.sampler.config._pad_token_tensor if rows[0].turn.sampler else None
-    fill = int(pad) if pad is not None else 0
+    fill = padding_of(rows[0].turn.sampler.config) if rows[0].turn.sampler else 0
     answers = [row.tokens + [fill] * (longest - len(row.tokens)) for row in rows]
     return torch.cat([ids, torch.tensor(answers, dtype=ids.dtype, device=ids.device)], dim=1)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from keepsight import keys
+from keepsight import keys, upstream
 from keepsight.errors import UnreadableWeights, UnsupportedModel
 from keepsight.families import Family, family_of
 from keepsight.families.absent import AbsentTower, AbsentWeight, tower_parts
@@ -111,7 +111,7 @@ def _shaped(kind: Any, change: Callable[[Any], None], unfinished: bool = False) 
 
     body: dict[str, Any] = {"__init__": build, "__module__": kind.__module__}
     if unfinished:  # nothing of it is used, so nothing is initialised, tied or reported
-        body["_finalize_model_loading"] = staticmethod(lambda model, config, loaded: loaded)
+        body |= upstream.unfinished(kind)
     return type(kind.__name__, (kind,), body)
 
 
@@ -125,10 +125,7 @@ def _leave_out(model: Any) -> None:
     # What is not wanted is not read; upstream would report every weight of it.
     last = sorted({re.escape(name.rpartition(".")[2]) for name in parts})
     ignored = {rf"(^|\.){name}\." for name in last}
-    model._keys_to_ignore_on_load_unexpected = {
-        *(model._keys_to_ignore_on_load_unexpected or ()),
-        *ignored,
-    }
+    upstream.ignore_weights(model, ignored)
 
 
 def _proven_family(model: Any) -> Family:

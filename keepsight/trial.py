@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 
+from keepsight import upstream
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.families import Family
 from keepsight.lock import FairLock
@@ -35,6 +38,8 @@ from keepsight.settings import Settings
 from keepsight.tensors import Generated, generate
 from keepsight.turn import Turn
 from keepsight.weights import Weights
+
+logger = logging.getLogger(__name__)
 
 # (cuts inside a medium are wrong, what of a prompt serves another), the boldest first.
 _CHANCES = (
@@ -96,6 +101,30 @@ def settle(model: Any, family: Family, processor: Any, weights: Weights) -> None
     )
 
 
+def try_again(model: Any, family: Family, processor: Any, weights: Weights) -> None:
+    """Refuse a model of a known type that is no longer exact, with a Transformers that is newer
+    than any which the tests were run with. What cannot be asked is logged."""
+    kind = model.config.model_type
+    cases = [] if processor is None else list(_plain_cases(model, processor))
+    if not cases:
+        logger.warning(
+            "Transformers %s is newer than %s, with which model type %r was shown exact, and it "
+            "cannot be tried here: run `keepsight verify` on a whole model with its processor",
+            transformers.__version__,
+            upstream.TESTED["transformers"],
+            kind,
+        )
+        return
+    wrong = _first_difference(model, family, processor, weights, cases)
+    if wrong:
+        raise UnsupportedModel(
+            f"model type {kind!r} was shown exact with Transformers "
+            f"{upstream.TESTED['transformers']}, and is not with {transformers.__version__} "
+            f"({wrong}); install the former, or a newer Keepsight"
+        )
+    _check_messages(model, family, processor, weights)
+
+
 # -- what is asked -------------------------------------------------------------------------------
 
 
@@ -111,6 +140,14 @@ def _cases(model: Any, processor: Any) -> Iterator[_Case]:
     for name, make in _more(processor):
         with contextlib.suppress(Exception):
             inputs = make()
+            yield _Case(name, inputs, _stock(model, inputs))
+
+
+def _plain_cases(model: Any, processor: Any) -> Iterator[_Case]:
+    """What every model must answer, as far as stock does."""
+    for name, text, images in _prompts(processor.image_token):
+        with contextlib.suppress(Exception):
+            inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
             yield _Case(name, inputs, _stock(model, inputs))
 
 

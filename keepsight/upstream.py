@@ -1,16 +1,22 @@
 """Every private thing of Transformers and torch that Keepsight uses, and what happens without it.
 
-What upstream promises to nobody may be gone in its next version. So each such name is looked up
-here, when it is needed and not when Keepsight is imported. Where there is another way it is taken;
-where there is none an error says what is missing, from which version, and what it is for.
+What upstream promises to nobody may be gone in its next version. So each such thing has a row here
+and is looked up when it is needed, not when Keepsight is imported. Where there is another way it is
+taken; where there is none an error says what is missing, from which version, and what it is for.
+No other file names a private thing, but for those in `NAMED` (tests/test_upstream.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
+from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.errors import UpstreamChanged
@@ -18,23 +24,81 @@ from keepsight.errors import UpstreamChanged
 # The newest versions that all tests were run with.
 TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
 
+# Names that other files use as they are: of things that are asked for and may be absent, which are
+# fields of a configuration, marks of PEFT's and of torch's compiler, and modules of torch's that
+# are loaded late; and torch's own dictionaries of a module, which are as old as torch.
+NAMED = frozenset(
+    {
+        *("_attn_implementation", "_attn_implementation_internal"),
+        *("_experts_implementation_internal", "_commit_hash", "_name_or_path"),
+        *("_active_adapter", "_disable_adapters", "_compiled_call_impl"),
+        *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
+        *("_stance", "_filter_state"),
+    }
+)
 
-def needed(owner: object, name: str, use: str) -> Any:
-    """What `owner` calls `name`, or an error that says what it is missed for."""
-    found = getattr(owner, name, None)
-    if found is None:
-        where = getattr(owner, "__name__", None) or type(owner).__name__
-        here = f"Transformers {transformers.__version__}"
-        raise UpstreamChanged.named(f"{where}.{name}", use, here, TESTED["transformers"])
-    return found
+
+def newer_than_tested() -> bool:
+    """Whether this Transformers is newer than any that the tests were run with."""
+    here = Version(transformers.__version__)
+    return Version(here.base_version) > Version(TESTED["transformers"])
+
+
+@dataclass(frozen=True)
+class Private:
+    """One private thing: what has it, what it is for, and what is done where it is missing."""
+
+    owner: str  # a module, or a class in one
+    name: str
+    use: str
+    without: str = ""  # an error, where this is empty
+
+    def found(self, owner: object = None) -> Any:
+        """The thing itself, of an object or of its usual owner; None where it is missing."""
+        home = self._home() if owner is None else owner
+        return getattr(home, self.name, None)
+
+    def needed(self, owner: object = None) -> Any:
+        """The thing itself, or an error that names it."""
+        found = self.found(owner)
+        if found is None:
+            library = self.owner.partition(".")[0]
+            version = {"torch": torch, "transformers": transformers}[library].__version__
+            raise UpstreamChanged.named(
+                f"{self.owner}.{self.name}", self.use, f"{library} {version}", TESTED[library]
+            )
+        return found
+
+    def _home(self) -> Any:
+        try:
+            return importlib.import_module(self.owner)
+        except ImportError:
+            module, _, name = self.owner.rpartition(".")
+        try:
+            return getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            return None
 
 
 # -- text ------------------------------------------------------------------------------------------
 
+_ENCODE = Private(
+    "transformers.PreTrainedTokenizerBase",
+    "_encode_without_added_tokens",
+    "to encode a typed control token as text",
+    without="it is spelled out, one character after another",
+)
+_PLAIN = Private(
+    "transformers.utils.chat_template_utils",
+    "_plain_template_data",
+    "to render messages with objects in them",
+    without="messages of plain data are rendered, others raise",
+)
+
 
 def encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text in which no added token is found; spelled out where upstream cannot say."""
-    encode = getattr(tokenizer, "_encode_without_added_tokens", None)
+    """Ids of a text in which no added token is found."""
+    encode = _ENCODE.found(tokenizer)
     if encode is not None:
         return list(encode(text))
     return [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
@@ -42,11 +106,7 @@ def encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def plain_data(value: Any) -> Any:
     """Data as a chat template gets to see it: numbers, strings, lists and records."""
-    module = transformers.utils.chat_template_utils
-    convert = getattr(module, "_plain_template_data", None)
-    if convert is None and not _is_plain(value):
-        convert = needed(module, "_plain_template_data", "to render messages with objects in them")
-    return value if convert is None else convert(value)
+    return value if _PLAIN.found() is None and _is_plain(value) else _PLAIN.needed()(value)
 
 
 def _is_plain(value: object) -> bool:
@@ -62,11 +122,278 @@ def tool_schema(tool: Any) -> Any:
     return tool if isinstance(tool, dict) else transformers.utils.get_json_schema(tool)
 
 
-# -- files -----------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
+
+_FILE = Private("transformers.utils", "cached_file", "to read a checkpoint's files")
+_FINISH = Private(
+    "transformers.PreTrainedModel",
+    "_finalize_model_loading",
+    "to read weights one by one",
+)
+_IGNORED = Private(
+    "transformers.PreTrainedModel",
+    "_keys_to_ignore_on_load_unexpected",
+    "to load a model without its tower quietly",
+    without="Transformers reports each weight that is not read",
+)
 
 
 def checkpoint_file(path: str, file: str, options: dict[str, Any]) -> str | None:
     """Where a file of a checkpoint lies, fetched if need be; None where the checkpoint has none."""
     given = {**options, "_raise_exceptions_for_missing_entries": False}
-    found: str | None = transformers.utils.cached_file(path, file, **given)
+    found: str | None = _FILE.needed()(path, file, **given)
     return found
+
+
+def unfinished(kind: Any) -> dict[str, Any]:
+    """What a class of models overrides so that nothing is done with it once its weights are in."""
+    _FINISH.needed(kind)
+
+    def finish(model: Any, config: Any, loaded: Any, *arguments: Any, **options: Any) -> Any:
+        return loaded
+
+    return {_FINISH.name: staticmethod(finish)}
+
+
+def ignore_weights(model: Any, patterns: set[str]) -> None:
+    """Have Transformers pass over weights of a checkpoint without a word."""
+    setattr(model, _IGNORED.name, {*(_IGNORED.found(model) or ()), *patterns})
+
+
+# -- processors ------------------------------------------------------------------------------------
+
+_IMAGES, _VIDEOS, _SOUND = (
+    Private("transformers.ProcessorMixin", f"_process_{kind}", f"to prepare {kind}")
+    for kind in ("images", "videos", "audio")
+)
+_MERGE = Private(
+    "transformers.ProcessorMixin", "_merge_kwargs", "to pass a processor's options to its parts"
+)
+_HEARD = Private(
+    "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe",
+    "_get_feat_extract_output_lengths",
+    "to count the tokens of a sound",
+)
+_TILES = Private(
+    "transformers.models.llava_next.modeling_llava_next",
+    "image_size_to_num_patches",
+    "to count the tiles of an image",
+)
+
+Processed = tuple[Any, list[str]]
+
+
+def process_images(processor: Any, images: list[Any], **options: Any) -> Processed:
+    """Images by way of a composite processor, and the texts that stand for them."""
+    found: Processed = _IMAGES.needed(processor)(images, **options)
+    return found
+
+
+def process_videos(processor: Any, videos: list[Any], **options: Any) -> Processed:
+    """The same with videos."""
+    found: Processed = _VIDEOS.needed(processor)(videos, **options)
+    return found
+
+
+def process_audio(processor: Any, sounds: list[Any], **options: Any) -> Processed:
+    """The same with sounds."""
+    found: Processed = _SOUND.needed(processor)(sounds, **options)
+    return found
+
+
+def merged_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of each part of a composite processor, a caller's among them."""
+    known = processor.tokenizer.init_kwargs
+    merged: dict[str, Any] = _MERGE.needed(processor)(tokenizer_init_kwargs=known, **given)
+    return merged
+
+
+def sound_tokens(tower: Any, frames: int) -> int:
+    """Tokens that an audio tower makes of so many frames."""
+    lengths = torch.tensor([frames])
+    if (own := _HEARD.found(tower)) is not None:
+        return int(own(lengths)[1][0])
+    module = importlib.import_module(type(tower).__module__)  # Qwen3-Omni has it as a function
+    return int(_HEARD.needed(module)(lengths, tower.n_window)[0])
+
+
+def tiles_of(size: torch.Tensor, pinpoints: Any, side: int) -> int:
+    """Tiles of an image of a size, for LLaVA-NeXT and its like."""
+    count: int = _TILES.needed()(size, pinpoints, side)
+    return count
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+_CONFIG, _SPECIAL, _PROCESSORS, _CRITERIA = (
+    Private("transformers.GenerationMixin", name, "to decode as a checkpoint's settings say")
+    for name in (
+        *("_prepare_generation_config", "_prepare_special_tokens"),
+        *("_get_logits_processor", "_get_stopping_criteria"),
+    )
+)
+
+
+def generation_config(model: Any, given: Any, options: dict[str, Any]) -> Any:
+    """The settings of one call, and a record of the options that are none."""
+    return _CONFIG.needed(model)(given, **options)
+
+
+def prepare_special_tokens(model: Any, config: Any, device: torch.device) -> None:
+    """Put begin, end and padding into the settings of one call as tensors."""
+    _SPECIAL.needed(model)(config, True, device=device, batch_size=1)
+
+
+def logits_processors(model: Any, **options: Any) -> Any:
+    """What the settings of one call do to logits."""
+    return _PROCESSORS.needed(model)(**options)
+
+
+def stopping_criteria(model: Any, **options: Any) -> Any:
+    """What the settings of one call stop at."""
+    return _CRITERIA.needed(model)(**options)
+
+
+def padding_of(config: Any) -> int:
+    """The token that answers are padded with; 0 where there is none."""
+    found = getattr(config, "_pad_token_tensor", None)
+    found = getattr(config, "pad_token_id", None) if found is None else found
+    return 0 if found is None else int(found)
+
+
+# -- caches and attention --------------------------------------------------------------------------
+
+
+def _layer(name: str) -> Any:
+    """A kind of cache layer, or one that no model has: its layers are refused as unknown then."""
+    row = Private(
+        "transformers.cache_utils",
+        name,
+        "to remember what such a layer does",
+        without="models with such layers are refused",
+    )
+    return row, row.found() or type(name, (), {})
+
+
+_DUMMY, DummyLayer = _layer("DummyLayer")
+_SLIDING, DynamicSlidingWindowLayer = _layer("DynamicSlidingWindowLayer")
+_LINEAR, LinearAttentionLayer = _layer("LinearAttentionLayer")
+_BOTH, LinearAttentionAndFullAttentionLayer = _layer("LinearAttentionAndFullAttentionLayer")
+_EITHER, LinearAttentionAndSlidingWindowAttentionLayer = _layer(
+    "LinearAttentionAndSlidingWindowAttentionLayer"
+)
+_GROUPED = Private(
+    "transformers.integrations.sdpa_attention",
+    "use_gqa_in_sdpa",
+    "to read grouped keys and values where they lie",
+    without="keys and values are copied for each query of a group, which is slower",
+)
+_PRECOMPUTE = Private(
+    "transformers.exporters.utils",
+    "precompute_export_inputs",
+    "to make a tower's tensors once for each size",
+    without="each tower makes them itself, for every image",
+)
+_ATTENTION = Private(
+    "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "to notice exchanged attention"
+)
+_MASKS = Private(
+    "transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", "to notice exchanged masks"
+)
+_EXPERTS = Private(
+    "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS", "to notice exchanged experts"
+)
+
+
+def ask_first(ours: Callable[[], bool]) -> None:
+    """Have upstream's attention ask us first whether to leave grouped keys and values in place."""
+    theirs = _GROUPED.found()
+    if theirs is None:
+        return
+
+    @functools.wraps(theirs)
+    def answer(*arguments: Any, **options: Any) -> Any:
+        return True if ours() else theirs(*arguments, **options)
+
+    setattr(importlib.import_module(_GROUPED.owner), _GROUPED.name, answer)
+
+
+def precompute(tower: Any, inputs: dict[str, Any]) -> None:
+    """Add to a tower's inputs what follows from their sizes, as upstream's exporter does."""
+    make = _PRECOMPUTE.found()
+    if make is not None:
+        make(tower, inputs)
+
+
+def registered_functions() -> dict[str, tuple[Any, ...]]:
+    """The functions that a model looks up by name when it runs, by kind."""
+    return {
+        "attention": (_ATTENTION.needed(), _MASKS.needed()),
+        "experts": (_EXPERTS.needed(),),
+    }
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+_DEEPSTACK = Private(
+    "transformers.Qwen3VLTextModel",
+    "_deepstack_process",
+    "to write a graph of a model with deepstack",
+    without="its graph is compared with the model, and refused where it differs",
+)
+_SCAN = Private("torch._higher_order_ops", "scan", "to write a loop into a graph")
+_found_scan = _SCAN.found()  # looked up now, for nothing can be while a graph is traced
+
+
+def replace_deepstack(decoder: Any, add: Callable[[Any, Any], Any]) -> None:
+    """Add deepstack features to all tokens with `add(hidden, features)`, as a graph gets them."""
+
+    def process(hidden: Any, spots: Any, features: Any, *arguments: Any, **options: Any) -> Any:
+        return add(hidden, features)
+
+    if _DEEPSTACK.found(decoder) is not None:
+        setattr(decoder, _DEEPSTACK.name, process)
+
+
+def restore_deepstack(decoder: Any) -> None:
+    """Undo it."""
+    vars(decoder).pop(_DEEPSTACK.name, None)
+
+
+def scan(step: Callable[..., Any], first: torch.Tensor, rows: torch.Tensor) -> Any:
+    """A loop over rows, as torch writes it into a graph."""
+    return (_found_scan or _SCAN.needed())(step, first, rows)
+
+
+# -- torch's switches, which switches.py reads before each call -----------------------------------
+
+PRECISION, SDP_ORDER, FUNCTION_MODES, DISPATCH_MODES = (
+    Private("torch._C", name, "to notice a switch that changes results")
+    for name in (
+        *("_get_fp32_precision_getter", "_get_sdp_priority_order"),
+        *("_len_torch_function_stack", "_len_torch_dispatch_stack"),
+    )
+)
+FUNCTION_STACK = Private(
+    "torch.overrides", "_get_current_function_mode_stack", "to notice a mode such as a device's"
+)
+DISPATCH_STACK = Private(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "to notice a mode"
+)
+PRE_HOOKS, HOOKS = (
+    Private("torch.nn.modules.module", name, "to notice hooks of the whole process")
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks")
+)
+EINSUM, STRATEGY = (
+    Private("torch.backends.opt_einsum", name, "to notice how products are ordered")
+    for name in ("_get_enabled", "_get_strategy")
+)
+
+
+def switch(name: str) -> Callable[[], Any] | None:
+    """What reads a switch of torch's by its name, where this torch has it."""
+    found: Callable[[], Any] | None = getattr(torch._C, f"_get_{name}", None)
+    return found
+
+
+PRIVATE = tuple(row for row in dict(globals()).values() if isinstance(row, Private))

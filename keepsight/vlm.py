@@ -31,8 +31,9 @@ from keepsight.render import Message, Renderer, user_message
 from keepsight.report import Piece, Reply, Report
 from keepsight.settings import Settings, chosen_store, tenant_name
 from keepsight.tensors import Generated, generate
-from keepsight.trial import settle
+from keepsight.trial import settle, try_again
 from keepsight.turn import Turn
+from keepsight.upstream import newer_than_tested
 from keepsight.verify import Verification, verify
 from keepsight.weights import Weights
 
@@ -134,6 +135,8 @@ class VLM:
         weights = Weights(model, family)
         if not family.proven:
             settle(model, family, processor, weights)
+        elif newer_than_tested() and family.answers and not hasattr(model, "exported"):
+            try_again(model, family, processor, weights)
         self.memory = Memory(model, family, processor, weights, chosen, self._store)
         self._renderer: Renderer | None = None
         if processor is not None and family.answers:

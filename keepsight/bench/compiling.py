@@ -123,7 +123,7 @@ def measure(model: Any, tokens: int, behind: int, repetitions: int) -> dict[str,
 
 
 def _ways(model: Any, room: int) -> list[Way]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
     def lane() -> Any:
         made = Lane(model, Shape.of(model))

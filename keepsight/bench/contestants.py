@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer
 
 import keepsight
 from keepsight.bench.workloads import Message

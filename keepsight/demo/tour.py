@@ -22,7 +22,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.text import Text
-from transformers.utils import logging
+from transformers import logging
 
 import keepsight as ks
 from keepsight import show

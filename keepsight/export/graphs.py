@@ -29,8 +29,7 @@ def _write_standard_onnx(path: Path, part: Any, sample: Sample) -> None:
 
 def _write_onnx(path: Path, part: Any, sample: Sample, **options: Any) -> None:
     try:
-        from transformers.exporters import OnnxConfig
-        from transformers.exporters.exporter_onnx import OnnxExporter
+        from transformers.exporters import OnnxConfig, OnnxExporter
 
         exporter = OnnxExporter()
     except ImportError as error:

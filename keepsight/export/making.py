@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
 from keepsight import loading
 from keepsight.errors import (

@@ -25,8 +25,7 @@ def write_openvino(path: Path, part: Any, sample: Sample, write_onnx: Any) -> No
     """Trace a part and write its graph; `write_onnx` writes one for ONNX."""
     openvino = runtimes.openvino()
     try:
-        from transformers.exporters import OpenVINOConfig
-        from transformers.exporters.exporter_openvino import OpenVINOExporter
+        from transformers.exporters import OpenVINOConfig, OpenVINOExporter
 
         exporter = OpenVINOExporter()
     except ImportError as error:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from keepsight import upstream
 from keepsight.errors import UnsupportedModel
 from keepsight.export.parts import Inputs, Sample
 from keepsight.families import Family
@@ -117,7 +118,7 @@ def _all_see_all(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
         seen = functional.softmax(queries @ keys, dim=-1) @ values
         return nothing.clone(), seen
 
-    _, out = torch._higher_order_ops.scan(some, query.new_zeros(1), cut)
+    _, out = upstream.scan(some, query.new_zeros(1), cut)
     flat: Tensor = out.transpose(1, 2).reshape(blocks * _QUERIES, heads, width)
     return flat[:count]
 

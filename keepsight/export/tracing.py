@@ -9,6 +9,7 @@ so that nobody copies what was there before.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface
+
+from keepsight import upstream
 
 _BLOCK = 64  # tokens that a linear layer takes at once, as upstream's own chunks
 _tracing: list[TracedCache] = []  # the cache of the forward that is being traced
@@ -88,15 +91,14 @@ def traced(decoder: Any, fused: bool) -> Iterator[None]:
         config._attn_implementation = "keepsight_fused" if fused else "keepsight_joined"
         for name in rules:
             setattr(module, name, delta_rule)
-        if hasattr(decoder, "_deepstack_process"):
-            # A graph gets them as a row for each token, zeros where no picture is.
-            decoder._deepstack_process = lambda hidden, spots, features: hidden + features
+        # A graph gets them as a row for each token, zeros where no picture is.
+        upstream.replace_deepstack(decoder, operator.add)
         yield
     finally:
         config._attn_implementation = before
         for name, rule in rules.items():
             setattr(module, name, rule)
-        vars(decoder).pop("_deepstack_process", None)
+        upstream.restore_deepstack(decoder)
         _tracing.clear()
 
 
@@ -157,8 +159,8 @@ def _joined(
     return out.transpose(1, 2), None
 
 
-ALL_ATTENTION_FUNCTIONS.register("keepsight_fused", _fused)
-ALL_ATTENTION_FUNCTIONS.register("keepsight_joined", _joined)
+AttentionInterface.register("keepsight_fused", _fused)
+AttentionInterface.register("keepsight_joined", _joined)
 
 
 # -- linear layers -------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def _one_token(blocks: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _all_blocks(blocks: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    state, out = torch._higher_order_ops.scan(_block, state, blocks)
+    state, out = upstream.scan(_block, state, blocks)
     return out.contiguous(), state.contiguous()
 
 

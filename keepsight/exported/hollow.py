@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from keepsight.errors import ModelError, UnsupportedInput
 from keepsight.exported.manifest import GRAPHS, Manifest

@@ -12,12 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
@@ -33,6 +28,7 @@ from keepsight.exported.states import (
 )
 from keepsight.families.tower_tensors import TowerTensors
 from keepsight.state import LaneLayer, Shape, restore_linear
+from keepsight.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 _MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
 # Upstream's layers whose states grow by being given new rows.

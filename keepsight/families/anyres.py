@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
+from keepsight import upstream
 from keepsight.errors import PlaceholderMismatch
 from keepsight.families.base import Family
 from keepsight.families.pixels import Pixels, with_sizes
@@ -71,8 +71,7 @@ class AnyRes(Family):
     def _tiles(self, size: torch.Tensor) -> int:
         config: Any = self.model.config
         side = config.vision_config.image_size
-        count: int = image_size_to_num_patches(size, config.image_grid_pinpoints, side)
-        return count
+        return upstream.tiles_of(size, config.image_grid_pinpoints, side)
 
     def _tokens(self, tiles: int, size: torch.Tensor) -> int:
         """What is left of the tiles, counted by the model itself on features of width one."""

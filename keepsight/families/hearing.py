@@ -7,13 +7,13 @@ would lay a prompt out in one dimension, silently, wherever a call leaves the at
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from keepsight import upstream
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.families.moving import VIDEO, Moving
 from keepsight.families.pixels import Part, Pixels, own, parse_layout, rows_of
@@ -49,7 +49,7 @@ class Hearing(Moving):
                 f"{extractor.sampling_rate}; resample it first"
             )
         given = {**getattr(processor, "audio_kwargs", {}), "return_tensors": "pt"}
-        processed, texts = processor._process_audio([samples], **given)
+        processed, texts = upstream.process_audio(processor, [samples], **given)
         mask = torch.as_tensor(processed[AUDIO[1]])
         clip = self._clip(torch.as_tensor(processed[AUDIO[0]])[0], int(mask[0].sum()))
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["audio"])
@@ -68,7 +68,7 @@ class Hearing(Moving):
             },
             "load_audio_from_video": False,
         }
-        processed, texts = processor._process_videos([frames], **given)
+        processed, texts = upstream.process_videos(processor, [frames], **given)
         return dict(processed), texts[0]
 
     def _clip(self, features: torch.Tensor, length: int) -> Pixels:
@@ -81,11 +81,7 @@ class Hearing(Moving):
 
     def _heard(self, length: int) -> int:
         """Tokens of a clip of so many frames."""
-        tower, frames = self.core.audio_tower, torch.tensor([length])
-        if hasattr(tower, "_get_feat_extract_output_lengths"):
-            return int(tower._get_feat_extract_output_lengths(frames)[1][0])
-        upstream: Any = sys.modules[type(tower).__module__]  # Qwen3-Omni has it as a function
-        return int(upstream._get_feat_extract_output_lengths(frames, tower.n_window)[0])
+        return upstream.sound_tokens(self.core.audio_tower, length)
 
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]

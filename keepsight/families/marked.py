@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepsight import upstream
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch
 from keepsight.families.base import Family
 from keepsight.families.pixels import Pixels, own, parse_layout
@@ -52,7 +53,7 @@ class Marked(Family):
     def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
         """By way of the processor, which knows how many rows, columns and tokens there are."""
         given = {**self.settings(processor), **options, "return_tensors": "pt"}
-        processed, texts = processor._process_images([image], **given)
+        processed, texts = upstream.process_images(processor, [image], **given)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         layout = parse_layout(texts[0], placeholder)
         ids = np.full(sum(n for n in layout if isinstance(n, int)), self.image_token_id)

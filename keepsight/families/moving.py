@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepsight import upstream
 from keepsight.errors import InputError, PlaceholderMismatch
 from keepsight.families.base import Family
 from keepsight.families.pixels import Part, Pixels, parse_layout
@@ -50,7 +51,9 @@ class Moving(Family):
     ) -> tuple[dict[str, Any], str]:
         """By way of the processor: it works out how many seconds a step in time takes."""
         given = {**options, "return_tensors": "pt", "return_metadata": True}
-        processed, texts = processor._process_videos([frames], video_metadata=[about], **given)
+        processed, texts = upstream.process_videos(
+            processor, [frames], video_metadata=[about], **given
+        )
         return dict(processed), texts[0]
 
     def _video(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepsight import upstream
 from keepsight.errors import InputError
 from keepsight.families.base import Family
 from keepsight.families.pixels import Pixels, parse_layout, with_sizes
@@ -31,7 +32,7 @@ class Padded(Family):
     def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
         """By way of the processor: it tells its image processor how large a cell is."""
         given = {**processor.images_kwargs, **options, "return_tensors": "pt"}
-        processed, texts = processor._process_images([image], **given)
+        processed, texts = upstream.process_images(processor, [image], **given)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return self._pixels(dict(processed), parse_layout(texts[0], placeholder))
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.exporters.utils import precompute_export_inputs
 
+from keepsight import upstream
 from keepsight.store import Recent
 
 BUDGET = 32 * 2**20  # bytes for one model; an image of 4,096 patches takes about 300 KB
@@ -124,7 +124,7 @@ def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Kept:
         lengths = sizes.get("feature_lens")
         if lengths is not None:  # sound is cut into chunks by its length alone
             inputs["input_features"] = torch.empty(0, int(lengths.sum()), device=lengths.device)
-        precompute_export_inputs(tower.module, inputs)
+        upstream.precompute(tower.module, inputs)
     made = {n: v for n, v in inputs.items() if n in tower.takes and v is not None}
     chunks = made.get("chunk_lengths")
     return _Kept(made, [] if chunks is None else chunks.tolist())

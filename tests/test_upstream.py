@@ -1,0 +1,279 @@
+"""Private things of Transformers and torch: named in one place, and what is done without them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile import finished, start
+from models import build, picture, turn
+
+import keepsight as ks
+from keepsight import grouped, trial, upstream
+from keepsight.errors import UnsupportedModel, UpstreamChanged
+from keepsight.upstream import PRIVATE, Private
+
+HOUSE = Path(ks.__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
+FILES = [path for path in sorted(HOUSE.rglob("*.py")) if path.name != "upstream.py"]
+LIBRARIES = ("transformers", "torch")
+# Parts of Transformers that its documentation names as places to import from.
+PUBLIC = {f"transformers{part}" for part in ("", ".exporters", ".generation", ".modeling_outputs")}
+# Private names of others, which are how those want it: vLLM's connectors, and Python itself.
+OTHERS = {"_get_connector_metadata", "_exit", "_register_atexit"}
+REACHED = ("getattr", "setattr", "hasattr", "delattr", "needed")
+ROWS = [pytest.param(row, id=row.name) for row in PRIVATE]
+WITHOUT = [row for row in PRIVATE if row.without]
+
+
+# -- one place ---------------------------------------------------------------------------------
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Modules of the two libraries, and private names in them, that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            library = module.split(".")[0]
+            inner = library == "transformers" and module not in PUBLIC
+            private = library in LIBRARIES and "._" in f"{module}.{name}"
+            if inner or private:
+                yield f"{module}.{name}"
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """Names that a file itself gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name):
+                yield node.id
+            elif isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+
+
+def reached(tree: ast.Module) -> Iterator[str]:
+    """Private attributes that a file asks for, by name or by a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in REACHED:
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant))
+        elif isinstance(node, ast.Subscript) and getattr(node.value, "func", None):
+            yield from (a.value for a in [node.slice] if isinstance(a, ast.Constant))  # vars(x)[""]
+
+
+def test_no_other_file_names_a_private_thing_of_upstreams() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    ours = {name for tree in trees.values() for name in own_names(tree)}
+    wrong = []
+    for path, tree in trees.items():
+        private = {n for n in reached(tree) if re.fullmatch(r"_[A-Za-z]\w*", str(n))}
+        named = {*imports(tree), *(private - ours - upstream.NAMED - OTHERS)}
+        wrong += [f"{path.relative_to(HOUSE)}: {name}" for name in sorted(named)]
+    assert not wrong, "name it in upstream.py"
+
+
+def test_every_row_is_there_today() -> None:
+    """A row of what is gone tells of nothing; upstream's next version is where this fails."""
+    gone = [f"{row.owner}.{row.name}" for row in PRIVATE if not hasattr(row._home(), row.name)]
+    assert not gone
+    assert len({(row.owner, row.name) for row in PRIVATE}) == len(PRIVATE) > 30
+
+
+# -- without them ------------------------------------------------------------------------------
+
+
+def remove(row: Private, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a thing out of upstream, wherever a class has it anew."""
+    home = row._home()
+    waiting = [getattr(home, "m", home)]  # torch wraps some of its modules
+    while waiting:
+        home = waiting.pop()
+        if row.name in vars(home):
+            monkeypatch.delattr(home, row.name)
+        waiting += home.__subclasses__() if isinstance(home, type) else []
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_is_missing_is_named(row: Private, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove(row, monkeypatch)
+    assert row.found() is None
+    with pytest.raises(UpstreamChanged) as caught:
+        row.needed()
+    library = row.owner.split(".")[0]
+    said = str(caught.value)
+    assert f"{row.owner}.{row.name}" in said and row.use in said
+    assert upstream.TESTED[library] in said and "Install that version" in said
+
+
+def miss(rows: list[Private], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if upstream had given these other names."""
+    real = Private.found
+
+    def found(self: Private, owner: object = None) -> Any:
+        return None if self in rows else real(self, owner)
+
+    monkeypatch.setattr(Private, "found", found)
+
+
+def test_all_that_can_be_done_without_is_done_without(
+    demo: Any, demo_parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages, typed = [turn("What is it?", picture(1))], [turn("Is <|im_end|> text?")]
+    wanted = demo.chat(messages, max_new_tokens=6).tokens
+    features = demo.encode(picture(1)).tensors["features"]
+    tokens = len(demo.render(typed))
+    monkeypatch.setattr(grouped, "begin", lambda: None)
+    miss(WITHOUT, monkeypatch)
+    with ks.wrap(demo.model, demo.processor, grain=16) as vlm:
+        assert torch.equal(vlm.encode(picture(1)).tensors["features"], features)
+        assert vlm.chat(messages, max_new_tokens=6).tokens == wanted
+        assert len(vlm.render(typed)) > tokens  # it is spelled out
+        assert vlm.processor.tokenizer.decode(vlm.render(typed).ids) == vlm.render(typed).text
+
+
+def test_objects_need_what_makes_them_plain(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    miss(WITHOUT, monkeypatch)
+    typed = turn("Is <|im_end|> text?")
+    assert demo.render([typed])
+    with pytest.raises(UpstreamChanged, match="_plain_template_data"):
+        demo.render([typed], more=object())
+
+
+@pytest.mark.parametrize("row", [row for row in PRIVATE if "settings say" in row.use], ids=str)
+def test_what_an_answer_needs_is_missed_by_name(
+    row: Private, demo_parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
+        with monkeypatch.context() as patch:
+            miss([row], patch)
+            with pytest.raises(UpstreamChanged, match=row.name):
+                vlm.ask(picture(7), "What is it?", max_new_tokens=2)
+        assert vlm.ask(picture(7), "What is it?", max_new_tokens=2).tokens
+
+
+ALONE = """
+import importlib, pkgutil, sys
+real = importlib.import_module
+seen = []
+
+class Less:
+    "A module without what keepsight.upstream asks it for."
+    def __init__(self, module):
+        self.module = module
+    def __getattr__(self, name):
+        seen.append(name)
+        if left is None or name in left:
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+def import_module(name, *more, **options):
+    module = real(name, *more, **options)
+    asks = sys._getframe(1).f_globals.get("__name__")
+    return Less(module) if asks == "keepsight.upstream" else module
+
+left = None
+importlib.import_module = import_module
+import keepsight as ks
+for module in pkgutil.walk_packages(ks.__path__, "keepsight."):
+    if not module.name.endswith("__main__"):
+        real(module.name)
+print("imported without", sorted(set(seen)))
+from keepsight.upstream import PRIVATE
+left = {row.name for row in PRIVATE if row.without}
+from keepsight.demo.scene import Scene
+image = Scene.of(color="red", shape="circle", background="white").draw()
+print(ks.load("demo").ask(image, "Describe the picture."))
+try:
+    ks.load("demo-hybrid")
+except ks.errors.UnsupportedModel as error:
+    print("refused:", error)
+left = None
+try:
+    ks.load("demo")
+except ks.errors.UpstreamChanged as error:
+    print("named:", error)
+"""
+
+
+def test_nothing_that_is_missing_takes_the_library_down() -> None:
+    """Every module imports; the demo answers; a model with an unknown kind of layer is refused."""
+    said = finished(start(ALONE)).split("\n")
+    assert said[0].startswith("imported without") and "DummyLayer" in said[0]
+    assert "red circle" in said[1]
+    assert said[2].startswith("refused:") and "LinearAttentionLayer" in said[2]
+    assert said[3].startswith("named: transformers ") and "was tested with" in said[3]
+
+
+# -- newer versions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [
+        ("5.22.9", False),
+        ("5.23.0", False),
+        ("5.23.0.dev0", False),
+        ("5.23.1", True),
+        ("5.24.0.dev0", True),
+        ("6.0.0rc1", True),
+    ],
+)
+def test_what_is_newer(version: str, newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(upstream.TESTED, "transformers", "5.23.0")
+    monkeypatch.setattr(upstream.transformers, "__version__", version)
+    assert upstream.newer_than_tested() is newer
+
+
+def test_the_tested_versions_are_those_of_the_tests() -> None:
+    pins = (ROOT / "constraints.txt").read_text()
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    for library, version in upstream.TESTED.items():
+        assert f"{library}=={version}\n" in pins
+        assert re.search(rf"{library} {re.escape(version)}", limits, re.IGNORECASE)
+
+
+def test_a_known_type_is_tried_again_with_a_newer_version(
+    demo_parts: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[str] = []
+    real = trial._difference
+    monkeypatch.setattr(trial, "_difference", lambda *a: tried.append("") or real(*a))
+    with ks.wrap(*demo_parts["demo"]):
+        assert not tried
+    monkeypatch.setitem(upstream.TESTED, "transformers", "5.22.0")
+    with ks.wrap(*demo_parts["demo"]) as vlm:
+        assert len(tried) == 6 and not caplog.records
+        assert vlm.ask(picture(1), "What is it?", max_new_tokens=2).tokens
+    with ks.wrap(build("llava")[0], None):
+        assert "is newer than 5.22.0" in caplog.text and "'llava'" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["whole", "positions"])
+def test_what_a_newer_version_changed_is_refused(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if upstream had begun to let a picture's tokens see each other, or to count otherwise."""
+    monkeypatch.setitem(upstream.TESTED, "transformers", "5.22.0")
+    kind = "gemma3" if wrong == "whole" else "qwen3_vl"
+    model, processor = build(kind)
+    family = type(ks.wrap(model, processor).memory.family)
+    if wrong == "whole":
+        monkeypatch.setattr(family, "sees_whole_media", False)
+    else:
+        real = family.positions
+        monkeypatch.setattr(family, "positions", lambda *a: real(*a) + 1 * (real(*a) > 20))
+    with pytest.raises(UnsupportedModel, match=f"'{kind}' was shown exact .* 5.22.0, and is not"):
+        ks.wrap(model, processor)
