@@ -2,7 +2,7 @@
 
 What the compiler makes of a module depends on its options and on the shapes that it met before, so
 no name for it holds in another process, and compiling again gives another one. In place
-(`module.compile()`) only one attribute of the module changes, which is looked for on each call.
+(`module.compile()`) only one attribute of the module changes, which is noticed like any other.
 """
 
 from __future__ import annotations
@@ -21,30 +21,25 @@ class Compiled:
 
     def __init__(self, model: torch.nn.Module, answers: bool = True) -> None:
         self._model, self._answers = model, answers
-        self._names: list[str] = []
-        self._homes: list[dict[str, Any]] = []  # what each module holds, by attribute
-        self._wrapped: dict[str, str] = {}
+        self._found: dict[str, str] = {}
         self._decoder: str | None = None
 
     def gather(self) -> None:
-        """Collect what `look` goes over; called when modules were exchanged."""
+        """Look at every module; called when any of them changed."""
         model: Any = self._model
         modules = list(model.named_modules())
         decoder = model.get_decoder() if self._answers else None
-        self._names = [name for name, _ in modules]
-        self._homes = [vars(module) for _, module in modules]
         self._decoder = next((name for name, module in modules if module is decoder), None)
-        self._wrapped = {
+        self._found = {
             name: called(module) for name, module in modules if hasattr(module, "dynamo_ctx")
         }
+        for name, module in modules:
+            if vars(module).get(_IN_PLACE) is not None:
+                self._found[name] = called(vars(module)[_IN_PLACE])
 
     def look(self) -> dict[str, str]:
-        """What stands in for each compiled module now."""
-        found = dict(self._wrapped)
-        for i in [i for i, home in enumerate(self._homes) if _IN_PLACE in home]:
-            if self._homes[i][_IN_PLACE] is not None:
-                found[self._names[i]] = called(self._homes[i][_IN_PLACE])
-        return found
+        """What stands in for each compiled module."""
+        return self._found
 
     def beside_the_decoder(self, found: dict[str, str]) -> dict[str, str]:
         """Those that features can depend on: neither in the decoder nor around it.

@@ -157,6 +157,7 @@ class Engine:
     def look_again(self) -> None:
         """The weights are not what they were. Where they have moved, what lies beside their old
         place is let go of."""
+        self._core = self._model.base_model
         before, self._placement = self._placement, None
         if before is not None and before != self.placement:
             self.lanes.clear()

@@ -5,8 +5,10 @@ A processor that upstream cannot build here comes without its video part (partia
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,32 @@ def model_path(name: str) -> str:
 
 def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> Any:
     """The model, in eval mode."""
+    return load_named(path, dtype, device_map, revision)[0]
+
+
+def load_named(
+    path: str, dtype: Any, device_map: Any, revision: str | None
+) -> tuple[Any, str | None]:
+    """The model, in eval mode, and the name of the files that all its weights are from."""
     options = load_options(dtype, device_map, revision)
+    before = files_of(path)
     with named_refusal(path):
-        model = AutoModelForImageTextToText.from_pretrained(path, **options)
-    return thinking(model).eval()
+        model, found = AutoModelForImageTextToText.from_pretrained(
+            path, output_loading_info=True, **options
+        )
+    model = thinking(model).eval()
+    return model, files_name(path, model, before, found)
+
+
+def files_name(path: str, model: Any, before: Any, found: dict[str, Any]) -> str | None:
+    """The name of the files of a model just loaded, by which its digests may be remembered.
+
+    None where they do not say all: for weights that no file had, which are of chance, and for files
+    that changed meanwhile. `before` are the files as they were, `found` is what upstream missed.
+    """
+    if found["missing_keys"] or found["mismatched_keys"] or files_of(path) != before:
+        return None
+    return files_digest(path, model.dtype, commit=getattr(model.config, "_commit_hash", None))
 
 
 def load_options(dtype: Any, device_map: Any, revision: str | None) -> dict[str, Any]:
@@ -92,24 +116,64 @@ def load_processor(path: str, revision: str | None) -> Any:
         raise ModelError(f"{path!r} has no usable processor: {error}") from (problem or error)
 
 
-def files_digest(path: str, dtype: Any, every: bool = False) -> str | None:
-    """The name of a folder's weight files by size, time and inode, or None for a hub id.
+def files_digest(
+    path: str, dtype: Any, every: bool = False, commit: str | None = None
+) -> str | None:
+    """The name of all files that a folder's model is loaded from, by size, time and inode.
 
-    With `every`, of all its files, those in folders below too.
+    An adapter's are also those of its base; one on the hub is named by its commit. None for what
+    has no name: a hub id. With `every`, of all files, those in folders below too.
     """
     folder = Path(path)
     if not folder.is_dir():
         return None
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"]
-    files = sorted(folder.rglob("*") if every else weights)
+    rows = _rows(folder, folder.rglob("*")) if every else files_of(path, commit)
+    if rows is None:
+        return None
+    versions = [torch.__version__, transformers.__version__]
+    if (folder / _ADAPTER).is_file():
+        versions.append(importlib.metadata.version("peft"))
+    return keys.digest("weight files", str(folder.resolve()), rows, str(dtype), versions)
+
+
+_ADAPTER = "adapter_config.json"
+_READ = ("*.safetensors", "*.bin", "*.json")
+_MOST_BASES = 8
+
+
+def files_of(path: str, commit: str | None = None, below: int = 0) -> list[list[Any]] | None:
+    """The files that a model is loaded from, each as it is; None where they are not all known."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return [[path, commit]] if below and commit else None
+    files = {file for pattern in _READ for file in folder.glob(pattern)}
+    for index in folder.glob("*.index.json"):
+        parts = _read_json(index).get("weight_map", {})
+        files |= {folder / str(part) for part in parts.values()}
+    rows = _rows(folder, files)
+    base = _read_json(folder / _ADAPTER).get("base_model_name_or_path")
+    if base is None:
+        return rows
+    under = files_of(str(base), commit, below + 1) if below < _MOST_BASES else None
+    return None if under is None else [*rows, ["base", str(base)], *under]
+
+
+def _rows(folder: Path, files: Iterable[Path]) -> list[list[Any]]:
     rows = []
-    for file in files:
+    for file in sorted(files):
         if file.is_file():
             status = file.stat()
             # The change time too: a new file may get the inode of the one it replaces, and anybody
             # can set the time of modification back.
             times = [status.st_mtime_ns, status.st_ctime_ns]
-            name = file.relative_to(folder).as_posix()
+            name = os.path.relpath(file, folder)
             rows.append([name, status.st_size, *times, status.st_ino])
-    versions = [torch.__version__, transformers.__version__]
-    return keys.digest("weight files", str(folder.resolve()), rows, str(dtype), versions)
+    return rows
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -87,6 +87,7 @@ class Memory:
         self._compiled.gather()
         self._quantised = Quantised(model)
         self._quantised.check()
+        self._read_at: tuple[str, ...] | None = None  # what the model was when it was last read
         self.made_under: dict[str, Made] = {}  # by namespace, to say why a path is not here
 
     def _tree(self, model: PreTrainedModel) -> Tree:
@@ -173,16 +174,20 @@ class Memory:
         """Look at everything that results depend on; the namespace they give."""
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
+        weights = self.weights
         with named_weights(self.model):
-            changed = self.weights.refresh(remembered)
+            changed = weights.refresh(remembered)
         if changed:
             self._compiled.gather()
             self._quantised.check()
             self.engine.look_again()
+        if weights.state != self._read_at:
+            self._read_again()
         now = self._now()
-        self.vision_of(tenant).bind(self.weights.vision, self._provenance(now))
+        provenance, shared = self._provenance(now), not weights.vision_is_private
+        self.vision_of(tenant).bind(weights.vision, weights.settings, provenance, shared)
         self._visions.move_to_end(tenant)
-        making = keys.digest("making", self.weights.all, self.weights.config, now)
+        making = keys.digest("making", weights.all, weights.config, weights.code, now)
         self.engine.bind(making)
         namespace = keys.digest(
             "namespace",
@@ -192,11 +197,26 @@ class Memory:
             tenant,
         )
         if namespace not in self.made_under:
-            self.made_under[namespace] = Made(self.weights.all, tenant)
-            self.tree.root(namespace, tenant, self.store_of(tenant))
+            self.made_under[namespace] = Made(weights.all, tenant)
+            # What only this process can know would never be found in a store again.
+            store = None if weights.is_private else self.store_of(tenant)
+            self.tree.root(namespace, tenant, store)
             for empty in self.tree.drop_empty(namespace):
                 self.made_under.pop(empty, None)
         return namespace
+
+    def _read_again(self) -> None:
+        """The model is not what it was. Whatever was read off it is read again, as for a model that
+        is wrapped now; what cannot be read again is refused until it is as it was."""
+        if self._read_at is not None:
+            refuse_stretching_rope(self.model)
+            type(self.family).__init__(self.family, self.model)
+            if Shape.of(self.model) != self.engine.shape:
+                raise ModelError(
+                    "the layers of the model are of other kinds than when it was wrapped, so what "
+                    "is remembered has another shape; wrap the model again"
+                )
+        self._read_at = self.weights.state
 
     def elsewhere(self, namespace: str, prompt: Prompt) -> tuple[int, str] | None:
         """How far other namespaces of the tenant know a prompt, and why that is of no use here."""

@@ -133,7 +133,6 @@ def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
     if (_LEAST * _HALF, _TINY * _HUGE, _ONE + _DUST, _ONE - _DUST) != _RIGHT:
         found.append(f"arithmetic={_arithmetic()}")
     found += [f"mode={called(mode)}{_device_of(mode)}" for mode in _modes()]
-    found += [f"hook={called(hook)}" for hook in _hooks()]
     return found + [f"{name}={called(function)}" for name, function in _foreign(chosen)]
 
 
@@ -250,17 +249,6 @@ def _stacks() -> tuple[tuple[Callable[[], int], Callable[[], list[Any]]], ...]:
 def _device_of(mode: Any) -> str:
     device = getattr(mode, "device", None)
     return f" {device}" if isinstance(device, torch.device) else ""
-
-
-def _hooks() -> Iterable[Any]:
-    """Hooks that run at every module of the process."""
-    for hooks in _global_hooks():
-        yield from hooks.values()
-
-
-@functools.cache
-def _global_hooks() -> tuple[dict[int, Any], ...]:
-    return upstream.PRE_HOOKS.needed(), upstream.HOOKS.needed()
 
 
 _registries = functools.cache(upstream.registered_functions)

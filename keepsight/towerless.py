@@ -25,7 +25,14 @@ from keepsight import keys, upstream
 from keepsight.errors import UnreadableWeights, UnsupportedModel
 from keepsight.families import Family, family_of
 from keepsight.families.absent import AbsentTower, AbsentWeight, tower_parts
-from keepsight.loading import files_digest, load_options, named_refusal, thinking
+from keepsight.loading import (
+    files_digest,
+    files_name,
+    files_of,
+    load_options,
+    named_refusal,
+    thinking,
+)
 
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # upstream reads ahead of us unless it is told not to
 _reading = RLock()
@@ -33,17 +40,27 @@ _reading = RLock()
 
 def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> Any:
     """The model in eval mode, with stand-ins where its tower would be."""
+    return load_named(path, dtype, device_map, revision)[0]
+
+
+def load_named(
+    path: str, dtype: Any, device_map: Any, revision: str | None
+) -> tuple[Any, str | None]:
+    """The model in eval mode, and the name of the files that all its weights are from."""
     options = load_options(dtype, device_map, revision)
+    before = files_of(path)
     with named_refusal(path):
         kind = _class_of(path, revision)
-        model = _shaped(kind, _leave_out).from_pretrained(path, **options)
+        model, found = _shaped(kind, _leave_out).from_pretrained(
+            path, output_loading_info=True, **options
+        )
     model.__class__ = kind
     model = thinking(model).eval()
     source = TowerFiles(path, kind, dtype, revision, files_digest(path, model.dtype), model.dtype)
     for part in model.modules():
         if isinstance(part, AbsentTower):
             part.source = source
-    return model
+    return model, files_name(path, model, before, found)
 
 
 @dataclass(eq=False)

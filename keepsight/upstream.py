@@ -33,7 +33,7 @@ NAMED = frozenset(
         *("_experts_implementation_internal", "_commit_hash", "_name_or_path"),
         *("_active_adapter", "_disable_adapters", "_compiled_call_impl"),
         *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
-        *("_stance", "_filter_state"),
+        *("_stance", "_filter_state", "_init_weights", "_cdata"),
     }
 )
 
@@ -380,10 +380,8 @@ FUNCTION_STACK = Private(
 DISPATCH_STACK = Private(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "to notice a mode"
 )
-PRE_HOOKS, HOOKS = (
-    Private("torch.nn.modules.module", name, "to notice hooks of the whole process")
-    for name in ("_global_forward_pre_hooks", "_global_forward_hooks")
-)
+DROPOUT = Private("torch.nn.modules.dropout", "_DropoutNd", "to tell what is random in training")
+NORM = Private("torch.nn.modules.batchnorm", "_NormBase", DROPOUT.use)
 EINSUM, STRATEGY = (
     Private("torch.backends.opt_einsum", name, "to notice how products are ordered")
     for name in ("_get_enabled", "_get_strategy")

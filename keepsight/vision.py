@@ -47,6 +47,7 @@ class Vision:
         self._tenant, self._ttl = tenant, ttl
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
         self._weights = self._vision_settings = ""
+        self._shared = True
         self._provenance: dict[str, Any] = {}
         self.about: dict[str, Any] = {}
 
@@ -55,12 +56,16 @@ class Vision:
         """How often what was done."""
         return {**self._counts, "preprocessed": self.namer.preprocessed}
 
-    def bind(self, weights: str, provenance: dict[str, Any]) -> None:
-        """Say whose features these are; called before each use with the current truth."""
-        if weights != self._weights:
-            self._vision_settings = self._family.vision_settings()
+    def bind(
+        self, weights: str, settings: str, provenance: dict[str, Any], shared: bool = True
+    ) -> None:
+        """Say whose features these are; called before each use with the current truth.
+
+        Those that are not `shared` are of a model that only this process knows, and stay in memory.
+        """
         self.namer.bind(provenance)
-        self._weights, self._provenance = weights, provenance
+        self._weights, self._vision_settings = weights, settings
+        self._provenance, self._shared = provenance, shared
 
     # -- naming ----------------------------------------------------------------------------------
 
@@ -231,7 +236,8 @@ class Vision:
         cost = 1e3 * (time.perf_counter() - start)
         if keep():
             self._keep(package, cost)
-            self.store_package(package, cost)
+            if self._shared:
+                self.store_package(package, cost)
         return package, "tower"
 
     def store_package(self, package: Package, cost: float) -> Package:

@@ -62,9 +62,8 @@ def load(
             path, dtype, device_map, vision, revision, options.get("store")
         )
     else:
-        load_model = loading.load_model if vision else towerless.load_model
-        model = load_model(path, dtype, device_map, revision)
-        files = loading.files_digest(path, model.dtype)
+        load_named = loading.load_named if vision else towerless.load_named
+        model, files = load_named(path, dtype, device_map, revision)
     processor = loading.load_processor(path, revision)
     return VLM(model, processor, files=files, **options)
 
@@ -146,9 +145,10 @@ class VLM:
             self.memory.engine.snapshot_pattern()  # now: no turn after a restart pays for it
 
     def _fingerprint(self, files: str | None) -> None:
-        """Hash the weights now, or take the fingerprints that the store has for these files."""
+        """Hash the weights now, or take the digests that the store has for these files. All else
+        that the model is bound to is looked at in the model, and never remembered."""
         known = self._store.note("weights", files) if self._store and files else None
-        if known is not None and not {"all", "vision"} <= known.keys():
+        if known is not None and not {"tensors", "vision_tensors"} <= known.keys():
             known = None
         self.memory.refresh(remembered=known)
         if self._store and files and known is None:

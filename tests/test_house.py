@@ -26,7 +26,16 @@ LAYERS = """
 errors
 upstream
 private keys exits forks
-lock grouped switches quiet devices control
+lock grouped switches quiet devices control words
+functions watch
+undescribed
+evidence
+kinds
+values
+bytecode
+onlookers
+describe
+stock patches
 template_source partial_processor
 template
 tensorfile report codecs handover pictures lengths accounts
@@ -34,6 +43,7 @@ package
 media store state loading circumstances compiled quantised stops
 shelf placement
 clips downloads families settings
+difference
 medium
 naming shelves
 vision

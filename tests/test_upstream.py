@@ -25,7 +25,13 @@ LIBRARIES = ("transformers", "torch")
 # Parts of Transformers that its documentation names as places to import from.
 PUBLIC = {f"transformers{part}" for part in ("", ".exporters", ".generation", ".modeling_outputs")}
 # Private names of others, which are how those want it: vLLM's connectors, and Python itself.
-OTHERS = {"_get_connector_metadata", "_exit", "_register_atexit"}
+OTHERS = {
+    "_get_connector_metadata",
+    "_exit",
+    "_register_atexit",
+    "_lru_cache_wrapper",
+    "_is_gil_enabled",
+}
 REACHED = ("getattr", "setattr", "hasattr", "delattr", "needed")
 ROWS = [pytest.param(row, id=row.name) for row in PRIVATE]
 WITHOUT = [row for row in PRIVATE if row.without]

@@ -39,12 +39,14 @@ class AbsentTower(torch.nn.Module):
     """Stands where a module of the tower was; it has its settings, and refuses to run."""
 
     source: Source | None = None
+    stands_for: type  # the class of the module that was left out
 
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()
         for name, value in vars(part).items():
             if not name.startswith("_") and not isinstance(value, torch.Tensor):
                 self.__dict__[name] = value
+        self.__dict__["stands_for"] = type(part)
         for name, child in part.named_children():
             self.add_module(name, AbsentTower(child))
 
@@ -61,8 +63,8 @@ class AbsentTower(torch.nn.Module):
 def tower_parts(family: Family) -> dict[str, torch.nn.Module]:
     """The largest modules that make features and hold no weight of the language model."""
     model: Any = family.model
-    text = {id(tensor) for tensor in family._text_tensors()}
-    language = {id(module) for module in (model.get_decoder(), model.get_output_embeddings())}
+    text = {id(t) for module in family.text_modules() for _, t in all_tensors(module)}
+    language = {id(module) for module in family.text_modules()}
 
     def walk(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         for name, child in module.named_children():

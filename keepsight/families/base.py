@@ -80,7 +80,6 @@ class Family:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.core: Any = model.base_model
-        self.encoder = getattr(self.core, "get_image_features", None)
         if self.encoder is None or "mm_encoder_outputs" not in parameters(model.forward):
             raise UnsupportedModel(
                 f"model type {model.config.model_type!r} ({type(model).__name__}) takes no "
@@ -91,8 +90,12 @@ class Family:
         self.video_token_id: int | None = getattr(model.config, "video_token_id", None)
         self.mrope = hasattr(self.core, "get_rope_index")
         self._encoder_inputs = set(parameters(self.encoder)) - SWITCHES
-        self._forward_inputs = set(parameters(model.forward))
         self.tower_tensors = TowerTensors(self.core)
+
+    @property
+    def encoder(self) -> Any:
+        """What makes features of pixels; it may be exchanged at any time."""
+        return getattr(self.core, "get_image_features", None)
 
     def _image_token(self) -> int:
         config: Any = self.model.config
@@ -120,15 +123,16 @@ class Family:
 
     def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything that makes features: all weights that are neither decoder nor output head."""
-        skip = {id(t) for t in self._text_tensors()}
+        skip = {id(t) for module in self.text_modules() for _, t in all_tensors(module)}
         for name, tensor in all_tensors(self.model):
             if id(tensor) not in skip:
                 yield name, tensor
 
-    def _text_tensors(self) -> Iterator[torch.Tensor]:
+    def text_modules(self) -> Iterator[torch.nn.Module]:
+        """The parts that no picture goes through: the decoder and the output head."""
         for module in (self.model.get_decoder(), self.model.get_output_embeddings()):
             if module is not None:
-                yield from (t for _, t in all_tensors(module))
+                yield module
 
     def vision_settings(self) -> str:
         """The digest of the configuration that the tower and its projector run under."""
@@ -268,7 +272,7 @@ class Family:
 
     def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
         """What upstream's encoder makes of the tensors of one medium."""
-        return self.encoder(**inputs, return_dict=True)  # type: ignore[misc]
+        return self.encoder(**inputs, return_dict=True)
 
     def check_package(self, package: Package) -> None:
         """Refuse a package that claims this model but cannot be its own, by name."""

@@ -35,7 +35,6 @@ class Cross(Family):
         self.model, self.core = model, model.base_model
         if not hasattr(self.core, "vision_model"):
             raise UnsupportedModel(f"{type(model).__name__} has no vision tower")
-        self.encoder = self._look
         self.image_token_id, self.video_token_id = self._image_token(), None
         self.mrope = False
         self._encoder_inputs = {"pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"}
@@ -44,6 +43,10 @@ class Cross(Family):
         self._patches = int(self.core.vision_model.num_patches)
 
     # -- images ----------------------------------------------------------------------------------
+
+    @property
+    def encoder(self) -> Any:
+        return self._look
 
     def _look(self, **inputs: torch.Tensor) -> torch.Tensor:
         seen = self.core.vision_model(**inputs).last_hidden_state

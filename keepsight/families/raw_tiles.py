@@ -41,7 +41,7 @@ class RawTiles(Framed):
         """In the tower's dtype: upstream's processor makes bfloat16 for any model."""
         dtype = self.core.vision_model.dtype
         tiles = pixels.tensors["pixel_values"].to(self.model.device, dtype)
-        output = self.encoder(tiles, return_dict=True)  # type: ignore[misc]
+        output = self.encoder(tiles, return_dict=True)
         return {"features": own(output.last_hidden_state)}, "tensor"
 
     def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.families.base import Family
-from keepsight.families.pixels import Pixels, all_tensors, own, parameters
+from keepsight.families.pixels import Pixels, all_tensors, own
 
 
 class Tower(Family):
@@ -23,13 +23,19 @@ class Tower(Family):
     answers = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.core, self.encoder = model, model, model.forward
+        self.model, self.core = model, model
         self.image_token_id, self.video_token_id, self.mrope = -1, None, False
         self._encoder_inputs = {"pixel_values"}
-        self._forward_inputs = set(parameters(model.forward))
+
+    @property
+    def encoder(self) -> Any:
+        return self.model.forward
 
     def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from all_tensors(self.model)
+
+    def text_modules(self) -> Iterator[torch.nn.Module]:
+        return iter(())
 
     def turn_ends(self, tokenizer: Any) -> frozenset[int]:
         return frozenset()

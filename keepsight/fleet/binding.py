@@ -36,7 +36,7 @@ def connector_config(
     path = loading.model_path(os.fspath(name))
     with vlm.load(name) as live:
         weights = live.memory.weights.vision
-        settings = live.memory.family.vision_settings()
+        settings = live.memory.weights.settings
     extra = {
         "store": address,
         "tenant": tenant,

@@ -1,0 +1,147 @@
+"""Python code as part of a model: which of it is a library's own, and what names the rest.
+
+A library's function is named by where it stands and by the library's version. One that a user wrote
+is named by its bytecode, its constants and all it reads beside its arguments, where that is plain;
+where it has a state of its own, nothing names it but the object itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from keepsight import keys
+
+# Installed in place, a library lies outside of the folders for libraries.
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "torchao", "optimum", "keepsight")
+_VERSIONED = ("torch", "transformers", "keepsight")  # those whose versions are recorded elsewhere
+
+
+@functools.cache
+def _roots() -> tuple[str, ...]:
+    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    for name in _LIBRARIES:
+        found = importlib.util.find_spec(name)
+        paths.update(found.submodule_search_locations or () if found is not None else ())
+    return (*sorted({str(path) + os.sep for path in paths if path}), "<frozen ")
+
+
+@functools.cache
+def is_library_file(path: str) -> bool:
+    """Whether code of this file came with an installed library."""
+    return path.startswith(_roots()) or os.path.realpath(path).startswith(_roots())
+
+
+def is_library(function: FunctionType) -> bool:
+    """Whether a function came with an installed library."""
+    return is_library_file(function.__code__.co_filename)
+
+
+def is_library_module(module: ModuleType) -> bool:
+    """Whether a module came with an installed library, or with the interpreter."""
+    path = getattr(module, "__file__", None)
+    return path is None or is_library_file(path)
+
+
+def is_library_type(kind: type) -> bool:
+    """Whether a class came with an installed library."""
+    module = sys.modules.get(kind.__module__)
+    return module is not None and is_library_module(module) and kind.__module__ != "__main__"
+
+
+def layers(function: Any) -> Iterator[FunctionType]:
+    """A function and those that it is wrapped around."""
+    seen: set[int] = set()
+    while isinstance(function, FunctionType) and id(function) not in seen:
+        seen.add(id(function))
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def in_place(function: Any, kind: type, name: str) -> bool:
+    """Whether a function stands in the class where its library wrote it down."""
+    wrapped = list(layers(function))
+    if not wrapped:
+        return not isinstance(function, FunctionType)
+    code, home = wrapped[-1].__code__, sys.modules.get(kind.__module__)
+    names = (name, "_wrapped_call_impl") if name == "__call__" else (name,)
+    return (
+        all(map(is_library, wrapped))
+        and code.co_filename == getattr(home, "__file__", None)
+        and code.co_qualname in [f"{kind.__qualname__}.{one}" for one in names]
+    )
+
+
+def version_of(module: str) -> str:
+    """A library's version, where no other record has it."""
+    top = module.partition(".")[0]
+    if top in _VERSIONED or top in sys.stdlib_module_names:
+        return ""
+    return str(getattr(sys.modules.get(top), "__version__", ""))
+
+
+def place_of(thing: Any) -> tuple[str, ...]:
+    """Where a library has something: module, name, and version where it matters."""
+    module = str(getattr(thing, "__module__", None) or "")
+    name = str(getattr(thing, "__qualname__", None) or getattr(thing, "__name__", ""))
+    if isinstance(thing, FunctionType):
+        name = thing.__code__.co_qualname
+        module = str(thing.__globals__.get("__name__", module))
+    return (module, name, *filter(None, [version_of(module)]))
+
+
+@functools.lru_cache(4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Every name of a global or an attribute in a function, and in functions inside it."""
+    inner = (names_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(4096)
+def writes_outside(code: CodeType) -> bool:
+    """Whether a function binds names outside of itself."""
+    free = set(code.co_freevars)
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            return True
+        if step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in free:
+            return True
+    return any(writes_outside(part) for part in code.co_consts if isinstance(part, CodeType))
+
+
+def code_digest(code: CodeType) -> str:
+    """The digest of what code does, whatever file it is in."""
+    constants = [_constant(part) for part in code.co_consts]
+    counts = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags]
+    names = [code.co_names, code.co_freevars, code.co_cellvars, code.co_varnames]
+    python = list(sys.version_info[:2])  # bytecode means something to one version of it
+    return keys.digest("code", code.co_code, constants, *map(list, names), counts, python)
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return code_digest(value)
+    if isinstance(value, frozenset):
+        return f"frozenset {sorted(map(_constant, value))}"
+    if isinstance(value, tuple):
+        return f"tuple {[_constant(part) for part in value]}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def globals_read(function: FunctionType) -> dict[str, Any]:
+    """The globals that a function may read, by name."""
+    home = function.__globals__
+    return {name: home[name] for name in sorted(names_in(function.__code__)) if name in home}
+
+
+def is_builtin(value: Any) -> bool:
+    """Whether a value is a function of C without an object of its own."""
+    own = getattr(value, "__self__", None)
+    return isinstance(value, BuiltinFunctionType) and (own is None or isinstance(own, ModuleType))
