@@ -139,9 +139,9 @@ class Weights:
             self.tensors, self.vision_tensors = remembered["tensors"], remembered["vision_tensors"]
             return
         absent = [(name, digest) for name, digest, _ in self._absent()]
-        digests = {name: self._digests.of(tensor) for name, tensor in named}
-        vision = [(name, digests[name]) for name, _ in self._vision()]
-        self.tensors = keys.fingerprint_of([*digests.items(), *absent])
+        by_name = {name: self._digests.of(tensor) for name, tensor in named}
+        vision = [(name, by_name[name]) for name, _ in self._vision()]
+        self.tensors = keys.fingerprint_of([*by_name.items(), *absent])
         self.vision_tensors = keys.fingerprint_of([*vision, *absent])
 
     def _unusual(
