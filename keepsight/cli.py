@@ -38,14 +38,7 @@ from keepsight.options import (
     decoding,
     load,
 )
-from keepsight.terminal import (
-    ErrorsByName,
-    console,
-    json_line,
-    plain,
-    report_table,
-    table,
-)
+from keepsight.terminal import ErrorsByName, console, json_line, plain, report_table, table
 
 app = typer.Typer(
     cls=ErrorsByName,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import ImageError, MissingExtra
 from keepsight.media import Fetched, Source, read_bytes
 
@@ -29,7 +29,7 @@ def open_clip(clip: Any, modality: str, fetched: Fetched | None = None) -> Sourc
         return clip
     decoded = _video(clip, fetched) if modality == "video" else _sound(clip, fetched)
     data, about = decoded
-    name = keys.digest(modality, *([data] if modality == "audio" else list(data)), about)
+    name = digests.digest(modality, *([data] if modality == "audio" else list(data)), about)
     label = f"a clip of {len(data)} {'samples' if modality == 'audio' else 'frames'}"
     return Source(name, lambda: decoded, label, [], modality)
 

@@ -20,16 +20,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from keepsight import functions, keys
-from keepsight.undescribed import (
-    BY_NAME,
-    LARGE,
-    PLAIN,
-    WITHOUT_VALUE,
-    Private,
-    class_dict,
-    follow,
-)
+from keepsight import digests, functions
+from keepsight.undescribed import BY_NAME, LARGE, PLAIN, WITHOUT_VALUE, Private, class_dict, follow
 from keepsight.watch import Owner, Watch, closure
 
 Plain = str | tuple["Plain", ...]
@@ -125,7 +117,7 @@ class Describer:
         if isinstance(value, np.ndarray) and value.dtype != object:
             if self.watch is not None and value.nbytes <= LARGE:
                 self.watch.reading(lambda: [value.tobytes()], owner)
-            return (*kind, keys.digest("array", value))
+            return (*kind, digests.digest("array", value))
         if isinstance(value, torch.ScriptObject):
             return (*kind, self._packed(value, owner))
         if not hasattr(value, "__dict__"):

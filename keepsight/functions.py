@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from keepsight import keys
+from keepsight import digests
 
 # Installed in place, a library lies outside of the folders for libraries.
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "torchao", "optimum", "keepsight")
@@ -122,7 +122,7 @@ def code_digest(code: CodeType) -> str:
     counts = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags]
     names = [code.co_names, code.co_freevars, code.co_cellvars, code.co_varnames]
     python = list(sys.version_info[:2])  # bytecode means something to one version of it
-    return keys.digest("code", code.co_code, constants, *map(list, names), counts, python)
+    return digests.digest("code", code.co_code, constants, *map(list, names), counts, python)
 
 
 def _constant(value: Any) -> str:

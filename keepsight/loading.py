@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoModelForImageTextToText
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.partial_processor import partial_processor
 
@@ -133,7 +133,7 @@ def files_digest(
     versions = [torch.__version__, transformers.__version__]
     if (folder / _ADAPTER).is_file():
         versions.append(importlib.metadata.version("peft"))
-    return keys.digest("weight files", str(folder.resolve()), rows, str(dtype), versions)
+    return digests.digest("weight files", str(folder.resolve()), rows, str(dtype), versions)
 
 
 _ADAPTER = "adapter_config.json"

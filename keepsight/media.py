@@ -25,7 +25,7 @@ import PIL
 import torch
 from PIL import Image
 
-from keepsight import keys, pictures
+from keepsight import digests, pictures
 from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
 from keepsight.pictures import check_size
 
@@ -54,8 +54,8 @@ class Source:
     def digest(self, decoded: Any, settings: str) -> str:
         """The source digest: decoded pixels and every setting that changes what is made of them."""
         if self.modality != "image":
-            return keys.digest("source", self.name, settings)  # named by what was decoded
-        return keys.digest("source", *_pixel_parts(decoded), settings)
+            return digests.digest("source", self.name, settings)  # named by what was decoded
+        return digests.digest("source", *_pixel_parts(decoded), settings)
 
 
 class Fetched(Protocol):
@@ -180,7 +180,7 @@ def _read(path: Path) -> bytes:
 
 def file_name(data: bytes) -> str:
     """What an encoded image is called."""
-    return keys.digest("file", data, PIL.__version__)
+    return digests.digest("file", data, PIL.__version__)
 
 
 def _from_bytes(data: bytes, label: str) -> Source:
@@ -199,7 +199,7 @@ def _from_pil(image: Image.Image) -> Source:
     check_size(image.size, "the image")
     try:
         image.load()
-        name = keys.digest("pixels", *_pixel_parts(image))
+        name = digests.digest("pixels", *_pixel_parts(image))
     except Exception as error:  # a lazily opened file that is damaged, or closed already
         raise ImageError(f"the image cannot be decoded: {error}") from error
 
@@ -223,7 +223,7 @@ def _from_array(image: np.ndarray | torch.Tensor) -> Source:
     channels_first = array.shape[-1] not in (1, 3, 4)
     height_width = array.shape[1:] if channels_first else array.shape[:2]
     check_size((height_width[1], height_width[0]), "the array")
-    return _in_memory(array, keys.digest("pixels", *_pixel_parts(array)), "an array")
+    return _in_memory(array, digests.digest("pixels", *_pixel_parts(array)), "an array")
 
 
 def _in_memory(image: Decoded, name: str, label: str) -> Source:
@@ -231,7 +231,7 @@ def _in_memory(image: Decoded, name: str, label: str) -> Source:
     fresh = [True]
 
     def decode() -> Decoded:
-        if not fresh and keys.digest("pixels", *_pixel_parts(image)) != name:
+        if not fresh and digests.digest("pixels", *_pixel_parts(image)) != name:
             raise MediaChanged(f"{label} was changed after it was named; ask again")
         return image
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from keepsight import grouped, keys
+from keepsight import digests, grouped
 from keepsight.accounts import account_of
 from keepsight.circumstances import backend_version, circumstances
 from keepsight.compiled import Compiled
@@ -187,9 +187,9 @@ class Memory:
         provenance, shared = self._provenance(now), not weights.vision_is_private
         self.vision_of(tenant).bind(weights.vision, weights.settings, provenance, shared)
         self._visions.move_to_end(tenant)
-        making = keys.digest("making", weights.all, weights.config, weights.code, now)
+        making = digests.digest("making", weights.all, weights.config, weights.code, now)
         self.engine.bind(making)
-        namespace = keys.digest(
+        namespace = digests.digest(
             "namespace",
             making,
             self.rule.record(),

@@ -11,7 +11,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.clips import open_clip
 from keepsight.downloads import Downloads
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
@@ -88,7 +88,7 @@ class Namer:
                     f"the processor has no {PROCESSORS[modality]} (upstream's need torchvision); "
                     f"{modality} cannot be prepared here"
                 )
-            known[modality] = keys.digest(
+            known[modality] = digests.digest(
                 "processor settings",
                 type(part).__name__,
                 part.to_dict(),
@@ -107,7 +107,7 @@ class Namer:
         known = self._makers_of
         if modality not in known:
             settings = self.settings(modality)
-            known[modality] = keys.digest("processing", settings, self._made_by)
+            known[modality] = digests.digest("processing", settings, self._made_by)
         return known[modality]
 
     # -- looking ---------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ class Namer:
         else:
             source = open_clip(image, modality, self._downloads)
         if source.options:
-            makers = keys.digest("processing with options", makers, dict(source.options))
-        name = keys.digest("alias", source.name, makers)
+            makers = digests.digest("processing with options", makers, dict(source.options))
+        name = digests.digest("alias", source.name, makers)
         entry = self._alias(name)
         if entry is not None:
             return Looked(source, entry)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from keepsight import codecs, handover, keys, tensorfile
+from keepsight import codecs, digests, handover, tensorfile
 from keepsight.devices import to_devices
 from keepsight.errors import DamagedFile, InputError
 
@@ -184,12 +184,12 @@ class Package:
 
 def identity(key: str, weights: str, settings: str) -> str:
     """The digest of what a package is about."""
-    return keys.digest("identity", key, weights, settings, FORMAT)
+    return digests.digest("identity", key, weights, settings, FORMAT)
 
 
 def feature_id(identity: str, provenance: dict[str, Any]) -> str:
     """The digest of one making of the features of one identity."""
-    return keys.digest("feature", identity, provenance)
+    return digests.digest("feature", identity, provenance)
 
 
 def storage_bytes(tensors: Any) -> int:
@@ -201,7 +201,7 @@ def storage_bytes(tensors: Any) -> int:
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     same = one.dtype == two.dtype and one.shape == two.shape
-    return same and bool(keys.tensor_bytes(one) == keys.tensor_bytes(two))
+    return same and bool(digests.tensor_bytes(one) == digests.tensor_bytes(two))
 
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from keepsight import functions, keys
+from keepsight import digests, functions
 from keepsight.describe import CALLED, Describer, Plain
 from keepsight.evidence import Belief, Proof
 from keepsight.onlookers import passes_on
@@ -65,7 +65,7 @@ class LibraryCode:
         for home, names in self._names.values():
             watch.home(home, _OWNER, only=frozenset(names))
         watch.seal()
-        self.digest = keys.digest("code", repr(sorted(self._all, key=repr)))
+        self.digest = digests.digest("code", repr(sorted(self._all, key=repr)))
         named = repr(sorted(functions.place_of(kind) for kind in kinds))
         first = _first.setdefault(named, self.digest)
         # What a library's own code was exchanged for another of its own: told apart, not named.
@@ -239,4 +239,4 @@ def _tables(value: Any) -> Iterator[dict[Any, Any]]:
 
 
 def _unread(tensor: torch.Tensor) -> str:
-    return keys.weight_digest(tensor)
+    return digests.weight_digest(tensor)

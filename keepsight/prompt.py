@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.medium import Medium
 
 RUN = 2048  # the longest stretch without a boundary, in tokens
@@ -122,7 +122,7 @@ class Prompt:
         spans = [
             [s.start - start, s.end - start, s.feature_id, s.offset] for s in self.clip(start, end)
         ]
-        return keys.digest(kind, parent, start, self.ids[start:end], spans)
+        return digests.digest(kind, parent, start, self.ids[start:end], spans)
 
     def events(self, rule: Rule) -> np.ndarray:
         """Where a boundary may stand: behind the last range of a medium, behind the end of a turn.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight import functions, keys
+from keepsight import digests, functions
 from keepsight.describe import Describer, Plain
 from keepsight.undescribed import Private
 from keepsight.watch import Owner
@@ -90,7 +90,7 @@ def stock_parts(model: PreTrainedModel, config: Plain) -> dict[str, Part]:
 
     `config` describes that configuration. Empty where no model can be made of it.
     """
-    key = (type(model), keys.digest("stock", repr(config)))
+    key = (type(model), digests.digest("stock", repr(config)))
     found = _known.get(key)
     if found is None:
         found = _known[key] = _build(model)

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from keepsight import keys, private
+from keepsight import digests, private
 from keepsight.errors import (
     DamagedFile,
     InputError,
@@ -69,11 +69,11 @@ def spelled(
     """The parts of the file in their order; one content has one spelling."""
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
     body = dict(record, kind=kind, format=version)
-    body["tensors"] = {name: keys.digest("tensor", t) for name, t in tensors.items()}
-    text = keys.canonical_json(body)
-    metadata = {"format": "pt", _KEY: text, "digest": keys.digest("record", text)}
+    body["tensors"] = {name: digests.digest("tensor", t) for name, t in tensors.items()}
+    text = digests.canonical_json(body)
+    metadata = {"format": "pt", _KEY: text, "digest": digests.digest("record", text)}
     header, order = _spell(tensors, metadata)
-    body_parts = (keys.tensor_bytes(tensors[name]) for name in order)
+    body_parts = (digests.tensor_bytes(tensors[name]) for name in order)
     return itertools.chain([header], body_parts)
 
 
@@ -223,7 +223,7 @@ def _record(metadata: Any, path: Where, kind: str | None, version: int | None) -
     text = metadata.get(_KEY) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise NotKeepsightFile(f"{path}: a safetensors file, but without a Keepsight record")
-    if metadata.get("digest") != keys.digest("record", text):
+    if metadata.get("digest") != digests.digest("record", text):
         raise DamagedFile(f"{path}: the record does not match its digest; make the file again")
     try:
         record = json.loads(text)
@@ -281,5 +281,5 @@ def _check_digests(tensors: dict[str, torch.Tensor], expected: Any, path: Where)
     if not isinstance(expected, dict) or expected.keys() != tensors.keys():
         raise DamagedFile(f"{path}: the record and the tensors do not name the same things")
     for name, tensor in tensors.items():
-        if keys.digest("tensor", tensor) != expected[name]:
+        if digests.digest("tensor", tensor) != expected[name]:
             raise DamagedFile(f"{path}: tensor {name!r} does not match its digest")

@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from keepsight import keys, upstream
+from keepsight import digests, upstream
 from keepsight.errors import UnreadableWeights, UnsupportedModel
 from keepsight.families import Family, family_of
 from keepsight.families.absent import AbsentTower, AbsentWeight, tower_parts
@@ -165,7 +165,7 @@ class _Named(dict[str, Any]):
     def __setitem__(self, name: str, weight: Any) -> None:
         value = weight.detach()
         dtype = str(value.dtype) if value.is_floating_point() else ""
-        self._found[self._prefix + name] = (keys.weight_digest(value), dtype)
+        self._found[self._prefix + name] = (digests.weight_digest(value), dtype)
 
 
 def _watch(model: Any, found: dict[str, tuple[str, str]]) -> Iterator[str]:

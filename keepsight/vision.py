@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
 from keepsight.families import Family, Pixels
 from keepsight.families.absent import LEFT_OUT
@@ -117,7 +117,7 @@ class Vision:
         content = _content(package)
         if self._shelves.given.get(self._tenant, package.feature_id) == content:
             return package.feature_id
-        return keys.digest("handed in", package.feature_id, content)
+        return digests.digest("handed in", package.feature_id, content)
 
     def _medium_of_package(self, package: Package, named: str | None = None) -> Medium:
         for field, mine, its in (
@@ -373,4 +373,4 @@ class Vision:
 def _content(package: Package) -> str:
     # The grid too: positions follow it, and with another one the same rows are another prompt.
     tensors = [[name, package.tensors[name]] for name in sorted(package.tensors)]
-    return keys.digest("content", tensors, package.grid)
+    return digests.digest("content", tensors, package.grid)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from transformers import PreTrainedModel
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.describe import Describer
 from keepsight.difference import Difference, Row
 from keepsight.errors import UnreadableWeights
@@ -90,7 +90,7 @@ class Weights:
         beliefs = [*difference.beliefs, *self._code.beliefs]
         seen = doubted(beliefs, lambda: [watch, *self._code.watches])
         rows += [(b.path, (*b.label, describer.value(b.thing, b.path))) for b in seen]
-        self.config = keys.digest("config", repr(config))
+        self.config = digests.digest("config", repr(config))
         self.settings = self._family.vision_settings()
         self.code = self._code.digest
         self._fingerprint(remembered, rows, named)
@@ -127,8 +127,8 @@ class Weights:
         if exported and not rows:
             self.all, self.vision = exported["all"], exported["vision"]
         else:
-            self.all = keys.digest("model", self.tensors, _written(rows))
-            self.vision = keys.digest("vision", self.vision_tensors, _written(seen))
+            self.all = digests.digest("model", self.tensors, _written(rows))
+            self.vision = digests.digest("vision", self.vision_tensors, _written(seen))
         self.is_private = self._private.name in _written(rows)
         self.vision_is_private = self._private.name in _written(seen)
 
@@ -141,8 +141,8 @@ class Weights:
         absent = [(name, digest) for name, digest, _ in self._absent()]
         by_name = {name: self._digests.of(tensor) for name, tensor in named}
         vision = [(name, by_name[name]) for name, _ in self._vision()]
-        self.tensors = keys.fingerprint_of([*by_name.items(), *absent])
-        self.vision_tensors = keys.fingerprint_of([*vision, *absent])
+        self.tensors = digests.fingerprint_of([*by_name.items(), *absent])
+        self.vision_tensors = digests.fingerprint_of([*vision, *absent])
 
     def _unusual(
         self, named: list[tuple[str, torch.Tensor]], describer: Describer
@@ -226,15 +226,15 @@ def _digest(tensor: torch.Tensor) -> str:
     if tensor.is_quantized:
         values = (tensor.int_repr(), str(tensor.dtype), str(tensor.qscheme()))
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return keys.digest("quantised", *values, tensor.q_scale(), tensor.q_zero_point())
+            return digests.digest("quantised", *values, tensor.q_scale(), tensor.q_zero_point())
         scales = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
-        return keys.digest("quantised", *values, *scales, tensor.q_per_channel_axis())
+        return digests.digest("quantised", *values, *scales, tensor.q_per_channel_axis())
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         inner = [part for name in names for part in (name, _digest(getattr(tensor, name)))]
-        return keys.digest("weight of parts", str(context), list(tensor.shape), *inner)
+        return digests.digest("weight of parts", str(context), list(tensor.shape), *inner)
     try:
-        return keys.weight_digest(tensor)
+        return digests.weight_digest(tensor)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise UnreadableWeights(
             f"a weight of kind {type(tensor).__name__} cannot be read, so it cannot be "
@@ -270,7 +270,7 @@ def _dtype(
     dtypes = {dtype for _, dtype in held}
     if len(dtypes) == 1 and not derived:
         return dtypes.pop()
-    return keys.digest("dtypes", held, *([sorted(derived)] if derived else []))
+    return digests.digest("dtypes", held, *([sorted(derived)] if derived else []))
 
 
 def _persistent(

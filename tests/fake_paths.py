@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.medium import Medium
 from keepsight.node import Node
 from keepsight.prefix import Match, Tree
@@ -41,7 +41,7 @@ def build(pieces: str | list[str]) -> Prompt:
             ids += [4] if i else []
             spans.append((len(ids), len(ids) + length))
             ids += [PAD] * length
-        names = keys.digest("identity", what), keys.digest("feature", what, maker)
+        names = digests.digest("identity", what), digests.digest("feature", what, maker)
         media.append(fake_medium(*names, sum(lengths)))
         ranges.append(tuple(spans))
     return Prompt(np.array(ids, dtype=np.int64), tuple(media), tuple(ranges))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, settings
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.package import Package
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,8 +64,8 @@ def raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -
 
 def metadata(record: Any) -> dict[str, str]:
     """The metadata of a record (or of a text in its place) with a digest that holds."""
-    text = record if isinstance(record, str) else keys.canonical_json(record)
-    return {"keepsight": text, "digest": keys.digest("record", text)}
+    text = record if isinstance(record, str) else digests.canonical_json(record)
+    return {"keepsight": text, "digest": digests.digest("record", text)}
 
 
 def sealed(
@@ -77,7 +77,7 @@ def sealed(
 ) -> Path:
     """A file whose seals all hold, whatever its header says of the tensors in it."""
     truth = tensors or dict.fromkeys(entries, torch.zeros(0))
-    digests = {name: keys.digest("tensor", tensor) for name, tensor in truth.items()}
+    digests = {name: digests.digest("tensor", tensor) for name, tensor in truth.items()}
     body = {"kind": "test", "format": 1, "tensors": digests, **record}
     return raw(path, {"__metadata__": metadata(body), **entries}, data)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.store import About, DiskStore, entryfile, folder
 from keepsight.store.catalogue import Catalogue
 
@@ -26,7 +26,7 @@ SIZE = 700
 
 
 def key_of(number: int) -> str:
-    return keys.digest("load", number)
+    return digests.digest("load", number)
 
 
 def put(store: DiskStore, number: int) -> None:

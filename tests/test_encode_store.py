@@ -78,9 +78,9 @@ def packages(vlm: Any, tenant: str = "") -> dict[str, str]:
 
 
 def ks_digest(tensors: dict[str, torch.Tensor]) -> str:
-    from keepsight import keys
+    from keepsight import digests
 
-    return keys.digest(
+    return digests.digest(
         "test", *(part for name in sorted(tensors) for part in (name, tensors[name]))
     )
 

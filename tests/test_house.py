@@ -23,47 +23,25 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # A room may import rooms of the rows above its own, and no others; a folder is one room. Hidden
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
-errors
-upstream
-private keys exits forks
-lock grouped switches quiet devices control words
-functions watch
-undescribed
-evidence
-kinds
-values
-bytecode
-onlookers
-describe
-stock patches
-template_source partial_processor
-template
-tensorfile report codecs handover pictures lengths accounts
-package
-media store state loading circumstances compiled quantised stops
-shelf placement
-clips downloads families settings
-difference
-medium
-naming shelves
-vision
-prompt
-node
-tree
-prefix render
-engine weights generation
-memory batch towerless exported
-turn calls
-verify tensors chat keeping pieces
+accounts devices digests errors exits forks private quiet report words
+codecs functions handover lengths lock pictures quantised stops tensorfile terminal upstream watch
+control generation grouped media package partial_processor store switches undescribed
+circumstances clips compiled describe evidence families housekeeping loading settings shelf state template_source
+calls downloads exported kinds medium placement stock template towerless
+naming prompt shelves values
+bytecode node render vision
+onlookers tree
+difference patches prefix
+chat engine weights
+batch memory show
+turn
+keeping pieces tensors verify
 trial
 vlm
-encode together
-__init__
-options terminal testing training fleet export
-progress show shell housekeeping
-encoding server export_command
-serve_command
-demo bench
+encode export fleet shell together training
+__init__ progress
+bench demo options server testing
+encoding export_command serve_command
 cli
 __main__
 """

@@ -20,7 +20,7 @@ from hostile import bounded, finished, start
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepsight import keys
+from keepsight import digests
 
 CONFUSABLE: list[Any] = [
     *(1, "1", True, 1.0, b"1", "True", b"True", "bool True", 0, False, 0.0, -0.0, "", b"", "0"),
@@ -65,7 +65,7 @@ def test_no_two_lists_of_parts_share_a_digest() -> None:
     for count in range(3):
         for parts in itertools.product(CONFUSABLE, repeat=count):
             name = spelled(list(parts))
-            assert seen.setdefault(keys.digest("test", *parts), name) == name
+            assert seen.setdefault(digests.digest("test", *parts), name) == name
     assert len(seen) == 1 + len(CONFUSABLE) + len(CONFUSABLE) ** 2
 
 
@@ -74,18 +74,20 @@ def test_no_two_lists_of_parts_share_a_digest() -> None:
 def test_where_a_text_is_split_matters(text: str, data: st.DataObject) -> None:
     cut, other = (data.draw(st.integers(0, len(text))) for _ in range(2))
     one, two = ([text[:spot], text[spot:]] for spot in (cut, other))
-    assert (keys.digest("test", *one) == keys.digest("test", *two)) == (cut == other)
-    assert keys.digest("test", *one) != keys.digest("test", text)
-    assert keys.digest("test", one) != keys.digest("test", *one)
+    assert (digests.digest("test", *one) == digests.digest("test", *two)) == (cut == other)
+    assert digests.digest("test", *one) != digests.digest("test", text)
+    assert digests.digest("test", one) != digests.digest("test", *one)
 
 
 def test_the_kind_is_part_of_the_name() -> None:
-    assert keys.digest("image", "a") != keys.digest("path", "a")
-    assert keys.digest("a", "b") != keys.digest("ab") != keys.digest("a/b")
+    assert digests.digest("image", "a") != digests.digest("path", "a")
+    assert digests.digest("a", "b") != digests.digest("ab") != digests.digest("a/b")
 
 
 def test_digests_are_full_and_of_one_form() -> None:
-    assert len(keys.digest("test")) == 64 and set(keys.digest("test")) <= set("0123456789abcdef")
+    assert len(digests.digest("test")) == 64 and set(digests.digest("test")) <= set(
+        "0123456789abcdef"
+    )
 
 
 # -- tensors -----------------------------------------------------------------------------------
@@ -105,30 +107,30 @@ def test_every_byte_of_a_tensor_counts(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensor = torch.randint(0, 2, shape, generator=generator).to(dtype)
-    name = keys.digest("test", tensor)
-    assert name == keys.digest("test", tensor.clone())
-    assert name != keys.digest("test", tensor.numpy() if dtype != torch.bfloat16 else "tensor")
+    name = digests.digest("test", tensor)
+    assert name == digests.digest("test", tensor.clone())
+    assert name != digests.digest("test", tensor.numpy() if dtype != torch.bfloat16 else "tensor")
     if tensor.numel():
         changed = tensor.clone().contiguous().reshape(-1)
         spot = data.draw(st.integers(0, tensor.numel() - 1))
         changed[spot] = changed[spot] == 0
-        assert name != keys.digest("test", changed.reshape(shape))
-    assert name != keys.digest("test", tensor[None])
+        assert name != digests.digest("test", changed.reshape(shape))
+    assert name != digests.digest("test", tensor[None])
 
 
 def test_the_layout_in_memory_does_not_count() -> None:
     tensor, array = torch.arange(12).reshape(3, 4), np.arange(12).reshape(3, 4)
     turned = tensor.t().contiguous().t()
     assert not turned.is_contiguous()
-    assert keys.digest("test", tensor) == keys.digest("test", turned)
-    assert keys.digest("test", tensor[1:]) == keys.digest("test", tensor[1:].clone())
-    assert keys.digest("test", array) == keys.digest("test", np.asfortranarray(array))
-    assert keys.digest("test", array[:, ::2]) == keys.digest("test", array[:, ::2].copy())
+    assert digests.digest("test", tensor) == digests.digest("test", turned)
+    assert digests.digest("test", tensor[1:]) == digests.digest("test", tensor[1:].clone())
+    assert digests.digest("test", array) == digests.digest("test", np.asfortranarray(array))
+    assert digests.digest("test", array[:, ::2]) == digests.digest("test", array[:, ::2].copy())
     frozen = array.copy()
     frozen.flags.writeable = False
-    assert keys.digest("test", array) == keys.digest("test", frozen)
+    assert digests.digest("test", array) == digests.digest("test", frozen)
     weight = torch.nn.Parameter(torch.ones(2))
-    assert keys.digest("test", weight) == keys.digest("test", torch.ones(2))
+    assert digests.digest("test", weight) == digests.digest("test", torch.ones(2))
 
 
 # -- the written form --------------------------------------------------------------------------
@@ -161,14 +163,14 @@ def test_large_parts_are_named_as_small_ones(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     tensor = torch.from_numpy(data)
     parts = ("before", data.tobytes(), tensor, "behind")
-    assert keys.digest("test", *parts) == reference("test", *parts)
+    assert digests.digest("test", *parts) == reference("test", *parts)
 
 
 def test_the_form_has_not_changed() -> None:
     """Written down once. A change here orphans every store: give it a new SCHEMA and say so."""
     parts = ["é", b"\x00", 1, 1.5, True, None, [1, ["a"]], {"b": 1, "a": [None, "x"]}]
-    assert keys.digest("golden", *parts, torch.arange(3), np.arange(3, dtype="<i4")) == GOLDEN
-    assert keys.fingerprint([("a", torch.ones(2)), ("b", torch.zeros(1))]) == GOLDEN_WEIGHTS
+    assert digests.digest("golden", *parts, torch.arange(3), np.arange(3, dtype="<i4")) == GOLDEN
+    assert digests.fingerprint([("a", torch.ones(2)), ("b", torch.zeros(1))]) == GOLDEN_WEIGHTS
 
 
 GOLDEN = "4d408681f2d0b518fcb708c356366d9a40f71c14ed45c304123779fcfe8a800d"
@@ -187,13 +189,13 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def test_every_single_bit_of_the_weights_counts() -> None:
-    names = {keys.fingerprint(weights().items())}
+    names = {digests.fingerprint(weights().items())}
     total = 0
     for name, tensor in weights().items():
         for spot, bit in itertools.product(range(tensor.nbytes), range(8)):
             changed = weights()
             changed[name].reshape(-1).view(torch.uint8)[spot] ^= 1 << bit
-            names.add(keys.fingerprint(changed.items()))
+            names.add(digests.fingerprint(changed.items()))
             total += 1
     assert len(names) == total + 1 == 8 * (8 + 4 + 2) + 1
 
@@ -203,26 +205,26 @@ def test_values_count_and_not_the_dtype_that_holds_them() -> None:
     half = torch.randn(300, generator=torch.manual_seed(0)).bfloat16()
     small = (torch.arange(4097) / 4096).half()  # eleven bits of mantissa: too fine for bfloat16
     for values in (half, small):
-        names = {keys.fingerprint([("a", values.to(t))]) for t in (values.dtype, torch.float32)}
-        assert len(names | {keys.fingerprint([("a", values.double())])}) == 1
+        names = {digests.fingerprint([("a", values.to(t))]) for t in (values.dtype, torch.float32)}
+        assert len(names | {digests.fingerprint([("a", values.double())])}) == 1
     finer = half.float()
     finer[-1] += finer[-1].abs() * 2**-20
-    assert keys.fingerprint([("a", finer)]) != keys.fingerprint([("a", half)])
+    assert digests.fingerprint([("a", finer)]) != digests.fingerprint([("a", half)])
     late = torch.zeros(10_000)
     late[-1] = 1 / 3  # beyond what is looked at first
-    assert keys.narrowest(late) is late and keys.narrowest(late[:-1]).dtype == torch.bfloat16
+    assert digests.narrowest(late) is late and digests.narrowest(late[:-1]).dtype == torch.bfloat16
 
 
 def test_names_and_homes_of_weights_count_but_not_their_order() -> None:
-    whole = keys.fingerprint(weights().items())
+    whole = digests.fingerprint(weights().items())
     for order in itertools.permutations(weights().items()):
-        assert keys.fingerprint(order) == whole
+        assert digests.fingerprint(order) == whole
     a, b, c = weights().values()
-    assert keys.fingerprint({"a": a, "b": b, "d": c}.items()) != whole
-    assert keys.fingerprint({"b": a, "a": b, "c": c}.items()) != whole
-    assert keys.fingerprint({"a": a, "b": b}.items()) != whole
-    assert keys.fingerprint({"a": a, "b": b, "c": c, "e": c}.items()) != whole
-    assert keys.fingerprint({"a": a[None], "b": b, "c": c}.items()) != whole
+    assert digests.fingerprint({"a": a, "b": b, "d": c}.items()) != whole
+    assert digests.fingerprint({"b": a, "a": b, "c": c}.items()) != whole
+    assert digests.fingerprint({"a": a, "b": b}.items()) != whole
+    assert digests.fingerprint({"a": a, "b": b, "c": c, "e": c}.items()) != whole
+    assert digests.fingerprint({"a": a[None], "b": b, "c": c}.items()) != whole
 
 
 # -- canonical json ----------------------------------------------------------------------------
@@ -236,10 +238,10 @@ plain = st.recursive(
 @bounded(100)
 @given(plain)
 def test_canonical_json_reads_back_and_is_stable(value: Any) -> None:
-    text = keys.canonical_json(value)
+    text = digests.canonical_json(value)
     back = json.loads(text)
     assert back == value
-    assert keys.canonical_json(back) == text
+    assert digests.canonical_json(back) == text
 
 
 @bounded(60)
@@ -247,16 +249,16 @@ def test_canonical_json_reads_back_and_is_stable(value: Any) -> None:
 def test_canonical_json_does_not_depend_on_order(value: dict[str, int], random: Any) -> None:
     items = list(value.items())
     random.shuffle(items)
-    assert keys.canonical_json(dict(items)) == keys.canonical_json(value)
-    assert keys.canonical_json([dict(items)]) == keys.canonical_json([value])
+    assert digests.canonical_json(dict(items)) == digests.canonical_json(value)
+    assert digests.canonical_json([dict(items)]) == digests.canonical_json([value])
 
 
 @bounded(60)
 @given(st.dictionaries(st.integers(0, 30), st.integers(), min_size=2))
 def test_keys_that_are_no_text_survive_a_file(value: dict[int, int]) -> None:
     """Sorted as numbers they would stand in another order than when read back as text."""
-    text = keys.canonical_json({"labels": value})
-    assert keys.canonical_json(json.loads(text)) == text
+    text = digests.canonical_json({"labels": value})
+    assert digests.canonical_json(json.loads(text)) == text
 
 
 class Colour(enum.Enum):
@@ -266,7 +268,7 @@ class Colour(enum.Enum):
 def test_canonical_json_of_what_configs_hold() -> None:
     config = {"dtype": torch.float32, "mean": np.float32(0.5), "grid": torch.tensor([[1, 2]])}
     config |= {"set": {"b", "a"}, "limit": math.inf, "row": (1, 2), "colour": Colour.RED}
-    assert json.loads(keys.canonical_json(config)) == {
+    assert json.loads(digests.canonical_json(config)) == {
         "dtype": "torch.float32",
         "mean": 0.5,
         "grid": [[1, 2]],
@@ -281,13 +283,13 @@ def test_what_has_no_form_is_refused() -> None:
     """An address would be a name that another object may have tomorrow."""
     for nameless in (object(), lambda: None):
         with pytest.raises(TypeError, match="canonical form"):
-            keys.canonical_json({"x": nameless})
+            digests.canonical_json({"x": nameless})
         with pytest.raises(TypeError, match="canonical form"):
-            keys.digest("test", nameless)
+            digests.digest("test", nameless)
     with pytest.raises(TypeError, match="one spelling"):
-        keys.canonical_json({1: "a", "1": "b"})
+        digests.canonical_json({1: "a", "1": "b"})
     with pytest.raises(TypeError, match="canonical form"):
-        keys.digest("test", 1j)
+        digests.digest("test", 1j)
 
 
 def test_a_forked_process_names_things_too() -> None:
@@ -295,7 +297,7 @@ def test_a_forked_process_names_things_too() -> None:
     code = """
 import os, signal
 import numpy as np
-from keepsight import keys
+from keepsight import digests
 large = np.zeros(4_000_000, dtype=np.uint8)
 wanted = keys.digest("image", large)
 child = os.fork()

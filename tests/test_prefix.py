@@ -41,7 +41,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from keepsight import keys, prompt, tensorfile
+from keepsight import digests, prompt, tensorfile
 from keepsight.node import Node
 from keepsight.prefix import Known, Match, Tree
 from keepsight.prompt import Prompt
@@ -405,7 +405,7 @@ def test_known_among_pictures_of_one_size() -> None:
     wholes = []
     for number in range(40):
         one = build("11A2.1" if number % 2 else "11A1.1")
-        name = keys.digest("feature", number)
+        name = digests.digest("feature", number)
         wholes.append(dataclasses.replace(one, media=(fake_medium(name, name, 2),)))
         prefill(tree, wholes[-1])
     going = beginnings(map(path, wholes))

@@ -15,7 +15,7 @@ from hostile import bounded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepsight import keys, prompt
+from keepsight import digests, prompt
 from keepsight.medium import Medium
 from keepsight.prompt import Prompt, Rule, Span, common, shift
 
@@ -30,8 +30,8 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def medium(name: str, identity: str | None = None, tokens: int = 4) -> Medium:
     """A medium that nobody will ask for features."""
-    feature_id = keys.digest("feature", name)
-    what = keys.digest("identity", identity or name)
+    feature_id = digests.digest("feature", name)
+    what = digests.digest("identity", identity or name)
     return Medium(name, what, feature_id, {}, (tokens,), None, lambda: None)  # type: ignore[arg-type]
 
 

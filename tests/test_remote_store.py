@@ -22,7 +22,7 @@ from models import picture
 from remote_lines import Line, TrialFileSystem, read_only, unreachable
 
 import keepsight as ks
-from keepsight import keys, tensorfile
+from keepsight import digests, tensorfile
 from keepsight.errors import DamagedFile, InputError, MissingExtra, StoreError, WrongFormatVersion
 from keepsight.store import NOTHING, About, DiskStore, entryfile, layout, ranking
 from keepsight.store.address import Breaker
@@ -708,7 +708,7 @@ def test_a_budget_and_a_quota_are_kept() -> None:
     store = RemoteStore(ADDRESS, budget=30_000, quota=10_000)
     crowd = [store.tenant(name) for name in "abcdef"]
     for number in range(36):
-        key = keys.digest("entry", number)
+        key = digests.digest("entry", number)
         crowd[number % 6].put("package", key, tensors(number, 500), {})
         if number % 6 == 5:
             store.flush()
@@ -798,7 +798,7 @@ def test_a_circle_in_a_listing_that_lies_ends() -> None:
 
 SHARED = """
 import sys, torch
-from keepsight import keys
+from keepsight import digests
 from keepsight.store.remote import RemoteStore
 store = RemoteStore(sys.argv[1])
 for n in range(30):
@@ -822,7 +822,7 @@ def test_two_processes_share_an_address(tmp_path: Path) -> None:
     store = RemoteStore(address)
     assert store.check() == [] and len(list(store.entries())) == 60
     for n in range(30):
-        found = store.get("package", keys.digest("entry", n))
+        found = store.get("package", digests.digest("entry", n))
         assert found is not None and (found[0]["a"] == n).all()
     assert list(tmp_path.rglob(".part-*")) == []
 

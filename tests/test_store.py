@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from models import picture
 
 import keepsight as ks
-from keepsight import keys, tensorfile
+from keepsight import digests, tensorfile
 from keepsight.errors import InputError, StoreError
 from keepsight.store import FORMAT, DiskStore, Recent, parse_bytes
 from keepsight.store.layout import KINDS
@@ -319,13 +319,13 @@ def test_notes_of_every_kind_are_sound(store: DiskStore) -> None:
 def test_a_budget_is_kept_while_writing(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, budget=100_000)
     for number in range(40):
-        key = keys.digest("entry", number)
+        key = digests.digest("entry", number)
         store.put("package", key, tensors(number, 2000), {})
         store.flush()
         assert store.stats()["bytes"] <= 100_000
     kept = {entry.key for entry in store.entries()}
     assert len(kept) >= 10
-    assert kept == {keys.digest("entry", number) for number in range(40 - len(kept), 40)}
+    assert kept == {digests.digest("entry", number) for number in range(40 - len(kept), 40)}
     store.close()
 
 
@@ -347,7 +347,7 @@ def test_gc_sweeps_what_killed_writers_left_but_not_what_is_being_written(tmp_pa
 
 UNDER_LOAD = """
 import sys, torch
-from keepsight import keys
+from keepsight import digests
 from keepsight.store import DiskStore
 store, n = DiskStore(sys.argv[1]), 0
 while True:
@@ -367,7 +367,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, lines: int) -> No
     store = DiskStore(tmp_path)
     assert store.check() == [] and acknowledged >= 5 * lines
     for n in range(1, acknowledged + 1):
-        found, note = (read(kind, keys.digest("entry", n)) for read, kind in readers(store))
+        found, note = (read(kind, digests.digest("entry", n)) for read, kind in readers(store))
         assert found is not None and (found[0]["a"] == n).all() and found[1]["n"] == n
         assert note == {"n": n}
     for key in [entry.key for entry in store.entries()]:  # and whatever else loads is whole too
@@ -382,7 +382,7 @@ def readers(store: DiskStore) -> Iterator[tuple[Any, str]]:
 
 SHARED = """
 import sys, torch
-from keepsight import keys
+from keepsight import digests
 from keepsight.store import DiskStore
 store = DiskStore(sys.argv[1])
 for n in range(60):
@@ -402,7 +402,7 @@ def test_two_processes_may_write_the_same_keys(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     assert store.check() == [] and len(list(store.entries())) == 120
     for n in range(60):
-        found = store.get("package", keys.digest("entry", n))
+        found = store.get("package", digests.digest("entry", n))
         assert found is not None and (found[0]["a"] == n).all()
     assert list(tmp_path.rglob(".part-*")) == []
 

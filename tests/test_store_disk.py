@@ -21,7 +21,7 @@ import pytest
 import torch
 from hostile import finished, start
 
-from keepsight import keys, tensorfile
+from keepsight import digests, tensorfile
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
 from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
 from keepsight.store import book as book_module
@@ -179,7 +179,7 @@ def test_opening_looks_at_no_entry(
         fill(store, 2)
         store.close()
         with Catalogue(folder / NAME) as book:
-            book.put(Entry("state", keys.digest("n", n), 10, 1.0) for n in range(count))
+            book.put(Entry("state", digests.digest("n", n), 10, 1.0) for n in range(count))
         book.close()
         counted = dict.fromkeys(("scandir", "listdir", "stat", "lstat", "open", "walk"), 0)
 
@@ -213,7 +213,7 @@ def test_a_million_entries_open_in_less_than_a_second(tmp_path: Path, opened: An
     with Catalogue(tmp_path / NAME) as book:
         for start_ in range(0, 1_000_000, 10_000):
             numbers = range(start_, start_ + 10_000)
-            book.put(Entry("state", keys.digest("n", n), 1000, 1.0) for n in numbers)
+            book.put(Entry("state", digests.digest("n", n), 1000, 1.0) for n in numbers)
     book.close()
     began = time.perf_counter()
     store = opened(tmp_path, 1 << 40)
@@ -240,10 +240,10 @@ def make_old(root: Path) -> None:
     write("snapshot", KEYS[2], {"parent": KEYS[1], "start": 4, "spans": [[0, 4, KEYS[0], 0]]})
     write("state", KEYS[2], {"end": 9})
     body = {"n": 0, "key": "i" * 64}
-    text = keys.canonical_json(body)
-    note = {"body": body, "digest": keys.digest("note", "alias", KEYS[0], text)}
+    text = digests.canonical_json(body)
+    note = {"body": body, "digest": digests.digest("note", "alias", KEYS[0], text)}
     path = root / layout.place("alias", KEYS[0])
-    tensorfile.write_whole(path, [keys.canonical_json(note).encode()])
+    tensorfile.write_whole(path, [digests.canonical_json(note).encode()])
 
 
 def test_a_folder_of_the_older_layout_is_adopted(tmp_path: Path, opened: Any) -> None:
@@ -596,7 +596,7 @@ def test_a_quota_is_each_tenants_own(tmp_path: Path, opened: Any) -> None:
     store = opened(tmp_path, budget=60_000, quota=20_000)
     tenants = [store.tenant(name) for name in ("one", "two")]
     for number in range(20):
-        tenants[0].put("package", keys.digest("n", number), tensors(number, 400), {})
+        tenants[0].put("package", digests.digest("n", number), tensors(number, 400), {})
     tenants[1].put("package", KEYS[0], tensors(), {})
     store.flush()
     assert 10_000 < tenants[0].stats()["bytes"] <= 20_000
@@ -642,7 +642,7 @@ def test_a_full_queue_refuses_and_blocks_nobody(
 def test_a_chain_goes_from_its_end(tmp_path: Path, opened: Any) -> None:
     """A long one too, in one go."""
     store = opened(tmp_path)
-    chain = [keys.digest("link", n) for n in range(150)]
+    chain = [digests.digest("link", n) for n in range(150)]
     for number, key in enumerate(chain):
         base = ("snapshot", chain[number - 1]) if number else None
         store.put("snapshot", key, tensors(number), {}, About(1.0, base))
@@ -700,7 +700,7 @@ def test_budgets_of_two_stores_over_one_folder_are_counted_together(
 ) -> None:
     stores = [opened(tmp_path, 30_000) for _ in range(2)]
     for number in range(40):
-        stores[number % 2].put("package", keys.digest("n", number), tensors(number, 400), {})
+        stores[number % 2].put("package", digests.digest("n", number), tensors(number, 400), {})
     for store in stores:
         store.flush()
     assert stores[0].stats()["bytes"] == stores[1].stats()["bytes"] <= 30_000

@@ -13,7 +13,7 @@ import pytest
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight import keys
+from keepsight import digests
 from keepsight.calls import Call
 from keepsight.together import Together
 
@@ -115,7 +115,7 @@ def test_a_picture_is_forgotten_while_others_are_named(vlm: Any) -> None:
     namer, number = vlm.memory.vision.namer, iter(range(1 << 40))
 
     def learn() -> None:
-        namer._remember(keys.digest("a name", next(number)), {"key": "k" * 64})
+        namer._remember(digests.digest("a name", next(number)), {"key": "k" * 64})
 
     for at in range(20_000):
         namer._remember(str(at), {"key": "k" * 64})

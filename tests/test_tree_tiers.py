@@ -36,7 +36,7 @@ from hypothesis.stateful import (
 )
 
 import keepsight as ks
-from keepsight import keys, prompt
+from keepsight import digests, prompt
 from keepsight.accounts import under_salt
 from keepsight.errors import InputError, PinsFull
 from keepsight.node import DEVICE, HOST, Node
@@ -49,7 +49,7 @@ from keepsight.tree.carry import Carrier
 
 HUGE = 1 << 40
 LONG = ["11.A2.22.B1.", "11.A2.21.C.", "22.B.A.1", "12.12.12.12.1"]
-KEYS = {letter: keys.digest("identity", letter.lower()) for letter in "ABC"}
+KEYS = {letter: digests.digest("identity", letter.lower()) for letter in "ABC"}
 
 
 @pytest.fixture(autouse=True)

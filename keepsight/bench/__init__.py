@@ -22,15 +22,7 @@ import keepsight
 from keepsight.bench import ambitions, extremes, machine, rivals, tables
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.measure import Bench, Say, quiet_heap, run_workload
-from keepsight.bench.workloads import (
-    SCALES,
-    Pictures,
-    Scale,
-    Step,
-    Workload,
-    user,
-    workloads,
-)
+from keepsight.bench.workloads import SCALES, Pictures, Scale, Step, Workload, user, workloads
 
 WORKLOADS = ("W1", "W4", "W5", "W7", "peers", "cold", "restart")
 FORMAT = 1

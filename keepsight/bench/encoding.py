@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import keepsight
-from keepsight import keys
+from keepsight import digests
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.contestants import now
@@ -163,7 +163,9 @@ def _packages(vlm: Any) -> dict[str, str]:
     store = vlm.memory.store
     names = [entry.key for entry in store.entries() if entry.kind == "package"]
     found = {name: store.get("package", name)[0] for name in names}
-    return {name: keys.digest("bench", [[n, t[n]] for n in sorted(t)]) for name, t in found.items()}
+    return {
+        name: digests.digest("bench", [[n, t[n]] for n in sorted(t)]) for name, t in found.items()
+    }
 
 
 def _sums(rates: dict[str, list[float]], equal: bool) -> dict[str, Any]:

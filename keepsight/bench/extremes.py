@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import keepsight
-from keepsight import keys
+from keepsight import digests
 from keepsight.bench.contestants import now
 from keepsight.bench.measure import TOKENS, Bench, Round, Say, guard, ratio
 from keepsight.bench.workloads import Pictures, Scale, assistant, user, words
@@ -85,7 +85,7 @@ def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
     stages: dict[str, Callable[[], Any]] = {
         "decode_image": lambda: decode_bytes(data, path),
         "preprocess": lambda: memory.family.preprocess(vlm.processor, image, memory.image_options),
-        "hash_file": lambda: keys.digest("file", data),
+        "hash_file": lambda: digests.digest("file", data),
         "hash_pixels": lambda: pixels.key,
         "tower": lambda: memory.family.encode(pixels),
         "encode": lambda: vlm.encode(path),

@@ -15,7 +15,7 @@ import numpy as np
 import PIL
 from PIL import Image
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.clips import MAX_FRAMES, open_clip
 from keepsight.encode.items import Item, broken
 from keepsight.errors import ImageError, MissingExtra
@@ -50,7 +50,7 @@ class _Document:
             data = Path(path).read_bytes()
         except OSError as error:
             raise ImageError(f"{path} cannot be read: {error.strerror}") from None
-        self.name = keys.digest("pdf", data, self._version())
+        self.name = digests.digest("pdf", data, self._version())
         try:
             with PDFIUM:
                 self._open = self._library.PdfDocument(data)
@@ -91,7 +91,7 @@ class _Document:
 
     def source(self, number: int, dpi: int) -> Source:
         """A page that is drawn only if nobody knows it."""
-        name = keys.digest("pdf page", self.name, number, dpi)
+        name = digests.digest("pdf page", self.name, number, dpi)
         label = f"{self.path}#page={number + 1}"
         return Source(name, lambda: self.draw(number, dpi), label, [])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import ImageError, InputError, KeepsightError
 from keepsight.media import MAX_BYTES, Source, decode_bytes, open_source, read_bytes
 
@@ -51,7 +51,7 @@ class Item:
         if shard is None:
             return True
         number, count = shard
-        return int(keys.digest("shard", self.place)[:16], 16) % count == number - 1
+        return int(digests.digest("shard", self.place)[:16], 16) % count == number - 1
 
 
 def broken(name: str, place: str, error: str | Exception) -> Item:

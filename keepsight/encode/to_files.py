@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepsight import keys, private, tensorfile
+from keepsight import digests, private, tensorfile
 from keepsight.codecs import EXACT, check_codec
 from keepsight.encode.items import Item
 from keepsight.encode.results import Encoded, too_many
@@ -190,7 +190,7 @@ class _Files:
 
     def add(self, item: Item, source: Source, package: Package) -> Encoded:
         """Write a package, named for people and without collisions."""
-        digest = keys.digest("package file", source.name, package.feature_id)
+        digest = digests.digest("package file", source.name, package.feature_id)
         stem = _stem(item.name)
         path = self.folder / f"{stem}-{digest[:_IN_NAME]}.sight"
         if path in self.sound:

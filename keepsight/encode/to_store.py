@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.codecs import EXACT, check_codec
 from keepsight.encode.items import Item
 from keepsight.encode.results import Encoded, Once, too_many
@@ -105,7 +105,7 @@ class ToStore:
 
     def _packed_as(self, medium: Medium) -> str:
         """Where the feature id of a packed package is noted: it holds the error, measured later."""
-        return keys.digest("packed as", medium.feature_id, self._codec)
+        return digests.digest("packed as", medium.feature_id, self._codec)
 
     # -- in its turn -------------------------------------------------------------------------------
 

@@ -33,14 +33,7 @@ from keepsight.export.parts import Decoder, Embedding, Head
 from keepsight.export.target import Target, check_room, size_text
 from keepsight.export.towers import tower_of
 from keepsight.exported import runtimes
-from keepsight.exported.manifest import (
-    GRAPHS,
-    RUNTIMES,
-    Manifest,
-    files_in,
-    is_export,
-    unfinished,
-)
+from keepsight.exported.manifest import GRAPHS, RUNTIMES, Manifest, files_in, is_export, unfinished
 from keepsight.exported.states import KINDS
 from keepsight.vlm import VLM, load
 

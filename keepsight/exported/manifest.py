@@ -19,7 +19,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
 from keepsight.exported.marks import marks
 
@@ -64,7 +64,7 @@ class Manifest:
         """The name of everything that computes."""
         graphs = f"{GRAPHS}/"
         rows = [[n, f.digest] for n, f in sorted(self.files.items()) if n.startswith(graphs)]
-        return keys.digest("export", rows)
+        return digests.digest("export", rows)
 
     @property
     def bytes(self) -> int:
@@ -82,7 +82,7 @@ class Manifest:
 def seal_of(told: dict[str, Any]) -> str:
     """The digest of a record without its seal."""
     plain = {name: value for name, value in told.items() if name != "seal"}
-    return keys.digest("export record", keys.canonical_json(plain))
+    return digests.digest("export record", digests.canonical_json(plain))
 
 
 def is_export(path: str | Path) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import (
     DamagedFile,
     InputError,
@@ -136,7 +136,7 @@ class Family:
 
     def vision_settings(self) -> str:
         """The digest of the configuration that the tower and its projector run under."""
-        return keys.digest("vision settings", settled(self.model.config.to_dict()))
+        return digests.digest("vision settings", settled(self.model.config.to_dict()))
 
     def turn_ends(self, tokenizer: Any) -> frozenset[int]:
         """Ids after which a turn is over."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.package import Layout, Package
 
@@ -46,7 +46,7 @@ class Pixels:
     def key(self) -> str:
         """The digest of everything the tower takes in, and of what else tells two media apart."""
         parts = [p for name in sorted(self.tensors) for p in self._part(name)]
-        return keys.digest(self.modality, *parts, *([self.times] if self.times else []))
+        return digests.digest(self.modality, *parts, *([self.times] if self.times else []))
 
     def _part(self, name: str) -> tuple[str, torch.Tensor]:
         return name, self.tensors[name]

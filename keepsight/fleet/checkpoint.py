@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import InputError
 
 _FILES = ("config.json", "*.safetensors", "*.bin", "adapter_config.json")
@@ -29,7 +29,7 @@ def checkpoint_digest(name: str, revision: str | None = None) -> str:
         hasher = blake3(max_threads=blake3.AUTO)
         hasher.update_mmap(file)
         parts += [file.name, hasher.hexdigest()]
-    return keys.digest("checkpoint", *parts)
+    return digests.digest("checkpoint", *parts)
 
 
 def _snapshot(name: str, revision: str | None) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.server.problems import ApiError
 
 _MOST = 20_000  # names of one key; the one that was used least lately is dropped
@@ -26,8 +26,8 @@ class Bindings:
 
     def bind(self, owner: str, whose: str, name: str, data: bytes, place: str) -> None:
         """Bind a name of a tenant to some bytes, or refuse it where it means others."""
-        digest = keys.digest("named by a client", data)
-        key = (whose, keys.digest("name of a client", name))
+        digest = digests.digest("named by a client", data)
+        key = (whose, digests.digest("name of a client", name))
         with self._lock:
             known = self._known.setdefault(owner, OrderedDict())
             bound = known.setdefault(key, digest)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.server.problems import ApiError, invalid
 from keepsight.store.layout import CLOCK_SLACK
 
@@ -109,12 +109,12 @@ class InMemory:
 
 def owner_of(tenant: str) -> str:
     """The digest that files know their tenant by: no name of a person becomes one of a folder."""
-    return keys.digest("owner of uploads", tenant)
+    return digests.digest("owner of uploads", tenant)
 
 
 def id_of(tenant: str, data: bytes) -> str:
     """The id of some content under a tenant."""
-    return f"file-{keys.digest('uploaded file', owner_of(tenant), data)}"
+    return f"file-{digests.digest('uploaded file', owner_of(tenant), data)}"
 
 
 class Files:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.server.items import Item, Reference
 from keepsight.server.problems import ApiError
 from keepsight.server.responses_schema import Placed, ResponsesRequest, items_of
@@ -200,7 +200,7 @@ def _json(value: Any) -> bytes:
 
 
 def _digest(whose: str) -> str:
-    return keys.digest("owner of responses", whose)
+    return digests.digest("owner of responses", whose)
 
 
 def _unknown(what: str, given: str, param: str) -> ApiError:

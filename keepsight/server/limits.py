@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from keepsight import keys as digests
+from keepsight import digests as digests
 from keepsight.accounts import under_salt
 from keepsight.server.config import ApiKey
 from keepsight.server.problems import ApiError

@@ -15,7 +15,7 @@ from typing import Any
 import PIL
 from PIL import Image
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.media import Source, decode_bytes
 from keepsight.pictures import MAX_PIXELS, size_of
@@ -75,13 +75,13 @@ def picture(data: bytes, shown: Shown, largest: int) -> bytes | Source:
     if width * height > largest:
         raise _too_large(f"an image is {width}x{height}", largest, "make it smaller first")
     if shown.options:
-        name = keys.digest("image with options", data, dict(shown.options), PIL.__version__)
+        name = digests.digest("image with options", data, dict(shown.options), PIL.__version__)
         decode = functools.partial(decode_bytes, data, "an image")
         return Source(name, decode, "an image", [], options=shown.options)
     cap = shown.most
     if cap is None or width * height <= cap:
         return data
-    name = keys.digest("shrunk image", data, cap, PIL.__version__)
+    name = digests.digest("shrunk image", data, cap, PIL.__version__)
     return Source(name, lambda: _shrunk(data, cap), "an image", [])
 
 
@@ -120,7 +120,7 @@ def pages(data: bytes, shown: Shown, dpi: int, most: int, largest: int) -> Itera
                 _check_page(document.get_page_size(number), number, cap, dpi, largest)
         finally:
             document.close()
-    name = keys.digest("pdf bytes", data, str(library.PDFIUM_INFO), PIL.__version__)
+    name = digests.digest("pdf bytes", data, str(library.PDFIUM_INFO), PIL.__version__)
     for number in range(count):
         yield dataclasses.replace(_page(data, name, number, cap, dpi), options=shown.options)
 
@@ -143,7 +143,7 @@ def _check_page(
 
 def _page(data: bytes, name: str, number: int, cap: int | None, dpi: int) -> Source:
     label = f"page {number + 1} of a PDF"
-    page = keys.digest("sent pdf page", name, number, dpi, cap)
+    page = digests.digest("sent pdf page", name, number, dpi, cap)
     return Source(page, lambda: _drawn(data, number, cap, dpi, label), label, [])
 
 

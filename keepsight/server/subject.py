@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import MessagesError
 from keepsight.server.pages import Sizes
 from keepsight.server.problems import ApiError, invalid, refused
@@ -124,7 +124,7 @@ class Subject:
         """Whether the template itself opens a thought at the start of an answer."""
         if not self.thinks:
             return False
-        key = keys.digest("template options", template)  # which may be texts of any length
+        key = digests.digest("template options", template)  # which may be texts of any length
         with self._lock:
             if key not in self._opened:
                 if len(self._opened) >= _MOST_KINDS:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.server.files import NONE, Contents, InMemory, Upload, Uploads
 from keepsight.store import DiskStore, Store
 from keepsight.store.folder import PART, Folder
@@ -122,8 +122,8 @@ def _head(upload: Upload) -> bytes:
         "created_at": upload.created_at,
         "expires_at": upload.expires_at,
     }
-    told["digest"] = keys.digest("upload", upload.owner, upload.id, keys.canonical_json(told))
-    return keys.canonical_json(told).encode() + b"\n"
+    told["digest"] = digests.digest("upload", upload.owner, upload.id, digests.canonical_json(told))
+    return digests.canonical_json(told).encode() + b"\n"
 
 
 def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:

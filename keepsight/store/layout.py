@@ -12,7 +12,7 @@ import re
 import time
 from typing import Any, NamedTuple
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.store.contract import About
 
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 def tenant_digest(name: str | None) -> str:
     """The folder of a tenant; empty for nobody in particular."""
-    return "" if name is None else keys.digest("tenant", name)
+    return "" if name is None else digests.digest("tenant", name)
 
 
 def checked(kind: str, key: str) -> None:
@@ -158,7 +158,7 @@ def expired(told: Any, now: float | None = None) -> bool:
 def note_bytes(kind: str, key: str, body: dict[str, Any], told: dict[str, Any]) -> bytes:
     """A note as it lies in its file."""
     wrapped = {"body": body, "kept": told, "digest": _note_digest(kind, key, body, told)}
-    return keys.canonical_json(wrapped).encode()
+    return digests.canonical_json(wrapped).encode()
 
 
 def read_note(
@@ -178,8 +178,8 @@ def read_note(
 def _note_digest(kind: str, key: str, body: dict[str, Any], told: dict[str, Any]) -> str:
     """The key is part of it, so that no note can pass for another. Notes of the first format say
     nothing of their keeping, and have the digest they always had."""
-    parts = [keys.canonical_json(body)] + ([keys.canonical_json(told)] if told else [])
-    return keys.digest("note", kind, key, *parts)
+    parts = [digests.canonical_json(body)] + ([digests.canonical_json(told)] if told else [])
+    return digests.digest("note", kind, key, *parts)
 
 
 # -- the marker ----------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _note_digest(kind: str, key: str, body: dict[str, Any], told: dict[str, Any]
 
 def marker_bytes() -> bytes:
     """What `store.json` says."""
-    return keys.canonical_json({"keepsight": "store", "format": STORE_FORMAT}).encode()
+    return digests.canonical_json({"keepsight": "store", "format": STORE_FORMAT}).encode()
 
 
 def check_marker(data: bytes, where: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, TypeVar
 
-from keepsight import keys
+from keepsight import digests
 from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVersion
 from keepsight.exits import begin, when_dropped
 from keepsight.lock import Mutex
@@ -166,7 +166,7 @@ class RemoteStore:
 
     def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
         """Hand a small JSON record over."""
-        self._hand_over(kind, key, None, body, about, len(keys.canonical_json(body)))
+        self._hand_over(kind, key, None, body, about, len(digests.canonical_json(body)))
 
     def _hand_over(
         self,
