@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from keepsight import private, progress
+from keepsight import progress
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.options import (
     DeviceMap,
@@ -28,6 +28,7 @@ from keepsight.options import (
     load,
     pixel_limits,
 )
+from keepsight.system import private_files
 from keepsight.terminal import console, json_line, plain
 
 # Packages in memory are of no use to a run that looks at each image once.
@@ -229,7 +230,7 @@ def _error_log(stack: ExitStack, path: Path | None) -> IO[str] | None:
         return None
     try:
         return stack.enter_context(
-            open(path, "w", encoding="utf-8", buffering=1, opener=private.opener)
+            open(path, "w", encoding="utf-8", buffering=1, opener=private_files.opener)
         )
     except OSError as error:
         raise InputError(f"--errors {path} cannot be written: {error.strerror}") from None

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.devices import Order
 from keepsight.errors import KeepsightError
 from keepsight.families import Family
 from keepsight.grouped import grouped_queries
@@ -28,6 +27,7 @@ from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt
 from keepsight.quiet import quietly
 from keepsight.state import Lane, Shape, Tensors, pattern
+from keepsight.system.devices import Order
 
 MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
 MAX_PATTERNS = 64  # makings whose snapshots are known by shape

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from keepsight import digests, grouped
-from keepsight.accounts import account_of
 from keepsight.circumstances import backend_version, circumstances
 from keepsight.compiled import Compiled
 from keepsight.engine import Engine
@@ -30,6 +29,7 @@ from keepsight.settings import Settings, image_options, parse_seconds, refuse_st
 from keepsight.shelves import Shelves
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
+from keepsight.system.accounts import account_of
 from keepsight.tree.pins import pinning
 from keepsight.vision import COUNTS, Vision
 from keepsight.weights import Weights

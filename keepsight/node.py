@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from keepsight.accounts import account_of
-from keepsight.devices import Fence
 from keepsight.prompt import RUN, Prompt, Span, common, shift
 from keepsight.store import Store
+from keepsight.system.accounts import account_of
+from keepsight.system.devices import Fence
 
 Tensors = dict[str, torch.Tensor]
 Received = tuple[Tensors, Tensors | None]  # rows, and states of fixed size

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from keepsight import codecs, digests, handover, tensorfile
-from keepsight.devices import to_devices
 from keepsight.errors import DamagedFile, InputError
+from keepsight.system.devices import to_devices
 
 FORMAT = 1
 KIND = "package"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.devices import to_devices
 from keepsight.state import Shape, Tensors, layered
+from keepsight.system.devices import to_devices
 
 
 class Placement:

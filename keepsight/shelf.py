@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from keepsight.accounts import account_of
 from keepsight.errors import PinsFull
-from keepsight.lock import Mutex
 from keepsight.store import worth
+from keepsight.system.accounts import account_of
+from keepsight.system.lock import Mutex
 
 T = TypeVar("T")
 Place = tuple[str, str]  # tenant and key

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from keepsight import private
 from keepsight.errors import InputError, KeepsightError
 from keepsight.package import Package
+from keepsight.system import private_files
 from keepsight.terminal import plain, report_table
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ class Shell:
             return
         path = str(self.history)
         with suppress(OSError):  # a store that cannot be written is told by the store itself
-            private.make_folders(self.history.parent)
-            private.reserve(self.history)
+            private_files.make_folders(self.history.parent)
+            private_files.reserve(self.history)
             readline.read_history_file(path)
         atexit.register(_write_history, readline, path)
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from keepsight import digests, private
+from keepsight import digests
 from keepsight.errors import (
     DamagedFile,
     InputError,
@@ -33,6 +33,7 @@ from keepsight.errors import (
     StoreError,
     WrongFormatVersion,
 )
+from keepsight.system import private_files
 
 Where = Path | str
 MAX_HEADER = 64 << 20
@@ -80,14 +81,14 @@ def spelled(
 def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     """Put a file in place whole and on the disk, or not at all; its size in bytes."""
     folders = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
-    private.make_folders(path.parent)
-    mode = private.mode_at(path)
+    private_files.make_folders(path.parent)
+    mode = private_files.mode_at(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-", suffix=path.suffix)
     try:
         with os.fdopen(handle, "wb") as file:
             size = sum(file.write(part) for part in parts)
             file.flush()
-            private.grant(file.fileno(), mode)  # a temporary file is its owner's alone
+            private_files.grant(file.fileno(), mode)  # a temporary file is its owner's alone
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

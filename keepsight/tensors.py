@@ -26,11 +26,11 @@ from keepsight.families import Family, Pixels
 from keepsight.families.pixels import embedding_of
 from keepsight.generation import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.generation import known_options
-from keepsight.lock import FairLock
 from keepsight.medium import Medium
 from keepsight.memory import Memory
 from keepsight.prompt import Prompt, Range
 from keepsight.report import Report, Usage
+from keepsight.system.lock import FairLock
 from keepsight.turn import Turn
 from keepsight.upstream import padding_of
 from keepsight.vision import Vision

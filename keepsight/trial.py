@@ -29,12 +29,12 @@ from PIL import Image
 from keepsight import upstream
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.families import Family
-from keepsight.lock import FairLock
 from keepsight.medium import Medium
 from keepsight.memory import Memory
 from keepsight.prompt import Prompt
 from keepsight.render import Renderer
 from keepsight.settings import Settings
+from keepsight.system.lock import FairLock
 from keepsight.tensors import Generated, generate
 from keepsight.turn import Turn
 from keepsight.weights import Weights

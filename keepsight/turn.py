@@ -20,13 +20,13 @@ import torch
 from keepsight.engine import Run
 from keepsight.errors import KeepsightError
 from keepsight.generation import Sampler, Taker, check_length, decode, sampler
-from keepsight.lock import FairLock
 from keepsight.memory import Memory
 from keepsight.node import Node
 from keepsight.package import Package
 from keepsight.prefix import Match
 from keepsight.prompt import Prompt
 from keepsight.report import Report, Segment, Usage
+from keepsight.system.lock import FairLock
 
 
 class Turn:

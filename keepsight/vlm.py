@@ -22,7 +22,6 @@ from keepsight.errors import Closed, InputError, ModelError, UnknownOption, Unsu
 from keepsight.families import family_of
 from keepsight.generation import DEFAULT_CHAT_TOKENS
 from keepsight.keeping import delete, foresee, pin
-from keepsight.lock import FairLock
 from keepsight.memory import Memory
 from keepsight.package import Package
 from keepsight.pieces import pieces
@@ -30,6 +29,7 @@ from keepsight.prompt import Prompt
 from keepsight.render import Message, Renderer, user_message
 from keepsight.report import Piece, Reply, Report
 from keepsight.settings import Settings, chosen_store, tenant_name
+from keepsight.system.lock import FairLock
 from keepsight.tensors import Generated, generate
 from keepsight.trial import settle, try_again
 from keepsight.turn import Turn

@@ -389,7 +389,7 @@ def _register() -> None:
 @contextlib.contextmanager
 def simulation(monkeypatch: Any) -> Iterator[Any]:
     """The device while a test runs; what was given away while it was read fails the test."""
-    from keepsight import devices
+    from keepsight.system import devices
 
     _register()
     monkeypatch.setattr(torch, "tensor", _tensor)

@@ -18,7 +18,6 @@ from models import picture, turn
 from PIL import Image
 
 import keepsight as ks
-from keepsight.accounts import under_salt
 from keepsight.downloads import Downloads
 from keepsight.errors import ImageError, MediaChanged
 from keepsight.package import storage_bytes
@@ -27,6 +26,7 @@ from keepsight.shelf import SharedShelf
 from keepsight.shelves import Shelves
 from keepsight.store import sizes
 from keepsight.store.tally import Tally
+from keepsight.system.accounts import under_salt
 
 
 def noise(seed: int) -> bytes:

@@ -20,9 +20,9 @@ from simulated_device import Event, device, simulation
 from test_exact import cold, conversation, logits
 
 import keepsight as ks
-from keepsight import devices
 from keepsight.store import DiskStore, Store
 from keepsight.store.remote import RemoteStore
+from keepsight.system import devices
 from keepsight.testing.stores import KEYS
 from keepsight.together import Together
 

@@ -23,16 +23,17 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # A room may import rooms of the rows above its own, and no others; a folder is one room. Hidden
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
-accounts devices digests errors exits forks private quiet report words
-codecs functions handover lengths lock pictures quantised stops tensorfile terminal upstream watch
-control generation grouped media package partial_processor store switches undescribed
-circumstances clips compiled describe evidence families housekeeping loading settings shelf state template_source
-calls downloads exported kinds medium placement stock template towerless
-naming prompt shelves values
-bytecode node render vision
-onlookers tree
-difference patches prefix
-chat engine weights
+digests errors quiet report words
+codecs functions handover lengths pictures quantised stops system terminal upstream watch
+control generation grouped media partial_processor switches tensorfile undescribed
+circumstances clips compiled describe evidence loading package store template_source
+families housekeeping kinds settings shelf state stock template
+calls downloads exported medium placement towerless values
+bytecode naming prompt shelves
+node onlookers render vision
+difference patches tree
+prefix weights
+chat engine
 batch memory show
 turn
 keeping pieces tensors verify

@@ -23,12 +23,12 @@ from hostile import ROOT
 from models import picture, turn
 
 import keepsight as ks
-from keepsight import lock as locks
 from keepsight.encode.ahead import Ahead
 from keepsight.encode.documents import PDFIUM, _Document
-from keepsight.lock import FairLock
 from keepsight.store import DiskStore, folder, open_store
 from keepsight.store.remote import RemoteStore
+from keepsight.system import lock as locks
+from keepsight.system.lock import FairLock
 from keepsight.together import Together
 
 MESSAGES = [turn("What is it?", picture(1))]
@@ -463,7 +463,7 @@ _FORKS = """
 import faulthandler, json, os, sys, threading, torch
 from models import picture, turn
 import keepsight as ks
-from keepsight import forks
+from keepsight.system import forks
 from keepsight.together import Together
 
 torch.set_num_threads(1)

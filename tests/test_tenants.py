@@ -11,8 +11,8 @@ from model_parts import picture
 
 import keepsight as ks
 from keepsight import memory
-from keepsight.accounts import account_of, under_salt
 from keepsight.errors import InputError, PinsFull
+from keepsight.system.accounts import account_of, under_salt
 
 QUESTION = "What is in this picture, and where does it stand?"
 

@@ -22,7 +22,7 @@ from models import build, picture, turn
 import keepsight as ks
 from keepsight.batch import Batch
 from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
-from keepsight.lock import FairLock
+from keepsight.system.lock import FairLock
 from keepsight.together import Ticket, Together
 from keepsight.together.decoding import Decoding
 from keepsight.together.pace import Sizes, had_its_turn, next_of

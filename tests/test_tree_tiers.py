@@ -37,12 +37,12 @@ from hypothesis.stateful import (
 
 import keepsight as ks
 from keepsight import digests, prompt
-from keepsight.accounts import under_salt
 from keepsight.errors import InputError, PinsFull
 from keepsight.node import DEVICE, HOST, Node
 from keepsight.prefix import Known, Tree
 from keepsight.prompt import Prompt
 from keepsight.store import NOTHING, About
+from keepsight.system.accounts import under_salt
 from keepsight.tree import tier
 from keepsight.tree.books import Books
 from keepsight.tree.carry import Carrier

@@ -19,9 +19,9 @@ from keepsight import digests
 from keepsight.clips import MAX_FRAMES, open_clip
 from keepsight.encode.items import Item, broken
 from keepsight.errors import ImageError, MissingExtra
-from keepsight.lock import FairLock
 from keepsight.media import Source, open_source
 from keepsight.pictures import MAX_PIXELS
+from keepsight.system.lock import FairLock
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepsight import digests, private, tensorfile
+from keepsight import digests, tensorfile
 from keepsight.codecs import EXACT, check_codec
 from keepsight.encode.items import Item
 from keepsight.encode.results import Encoded, too_many
@@ -21,6 +21,7 @@ from keepsight.errors import FileError, InputError, KeepsightError, StoreError
 from keepsight.media import Source
 from keepsight.naming import Looked
 from keepsight.package import KIND, Package
+from keepsight.system import private_files
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -58,7 +59,7 @@ class ToFiles:
         self._vlm, self._tenant, self._codec, self._most = vlm, tenant, check_codec(codec), most
         self._folder = Path(folder).expanduser()
         try:
-            private.make_folders(self._folder)
+            private_files.make_folders(self._folder)
         except OSError as error:
             raise StoreError(f"{self._folder} cannot be made: {error.strerror}") from error
         self._refresh()

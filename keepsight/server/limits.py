@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from keepsight import digests as digests
-from keepsight.accounts import under_salt
 from keepsight.server.config import ApiKey
 from keepsight.server.problems import ApiError
+from keepsight.system.accounts import under_salt
 
 
 @dataclass

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from keepsight import tensorfile
 from keepsight.errors import InputError, MissingExtra, StoreError
-from keepsight.exits import begin
-from keepsight.lock import Mutex
+from keepsight.system.exits import begin
+from keepsight.system.lock import Mutex
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from keepsight import forks
 from keepsight.errors import StoreError
 from keepsight.store import health, layout
 from keepsight.store.catalogue import GOING, NAME, THERE, WRITING, Catalogue
@@ -29,6 +28,7 @@ from keepsight.store.health import Health
 from keepsight.store.layout import Place
 from keepsight.store.patience import opened, opened_to_read
 from keepsight.store.rows import everything, name_of, pins
+from keepsight.system import forks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

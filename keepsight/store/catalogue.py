@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from keepsight import private
 from keepsight.store.contract import Entry, Name
 from keepsight.store.layout import Place, is_name, is_tenant
 from keepsight.store.sizes import worth
+from keepsight.system import private_files
 
 NAME = "catalogue-1.sqlite"  # the number is that of the tables; another version has its own file
 THERE, WRITING, GOING = 0, 1, 2
@@ -93,7 +93,7 @@ class Catalogue:
         `mode=ro`, or `immutable=1` where nobody else can write either."""
         address: Path | str = ":memory:" if path is None else path
         if path is not None and not to_read:
-            private.reserve(path)  # the files beside it take over its mode
+            private_files.reserve(path)  # the files beside it take over its mode
         if path is not None and to_read:
             address = f"file:{quote(os.fsencode(path.absolute()))}?{to_read}"
         self._base = sqlite3.connect(

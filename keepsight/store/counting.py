@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from keepsight.exits import begin
 from keepsight.store.sizes import trim
+from keepsight.system.exits import begin
 
 _BELIEVED = 30.0  # seconds
 Kinds = dict[str, list[int]]  # entries and bytes of each kind

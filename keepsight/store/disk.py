@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keepsight.devices import COMPLETE, to_host
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
-from keepsight.exits import when_dropped
 from keepsight.store import audit, entryfile, layout
 from keepsight.store.book import Book
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
@@ -32,6 +30,8 @@ from keepsight.store.reach import Call
 from keepsight.store.rows import name_of, pin_name
 from keepsight.store.tally import COUNTED, Counted
 from keepsight.store.writer import Writer
+from keepsight.system.devices import COMPLETE, to_host
+from keepsight.system.exits import when_dropped
 
 __all__ = ["FORMAT", "DiskStore"]
 

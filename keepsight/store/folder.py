@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from keepsight import private, tensorfile
+from keepsight import tensorfile
 from keepsight.errors import InputError, StoreError
+from keepsight.system import private_files
 
 PART, DAMAGED = ".part-", ".damaged"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -139,7 +140,7 @@ class Folder:
         inside = self._open(folders, make=True)
         temporary = f"{PART}{secrets.token_hex(8)}"
         try:
-            handle = private.new_file(temporary, _FILE, inside)
+            handle = private_files.new_file(temporary, _FILE, inside)
         except BaseException:
             os.close(inside)
             raise
@@ -235,7 +236,7 @@ class Folder:
         above = [folder for folder in self.root.parents if not folder.exists()]
         if not first and not os.path.isdir(self.root.parent):
             raise OSError(errno.ENOENT, f"the folder is gone: {self.root.parent}")
-        private.make_folders(self.root)
+        private_files.make_folders(self.root)
         self.look()
         for folder in [self.root, *above]:
             tensorfile.sync_folder(folder.parent)
@@ -275,7 +276,7 @@ class Folder:
                     "(its root may be one): move it away"
                 ) from None
             raise
-        private.new_folder(step, here)
+        private_files.new_folder(step, here)
         self._fresh.add("/".join(so_far[:-1]))
         return os.open(step, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from keepsight import forks
+from keepsight.system import forks
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 
-from keepsight.lock import Mutex
 from keepsight.store import entryfile, layout
 from keepsight.store.book import Book
 from keepsight.store.catalogue import WRITING, Catalogue
@@ -18,6 +17,7 @@ from keepsight.store.folder import Folder
 from keepsight.store.layout import Place
 from keepsight.store.rows import as_found, name_of
 from keepsight.store.tally import COUNTED, Counted
+from keepsight.system.lock import Mutex
 
 SWEEP = 1.0  # seconds between two looks for what has ended
 _OWED = 10_000  # rows kept for a book that is locked; `check` finds the files of any others

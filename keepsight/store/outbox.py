@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepsight import forks
-from keepsight.devices import COMPLETE, Fence, to_host
-from keepsight.exits import STORES, begin, finish_before_exit
-from keepsight.lock import Mutex
 from keepsight.store import layout
 from keepsight.store.contract import About, Entry, Tensors
 from keepsight.store.losses import TOO_MUCH, Losses
+from keepsight.system import forks
+from keepsight.system.devices import COMPLETE, Fence, to_host
+from keepsight.system.exits import STORES, begin, finish_before_exit
+from keepsight.system.lock import Mutex
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepsight.devices import COMPLETE, Fence
 from keepsight.store.contract import About, Entry, Tensors
 from keepsight.store.layout import Place
 from keepsight.store.losses import Losses
 from keepsight.store.rows import row_of
+from keepsight.system.devices import COMPLETE, Fence
 
 _OVERHEAD = 4096  # what a write takes in memory beside its tensors
 STUCK = 30.0  # seconds without any progress after which a disk is no longer waited for

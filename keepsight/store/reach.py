@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from keepsight import forks
-from keepsight.exits import begin
 from keepsight.store.health import SLOW, Health
+from keepsight.system import forks
+from keepsight.system.exits import begin
 
 PATIENCE = 2.0  # seconds; a machine may be busy with other things
 _RATE = 16 << 20  # bytes a second; what comes slower is better computed

@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 from keepsight import digests
 from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVersion
-from keepsight.exits import begin, when_dropped
-from keepsight.lock import Mutex
 from keepsight.store import claims, entryfile, layout, ranking
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
@@ -31,6 +29,8 @@ from keepsight.store.outbox import Job, Outbox
 from keepsight.store.reader import Reader
 from keepsight.store.survey import Head, Seen, head
 from keepsight.store.upkeep import Allowance, Upkeep
+from keepsight.system.exits import begin, when_dropped
+from keepsight.system.lock import Mutex
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from keepsight import tensorfile
 from keepsight.errors import DamagedFile, FileError
-from keepsight.lock import Mutex
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Found
 from keepsight.store.contract import Entry, Name
+from keepsight.system.lock import Mutex
 
 _HEAD = 64 << 10  # bytes of a file in which its record mostly ends
 _MOST = 200_000  # names that are remembered

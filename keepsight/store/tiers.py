@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from keepsight import forks
 from keepsight.errors import InputError, NotStored, StoreError
-from keepsight.exits import STORES, begin, finish_before_exit, when_dropped
-from keepsight.lock import Mutex
 from keepsight.store import ranking
 from keepsight.store.contract import NOTHING, About, Entry, Name, Store, Tensors
 from keepsight.store.health import OK
+from keepsight.system import forks
+from keepsight.system.exits import STORES, begin, finish_before_exit, when_dropped
+from keepsight.system.lock import Mutex
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import time
 
 from keepsight import tensorfile
 from keepsight.errors import FileError, WrongFormatVersion
-from keepsight.lock import Mutex
 from keepsight.store import entryfile, layout, ranking
 from keepsight.store.address import Address, Found
 from keepsight.store.claims import claim
@@ -20,6 +19,7 @@ from keepsight.store.contract import Entry, Name
 from keepsight.store.sizes import MOST_TENANTS
 from keepsight.store.survey import Seen, Survey, whole_table
 from keepsight.store.survey import head as read_head
+from keepsight.system.lock import Mutex
 
 Table = dict[Name, Entry]
 _HOUR = 3600.0

@@ -14,9 +14,7 @@ import stat
 import threading
 import time
 
-from keepsight import forks
 from keepsight.errors import StoreError
-from keepsight.exits import STORES, begin, finish_before_exit
 from keepsight.store import entryfile, layout
 from keepsight.store.book import Book
 from keepsight.store.contract import About, Entry
@@ -30,6 +28,8 @@ from keepsight.store.pending import STUCK, Job, Pending
 from keepsight.store.reach import Reach
 from keepsight.store.rows import name_of
 from keepsight.store.tally import Counted, Due, Tally
+from keepsight.system import forks
+from keepsight.system.exits import STORES, begin, finish_before_exit
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 from weakref import ref
 
-from keepsight import forks
 from keepsight.errors import Busy, Closed
-from keepsight.exits import when_dropped
+from keepsight.system import forks
+from keepsight.system.exits import when_dropped
 from keepsight.together.reception import Request
 
 _POLL = 0.05  # seconds; while a request is being made ready there is nothing to wait for

@@ -20,13 +20,13 @@ from keepsight.calls import Call
 from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
 from keepsight.generation import Taker as TokenTaker
 from keepsight.lengths import characters
-from keepsight.lock import Mutex
 from keepsight.medium import PROCESSORS, Medium
 from keepsight.naming import Looked
 from keepsight.package import Package
 from keepsight.prompt import Prompt
 from keepsight.render import Message, Renderer, parse_messages
 from keepsight.report import Report
+from keepsight.system.lock import Mutex
 from keepsight.together.ticket import Ticket
 from keepsight.turn import Turn
 from keepsight.vision import Vision

@@ -20,11 +20,11 @@ import torch
 from keepsight.calls import Call
 from keepsight.engine import Run
 from keepsight.errors import Closed, InputError
-from keepsight.exits import SCHEDULERS, finish_before_exit
 from keepsight.generation import Detokenizer
 from keepsight.render import Message
 from keepsight.report import Piece, Report
 from keepsight.store import parse_bytes
+from keepsight.system.exits import SCHEDULERS, finish_before_exit
 from keepsight.together.ahead import Ahead, plain_answer
 from keepsight.together.counts import Counts
 from keepsight.together.decoding import Decoding

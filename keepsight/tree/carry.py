@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from keepsight.devices import to_devices, to_host
 from keepsight.node import Part, Tensors, Way
+from keepsight.system.devices import to_devices, to_host
 
 
 class Carrier:

@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from keepsight import forks
 from keepsight.errors import Forked
-from keepsight.exits import MODELS, finish_before_exit
+from keepsight.system import forks
+from keepsight.system.exits import MODELS, finish_before_exit
 
 logger = logging.getLogger(__name__)
 

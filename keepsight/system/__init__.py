@@ -1,0 +1,1 @@
+"""Locks, forks, devices, and the end of the process."""
