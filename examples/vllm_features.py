@@ -39,7 +39,7 @@ def answer(checkpoint: str, store: str) -> None:
     import vllm
 
     from keepsight import fleet
-    from keepsight.package import Package
+    from keepsight.formats.package import Package
 
     folder = Path(f"{store}-for-vllm")
     config = json.loads((folder / "fleet.json").read_text())

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Encoder": "encode.mapping",
-    "Package": "package",
+    "Package": "formats.package",
     "Reply": "report",
     "Report": "report",
     "Session": "chat",
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from keepsight import errors
     from keepsight.chat import Session
     from keepsight.encode.mapping import Encoder
-    from keepsight.package import Package
+    from keepsight.formats.package import Package
     from keepsight.report import Reply, Report, Usage
     from keepsight.together.scheduler import Together
     from keepsight.together.ticket import Ticket

@@ -20,8 +20,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from keepsight.engine import Run
 from keepsight.families import Family
+from keepsight.formats.package import storage_bytes
 from keepsight.grouped import grouped_queries
-from keepsight.package import storage_bytes
 from keepsight.quiet import quietly
 from keepsight.state import CrossLayer, LaneLayer, restore_linear
 from keepsight.upstream import DummyLayer, DynamicSlidingWindowLayer

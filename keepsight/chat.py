@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight import tensorfile
 from keepsight.calls import Call
 from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
+from keepsight.formats import tensorfile
+from keepsight.formats.package import Package
 from keepsight.medium import Medium
 from keepsight.node import Node
-from keepsight.package import Package
 from keepsight.prefix import Tree
 from keepsight.prompt import Prompt
 from keepsight.render import Message, user_message

@@ -125,7 +125,7 @@ class Asked:
 def run(asked: Asked) -> int:
     """Do it; 1 where an image could not be used, or was not taken by the store."""
     from keepsight import encode as room
-    from keepsight.codecs import check_codec
+    from keepsight.formats.codecs import check_codec
 
     asked.check()
     check_codec(asked.codec)

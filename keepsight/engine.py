@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import KeepsightError
 from keepsight.families import Family
+from keepsight.formats.package import Package
 from keepsight.grouped import grouped_queries
 from keepsight.node import LOGITS, Node, Received
-from keepsight.package import Package
 from keepsight.placement import Placement
 from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt

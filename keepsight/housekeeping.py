@@ -124,7 +124,7 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 def _about(store: Kept, entry: Entry) -> dict[str, Any]:
     """Whose features a package holds, from its record alone; only where the file is at hand."""
-    from keepsight import tensorfile
+    from keepsight.formats import tensorfile
     from keepsight.store import layout
 
     root = getattr(store, "root", None)

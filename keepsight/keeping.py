@@ -13,9 +13,9 @@ from typing import Any
 from keepsight.calls import Call
 from keepsight.errors import ImageError
 from keepsight.families import Pixels
+from keepsight.formats.package import Package
 from keepsight.medium import Medium
 from keepsight.node import Node
-from keepsight.package import Package
 from keepsight.prefix import Tree
 from keepsight.prompt import Prompt
 from keepsight.report import Report

@@ -11,7 +11,7 @@ from typing import Any
 
 from keepsight.errors import ImageError
 from keepsight.families import Pixels
-from keepsight.package import Layout, Package
+from keepsight.formats.package import Layout, Package
 
 # The part of a composite processor that prepares each modality.
 PROCESSORS = {

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from keepsight.errors import InputError, KeepsightError
-from keepsight.package import Package
+from keepsight.formats.package import Package
 from keepsight.system import private_files
 from keepsight.terminal import plain, report_table
 

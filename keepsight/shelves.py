@@ -11,7 +11,7 @@ from typing import Any
 
 from keepsight.downloads import Downloads
 from keepsight.families import Pixels
-from keepsight.package import Package
+from keepsight.formats.package import Package
 from keepsight.shelf import SharedShelf, Shelf
 
 _ALIASES = 64 << 20  # bytes of the names of media, of all tenants together

@@ -15,9 +15,10 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from keepsight import chat, package, store, tensorfile
+from keepsight import chat, store
 from keepsight.errors import DamagedFile, InputError, NotKeepsightFile
-from keepsight.package import Package
+from keepsight.formats import package, tensorfile
+from keepsight.formats.package import Package
 from keepsight.terminal import bytes_text, plain, table
 
 Record = dict[str, Any]

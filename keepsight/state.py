@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from keepsight.errors import ModelError, UnsupportedModel
-from keepsight.package import storage_bytes
+from keepsight.formats.package import storage_bytes
 from keepsight.upstream import (
     DummyLayer,
     DynamicSlidingWindowLayer,

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from keepsight import tensorfile
 from keepsight.errors import (
     FileError,
     InputError,
@@ -35,10 +34,11 @@ from keepsight.errors import (
 )
 from keepsight.families import Family
 from keepsight.families.absent import LEFT_OUT
+from keepsight.formats import tensorfile
+from keepsight.formats.package import KIND, Package, feature_id, identity
 from keepsight.generation import check_length
 from keepsight.media import open_source
 from keepsight.medium import Medium
-from keepsight.package import KIND, Package, feature_id, identity
 from keepsight.prompt import Prompt
 from keepsight.render import Message
 from keepsight.store import open_store

@@ -19,10 +19,10 @@ import torch
 
 from keepsight.engine import Run
 from keepsight.errors import KeepsightError
+from keepsight.formats.package import Package
 from keepsight.generation import Sampler, Taker, check_length, decode, sampler
 from keepsight.memory import Memory
 from keepsight.node import Node
-from keepsight.package import Package
 from keepsight.prefix import Match
 from keepsight.prompt import Prompt
 from keepsight.report import Report, Segment, Usage

@@ -20,10 +20,10 @@ from keepsight.calls import Call
 from keepsight.chat import Session
 from keepsight.errors import Closed, InputError, ModelError, UnknownOption, UnsupportedInput
 from keepsight.families import family_of
+from keepsight.formats.package import Package
 from keepsight.generation import DEFAULT_CHAT_TOKENS
 from keepsight.keeping import delete, foresee, pin
 from keepsight.memory import Memory
-from keepsight.package import Package
 from keepsight.pieces import pieces
 from keepsight.prompt import Prompt
 from keepsight.render import Message, Renderer, user_message

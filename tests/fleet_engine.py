@@ -60,7 +60,7 @@ def request(case: dict) -> dict:
     from PIL import Image
 
     from keepsight import fleet
-    from keepsight.package import Package
+    from keepsight.formats.package import Package
 
     packages = [Package.load(path) for path in case["packages"]]
     images = [Image.open(path).convert("RGB") for path in case["images"]]

@@ -23,7 +23,7 @@ import keepsight as ks
 from keepsight import fleet, loading
 from keepsight.bench import checkpoints
 from keepsight.demo.scene import Scene
-from keepsight.package import Package
+from keepsight.formats.package import Package
 
 HERE = Path(__file__).resolve().parent
 QUESTIONS = {1: "Describe the picture.", 2: "List the pictures."}

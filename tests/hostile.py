@@ -23,7 +23,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from keepsight import digests
-from keepsight.package import Package
+from keepsight.formats.package import Package
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = Path(__file__).parent / "golden"

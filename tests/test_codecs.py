@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from models import picture
 
 import keepsight as ks
-from keepsight import codecs, show, tensorfile
+from keepsight import show
 from keepsight.errors import DamagedFile, FileError, InputError, WrongFormatVersion
-from keepsight.package import FORMAT, KIND, Package
+from keepsight.formats import codecs, tensorfile
+from keepsight.formats.package import FORMAT, KIND, Package
 
 LOSSY = ("bf16", "int8")
 

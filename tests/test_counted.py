@@ -20,7 +20,7 @@ from PIL import Image
 import keepsight as ks
 from keepsight.downloads import Downloads
 from keepsight.errors import ImageError, MediaChanged
-from keepsight.package import storage_bytes
+from keepsight.formats.package import storage_bytes
 from keepsight.server.subject import Subject
 from keepsight.shelf import SharedShelf
 from keepsight.shelves import Shelves

@@ -23,7 +23,7 @@ from hostile import ROOT, one_thread, tiny_package
 from models import build, picture
 
 import keepsight as ks
-from keepsight import fleet, handover, loading
+from keepsight import fleet, loading
 from keepsight.errors import (
     InputError,
     MissingExtra,
@@ -35,7 +35,8 @@ from keepsight.families import REFUSED, SUPPORTED
 from keepsight.fleet import vllm_connector
 from keepsight.fleet.checkpoint import checkpoint_digest
 from keepsight.fleet.serving import Binding, Serving
-from keepsight.package import Package
+from keepsight.formats import engine_inputs
+from keepsight.formats.package import Package
 from keepsight.store import open_store
 
 VLLM = os.environ.get("KEEPSIGHT_VLLM_PYTHON")
@@ -121,7 +122,7 @@ def test_more_than_nine_levels_keep_their_order() -> None:
     """By number, not by name: `deepstack.10` stands behind `deepstack.9`."""
     tensors = {"features": torch.full((1, 1), -1.0)}
     tensors |= {f"deepstack.{n}": torch.full((1, 1), float(n)) for n in range(12)}
-    rows = handover.rows(tiny_package(tensors=dict(sorted(tensors.items())), layout=(1,)))
+    rows = engine_inputs.rows(tiny_package(tensors=dict(sorted(tensors.items())), layout=(1,)))
     assert rows[0].tolist() == [float(n) for n in range(-1, 12)]
 
 
@@ -129,7 +130,7 @@ def test_images_stay_in_the_order_of_the_prompt() -> None:
     packs = [package_of("qwen2_vl", tokens, seed) for seed, tokens in enumerate((4, 2, 3))]
     given = fleet.to_vllm(packs)["image"]
     assert given["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 2], [1, 4, 3]]
-    assert torch.equal(given["image_embeds"][4:6], handover.rows(packs[1]))
+    assert torch.equal(given["image_embeds"][4:6], engine_inputs.rows(packs[1]))
     named = fleet.named_for_vllm(packs)
     assert named["multi_modal_uuids"]["image"] == [f"keepsight-{p.feature_id}" for p in packs]
     assert named["multi_modal_data"]["image"].keys() == {"image_grid_thw"}
@@ -149,7 +150,7 @@ def test_packed_features_are_handed_over_as_floats() -> None:
 def test_every_family_is_taken_or_refused_by_name(model_type: str) -> None:
     pack = package_of(model_type)
     for engine, hand in (("vLLM", fleet.to_vllm), ("SGLang", fleet.to_sglang)):
-        if model_type in getattr(handover, f"_{engine.upper()}"):
+        if model_type in getattr(engine_inputs, f"_{engine.upper()}"):
             assert hand([pack])
             continue
         with pytest.raises(
@@ -161,9 +162,9 @@ def test_every_family_is_taken_or_refused_by_name(model_type: str) -> None:
 def test_tables_name_only_families_that_exist() -> None:
     known = set(SUPPORTED | REFUSED)
     for table in ("_VLLM", "_VLLM_REFUSES", "_SGLANG", "_SGLANG_REFUSES"):
-        assert set(getattr(handover, table)) <= known, table
-    assert not set(handover._VLLM) & set(handover._VLLM_REFUSES)
-    assert not set(handover._SGLANG) & set(handover._SGLANG_REFUSES)
+        assert set(getattr(engine_inputs, table)) <= known, table
+    assert not set(engine_inputs._VLLM) & set(engine_inputs._VLLM_REFUSES)
+    assert not set(engine_inputs._SGLANG) & set(engine_inputs._SGLANG_REFUSES)
 
 
 NO: dict[str, tuple[list[Package], str]] = {
@@ -221,7 +222,7 @@ def test_features_are_given_out_under_their_name(tmp_path: Path) -> None:
     served = serving(filled(tmp_path, *packs), packs[0])
     for pack in packs:
         rows = served.rows(fleet.identifier(pack))
-        assert rows is not None and torch.equal(rows, handover.rows(pack))
+        assert rows is not None and torch.equal(rows, engine_inputs.rows(pack))
         assert served.misfit(fleet.identifier(pack), 4, [1, 4, 4]) == ""
     assert served.counts == {"given": 2, "absent": 0, "refused": 0}
     served.close()
@@ -276,7 +277,7 @@ def test_lossy_features_are_given_out_only_where_asked_for(
     strict.close()
     served = serving(tmp_path, lossy, lossy=True)
     rows = served.rows(name)
-    assert rows is not None and torch.equal(rows, handover.rows(lossy))
+    assert rows is not None and torch.equal(rows, engine_inputs.rows(lossy))
     served.close()
 
 
@@ -418,7 +419,7 @@ def test_rows_travel_from_the_scheduler_to_the_worker(connected: Any) -> None:
         assert list(handed.rows) == expected, "handed over once"
         worker.bind_connector_metadata(handed)
         worker.start_load_caches(cache)
-    assert torch.equal(cache[name], handover.rows(pack).to(torch.float32))
+    assert torch.equal(cache[name], engine_inputs.rows(pack).to(torch.float32))
     assert scheduler.take_unavailable_requests() == set()
 
 

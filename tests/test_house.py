@@ -24,11 +24,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
 digests errors quiet report words
-codecs functions handover lengths pictures quantised stops system terminal upstream watch
-control generation grouped media partial_processor switches tensorfile undescribed
-circumstances clips compiled describe evidence loading package store template_source
-families housekeeping kinds settings shelf state stock template
-calls downloads exported medium placement towerless values
+functions lengths pictures quantised stops system terminal upstream watch
+control formats generation grouped media partial_processor switches undescribed
+circumstances clips compiled describe evidence loading state store template_source
+families housekeeping kinds placement settings shelf stock template
+calls downloads exported medium towerless values
 bytecode naming prompt shelves
 node onlookers render vision
 difference patches tree

@@ -30,7 +30,6 @@ from models import picture
 from safetensors import safe_open
 
 import keepsight as ks
-from keepsight import package, tensorfile
 from keepsight.errors import (
     DamagedFile,
     FileError,
@@ -38,7 +37,8 @@ from keepsight.errors import (
     WrongFormatVersion,
     WrongIdentity,
 )
-from keepsight.package import FORMAT, KIND, Package
+from keepsight.formats import package, tensorfile
+from keepsight.formats.package import FORMAT, KIND, Package
 from keepsight.store import DiskStore
 
 TINY = GOLDEN / "tiny.sight"

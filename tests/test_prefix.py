@@ -41,7 +41,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from keepsight import digests, prompt, tensorfile
+from keepsight import digests, prompt
+from keepsight.formats import tensorfile
 from keepsight.node import Node
 from keepsight.prefix import Known, Match, Tree
 from keepsight.prompt import Prompt

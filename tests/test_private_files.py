@@ -14,8 +14,8 @@ from encode_parts import picture, png
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight import tensorfile
 from keepsight.cli import app
+from keepsight.formats import tensorfile
 from keepsight.server.files import Files
 from keepsight.server.uploads import OnDisk
 from keepsight.shell import Shell

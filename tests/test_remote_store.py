@@ -22,8 +22,9 @@ from models import picture
 from remote_lines import Line, TrialFileSystem, read_only, unreachable
 
 import keepsight as ks
-from keepsight import digests, tensorfile
+from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, MissingExtra, StoreError, WrongFormatVersion
+from keepsight.formats import tensorfile
 from keepsight.store import NOTHING, About, DiskStore, entryfile, layout, ranking
 from keepsight.store.address import Breaker
 from keepsight.store.contract import Entry

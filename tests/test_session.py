@@ -11,8 +11,8 @@ from models import build, picture
 from test_exact import logits
 
 import keepsight as ks
-from keepsight import tensorfile
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongIdentity
+from keepsight.formats import tensorfile
 
 LONG = "Please look at this picture very carefully and then tell me all that you see in it."
 

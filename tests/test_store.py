@@ -23,8 +23,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from models import picture
 
 import keepsight as ks
-from keepsight import digests, tensorfile
+from keepsight import digests
 from keepsight.errors import InputError, StoreError
+from keepsight.formats import tensorfile
 from keepsight.store import FORMAT, DiskStore, Recent, parse_bytes
 from keepsight.store.layout import KINDS
 from keepsight.testing import StoreTests

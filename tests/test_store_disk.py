@@ -21,8 +21,9 @@ import pytest
 import torch
 from hostile import finished, start
 
-from keepsight import digests, tensorfile
+from keepsight import digests
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
+from keepsight.formats import tensorfile
 from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
 from keepsight.store import book as book_module
 from keepsight.store.catalogue import NAME, WRITING, Catalogue

@@ -24,8 +24,8 @@ from models import picture
 from remote_lines import Line
 
 import keepsight as ks
-from keepsight import tensorfile
 from keepsight.errors import StoreError
+from keepsight.formats import tensorfile
 from keepsight.store import About, DiskStore, Store, health, layout, reach
 from keepsight.store import book as book_module
 from keepsight.store.catalogue import NAME, Catalogue

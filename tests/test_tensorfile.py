@@ -31,7 +31,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from keepsight import tensorfile
 from keepsight.errors import (
     DamagedFile,
     FileError,
@@ -39,6 +38,7 @@ from keepsight.errors import (
     NotKeepsightFile,
     WrongFormatVersion,
 )
+from keepsight.formats import tensorfile
 
 DTYPES = list(tensorfile._DTYPES.values())
 Tensors = dict[str, torch.Tensor]
@@ -341,7 +341,7 @@ def test_a_write_that_fails_leaves_what_was_there(
 FULL = """
 import resource, sys, torch
 from pathlib import Path
-from keepsight import tensorfile
+from keepsight.formats import tensorfile
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
     tensorfile.write(Path(sys.argv[1]), "test", 1, {"a": torch.zeros(100_000)}, {})
@@ -359,7 +359,7 @@ def test_a_disk_that_takes_no_more_says_why(tmp_path: Path) -> None:
 WRITER = """
 import sys, torch
 from pathlib import Path
-from keepsight import tensorfile
+from keepsight.formats import tensorfile
 folder, n = Path(sys.argv[1]), 0
 while True:
     n += 1

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepsight import digests, tensorfile
-from keepsight.codecs import EXACT, check_codec
+from keepsight import digests
 from keepsight.encode.items import Item
 from keepsight.encode.results import Encoded, too_many
 from keepsight.errors import FileError, InputError, KeepsightError, StoreError
+from keepsight.formats import tensorfile
+from keepsight.formats.codecs import EXACT, check_codec
+from keepsight.formats.package import KIND, Package
 from keepsight.media import Source
 from keepsight.naming import Looked
-from keepsight.package import KIND, Package
 from keepsight.system import private_files
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keepsight import digests
-from keepsight.codecs import EXACT, check_codec
 from keepsight.encode.items import Item
 from keepsight.encode.results import Encoded, Once, too_many
 from keepsight.errors import InputError, KeepsightError, NotStored
+from keepsight.formats.codecs import EXACT, check_codec
+from keepsight.formats.package import Package
 from keepsight.medium import Medium
 from keepsight.naming import Looked
-from keepsight.package import Package
 from keepsight.store import About
 from keepsight.store.contract import Name
 

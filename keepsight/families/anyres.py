@@ -17,7 +17,7 @@ from keepsight import upstream
 from keepsight.errors import PlaceholderMismatch
 from keepsight.families.base import Family
 from keepsight.families.pixels import Pixels, with_sizes
-from keepsight.package import Layout
+from keepsight.formats.package import Layout
 
 
 class AnyRes(Family):

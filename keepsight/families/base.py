@@ -42,7 +42,7 @@ from keepsight.families.pixels import (
     with_others,
 )
 from keepsight.families.tower_tensors import TowerTensors
-from keepsight.package import Layout, Package
+from keepsight.formats.package import Layout, Package
 
 # How families end a turn. A boundary stands behind each, so a turn can be continued.
 TURN_ENDS = (

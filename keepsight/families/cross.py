@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from keepsight.errors import PlaceholderMismatch, UnsupportedInput, UnsupportedModel, WrongIdentity
 from keepsight.families.base import Family
 from keepsight.families.pixels import Part, Pixels
-from keepsight.package import Layout, Package
+from keepsight.formats.package import Layout, Package
 
 _MASK = "cross_attention_mask"
 

@@ -17,7 +17,7 @@ from keepsight import upstream
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.families.moving import VIDEO, Moving
 from keepsight.families.pixels import Part, Pixels, own, parse_layout, rows_of
-from keepsight.package import Package
+from keepsight.formats.package import Package
 
 AUDIO = ("input_features", "feature_attention_mask")
 _SECONDS = "video_second_per_grid"

@@ -19,7 +19,7 @@ from keepsight import upstream
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch
 from keepsight.families.base import Family
 from keepsight.families.pixels import Pixels, own, parse_layout
-from keepsight.package import Layout
+from keepsight.formats.package import Layout
 
 Tensors = dict[str, torch.Tensor]
 Span = tuple[int, int]  # where the placeholders of one tile stand

@@ -16,7 +16,7 @@ from keepsight import upstream
 from keepsight.errors import InputError, PlaceholderMismatch
 from keepsight.families.base import Family
 from keepsight.families.pixels import Part, Pixels, parse_layout
-from keepsight.package import Layout, Package
+from keepsight.formats.package import Layout, Package
 
 VIDEO = ("pixel_values_videos", "video_grid_thw")
 

@@ -16,7 +16,7 @@ from keepsight import upstream
 from keepsight.errors import InputError
 from keepsight.families.base import Family
 from keepsight.families.pixels import Pixels, parse_layout, with_sizes
-from keepsight.package import Layout
+from keepsight.formats.package import Layout
 
 
 class Padded(Family):

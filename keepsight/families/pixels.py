@@ -15,7 +15,7 @@ import torch
 
 from keepsight import digests
 from keepsight.errors import InputError, UnsupportedInput
-from keepsight.package import Layout, Package
+from keepsight.formats.package import Layout, Package
 
 Part = tuple[Package, int, int]  # rows a to b of a package
 # Parameters of upstream's encoders that say how to run, not what to look at.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from keepsight.errors import DamagedFile, PlaceholderMismatch
 from keepsight.families.base import Family
 from keepsight.families.pixels import Pixels
-from keepsight.package import Layout, Package
+from keepsight.formats.package import Layout, Package
 
 _POOLING = "image_token_pooling"
 

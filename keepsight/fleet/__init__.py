@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "checkpoint_digest": "fleet.checkpoint",
     "connector_config": "fleet.binding",
-    "identifier": "handover",
-    "named_for_vllm": "handover",
-    "to_sglang": "handover",
-    "to_vllm": "handover",
+    "identifier": "formats.engine_inputs",
+    "named_for_vllm": "formats.engine_inputs",
+    "to_sglang": "formats.engine_inputs",
+    "to_vllm": "formats.engine_inputs",
 }
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 if TYPE_CHECKING:
     from keepsight.fleet.binding import connector_config
     from keepsight.fleet.checkpoint import checkpoint_digest
-    from keepsight.handover import identifier, named_for_vllm, to_sglang, to_vllm
+    from keepsight.formats.engine_inputs import identifier, named_for_vllm, to_sglang, to_vllm
 
 
 def __getattr__(name: str) -> Any:

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from keepsight import codecs, handover
 from keepsight.errors import FileError, InputError, UnknownOption, UnsupportedInput
-from keepsight.package import Package
+from keepsight.formats import codecs, engine_inputs
+from keepsight.formats.package import Package
 from keepsight.store import Recent, Store
 
 logger = logging.getLogger(__name__)
 
 _TOLD = 10_000  # names that are not told again
 
-_NAMED = re.compile(re.escape(handover.PREFIX) + r"([0-9a-f]{64})")
+_NAMED = re.compile(re.escape(engine_inputs.PREFIX) + r"([0-9a-f]{64})")
 HELD = 256 << 20  # bytes of packages kept between being asked for and being taken
 
 
@@ -121,7 +121,7 @@ class Serving:
         if package is None:
             return None
         try:
-            found = handover.rows(package)
+            found = engine_inputs.rows(package)
         except UnsupportedInput as error:
             self._tell(name, str(error))
             return None

@@ -19,8 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from keepsight import tensorfile
 from keepsight.errors import InputError, MissingExtra, StoreError
+from keepsight.formats import tensorfile
 from keepsight.system.exits import begin
 from keepsight.system.lock import Mutex
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from keepsight import tensorfile
 from keepsight.errors import DamagedFile
+from keepsight.formats import tensorfile
 from keepsight.store import layout
 from keepsight.store.contract import NOTHING, About, Tensors
 

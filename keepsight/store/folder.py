@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from keepsight import tensorfile
 from keepsight.errors import InputError, StoreError
+from keepsight.formats import tensorfile
 from keepsight.system import private_files
 
 PART, DAMAGED = ".part-", ".damaged"

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from keepsight import tensorfile
 from keepsight.errors import DamagedFile, FileError, WrongFormatVersion
+from keepsight.formats import tensorfile
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import Tensors

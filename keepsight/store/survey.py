@@ -14,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from keepsight import tensorfile
 from keepsight.errors import DamagedFile, FileError
+from keepsight.formats import tensorfile
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Found
 from keepsight.store.contract import Entry, Name

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import time
 
-from keepsight import tensorfile
 from keepsight.errors import FileError, WrongFormatVersion
+from keepsight.formats import tensorfile
 from keepsight.store import entryfile, layout, ranking
 from keepsight.store.address import Address, Found
 from keepsight.store.claims import claim

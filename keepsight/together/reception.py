@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from keepsight.calls import Call
+from keepsight.formats.package import Package
 from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
 from keepsight.generation import Taker as TokenTaker
 from keepsight.lengths import characters
 from keepsight.medium import PROCESSORS, Medium
 from keepsight.naming import Looked
-from keepsight.package import Package
 from keepsight.prompt import Prompt
 from keepsight.render import Message, Renderer, parse_messages
 from keepsight.report import Report

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from keepsight.formats.package import storage_bytes
 from keepsight.node import DEVICE, HOST, Node, Part
-from keepsight.package import storage_bytes
 
 if TYPE_CHECKING:
     from keepsight.tree.books import Books

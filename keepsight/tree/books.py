@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from keepsight.errors import InputError
+from keepsight.formats.package import storage_bytes
 from keepsight.node import DEVICE, HOST, NOWHERE, Home, Node, Part, Received, Tensors
-from keepsight.package import storage_bytes
 from keepsight.store import Store, worth
 from keepsight.tree.audit import audit
 from keepsight.tree.carry import Carrier

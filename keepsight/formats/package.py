@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from keepsight import codecs, digests, handover, tensorfile
+from keepsight import digests
 from keepsight.errors import DamagedFile, InputError
+from keepsight.formats import codecs, engine_inputs, tensorfile
 from keepsight.system.devices import to_devices
 
 FORMAT = 1
@@ -123,11 +124,11 @@ class Package:
 
     def to_vllm(self) -> dict[str, Any]:
         """The `multi_modal_data` of a vLLM request with this image (several: `fleet.to_vllm`)."""
-        return handover.to_vllm([self])
+        return engine_inputs.to_vllm([self])
 
     def to_sglang(self) -> dict[str, Any]:
         """The `image_data` of an SGLang request with this image (several: `fleet.to_sglang`)."""
-        return handover.to_sglang([self])
+        return engine_inputs.to_sglang([self])
 
     def record(self) -> dict[str, Any]:
         """All but the tensors, as JSON."""

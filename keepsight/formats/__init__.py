@@ -1,0 +1,1 @@
+"""The bytes that Keepsight writes: one file for each format."""
