@@ -25,7 +25,7 @@ from keepsight import digests
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
 from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
-from keepsight.store import book as book_module
+from keepsight.store import index as book_module
 from keepsight.store.catalogue import NAME, WRITING, Catalogue
 from keepsight.store.layout import Place
 from keepsight.testing.stores import KEYS

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepsight.store import open_store, patience
+from keepsight.store import open_store, retry
 from keepsight.store.catalogue import NAME
 
 KEY = "a" * 64
@@ -27,15 +27,15 @@ def held(path: Path) -> sqlite3.Connection:
 
 def test_a_lock_of_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other, asked = held(tmp_path / NAME), threading.Event()
-    tried = patience.Catalogue
+    tried = retry.Catalogue
 
-    def note(path: Path) -> patience.Catalogue:
+    def note(path: Path) -> retry.Catalogue:
         try:
             return tried(path)
         finally:
             asked.set()  # SQLite said "locked" at once
 
-    monkeypatch.setattr(patience, "Catalogue", note)
+    monkeypatch.setattr(retry, "Catalogue", note)
 
     def let_go() -> None:
         asked.wait(30)
@@ -43,7 +43,7 @@ def test_a_lock_of_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
 
     thread = threading.Thread(target=let_go)
     thread.start()
-    patience.opened(tmp_path / NAME).close()
+    retry.opened(tmp_path / NAME).close()
     thread.join()
     store = open_store(tmp_path)
     store.put("package", KEY, {"a": torch.ones(2)}, {})
@@ -54,15 +54,15 @@ def test_a_lock_of_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_lock_that_stays_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = held(tmp_path / NAME)
-    monkeypatch.setattr(patience, "_PATIENCE", 0.1)
+    monkeypatch.setattr(retry, "_PATIENCE", 0.1)
     with pytest.raises(sqlite3.OperationalError, match="locked"):
-        patience.opened(tmp_path / NAME)
+        retry.opened(tmp_path / NAME)
     other.close()
 
 
 def test_what_is_no_lock_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(sqlite3.OperationalError, match="unable to open"):
-        patience.opened(tmp_path / "no such folder" / NAME)
+        retry.opened(tmp_path / "no such folder" / NAME)
 
 
 _OPEN = """

@@ -26,13 +26,13 @@ from remote_lines import Line
 import keepsight as ks
 from keepsight.errors import StoreError
 from keepsight.formats import tensorfile
-from keepsight.store import About, DiskStore, Store, health, layout, reach
-from keepsight.store import book as book_module
+from keepsight.store import About, DiskStore, Store, health, layout, timeout
+from keepsight.store import index as book_module
 from keepsight.store.catalogue import NAME, Catalogue
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
 from keepsight.store.remote import RemoteStore
-from keepsight.store.upkeep import Upkeep
+from keepsight.store.remote_upkeep import Upkeep
 from keepsight.testing.stores import KEYS
 
 T = TypeVar("T")
@@ -413,7 +413,7 @@ def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for a disk, nor leaves it alone for long."""
-    monkeypatch.setattr(reach, "PATIENCE", 0.1)
+    monkeypatch.setattr(timeout, "PATIENCE", 0.1)
     monkeypatch.setattr(health, "FIRST_PAUSE", 0.05)
 
 
@@ -447,7 +447,7 @@ def test_a_read_that_hangs_is_left_behind(
 def test_a_large_entry_may_take_its_time(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, hurried: None
 ) -> None:
-    monkeypatch.setattr(reach, "_RATE", 1000)
+    monkeypatch.setattr(timeout, "_RATE", 1000)
     real, store = tensorfile.read, opened(tmp_path)
 
     def slow(*arguments: Any) -> Any:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
-from keepsight.store import audit, entryfile, layout
-from keepsight.store.book import Book
+from keepsight.store import check, entryfile, layout
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
 from keepsight.store.entryfile import FORMAT
 from keepsight.store.folder import Folder
 from keepsight.store.health import OK, SLOW, Health
+from keepsight.store.index import Book
 from keepsight.store.layout import Place
 from keepsight.store.pending import Job
-from keepsight.store.reach import Call
 from keepsight.store.rows import name_of, pin_name
 from keepsight.store.tally import COUNTED, Counted
+from keepsight.store.timeout import Call
 from keepsight.store.writer import Writer
 from keepsight.system.devices import COMPLETE, to_host
 from keepsight.system.exits import when_dropped
@@ -268,7 +268,7 @@ class DiskStore:
         if not self._writer.is_there(place):
             return None
         found = self._book.try_to(lambda catalogue: catalogue.row(place), None)
-        return found or audit.as_found(self._folder, place)
+        return found or check.as_found(self._folder, place)
 
     def entries(self) -> Iterator[Entry]:
         """All entries of this tenant."""
@@ -340,7 +340,7 @@ class DiskStore:
         """Remove every entry of this tenant; the bytes freed."""
         self._catch_up()
         freed = self._remove([Place(e.tenant, e.kind, e.key) for e in self.entries()])
-        audit.sweep(self._folder, self._tenant, 0.0)
+        check.sweep(self._folder, self._tenant, 0.0)
         return freed
 
     def gc(self, budget: int) -> int:
@@ -348,7 +348,7 @@ class DiskStore:
         self._catch_up()
         gone, freed = self._book.fit(self._tenant, budget)
         self._writer.tally.count(self._tenant, "evictions", len(gone))
-        audit.sweep(self._folder, self._tenant, 7 * 86400.0)
+        check.sweep(self._folder, self._tenant, 7 * 86400.0)
         return freed
 
     def _remove(self, places: list[Place]) -> int:
@@ -367,4 +367,4 @@ class DiskStore:
         """
         self._writer.catch_up()
         tenants = [self._tenant] if self._tenant else ["", *self._folder.names("tenants")]
-        return audit.Audit(self._folder, self._book, tenants, repair).run()
+        return check.Audit(self._folder, self._book, tenants, repair).run()

@@ -16,7 +16,7 @@ from keepsight.formats import tensorfile
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import Tensors
-from keepsight.store.survey import Head, Seen, head, keeping_in, note_in
+from keepsight.store.listing import Head, Seen, head, keeping_in, note_in
 
 logger = logging.getLogger(__name__)
 

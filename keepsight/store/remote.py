@@ -24,11 +24,11 @@ from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
 from keepsight.store.counting import Counting, Kinds
 from keepsight.store.health import OK, UNREACHABLE
+from keepsight.store.listing import Head, Seen, head
 from keepsight.store.losses import larger_than
-from keepsight.store.outbox import Job, Outbox
 from keepsight.store.reader import Reader
-from keepsight.store.survey import Head, Seen, head
-from keepsight.store.upkeep import Allowance, Upkeep
+from keepsight.store.remote_upkeep import Allowance, Upkeep
+from keepsight.store.write_queue import Job, Outbox
 from keepsight.system.exits import begin, when_dropped
 from keepsight.system.lock import Mutex
 

@@ -16,18 +16,18 @@ import time
 
 from keepsight.errors import StoreError
 from keepsight.store import entryfile, layout
-from keepsight.store.book import Book
+from keepsight.store.after_write import Keeper
 from keepsight.store.contract import About, Entry
 from keepsight.store.folder import Folder, Part
-from keepsight.store.ground import Ground
+from keepsight.store.folder_state import Ground
 from keepsight.store.health import LONGEST_PAUSE, OK, Health
-from keepsight.store.keeper import Keeper
+from keepsight.store.index import Book
 from keepsight.store.layout import Place
 from keepsight.store.losses import TOO_MUCH, larger_than
 from keepsight.store.pending import STUCK, Job, Pending
-from keepsight.store.reach import Reach
 from keepsight.store.rows import name_of
 from keepsight.store.tally import Counted, Due, Tally
+from keepsight.store.timeout import Reach
 from keepsight.system import forks
 from keepsight.system.exits import STORES, begin, finish_before_exit
 

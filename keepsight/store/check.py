@@ -13,9 +13,9 @@ import time
 
 from keepsight.errors import FileError, WrongFormatVersion
 from keepsight.store import entryfile, layout
-from keepsight.store.book import Book
 from keepsight.store.contract import Entry
 from keepsight.store.folder import DAMAGED, PART, Folder
+from keepsight.store.index import Book
 from keepsight.store.layout import Place
 from keepsight.store.rows import as_found, name_of, pin_name, pins
 

@@ -11,11 +11,11 @@ import os
 
 from keepsight.errors import DamagedFile, StoreError, WrongFormatVersion
 from keepsight.store import layout
-from keepsight.store.book import Book
 from keepsight.store.catalogue import WRITING
 from keepsight.store.contract import NOTHING
 from keepsight.store.folder import Folder
 from keepsight.store.health import FULL, GONE
+from keepsight.store.index import Book
 from keepsight.store.layout import Place
 from keepsight.store.rows import row_of
 

@@ -10,10 +10,10 @@ import contextlib
 import time
 
 from keepsight.store import entryfile, layout
-from keepsight.store.book import Book
 from keepsight.store.catalogue import WRITING, Catalogue
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
+from keepsight.store.index import Book
 from keepsight.store.layout import Place
 from keepsight.store.rows import as_found, name_of
 from keepsight.store.tally import COUNTED, Counted

@@ -16,9 +16,9 @@ from keepsight.store import entryfile, layout, ranking
 from keepsight.store.address import Address, Found
 from keepsight.store.claims import claim
 from keepsight.store.contract import Entry, Name
+from keepsight.store.listing import Seen, Survey, whole_table
+from keepsight.store.listing import head as read_head
 from keepsight.store.sizes import MOST_TENANTS
-from keepsight.store.survey import Seen, Survey, whole_table
-from keepsight.store.survey import head as read_head
 from keepsight.system.lock import Mutex
 
 Table = dict[Name, Entry]

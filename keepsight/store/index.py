@@ -26,7 +26,7 @@ from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
 from keepsight.store.layout import Place
-from keepsight.store.patience import opened, opened_to_read
+from keepsight.store.retry import opened, opened_to_read
 from keepsight.store.rows import everything, name_of, pins
 from keepsight.system import forks
 
