@@ -19,12 +19,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from keepsight.engine import Run
-from keepsight.families import Family
 from keepsight.formats.package import storage_bytes
 from keepsight.grouped import grouped_queries
-from keepsight.quiet import quietly
+from keepsight.models.families import Family
+from keepsight.models.no_gradients import quietly
+from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
 from keepsight.state import CrossLayer, LaneLayer, restore_linear
-from keepsight.upstream import DummyLayer, DynamicSlidingWindowLayer
 
 _WASTE = 4  # columns that nobody needs: one in so many may be left, then all move up
 _ROUND = 64

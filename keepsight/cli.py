@@ -250,7 +250,7 @@ def verify(
 @app.command()
 def families(as_json: Json = False) -> None:
     """The model types that Keepsight serves exactly."""
-    from keepsight.families import SUPPORTED
+    from keepsight.models.families import SUPPORTED
 
     rows = {
         name: (f"{family.__module__}.{family.__name__}", _about(family))

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from keepsight import upstream
 from keepsight.errors import MessagesError
+from keepsight.models import upstream
 
 # Ideographs that hardly any text holds. Unlike private-use characters they print, so that nothing
 # which writes a list or a record as text escapes them.

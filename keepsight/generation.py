@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from keepsight import upstream
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
 from keepsight.lengths import context_length
+from keepsight.models import upstream
 from keepsight.stops import StopStrings, stop_strings
 
 # Options of GenerationConfig that this engine cannot serve, with their harmless values.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from keepsight import upstream
+from keepsight.models import upstream
 
 _here = threading.local()
 

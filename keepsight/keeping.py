@@ -12,9 +12,9 @@ from typing import Any
 
 from keepsight.calls import Call
 from keepsight.errors import ImageError
-from keepsight.families import Pixels
 from keepsight.formats.package import Package
 from keepsight.medium import Medium
+from keepsight.models.families import Pixels
 from keepsight.node import Node
 from keepsight.prefix import Tree
 from keepsight.prompt import Prompt

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepsight.errors import ImageError
-from keepsight.families import Pixels
 from keepsight.formats.package import Layout, Package
+from keepsight.models.families import Pixels
 
 # The part of a composite processor that prepares each modality.
 PROCESSORS = {

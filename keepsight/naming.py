@@ -15,9 +15,9 @@ from keepsight import digests
 from keepsight.clips import open_clip
 from keepsight.downloads import Downloads
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
-from keepsight.families import Family, Pixels
 from keepsight.media import Source, open_source
 from keepsight.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
+from keepsight.models.families import Family, Pixels
 from keepsight.shelf import SharedShelf
 from keepsight.store import About, Store
 

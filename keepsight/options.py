@@ -83,7 +83,7 @@ def load(
 
 def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, int]:
     """Limits in pixels as Qwen's image processors want them; others mean something else by it."""
-    from keepsight import loading
+    from keepsight.models import loading
 
     processor = loading.load_processor(loading.model_path(model), None).image_processor
     size: Any = processor.size

@@ -24,9 +24,9 @@ from keepsight.errors import (
     PlaceholderMismatch,
     UnsupportedInput,
 )
-from keepsight.families import Family
 from keepsight.lengths import Lengths
 from keepsight.medium import Medium
+from keepsight.models.families import Family
 from keepsight.prompt import Prompt
 from keepsight.template import ChatTemplate
 from keepsight.template import Message as Message

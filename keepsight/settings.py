@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, ProcessorMixin
 
-from keepsight import upstream
 from keepsight.errors import InputError, UnknownOption, UnsupportedModel
 from keepsight.formats.codecs import check_codec
+from keepsight.models import upstream
 from keepsight.store import Store, open_store, parse_bytes
 
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepsight.downloads import Downloads
-from keepsight.families import Pixels
 from keepsight.formats.package import Package
+from keepsight.models.families import Pixels
 from keepsight.shelf import SharedShelf, Shelf
 
 _ALIASES = 64 << 20  # bytes of the names of media, of all tenants together

@@ -20,7 +20,7 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from keepsight.errors import ModelError, UnsupportedModel
 from keepsight.formats.package import storage_bytes
-from keepsight.upstream import (
+from keepsight.models.upstream import (
     DummyLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,

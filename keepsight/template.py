@@ -24,9 +24,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from keepsight import upstream
 from keepsight.control import Code, ControlTokens, Rendered, marks_of, rare_characters
 from keepsight.errors import InputError, MessagesError
+from keepsight.models import upstream
 from keepsight.template_source import TemplateSource
 
 Message = dict[str, Any]

@@ -22,17 +22,17 @@ from keepsight.errors import (
     UnknownOption,
     UnsupportedInput,
 )
-from keepsight.families import Family, Pixels
-from keepsight.families.pixels import embedding_of
 from keepsight.generation import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.generation import known_options
 from keepsight.medium import Medium
 from keepsight.memory import Memory
+from keepsight.models.families import Family, Pixels
+from keepsight.models.families.pixels import embedding_of
+from keepsight.models.upstream import padding_of
 from keepsight.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 from keepsight.system.lock import FairLock
 from keepsight.turn import Turn
-from keepsight.upstream import padding_of
 from keepsight.vision import Vision
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")

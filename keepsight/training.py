@@ -32,13 +32,13 @@ from keepsight.errors import (
     UnsupportedInput,
     WrongIdentity,
 )
-from keepsight.families import Family
-from keepsight.families.absent import LEFT_OUT
 from keepsight.formats import tensorfile
 from keepsight.formats.package import KIND, Package, feature_id, identity
 from keepsight.generation import check_length
 from keepsight.media import open_source
 from keepsight.medium import Medium
+from keepsight.models.families import Family
+from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.prompt import Prompt
 from keepsight.render import Message
 from keepsight.store import open_store

@@ -16,10 +16,10 @@ import torch
 
 from keepsight import digests
 from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
-from keepsight.families import Family, Pixels
-from keepsight.families.absent import LEFT_OUT
 from keepsight.formats.package import Package, check_shapes, feature_id, identity
 from keepsight.medium import Medium, entry_of, medium_in
+from keepsight.models.families import Family, Pixels
+from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.naming import Looked, Namer
 from keepsight.shelves import Shelves
 from keepsight.store import About, Store

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight import exported, loading, towerless
+from keepsight import exported
 from keepsight.calls import Call
 from keepsight.chat import Session
 from keepsight.errors import Closed, InputError, ModelError, UnknownOption, UnsupportedInput
-from keepsight.families import family_of
 from keepsight.formats.package import Package
 from keepsight.generation import DEFAULT_CHAT_TOKENS
 from keepsight.keeping import delete, foresee, pin
 from keepsight.memory import Memory
+from keepsight.models import loading, without_tower
+from keepsight.models.families import family_of
+from keepsight.models.upstream import newer_than_tested
+from keepsight.models.weights import Weights
 from keepsight.pieces import pieces
 from keepsight.prompt import Prompt
 from keepsight.render import Message, Renderer, user_message
@@ -33,9 +36,7 @@ from keepsight.system.lock import FairLock
 from keepsight.tensors import Generated, generate
 from keepsight.trial import settle, try_again
 from keepsight.turn import Turn
-from keepsight.upstream import newer_than_tested
 from keepsight.verify import Verification, verify
-from keepsight.weights import Weights
 
 
 def load(
@@ -62,7 +63,7 @@ def load(
             path, dtype, device_map, vision, revision, options.get("store")
         )
     else:
-        load_named = loading.load_named if vision else towerless.load_named
+        load_named = loading.load_named if vision else without_tower.load_named
         model, files = load_named(path, dtype, device_map, revision)
     processor = loading.load_processor(path, revision)
     return VLM(model, processor, files=files, **options)

@@ -49,7 +49,7 @@ def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def demo_parts() -> dict[str, tuple[Any, Any]]:
     """Model and processor of both demo models, float32; loaded once, wrapped anew by each test."""
-    from keepsight import loading
+    from keepsight.models import loading
 
     parts = {}
     for name in loading.DEMO:

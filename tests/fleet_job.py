@@ -20,10 +20,11 @@ import torch
 from PIL import Image
 
 import keepsight as ks
-from keepsight import fleet, loading
+from keepsight import fleet
 from keepsight.bench import checkpoints
 from keepsight.demo.scene import Scene
 from keepsight.formats.package import Package
+from keepsight.models import loading
 
 HERE = Path(__file__).resolve().parent
 QUESTIONS = {1: "Describe the picture.", 2: "List the pictures."}

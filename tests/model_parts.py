@@ -14,8 +14,8 @@ import transformers
 from PIL import Image
 from transformers import AutoTokenizer
 
-from keepsight import loading
-from keepsight.partial_processor import NotLoaded
+from keepsight.models import loading
+from keepsight.models.partial_processor import NotLoaded
 
 TEMPLATE = (
     "{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\n' -}}"

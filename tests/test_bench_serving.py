@@ -25,7 +25,7 @@ from keepsight.bench.serving_sums import (
     workload_told,
 )
 from keepsight.bench.workloads import Step, Workload
-from keepsight.loading import model_path
+from keepsight.models.loading import model_path
 
 # A server that checks what it is asked and always gives the same wrong answer.
 LIAR = """

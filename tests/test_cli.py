@@ -20,11 +20,12 @@ from models import build
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight import loading, options
+from keepsight import options
 from keepsight.cli import app
 from keepsight.demo.scene import Scene
 from keepsight.errors import UnsupportedInput
-from keepsight.families import SUPPORTED
+from keepsight.models import loading
+from keepsight.models.families import SUPPORTED
 from keepsight.verify import Verification
 
 

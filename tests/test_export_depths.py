@@ -14,7 +14,7 @@ from keepsight.errors import UnsupportedInput, UnsupportedModel
 from keepsight.export import tracing
 from keepsight.export.making import export
 from keepsight.export.towers import tower_of
-from keepsight.families import family_of
+from keepsight.models.families import family_of
 from keepsight.state import Lane, Shape
 from keepsight.together import Together
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from models import build
 
-from keepsight.families.base import Family
-from keepsight.families.blocks import Blocks
-from keepsight.families.padded import Padded
-from keepsight.families.pixels import Pixels
-from keepsight.families.routed import Routed
+from keepsight.models.families.base import Family
+from keepsight.models.families.ernie4_5_vl_moe import Ernie45VLMoe
+from keepsight.models.families.gemma3 import Gemma3
+from keepsight.models.families.mistral3 import Mistral3
+from keepsight.models.families.pixels import Pixels
 from keepsight.testing import FamilyTests
 
 
@@ -70,10 +70,10 @@ BREAKS: list[tuple[str, str, type, str, Any]] = [
     ("deepstack", "qwen3_vl", Family, "encoder_outputs", no_deepstack),
     ("rows", "llava", Family, "encoder_outputs", first_rows),
     ("a blind key", "qwen2_vl", Pixels, "key", property(lambda pixels: "0" * 64)),
-    ("cut blocks", "gemma3", Blocks, "sees_whole_media", False),
-    ("short types", "gemma3", Blocks, "chunk_inputs", suffix_types),
-    ("no routes", "ernie4_5_vl_moe", Routed, "chunk_inputs", nothing),
-    ("padding", "mistral3", Padded, "split_tensors", uncropped),
+    ("cut blocks", "gemma3", Gemma3, "sees_whole_media", False),
+    ("short types", "gemma3", Gemma3, "chunk_inputs", suffix_types),
+    ("no routes", "ernie4_5_vl_moe", Ernie45VLMoe, "chunk_inputs", nothing),
+    ("padding", "mistral3", Mistral3, "split_tensors", uncropped),
     ("no reuse", "llava", Family, "reuse", "whole prompt"),
 ]
 TAKES_THE_RIGHT_ONE = (no_deepstack, first_rows, uncropped)

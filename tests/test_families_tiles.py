@@ -13,7 +13,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4VisionRotaryEmbeddi
 
 import keepsight as ks
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedInput, UnsupportedModel
-from keepsight.families import family_of
+from keepsight.models.families import family_of
 from keepsight.testing import FamilyTests
 from keepsight.testing.families import said, turn
 

@@ -23,7 +23,7 @@ from hostile import ROOT, one_thread, tiny_package
 from models import build, picture
 
 import keepsight as ks
-from keepsight import fleet, loading
+from keepsight import fleet
 from keepsight.errors import (
     InputError,
     MissingExtra,
@@ -31,12 +31,13 @@ from keepsight.errors import (
     UnsupportedInput,
     WrongIdentity,
 )
-from keepsight.families import REFUSED, SUPPORTED
 from keepsight.fleet import vllm_connector
 from keepsight.fleet.checkpoint import checkpoint_digest
 from keepsight.fleet.serving import Binding, Serving
 from keepsight.formats import engine_inputs
 from keepsight.formats.package import Package
+from keepsight.models import loading
+from keepsight.models.families import REFUSED, SUPPORTED
 from keepsight.store import open_store
 
 VLLM = os.environ.get("KEEPSIGHT_VLLM_PYTHON")

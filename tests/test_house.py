@@ -23,16 +23,16 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # A room may import rooms of the rows above its own, and no others; a folder is one room. Hidden
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
-digests errors quiet report words
-functions lengths pictures quantised stops system terminal upstream watch
-control formats generation grouped media partial_processor switches undescribed
-circumstances clips compiled describe evidence loading state store template_source
-families housekeeping kinds placement settings shelf stock template
-calls downloads exported medium towerless values
-bytecode naming prompt shelves
-node onlookers render vision
-difference patches tree
-prefix weights
+digests errors report
+lengths pictures stops system terminal
+formats media
+clips store
+housekeeping models shelf
+control downloads generation grouped medium settings state
+calls exported naming placement prompt shelves template_source
+node template vision
+render tree
+prefix
 chat engine
 batch memory show
 turn

@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import ModelOutput
 
 import keepsight as ks
-from keepsight import kinds
-from keepsight.onlookers import only_looks, passes_on
+from keepsight.models.fingerprint import kinds
+from keepsight.models.fingerprint.onlookers import only_looks, passes_on
 
 MESSAGES = [turn("Please look at this picture very carefully and tell what it is.", picture(1))]
 LOOKS: list[Callable[..., Any]] = []

@@ -13,9 +13,9 @@ import torch
 from models import folder_of, picture, turn
 
 import keepsight as ks
-from keepsight import loading
 from keepsight.errors import MissingExtra
-from keepsight.partial_processor import NotLoaded, partial_processor
+from keepsight.models import loading
+from keepsight.models.partial_processor import NotLoaded, partial_processor
 
 KINDS = ["demo", "internvl", "qwen2_5_omni_thinker"]
 CLIP = np.zeros((4, 64, 64, 3), dtype=np.uint8)

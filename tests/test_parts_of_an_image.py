@@ -15,7 +15,7 @@ from models import build, picture, stock_inputs, turn
 
 import keepsight as ks
 from keepsight.errors import ImageError, InputError, KeepsightError, PlaceholderMismatch
-from keepsight.families import Pixels, family_of
+from keepsight.models.families import Pixels, family_of
 
 KINDS = (
     "llava_next",

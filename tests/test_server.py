@@ -139,7 +139,7 @@ def test_stops_limits_biases_and_penalties(client: openai.OpenAI) -> None:
 
 
 def _id(client: openai.OpenAI, row: Any) -> int:
-    from keepsight import loading
+    from keepsight.models import loading
 
     tokenizer = loading.load_processor(loading.model_path("demo"), None).tokenizer
     [token] = tokenizer(row.token, add_special_tokens=False)["input_ids"]

@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import keepsight as ks
-from keepsight import switches
 from keepsight.errors import ModelError
+from keepsight.models import switches
 
 FIRST = [turn("What do you see in this picture here?", picture(1))]
 SECOND = [*FIRST, turn("A pattern.", role="assistant"), turn("And this one?", picture(2))]
@@ -292,14 +292,14 @@ def test_every_switch_of_the_installed_torch_is_known() -> None:
             with contextlib.suppress(TypeError):  # it takes arguments, so it reads no switch
                 getattr(torch._C, name)()
                 unknown.append(name)
-    assert not unknown, "do these change bits? then they belong into keepsight/switches.py"
+    assert not unknown, "do these change bits? then they belong into keepsight/models/switches.py"
 
 
 def test_a_new_process_has_nothing_unusual_but_its_environment() -> None:
     code = """
 import os
 os.environ |= {"MKL_CBWR": "COMPATIBLE", "MKL_VERBOSE": "0"}
-from keepsight.switches import _readers, _unusual, switches
+from keepsight.models.switches import _readers, _unusual, switches
 for accelerated in (False, True):
     assert not _unusual(accelerated, tuple(read() for read in _readers(accelerated)[0]))
 print(switches("cpu", []))

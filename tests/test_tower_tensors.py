@@ -26,8 +26,8 @@ from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni3
 
 from keepsight.bench import towers as towers_bench
 from keepsight.errors import UnsupportedModel
-from keepsight.families import Family, Pixels, family_of
-from keepsight.families.tower_tensors import TowerTensors
+from keepsight.models.families import Family, Pixels, family_of
+from keepsight.models.families.tower_tensors import TowerTensors
 
 _PLAIN = {"cu_seqlens", "position_ids"}
 _WINDOWS = {"window_index", "cu_window_seqlens"}

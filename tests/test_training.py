@@ -17,7 +17,6 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import keepsight as ks
-from keepsight import loading
 from keepsight.errors import (
     DamagedFile,
     InputError,
@@ -26,6 +25,7 @@ from keepsight.errors import (
     UnsupportedInput,
     WrongIdentity,
 )
+from keepsight.models import loading
 from keepsight.training import IGNORED, Features, PackageDataset
 
 ROOT = Path(__file__).parent.parent

@@ -11,9 +11,9 @@ from models import build, picture, turn
 from test_exact import assert_like_stock, cold, logits
 
 import keepsight as ks
-from keepsight import families
 from keepsight.errors import UnsupportedModel
-from keepsight.families import base
+from keepsight.models import families
+from keepsight.models.families import base
 
 
 @pytest.fixture

@@ -449,6 +449,6 @@ def test_a_warm_turn_does_not_walk_over_the_model(
     """Whether a tower was left out matters to pictures that are new, and to nothing else."""
     asked = [turn("Look.", picture(1))]
     first = demo.chat(asked, max_new_tokens=2, do_sample=False)
-    monkeypatch.setattr("keepsight.families.base.absent_parts", boom)
+    monkeypatch.setattr("keepsight.models.families.base.absent_parts", boom)
     goes_on = [*asked, turn(first.text, role="assistant"), turn("And?")]
     assert demo.chat(goes_on, max_new_tokens=2).usage.images_encoded == 0

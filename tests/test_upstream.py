@@ -14,9 +14,10 @@ from hostile import finished, start
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight import grouped, trial, upstream
+from keepsight import grouped, trial
 from keepsight.errors import UnsupportedModel, UpstreamChanged
-from keepsight.upstream import PRIVATE, Private
+from keepsight.models import upstream
+from keepsight.models.upstream import PRIVATE, Private
 
 HOUSE = Path(ks.__file__).parent
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,7 +177,7 @@ real = importlib.import_module
 seen = []
 
 class Less:
-    "A module without what keepsight.upstream asks it for."
+    "A module without what keepsight.models.upstream asks it for."
     def __init__(self, module):
         self.module = module
     def __getattr__(self, name):
@@ -188,7 +189,7 @@ class Less:
 def import_module(name, *more, **options):
     module = real(name, *more, **options)
     asks = sys._getframe(1).f_globals.get("__name__")
-    return Less(module) if asks == "keepsight.upstream" else module
+    return Less(module) if asks == "keepsight.models.upstream" else module
 
 left = None
 importlib.import_module = import_module
@@ -197,7 +198,7 @@ for module in pkgutil.walk_packages(ks.__path__, "keepsight."):
     if not module.name.endswith("__main__"):
         real(module.name)
 print("imported without", sorted(set(seen)))
-from keepsight.upstream import PRIVATE
+from keepsight.models.upstream import PRIVATE
 left = {row.name for row in PRIVATE if row.without}
 from keepsight.demo.scene import Scene
 image = Scene.of(color="red", shape="circle", background="white").draw()

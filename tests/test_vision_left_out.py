@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from test_exact import logits
 
 import keepsight as ks
-from keepsight import loading, towerless
 from keepsight.errors import ModelError, UnreadableWeights, UnsupportedInput, UnsupportedModel
-from keepsight.families import SUPPORTED
-from keepsight.families.absent import AbsentTower, absent_parts
+from keepsight.models import loading, without_tower
+from keepsight.models.families import SUPPORTED
+from keepsight.models.families.tower_absent import AbsentTower, absent_parts
 
 TEXT = "Please look at this picture very carefully and tell what it is."
 
@@ -30,7 +30,7 @@ def parts_of(kind: str, path: Path, dtype: str = "float32") -> tuple[Any, Any]:
     folder = str(folder_of(kind, path))
     _, processor = build(kind)
     whole = loading.load_model(folder, dtype, None, None)
-    part = towerless.load_model(folder, dtype, None, None)
+    part = without_tower.load_model(folder, dtype, None, None)
     return ks.wrap(whole, processor, grain=16), ks.wrap(part, processor, grain=16)
 
 
@@ -93,7 +93,7 @@ def test_demo_models_answer_from_packages(name: str, dtype: str, tmp_path: Path)
 
 
 def test_no_weight_of_the_tower_is_there_and_its_settings_are() -> None:
-    model = towerless.load_model(loading.model_path("demo"), "float32", None, None)
+    model = without_tower.load_model(loading.model_path("demo"), "float32", None, None)
     whole = loading.load_model(loading.model_path("demo"), "float32", None, None)
     assert not list(model.base_model.visual.parameters())
     assert not list(model.base_model.visual.buffers())
@@ -107,7 +107,7 @@ def test_no_weight_of_the_tower_is_there_and_its_settings_are() -> None:
 
 def test_stock_forward_refuses_pixels_by_name() -> None:
     path = loading.model_path("demo")
-    model = towerless.load_model(path, "float32", None, None)
+    model = without_tower.load_model(path, "float32", None, None)
     processor = loading.load_processor(path, None)
     pixels = processor.image_processor([picture(1)], return_tensors="pt")
     with pytest.raises(UnsupportedInput, match="left out"):
@@ -127,7 +127,7 @@ def test_names_that_the_store_remembers_need_no_reading(
     def read(self: Any) -> Any:
         raise UnreadableWeights("the tower was read")
 
-    monkeypatch.setattr(towerless.TowerFiles, "_read", read)
+    monkeypatch.setattr(without_tower.TowerFiles, "_read", read)
     with ks.load(folder, dtype="float32", grain=16, store=store, vision=False) as part:
         assert part.memory.weights.record() == names
         assert torch.equal(logits(part, messages), expected)
@@ -142,14 +142,14 @@ def test_another_tower_has_another_name(tmp_path: Path) -> None:
     name = next(name for name in tensors if "visual" in name and tensors[name].dim() > 1)
     tensors[name].view(-1)[-1] += 1e-3
     save_file(tensors, file, {"format": "pt"})
-    part = ks.wrap(towerless.load_model(str(tmp_path), "float32", None, None), whole.processor)
+    part = ks.wrap(without_tower.load_model(str(tmp_path), "float32", None, None), whole.processor)
     assert part.memory.weights.vision != whole.memory.weights.vision
     assert part.memory.weights.all != whole.memory.weights.all
 
 
 def test_changed_files_are_noticed_where_they_have_to_be_read(tmp_path: Path) -> None:
     folder = folder_of("qwen3_vl", tmp_path / "model")
-    model = towerless.load_model(str(folder), "float32", None, None)
+    model = without_tower.load_model(str(folder), "float32", None, None)
     (file,) = folder.glob("*.safetensors")
     os.utime(file, ns=(1, 1))
     with pytest.raises(UnreadableWeights, match="changed since"):
@@ -163,7 +163,7 @@ def test_a_checkpoint_without_a_weight_of_its_tower_is_refused(tmp_path: Path) -
     del tensors[next(name for name in tensors if "visual" in name)]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(UnreadableWeights, match="lacks 1 weights"):
-        ks.wrap(towerless.load_model(str(folder), "float32", None, None), build("qwen3_vl")[1])
+        ks.wrap(without_tower.load_model(str(folder), "float32", None, None), build("qwen3_vl")[1])
 
 
 def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
@@ -172,7 +172,9 @@ def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
     model.save_pretrained(folder, max_shard_size="200KB")
     assert len(list(folder.glob("*.safetensors"))) > 3
-    part = ks.wrap(towerless.load_model(str(folder), "float32", None, None), processor, grain=16)
+    part = ks.wrap(
+        without_tower.load_model(str(folder), "float32", None, None), processor, grain=16
+    )
     assert same_names(ks.wrap(model, processor, grain=16), part)
 
 
@@ -218,4 +220,4 @@ def test_a_stand_in_has_plain_settings_only() -> None:
     assert stand_in.get_submodule("0").in_features == 2
     assert stand_in.get_submodule("0").note == "kept"
     assert not stand_in.state_dict()
-    assert os.environ.get(towerless._ONE_BY_ONE) is None
+    assert os.environ.get(without_tower._ONE_BY_ONE) is None

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from test_exact import cold, logits
 
 import keepsight as ks
-from keepsight import loading
 from keepsight.errors import ModelError
-from keepsight.families import family_of
+from keepsight.models import loading
+from keepsight.models.families import family_of
+from keepsight.models.fingerprint.watch import Watch
+from keepsight.models.weights import Weights
 from keepsight.vlm import VLM
-from keepsight.watch import Watch
-from keepsight.weights import Weights
 
 MESSAGES = [turn("Please look at this picture very carefully and tell what it is.", picture(1))]
 SAME_BITS = {"another_attention"}  # those that need not change the logits of a tiny model

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from test_exact import cold, logits
 
 import keepsight as ks
-from keepsight import loading
 from keepsight.errors import ModelError, UnreadableWeights, UnsupportedModel, WrongIdentity
+from keepsight.models import loading
 
 MESSAGES = [turn("Please look at this picture very carefully and tell what it is.", picture(1))]
 

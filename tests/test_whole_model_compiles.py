@@ -25,7 +25,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.exporters import exporter_dynamo  # noqa: F401  registers its patches
 from transformers.exporters.utils import apply_patches
 
-from keepsight.families import Family, family_of
+from keepsight.models.families import Family, family_of
 from keepsight.state import Lane, Shape
 
 KINDS = (

@@ -28,9 +28,9 @@ from model_parts import TEMPLATE  # noqa: E402
 from models import build, picture  # noqa: E402
 
 import keepsight as ks  # noqa: E402
-from keepsight import loading  # noqa: E402
 from keepsight.errors import ImageError  # noqa: E402
-from keepsight.partial_processor import partial_processor  # noqa: E402
+from keepsight.models import loading  # noqa: E402
+from keepsight.models.partial_processor import partial_processor  # noqa: E402
 
 # What the templates write for an image and for a video.
 VIDEO_WORDS = {

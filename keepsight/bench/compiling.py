@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import StaticCache
 
-from keepsight import loading
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.contestants import now
+from keepsight.models import loading
 from keepsight.state import Lane, Shape
 
 FORMAT = 1

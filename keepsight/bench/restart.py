@@ -27,11 +27,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from keepsight import loading
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.extremes import files_of, forget_files, read_files
 from keepsight.bench.workloads import Pictures, assistant, user, words
+from keepsight.models import loading
 from keepsight.vlm import VLM
 
 FORMAT = 1

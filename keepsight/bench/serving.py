@@ -55,7 +55,7 @@ from keepsight.bench.workloads import (
     words,
     workloads,
 )
-from keepsight.loading import model_path
+from keepsight.models.loading import model_path
 from keepsight.vlm import VLM
 
 FORMAT = 1

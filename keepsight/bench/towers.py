@@ -25,7 +25,7 @@ from rich.table import Table
 
 from keepsight.bench import machine
 from keepsight.bench.contestants import now
-from keepsight.families.tower_tensors import TowerTensors
+from keepsight.models.families.tower_tensors import TowerTensors
 
 FORMAT = 1
 _WIDTH = 118  # a narrower table cannot be read

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
-from keepsight import loading
 from keepsight.errors import (
     InputError,
     KeepsightError,
@@ -35,6 +34,7 @@ from keepsight.export.towers import tower_of
 from keepsight.exported import runtimes
 from keepsight.exported.manifest import GRAPHS, RUNTIMES, Manifest, files_in, is_export, unfinished
 from keepsight.exported.states import KINDS
+from keepsight.models import loading
 from keepsight.vlm import VLM, load
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "internvl")

@@ -25,7 +25,7 @@ from keepsight.exported.states import (
     state_names,
     state_sizes,
 )
-from keepsight.families import Family
+from keepsight.models.families import Family
 from keepsight.state import Shape
 
 Inputs = dict[str, Any]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from keepsight import upstream
 from keepsight.errors import UnsupportedModel
 from keepsight.export.parts import Inputs, Sample
-from keepsight.families import Family
+from keepsight.models import upstream
+from keepsight.models.families import Family
 
 _QUERIES = 512  # patches that look at all others at once: bounds what their scores take
 _GRID = (1, 8, 12)  # of the sample

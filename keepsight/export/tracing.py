@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from keepsight import upstream
+from keepsight.models import upstream
 
 _BLOCK = 64  # tokens that a linear layer takes at once, as upstream's own chunks
 _tracing: list[TracedCache] = []  # the cache of the forward that is being traced

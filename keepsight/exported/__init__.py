@@ -17,7 +17,7 @@ from typing import Any
 
 from keepsight.errors import ModelError, UnsupportedInput
 from keepsight.exported.manifest import Manifest, is_export, read
-from keepsight.loading import files_digest
+from keepsight.models.loading import files_digest
 from keepsight.settings import chosen_store
 
 __all__ = ["is_export", "load", "other_versions", "read"]

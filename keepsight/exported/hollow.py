@@ -31,7 +31,7 @@ from keepsight.exported.standins import (
     WholeTowerStandIn,
     check_sizes,
 )
-from keepsight.families.tower_tensors import TowerTensors
+from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.state import Shape
 
 PARTS = ("tower", "embedding", "decoder", "head")

@@ -26,9 +26,9 @@ from keepsight.exported.states import (
     state_names,
     state_sizes,
 )
-from keepsight.families.tower_tensors import TowerTensors
+from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
 from keepsight.state import LaneLayer, Shape, restore_linear
-from keepsight.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 _MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
 # Upstream's layers whose states grow by being given new rows.

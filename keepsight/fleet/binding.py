@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from keepsight import loading, vlm
+from keepsight import vlm
 from keepsight.fleet.checkpoint import checkpoint_digest
+from keepsight.models import loading
 
 CONNECTOR = "KeepsightConnector"
 MODULE = "keepsight.fleet.vllm_connector"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from keepsight.batch import Batch
 from keepsight.engine import Engine, Run
 from keepsight.errors import KeepsightError
-from keepsight.families import Family
+from keepsight.models.families import Family
 from keepsight.together.pace import Sizes
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""A loaded model, what its results depend on, and what only its family knows."""

@@ -1,0 +1,57 @@
+"""Which modules of a live model `torch.compile` has taken over.
+
+What the compiler makes of a module depends on its options and on the shapes that it met before, so
+no name for it holds in another process, and compiling again gives another one. In place
+(`module.compile()`) only one attribute of the module changes, which is noticed like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepsight.models.switches import called
+
+_IN_PLACE = "_compiled_call_impl"  # where `Module.compile` puts what it made
+
+
+class Compiled:
+    """The compiled modules of one model, by their paths."""
+
+    def __init__(self, model: torch.nn.Module, answers: bool = True) -> None:
+        self._model, self._answers = model, answers
+        self._found: dict[str, str] = {}
+        self._decoder: str | None = None
+
+    def gather(self) -> None:
+        """Look at every module; called when any of them changed."""
+        model: Any = self._model
+        modules = list(model.named_modules())
+        decoder = model.get_decoder() if self._answers else None
+        self._decoder = next((name for name, module in modules if module is decoder), None)
+        self._found = {
+            name: called(module) for name, module in modules if hasattr(module, "dynamo_ctx")
+        }
+        for name, module in modules:
+            if vars(module).get(_IN_PLACE) is not None:
+                self._found[name] = called(vars(module)[_IN_PLACE])
+
+    def look(self) -> dict[str, str]:
+        """What stands in for each compiled module."""
+        return self._found
+
+    def beside_the_decoder(self, found: dict[str, str]) -> dict[str, str]:
+        """Those that features can depend on: neither in the decoder nor around it.
+
+        Features are asked of a method, so what was compiled around the tower is passed by.
+        """
+        if self._decoder is None:
+            return found
+        end = f"{self._decoder}."
+        both = {name: (f"{name}." if name else "") for name in found}
+        return {
+            name: made
+            for name, made in found.items()
+            if not both[name].startswith(end) and not end.startswith(both[name])
+        }

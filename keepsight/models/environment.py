@@ -1,0 +1,78 @@
+"""What changes bits beside weights and input: device, libraries, threads, switches, attention.
+
+Snapshots are reused only under the circumstances they were made under; packages say theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+from typing import Any
+
+import PIL
+import torch
+import transformers
+
+from keepsight.models.switches import switches
+
+# Where a configuration keeps by which of Transformers' functions its part of a model runs.
+_CHOSEN = {
+    "attention": "_attn_implementation_internal",
+    "experts": "_experts_implementation_internal",
+}
+
+
+def circumstances(model: Any, dtype: str) -> dict[str, Any]:
+    """Those that hold for a live model whose weights are of a dtype, in this thread."""
+    device: torch.device = model.device
+    functions = _functions(model.config)
+    chosen = {(word, name) for word, names in functions.items() for name in names.values()}
+    return {
+        "device": _device_class(device),
+        "dtype": dtype,
+        **functions,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "switches": switches(device.type, sorted(chosen)),
+        "autocast": _autocast(device.type),
+        **getattr(getattr(model, "exported", None), "circumstances", {}),
+    }
+
+
+def backend_version(backend: str) -> str:
+    """The library that turns pixels into what the tower takes."""
+    if backend == "torchvision":
+        return f"torchvision {importlib.metadata.version('torchvision')}"
+    return f"pillow {PIL.__version__}"
+
+
+@functools.cache
+def _device_class(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return device.type
+
+
+def _functions(config: Any) -> dict[str, dict[str, str]]:
+    """By which functions each part of a model attends and runs its experts, as it was chosen."""
+    found: dict[str, dict[str, str]] = {"attention": {}, "experts": {}}
+    waiting = [("model", config)]
+    while waiting:
+        name, part = waiting.pop()
+        # Not by getattr: upstream's properties walk over all parts again, each for its own.
+        own = vars(part)
+        for word, attribute in _CHOSEN.items():
+            if own.get(attribute) is not None:
+                found[word][name] = str(own[attribute])
+        for below in getattr(type(part), "sub_configs", ()):
+            if own.get(below) is not None:
+                waiting.append((below if part is config else f"{name}.{below}", own[below]))
+    return found
+
+
+def _autocast(device: str) -> str | None:
+    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None

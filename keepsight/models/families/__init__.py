@@ -1,0 +1,108 @@
+"""What only a family knows. `family_of(model)` finds the right one.
+
+A family's file is named for the behaviour it adds; most model types need none and are served by
+`base.py`. A type is listed in `SUPPORTED` once tests have shown it exact; others are tried on the
+user's own model before anything is answered, and refused by name where that fails.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from keepsight.errors import UnsupportedModel
+from keepsight.models.families.aya_vision import AyaVision, Cohere2Vision
+from keepsight.models.families.base import Family
+from keepsight.models.families.cast import Cast
+from keepsight.models.families.ernie4_5_vl_moe import Ernie45VLMoe
+from keepsight.models.families.gemma3 import Gemma3, Gemma4
+from keepsight.models.families.glm4v import Glm4v
+from keepsight.models.families.got_ocr2 import GotOcr2
+from keepsight.models.families.idefics3 import Idefics2, Idefics3, Lfm2Vl, MiniCpmV
+from keepsight.models.families.internvl import InternVL
+from keepsight.models.families.llama4 import Llama4
+from keepsight.models.families.llava_next import LlavaNext
+from keepsight.models.families.mistral3 import Mistral3
+from keepsight.models.families.mlcd import Mlcd
+from keepsight.models.families.mllama import Mllama
+from keepsight.models.families.molmo2 import Molmo2
+from keepsight.models.families.ovis2 import Ovis2
+from keepsight.models.families.paddleocr_vl import PaddleOcrVL, VideoLlama3
+from keepsight.models.families.paligemma import PaliGemma
+from keepsight.models.families.pixels import Pixels
+from keepsight.models.families.qwen_omni import QwenOmni
+from keepsight.models.families.qwen_vl import QwenVL
+from keepsight.models.families.step3p7 import Step3p7
+
+__all__ = ["REFUSED", "SUPPORTED", "Family", "Pixels", "family_of"]
+
+SUPPORTED: dict[str, type[Family]] = {
+    "qwen2_vl": QwenVL,
+    "qwen2_5_vl": QwenVL,
+    "qwen3_vl": QwenVL,
+    "qwen3_vl_moe": QwenVL,
+    "qwen3_5": QwenVL,
+    "qwen3_5_moe": QwenVL,
+    "qwen2_5_omni_thinker": QwenOmni,
+    "qwen3_omni_moe_thinker": QwenOmni,
+    "llava": Family,
+    "internvl": InternVL,
+    "aya_vision": AyaVision,
+    "cohere2_vision": Cohere2Vision,
+    "deepseek_vl": Family,
+    "got_ocr2": GotOcr2,
+    "llama4": Llama4,
+    "ovis2": Ovis2,
+    "step3p7": Step3p7,
+    "glm4v": Glm4v,
+    "glm4v_moe": Glm4v,
+    "glm46v": Glm4v,
+    "glm_ocr": Glm4v,
+    "ernie4_5_vl_moe": Ernie45VLMoe,
+    "paddleocr_vl": PaddleOcrVL,
+    "video_llama_3": VideoLlama3,
+    "kimi_k25": PaddleOcrVL,
+    "llava_next": LlavaNext,
+    "llava_onevision": LlavaNext,
+    "mistral3": Mistral3,
+    "aria": Cast,
+    "idefics2": Idefics2,
+    "idefics3": Idefics3,
+    "smolvlm": Idefics3,
+    "lfm2_vl": Lfm2Vl,
+    "minicpmv4_6": MiniCpmV,
+    "mlcd_vision_model": Mlcd,
+    "gemma3": Gemma3,
+    "gemma4": Gemma4,
+    "paligemma": PaliGemma,
+    "molmo2": Molmo2,
+    "mllama": Mllama,
+}
+
+# Known, looked at, and left out.
+REFUSED: dict[str, str] = {
+    "glm_image": (
+        "it draws pictures: the positions of what it draws are kept on the model between calls, so "
+        "no remembered prefix can be continued exactly; use it without Keepsight"
+    ),
+}
+
+# Where the tower decides how images come: Pixtral 12B is a LLaVA.
+_BY_TOWER: dict[tuple[str, str], type[Family]] = {("llava", "pixtral"): Mistral3}
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """The family of a model. One of a type that nobody has written down is not `proven`: whoever
+    takes it has to try it first (trial.py)."""
+    model_type = getattr(model.config, "model_type", "?")
+    if getattr(model, "thinker", None) is not None:
+        raise UnsupportedModel(
+            f"{model_type} thinks and talks; wrap the part that thinks: ks.wrap(model.thinker, ...)"
+        )
+    if model_type in REFUSED:
+        raise UnsupportedModel(f"model type {model_type!r}: {REFUSED[model_type]}")
+    if model_type not in SUPPORTED:
+        family = Cast(model)
+        family.proven = False
+        return family
+    tower = getattr(getattr(model.config, "vision_config", None), "model_type", "")
+    return _BY_TOWER.get((model_type, tower), SUPPORTED[model_type])(model)

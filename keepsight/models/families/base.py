@@ -1,0 +1,399 @@
+"""The generic family: right for every model that takes `mm_encoder_outputs`, by asking the model.
+
+It asks Transformers for whatever Transformers knows: `get_image_features` for the tower,
+`get_rope_index` for multimodal positions, the processor's `replace_image_token` for the prompt text
+of an image. It keeps no state of a conversation, and trusts none that the model keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight import digests
+from keepsight.errors import (
+    DamagedFile,
+    InputError,
+    PlaceholderMismatch,
+    UnsupportedInput,
+    UnsupportedModel,
+    WrongIdentity,
+)
+from keepsight.formats.package import Layout, Package
+from keepsight.models.families.pixels import (
+    SWITCHES,
+    Part,
+    Pixels,
+    all_tensors,
+    embedding_of,
+    is_numeric,
+    own,
+    parameters,
+    parse_layout,
+    refuse_dropped,
+    rows_of,
+    settled,
+    with_others,
+)
+from keepsight.models.families.tower_absent import absent_parts
+from keepsight.models.families.tower_tensors import TowerTensors
+
+# How families end a turn. A boundary stands behind each, so a turn can be continued.
+TURN_ENDS = (
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<|end|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "</s>",
+)
+
+
+class Family:
+    """One model, seen through what its family does. Subclasses change only what differs."""
+
+    # What of a prompt can serve another prompt (law 4):
+    #   "prefix"        everything up to any boundary;
+    #   "same media"    boundaries stand behind the last medium only: a later medium would change
+    #                   what stands before it;
+    #   "whole prompt"  nothing but the identical prompt: all of its tokens see each other.
+    reuse = "prefix"
+    proven = True  # False for a type that no test has shown exact: it is tried first (trial.py)
+    feeds_stock = True  # whether stock `generate` takes features, so that `vlm.inputs` can give any
+    answers = True  # False for a vision tower alone: packages, and no prompt they stand in
+    decodes_together = True  # False where a row of a padded batch is not what it is alone
+    sees_whole_media = False  # whether the tokens of one medium attend to each other both ways
+    # Ids that close a medium whose framing tokens are seen by those before them: a boundary stands
+    # behind the first of these, not behind the last placeholder.
+    media_ends: frozenset[int] = frozenset()
+    beside_the_tower: tuple[str, ...] = ()  # parts that forward runs on features that it is given
+    also_takes: tuple[str, ...] = ()  # tensors of a processor beside what the encoder itself takes
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.core: Any = model.base_model
+        if self.encoder is None or "mm_encoder_outputs" not in parameters(model.forward):
+            raise UnsupportedModel(
+                f"model type {model.config.model_type!r} ({type(model).__name__}) takes no "
+                "precomputed features (`mm_encoder_outputs`); "
+                "Keepsight needs transformers >= 5.23 and an image-text-to-text model"
+            )
+        self.image_token_id: int = self._image_token()
+        self.video_token_id: int | None = getattr(model.config, "video_token_id", None)
+        self.mrope = hasattr(self.core, "get_rope_index")
+        self._encoder_inputs = set(parameters(self.encoder)) - SWITCHES
+        self.tower_tensors = TowerTensors(self.core)
+
+    @property
+    def encoder(self) -> Any:
+        """What makes features of pixels; it may be exchanged at any time."""
+        return getattr(self.core, "get_image_features", None)
+
+    def _image_token(self) -> int:
+        config: Any = self.model.config
+        for name in ("image_token_id", "image_token_index"):
+            token = getattr(config, name, None)
+            if isinstance(token, int):
+                return token
+        raise UnsupportedModel(f"{type(config).__name__} names no image token")
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """The id that stands for a token of a medium, for each modality that the family sees."""
+        return {"image": self.image_token_id}
+
+    def spots(self, row: np.ndarray, kind: str) -> np.ndarray:
+        """Where the placeholders of one kind of media stand in a prompt."""
+        return np.flatnonzero(row == self.placeholders[kind])
+
+    @property
+    def tensor_inputs(self) -> set[str]:
+        """The tensors of a processor's output that describe media."""
+        return {*self._encoder_inputs, *self.also_takes}
+
+    # -- identity --------------------------------------------------------------------------------
+
+    def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything that makes features: all weights that are neither decoder nor output head."""
+        skip = {id(t) for module in self.text_modules() for _, t in all_tensors(module)}
+        for name, tensor in all_tensors(self.model):
+            if id(tensor) not in skip:
+                yield name, tensor
+
+    def text_modules(self) -> Iterator[torch.nn.Module]:
+        """The parts that no picture goes through: the decoder and the output head."""
+        for module in (self.model.get_decoder(), self.model.get_output_embeddings()):
+            if module is not None:
+                yield module
+
+    def vision_settings(self) -> str:
+        """The digest of the configuration that the tower and its projector run under."""
+        return digests.digest("vision settings", settled(self.model.config.to_dict()))
+
+    def turn_ends(self, tokenizer: Any) -> frozenset[int]:
+        """Ids after which a turn is over."""
+        ids: set[int] = set()
+        for config in (self.model.generation_config, self.model.config.get_text_config()):
+            eos = getattr(config, "eos_token_id", None)
+            ids.update([eos] if isinstance(eos, int) else eos or [])
+        if tokenizer is not None:
+            vocabulary = tokenizer.get_vocab()
+            ids.update(vocabulary[name] for name in TURN_ENDS if name in vocabulary)
+        return frozenset(ids)
+
+    def processor(self, given: Any) -> Any:
+        """The processor of such a model, where users have something else in hand."""
+        return given
+
+    # -- images in -------------------------------------------------------------------------------
+
+    def placed(self, layout: Layout, number: int) -> Layout:
+        """The prompt text of an image that is the `number`th of its conversation, from 0 on."""
+        return layout
+
+    def preprocess_other(
+        self, processor: Any, medium: Any, options: dict[str, Any], modality: str
+    ) -> Pixels:
+        """One video or audio clip through its processor, where the family takes such."""
+        raise UnsupportedInput(f"{self.model.config.model_type} takes no {modality} here")
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        """One image through the checkpoint's own image processor."""
+        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
+        text = processor.replace_image_token(processed, 0, **options)
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return self._pixels(dict(processed), parse_layout(text, placeholder))
+
+    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+        """The rendered text as the processor would pass it on to the tokenizer.
+
+        `written` finds the images that the template wrote, and none that a user typed.
+        """
+        return text
+
+    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+        tensors = {
+            name: torch.as_tensor(value)
+            for name, value in processed.items()
+            if name in self._encoder_inputs
+        }
+        grid = {
+            name: torch.as_tensor(value).tolist()
+            for name, value in processed.items()
+            if not name.startswith("pixel_") and is_numeric(value)
+        }
+        return Pixels(tensors, grid, layout)
+
+    def split(self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]) -> list[Pixels]:
+        """The media of a processor's packed output, one by one, in prompt order.
+
+        `rows` are the ids of each prompt of the batch, without padding.
+        """
+        media = self.split_tensors(tensors, rows)
+        refuse_dropped(media, tensors, self._encoder_inputs)
+        return media
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        """The same, as the family packs its media."""
+        pixels = tensors.get("pixel_values")
+        if pixels is None:
+            return []
+        grids = tensors.get("image_grid_thw")
+        if grids is None:
+            media = self._split_rows(pixels, np.concatenate(rows))
+            return with_others(media, tensors, self._encoder_inputs)
+        patches = grids.prod(-1).tolist()
+        if sum(patches) != pixels.shape[0]:
+            raise PlaceholderMismatch(
+                f"image_grid_thw describes {sum(patches)} patches, pixel_values has "
+                f"{pixels.shape[0]}"
+            )
+        tokens = [self._tokens_of(row) for row in grids.tolist()]
+        parts = zip(torch.split(pixels, patches), grids.split(1), tokens, strict=True)
+        media = [self._pixels({"pixel_values": p, "image_grid_thw": g}, (n,)) for p, g, n in parts]
+        return with_others(media, tensors, self._encoder_inputs)
+
+    def _tokens_of(self, row: list[int]) -> int:
+        tokens = self._grid_tokens({"image_grid_thw": [row]})
+        if tokens is None:
+            raise InputError(f"image_grid_thw has a row {row}, which is no whole number of tokens")
+        return tokens
+
+    def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:
+        """One row of `pixel_values` for one image."""
+        tokens = self.tokens_per_row(pixels.shape[0], ids)
+        return [self._pixels({"pixel_values": row[None]}, (tokens,)) for row in pixels]
+
+    def tokens_per_row(self, rows: int, ids: np.ndarray) -> int:
+        """How many placeholders each row of `pixel_values` has, where that number is fixed."""
+        total = int((ids == self.image_token_id).sum())
+        if not rows or total == 0 or total % rows:
+            raise PlaceholderMismatch(
+                f"the prompt has {total} image placeholders, which {rows} images cannot share"
+            )
+        return total // rows
+
+    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+        """The pixels of several media as a processor would have packed them, for stock forward."""
+        names = media[0].tensors if media else {}
+        return {name: torch.cat([m.tensors[name] for m in media]) for name in names}
+
+    # -- the tower -------------------------------------------------------------------------------
+
+    @property
+    def tower_absent(self) -> bool:
+        """Whether the model was loaded without its tower."""
+        return bool(absent_parts(self.model))
+
+    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        """One medium through the tower, alone. Its features, and how the model wants several.
+
+        Alone, because packing images changes bf16 results (law 2: neighbours never change a bit).
+        """
+        device = self.model.device
+        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
+        output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
+        pooled = output.pooler_output
+        container = "tensor" if isinstance(pooled, torch.Tensor) else "list"
+        tensors = {"features": pooled if container == "tensor" else pooled[0]}
+        for level, feature in enumerate(getattr(output, "deepstack_features", None) or []):
+            tensors[f"deepstack.{level}"] = feature[0]
+        return {name: own(tensor) for name, tensor in tensors.items()}, container
+
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
+        """What upstream's encoder makes of the tensors of one medium."""
+        return self.encoder(**inputs, return_dict=True)
+
+    def check_package(self, package: Package) -> None:
+        """Refuse a package that claims this model but cannot be its own, by name."""
+        width, levels = self.feature_width(), self._levels()
+        features = package.tensors["features"]
+        if features.shape[-1] != width:
+            self.refuse_width(width, features.shape[-1])
+        found = sum(name.startswith("deepstack.") for name in package.tensors)
+        if found != levels:
+            raise WrongIdentity("number of deepstack levels", levels, found)
+        if self.mrope and self._grid_tokens(package.grid) != package.tokens:
+            raise DamagedFile(
+                f"the package's grid {package.grid} does not describe its {package.tokens} tokens"
+            )
+
+    def refuse_width(self, width: int, found: int) -> None:
+        """The refusal of features made for another model."""
+        raise WrongIdentity("width of the features", width, found)
+
+    def feature_width(self) -> int:
+        """How wide the features are: as wide as the decoder's embeddings, which they replace."""
+        return int(embedding_of(self.model).embedding_dim)
+
+    def merge_size(self) -> int:
+        """How many patches a side become one token."""
+        return int(self.core.visual.spatial_merge_size)
+
+    def _levels(self) -> int:
+        vision: Any = getattr(self.model.config, "vision_config", None)
+        return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+    def _grid_tokens(self, grid: dict[str, list[Any]]) -> int | None:
+        """How many tokens one image of this grid has, or None where it is no grid of one image."""
+        merge = self.merge_size()
+        match grid.get("image_grid_thw"):
+            case [[int(t), int(h), int(w)]] if min(t, h, w) > 0 and not (h % merge or w % merge):
+                return t * (h // merge) * (w // merge)
+        return None
+
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+        """What forward takes in place of pixels. `ids` are those of the chunk, shape (1, n).
+
+        `parts` is empty for a chunk of text.
+        """
+        return {"mm_encoder_outputs": self.encoder_outputs(parts)} if parts else {}
+
+    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """`mm_encoder_outputs` from rows a to b of some packages.
+
+        A new wrapper each time: upstream's `generate` replaces attributes of the one it is given.
+        """
+        device, dtype = self.model.device, self.model.dtype
+
+        def rows(name: str) -> tuple[torch.Tensor, ...]:
+            return tuple(rows_of(p.tensors[name], a, b).to(device, dtype) for p, a, b in parts)
+
+        features: Any = rows("features")
+        if parts[0][0].container == "tensor":
+            features = torch.cat(features)[None]
+        output = SimpleNamespace(pooler_output=features)
+        levels = sum(name.startswith("deepstack.") for name in parts[0][0].tensors)
+        output.deepstack_features = [rows(f"deepstack.{i}") for i in range(levels)]
+        return {"image": output}
+
+    # -- what a prompt needs beside ids and features ---------------------------------------------
+
+    def chunk_inputs(
+        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        """Further inputs of the forward pass over tokens `start` to `end` of a prompt.
+
+        `ids` and `types` (0 text, 1 image, 2 video, 3 audio) are those of the whole prompt. Where
+        upstream wants type ids of everything from the first token on, give `types[:end]`.
+        """
+        return {}
+
+    def media_inputs(
+        self, ids: np.ndarray, grids: Sequence[dict[str, list[Any]]], start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        """What tokens `start` to `end` see of the media, where that is an input of its own.
+
+        `end` may lie behind the prompt: decoded tokens see what the last token of the prompt sees.
+        """
+        return {}
+
+    def step_inputs(self, rows: int, length: int) -> dict[str, torch.Tensor]:
+        """Further inputs of a decode step: one new text token a row, `length` tokens with it."""
+        return {}
+
+    def prompt_inputs(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> dict[str, torch.Tensor]:
+        """What a processor adds to ids and pixels, for the stock path: shapes (1, n), grids."""
+        inputs = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
+        if self.mrope:
+            inputs["mm_token_type_ids"] = torch.from_numpy(types.astype(np.int64))[None]
+        return inputs
+
+    # -- positions -------------------------------------------------------------------------------
+
+    def positions(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> torch.Tensor:
+        """Explicit positions of the whole prompt: (1, n), or (4, 1, n) with multimodal rope.
+
+        Computed from ids and grids each time; upstream's `rope_deltas` belongs to whoever called
+        last. The first of the four rows is the plain text position, which masks are built from.
+        """
+        plain = torch.arange(len(ids))[None]
+        if not self.mrope:
+            return plain
+        if not types.any():
+            return plain[None].expand(4, 1, -1)
+        rope, _ = self.core.get_rope_index(
+            torch.from_numpy(ids.astype(np.int64))[None],
+            mm_token_type_ids=torch.from_numpy(types.astype(np.int64))[None],
+            **{name: torch.tensor(value) for name, value in self.rope_grid(grids).items()},
+        )
+        return torch.cat([plain[None], rope])
+
+    def rope_grid(self, grids: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+        """The grids of all media in the form `get_rope_index` takes."""
+        rows = [row for grid in grids for row in grid.get("image_grid_thw", [])]
+        return {"image_grid_thw": rows} if rows else {}

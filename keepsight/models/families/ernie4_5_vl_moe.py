@@ -1,0 +1,43 @@
+"""Families that send the tokens of pictures to experts of their own (Ernie 4.5 VL).
+
+Which experts a token meets follows from its id: the placeholders of media go to the vision experts,
+and so do the tokens that open and close a medium. Upstream takes that from the processor and uses
+text experts for everything where it is left out, without a word; here it is computed from the ids.
+A decoded token always meets the text experts, as in upstream's `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.models.families.paddleocr_vl import PaddleOcrVL
+
+_KINDS = {"image": 1, "video": 2}
+_PLACES = ("token_id", "start_token_id", "end_token_id")
+
+
+class Ernie45VLMoe(PaddleOcrVL):
+    """Every chunk says which of its tokens are a medium's."""
+
+    def _routes(self, ids: np.ndarray) -> torch.Tensor:
+        """0 for the text experts, 1 or 2 for those of vision; shape (1, n)."""
+        routes = np.zeros(len(ids), dtype=np.int64)
+        for kind, value in _KINDS.items():
+            own = [getattr(self.model.config, f"{kind}_{place}") for place in _PLACES]
+            routes[np.isin(ids, own)] = value
+        return torch.from_numpy(routes)[None]
+
+    def chunk_inputs(
+        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        return {"moe_mm_token_type_ids": self._routes(ids[start:end])}
+
+    def prompt_inputs(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> dict[str, torch.Tensor]:
+        inputs = super().prompt_inputs(ids, types, grids)
+        return {**inputs, "moe_mm_token_type_ids": self._routes(ids)}

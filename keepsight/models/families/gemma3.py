@@ -1,0 +1,93 @@
+"""Families where the tokens of one image see each other both ways (Gemma 3 and 4).
+
+Upstream's masks find the images by type ids, which must be those of everything from the first token
+on: it reads them by absolute position, and ids of the chunk alone are wrong without a word. A chunk
+of text needs none, and without them its mask is the plain causal one.
+
+Gemma 3 can show crops of an image behind it ("pan and scan", off by default). No tensor says which
+rows are crops, so `generate` takes each for an image of its own: the same answers, less shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.errors import PlaceholderMismatch, UnsupportedModel
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Pixels
+
+
+class Gemma3(Family):
+    """Every run of placeholders is one block; it is never cut."""
+
+    sees_whole_media = True
+    type_ids = "token_type_ids"  # what forward calls them
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        both_ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
+        if both_ways in (True, "all"):
+            raise UnsupportedModel(
+                "this model's text tokens see each other both ways: it embeds, it does not answer"
+            )
+
+    def chunk_inputs(
+        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        if not types[start:end].any():
+            return {}
+        return {self.type_ids: _row(types[:end])}
+
+    def prompt_inputs(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> dict[str, torch.Tensor]:
+        return {self.type_ids: _row(types)}
+
+
+class Gemma4(Gemma3):
+    """Images of any shape, padded to one number of patches (Gemma 4).
+
+    Small checkpoints are causal inside images too, and may be cut there.
+    """
+
+    type_ids = "mm_token_type_ids"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        text: Any = model.config.get_text_config()
+        self.sees_whole_media = text.use_bidirectional_attention == "vision"
+
+    def chunk_inputs(
+        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        return super().chunk_inputs(ids, types, start, end) if self.sees_whole_media else {}
+
+    def _pixels(self, processed: dict[str, Any], layout: Any) -> Pixels:
+        """Without a grid: nothing but the tower asks where the patches stand."""
+        names = [name for name in processed if name in self._encoder_inputs]
+        return Pixels({name: torch.as_tensor(processed[name]) for name in names}, {}, layout)
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        pixels, places = tensors.get("pixel_values"), tensors.get("image_position_ids")
+        if pixels is None:
+            return []
+        if places is None:
+            raise PlaceholderMismatch("pixel_values came without image_position_ids")
+        pool: Any = self.model.config.vision_config  # type: ignore[attr-defined]
+        media = []
+        for row, place in zip(pixels.split(1), places.split(1), strict=True):
+            patches = int((place != -1).all(-1).sum())
+            processed = {"pixel_values": row, "image_position_ids": place}
+            media.append(self._pixels(processed, (patches // pool.pooling_kernel_size**2,)))
+        return media
+
+
+def _row(types: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(types.astype(np.int64))[None]

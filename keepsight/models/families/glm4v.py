@@ -1,0 +1,34 @@
+"""Families whose videos are written with the placeholders of images (GLM-4V and its kin).
+
+What stands between the marks of a video belongs to it, a run for each step in time with the seconds
+written behind; everything else is an image. Upstream counts all of them for either kind, so a stock
+prompt cannot hold both; here features go in together, in the order in which they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Part
+from keepsight.models.families.qwen_vl import QwenVL
+
+
+class Glm4v(QwenVL):
+    """One placeholder for images and videos; marks tell them apart."""
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        return {"image": self.image_token_id, "video": self.image_token_id}
+
+    def spots(self, row: np.ndarray, kind: str) -> np.ndarray:
+        config: Any = self.model.config
+        opened = np.cumsum(row == config.video_start_token_id)
+        inside = opened > np.cumsum(row == config.video_end_token_id)
+        return np.flatnonzero((row == self.image_token_id) & (inside == (kind == "video")))
+
+    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+        return Family.encoder_outputs(self, parts)

@@ -1,0 +1,36 @@
+"""Families whose processor takes several pages for one image (GOT-OCR 2).
+
+Keepsight gives it one image at a time, so one image is one page, of one or more tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from keepsight.models.families.internvl import InternVL
+from keepsight.models.families.pixels import Pixels, parse_layout
+
+
+class GotOcr2(InternVL):
+    """Tiled as InternVL is; the text of an image depends on pages and on tokens for a tile."""
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        """One page through the checkpoint's own image processor."""
+        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
+        text = processor.replace_image_token(
+            processed,
+            0,
+            num_pages_per_batch=[1],
+            num_image_tokens=processor.num_image_tokens,
+        )
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return self._pixels(dict(processed), parse_layout(text, placeholder))
+
+    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        """In the tower's dtype: this tower, unlike others, does not convert what it is given."""
+        dtype = self.core.vision_tower.dtype
+        tensors = {name: tensor.to(dtype) for name, tensor in pixels.tensors.items()}
+        return super().encode(dataclasses.replace(pixels, tensors=tensors))

@@ -1,0 +1,347 @@
+"""Families that show an image as a list of tiles, each with placeholders and a mark of its own.
+
+Idefics 2 and 3, SmolVLM, LFM2-VL, MiniCPM-V 4.6. In a processor's packed output the tiles of all
+images lie one after another, and no tensor says where an image ends. The prompt does: each family
+writes other tokens between two images than between two tiles of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.errors import ImageError, InputError, PlaceholderMismatch
+from keepsight.formats.package import Layout
+from keepsight.models import upstream
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Pixels, own, parse_layout
+
+Tensors = dict[str, torch.Tensor]
+Span = tuple[int, int]  # where the placeholders of one tile stand
+
+
+class Marked(Family):
+    """What these families share. A family says how tiles are packed and where an image begins."""
+
+    names: tuple[str, ...] = ("pixel_values",)
+
+    # -- what a family gives ---------------------------------------------------------------------
+
+    def tiles(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> tuple[Tensors, list[int]]:
+        """All tiles, one after another, and how many tokens each has."""
+        raise NotImplementedError
+
+    def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
+        """Whether the tile of this number (1 or more) is the first of another image."""
+        raise NotImplementedError
+
+    def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
+        """What the tower takes in for some tiles, and nothing of others."""
+        raise NotImplementedError
+
+    def settings(self, processor: Any) -> dict[str, Any]:
+        """What the processor itself adds to the options of an image."""
+        return dict(processor.images_kwargs)
+
+    # -- images in -------------------------------------------------------------------------------
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        """By way of the processor, which knows how many rows, columns and tokens there are."""
+        given = {**self.settings(processor), **options, "return_tensors": "pt"}
+        processed, texts = upstream.process_images(processor, [image], **given)
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        layout = parse_layout(texts[0], placeholder)
+        ids = np.full(sum(n for n in layout if isinstance(n, int)), self.image_token_id)
+        tensors = {name: torch.as_tensor(processed[name]) for name in self.names}
+        tiles, counts = self.tiles(tensors, [ids])
+        return Pixels(self.cut(tiles, 0, len(counts)), {}, layout)
+
+    def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
+        """The tiles of each image, by the marks in the prompts."""
+        if tensors.get("pixel_values") is None:
+            return []
+        tiles, counts = self.tiles(tensors, rows)
+        media, used = [], 0
+        for ids in rows:
+            for first, end in self._images(ids, counts[used:]):
+                layout = tuple(counts[used + first : used + end])
+                media.append(Pixels(self.cut(tiles, used + first, used + end), {}, layout))
+            used = sum(len(pixels.layout) for pixels in media)
+        if used != len(counts):
+            raise PlaceholderMismatch(f"{len(counts)} tiles for placeholders of {used}")
+        return media
+
+    def _images(self, ids: np.ndarray, counts: Sequence[int]) -> list[Span]:
+        """The first and last tile of each image of one prompt."""
+        spans = self._spans(ids, counts)
+        firsts = [i for i in range(len(spans)) if i == 0 or self.begins(ids, spans, i)]
+        return list(zip(firsts, [*firsts[1:], len(spans)], strict=True))
+
+    def _spans(self, ids: np.ndarray, counts: Sequence[int]) -> list[Span]:
+        spots = np.flatnonzero(ids == self.image_token_id)
+        spans: list[Span] = []
+        used = 0
+        while used < len(spots):
+            count = counts[len(spans)] if len(spans) < len(counts) else 0
+            found = spots[used : used + count]
+            if count < 1 or len(found) < count or found[-1] - found[0] != count - 1:
+                raise PlaceholderMismatch(
+                    f"tile {len(spans)} has {count} tokens, the prompt has no such run at "
+                    f"{spots[used]}"
+                )
+            spans.append((int(found[0]), int(found[-1]) + 1))
+            used += count
+        return spans
+
+    # -- the tower -------------------------------------------------------------------------------
+
+    def encode(self, pixels: Pixels) -> tuple[Tensors, str]:
+        """All tiles of one image, joined: the model takes one list entry for each image."""
+        device = self.model.device
+        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
+        output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
+        features = torch.cat(list(output.pooler_output))
+        tokens = sum(part for part in pixels.layout if isinstance(part, int))
+        if len(features) != tokens:
+            # Idefics takes a tile of zeros for padding and leaves it out.
+            raise ImageError(f"the vision tower gave {len(features)} rows for {tokens} tokens")
+        return {"features": own(features)}, "list"
+
+
+class Idefics3(Marked):
+    """`pixel_values` of shape (prompts, most tiles, channels, height, width), with a mask.
+
+    Each tile stands behind a token that opens it and names its place; the last tile of an image,
+    the whole picture, is closed by that same token. A prompt with fewer tiles ends in empty ones.
+    """
+
+    names = ("pixel_values", "pixel_attention_mask")
+
+    def tiles(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> tuple[Tensors, list[int]]:
+        pixels, mask = tensors["pixel_values"], tensors.get("pixel_attention_mask")
+        if pixels.dim() != 5 or len(pixels) != len(rows):
+            raise InputError(
+                f"expected pixel_values of shape ({len(rows)}, tiles, channels, height, width), "
+                f"got {tuple(pixels.shape)}"
+            )
+        if mask is None:
+            mask = torch.ones((*pixels.shape[:2], *pixels.shape[3:]), dtype=torch.long)
+        if mask.shape != (*pixels.shape[:2], *pixels.shape[3:]):
+            raise InputError(f"pixel_attention_mask has shape {tuple(mask.shape)}")
+        each = int(self.core.image_seq_len)
+        used = [int((ids == self.image_token_id).sum()) // each for ids in rows]
+        for row, count in zip(pixels, used, strict=True):
+            if count > len(row) or row[count:].any():
+                raise PlaceholderMismatch(
+                    f"pixel_values has {len(row)} tiles in a prompt with placeholders of {count}"
+                )
+        return {
+            "pixel_values": torch.cat([row[:n] for row, n in zip(pixels, used, strict=True)]),
+            "pixel_attention_mask": torch.cat([row[:n] for row, n in zip(mask, used, strict=True)]),
+        }, [each] * sum(used)
+
+    def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
+        """Between two images stand a token that closes and another of its kind that opens."""
+        mark = ids[spans[-1][1] : spans[-1][1] + 1]
+        gap = ids[spans[number - 1][1] : spans[number][0]]
+        inside = len(gap) > 1 and len(mark) and (gap[0] != mark[0] or mark[0] not in gap[1:])
+        return not inside
+
+    def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
+        return {name: tensor[start:end][None] for name, tensor in tiles.items()}
+
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
+        """The tiles of one prompt, one after another."""
+        return {
+            name: torch.cat([m.tensors[name] for m in media], 1) for name in self.names if media
+        }
+
+
+class Idefics2(Idefics3):
+    """Images of any shape, each padded to the largest of a call; the mask says where it ends.
+
+    One token stands before and behind an image and between its parts, and a single one between two
+    images side by side. So no prompt tells parts from images, and `generate` takes each part for an
+    image of its own: the same answers, less shared.
+    """
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        """The token behind the image is left to `prompt_text`, which knows what follows."""
+        processed = processor.image_processor([[image]], **{**options, "return_tensors": "pt"})
+        tensors = {name: processed[name] for name in self.names if name in processed}
+        parts, each = tensors["pixel_values"].shape[1], int(self.core.image_seq_len)
+        tiles, _ = self.tiles(tensors, [np.full(parts * each, self.image_token_id)])
+        layout = (processor.fake_image_token, int(processor.image_seq_len)) * parts
+        return Pixels(self.cut(tiles, 0, parts), {}, layout)
+
+    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+        mark, parts, cursor = processor.fake_image_token, [], 0
+        spots = list(written.finditer(text))
+        starts = {spot.start() for spot in spots}
+        for spot in spots:
+            parts.append(text[cursor : spot.end()])
+            cursor = spot.end()
+            if cursor not in starts:
+                parts.append(mark)
+                # Upstream sets off a word that would touch it.
+                parts.append(" " if re.match(r"[^\s<]", text[cursor:]) else "")
+        return "".join([*parts, text[cursor:]])
+
+    def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
+        return True
+
+    def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
+        """Without the rim that only a larger neighbour asked for."""
+        part = super().cut(tiles, start, end)
+        seen = part["pixel_attention_mask"].bool().flatten(0, 1).any(0)
+        if not seen.any():
+            return part
+        height, width = (int(seen.any(axis).nonzero()[-1]) + 1 for axis in (1, 0))
+        return {name: tensor[..., :height, :width] for name, tensor in part.items()}
+
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
+        """Each image in the upper left corner of what holds the largest."""
+        sizes = [medium.tensors["pixel_attention_mask"].shape[-2:] for medium in media]
+        height, width = (max((size[axis] for size in sizes), default=0) for axis in (0, 1))
+        grown = []
+        for medium, size in zip(media, sizes, strict=True):
+            rim = (0, width - size[1], 0, height - size[0])
+            filled = {n: torch.nn.functional.pad(t, rim) for n, t in medium.tensors.items()}
+            grown.append(dataclasses.replace(medium, tensors=filled))
+        return super().join_pixels(grown)
+
+
+class Lfm2Vl(Marked):
+    """`pixel_values` of shape (tiles, most patches, values), with a mask and a shape for each.
+
+    One token names a tile and stands before it. Between two images there are at least two: one
+    that closes, one that opens. Written without such tokens, each tile is an image of its own.
+    """
+
+    names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+
+    def settings(self, processor: Any) -> dict[str, Any]:
+        marks = {"use_image_special_tokens": processor.use_image_special_tokens}
+        return {**super().settings(processor), **marks}
+
+    def tiles(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> tuple[Tensors, list[int]]:
+        pixels, mask, shapes = (tensors[name] for name in self.names)
+        patches = shapes.long().prod(-1)
+        if pixels.dim() != 3 or mask.shape != pixels.shape[:2] or shapes.shape != (len(pixels), 2):
+            raise InputError(
+                "expected pixel_values (tiles, patches, values), pixel_attention_mask (tiles, "
+                f"patches) and spatial_shapes (tiles, 2), got {tuple(pixels.shape)}, "
+                f"{tuple(mask.shape)} and {tuple(shapes.shape)}"
+            )
+        factor = int(self.model.config.downsample_factor)
+        wanted = torch.arange(pixels.shape[1]) < patches.cpu()[:, None]
+        whole = int(shapes.min()) > 0 and not (shapes % factor).any()
+        if not whole or int(patches.max()) > pixels.shape[1] or not mask.cpu().bool().equal(wanted):
+            raise InputError(
+                f"spatial_shapes {shapes.tolist()} do not describe pixel_attention_mask, or are "
+                f"not made of cells of {factor} by {factor} patches"
+            )
+        tiles = {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+        return tiles, (patches // factor**2).tolist()
+
+    def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
+        closing = ids[spans[-1][1] : spans[-1][1] + 1]
+        gap = ids[spans[number - 1][1] : spans[number][0]]
+        return len(gap) != 1 or gap[0] in closing
+
+    def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
+        """With no more padding than these tiles need."""
+        part = {name: tensor[start:end] for name, tensor in tiles.items()}
+        most = int(part["spatial_shapes"].long().prod(-1).max())
+        padded = {name: part[name][:, :most] for name in self.names[:2]}
+        return {**part, **padded}
+
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
+        """Each tile padded to the most patches."""
+        most = max((m.tensors["pixel_values"].shape[1] for m in media), default=0)
+        joined = {}
+        for name in self.names if media else ():
+            parts = [m.tensors[name] for m in media]
+            if name != "spatial_shapes":
+                parts = [_fill(part, most) for part in parts]
+            joined[name] = torch.cat(parts)
+        return joined
+
+
+class MiniCpmV(Marked):
+    """`pixel_values` of shape (1, channels, patch side, columns): all patches on the last axis.
+
+    The whole picture comes first, behind the token that opens an image; its slices have another.
+    The processor numbers the images of a prompt, so where an image stands is part of its text.
+    """
+
+    names = ("pixel_values", "target_sizes")
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        """The text begins with two pieces where a number belongs between them."""
+        pixels = super().preprocess(processor, image, options)
+        numbered = processor.use_image_id
+        numbered = processor.default_use_image_id if numbered is None else numbered
+        if not numbered:
+            return pixels
+        first, *rest = pixels.layout
+        layout = (processor.image_id_start_token, f"{processor.image_id_end_token}{first}", *rest)
+        return Pixels(pixels.tensors, pixels.grid, layout)
+
+    def placed(self, layout: Layout, number: int) -> Layout:
+        if len(layout) < 2 or not isinstance(layout[0], str) or not isinstance(layout[1], str):
+            return layout
+        return (layout[0], str(number), *layout[1:])
+
+    def tiles(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> tuple[Tensors, list[int]]:
+        pixels, sizes = (tensors[name] for name in self.names)
+        if pixels.dim() != 4 or len(pixels) != 1 or sizes.dim() != 2 or sizes.shape[1] != 2:
+            raise InputError(
+                "expected pixel_values (1, channels, patch, columns) and target_sizes (tiles, 2), "
+                f"got {tuple(pixels.shape)} and {tuple(sizes.shape)}"
+            )
+        patches = sizes.long().prod(-1)
+        side = 4 if self.model.config.downsample_mode == "4x" else 16
+        cell = int(side**0.5)
+        if int(sizes.min()) < 1 or (sizes % cell).any():
+            raise InputError(
+                f"target_sizes {sizes.tolist()} are not made of cells of {cell} by {cell} patches"
+            )
+        if int(patches.sum()) * pixels.shape[2] != pixels.shape[3]:
+            raise PlaceholderMismatch(
+                f"target_sizes describe {int(patches.sum())} patches, pixel_values has "
+                f"{pixels.shape[3] / pixels.shape[2]:g}"
+            )
+        return {"pixel_values": pixels, "target_sizes": sizes}, (patches // side).tolist()
+
+    def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
+        if spans[0][0] == 0:
+            return True
+        return bool(ids[spans[number][0] - 1] == ids[spans[0][0] - 1])
+
+    def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
+        pixels, sizes = tiles["pixel_values"], tiles["target_sizes"]
+        ends = [0, *(sizes.long().prod(-1).cumsum(0) * pixels.shape[2]).tolist()]
+        return {
+            "pixel_values": pixels[..., ends[start] : ends[end]],
+            "target_sizes": sizes[start:end],
+        }
+
+    def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
+        """All patches on the last axis."""
+        if not media:
+            return {}
+        return {
+            "pixel_values": torch.cat([m.tensors["pixel_values"] for m in media], -1),
+            "target_sizes": torch.cat([m.tensors["target_sizes"] for m in media]),
+        }
+
+
+def _fill(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    more = tensor.new_zeros(len(tensor), rows - tensor.shape[1], *tensor.shape[2:])
+    return torch.cat([tensor, more], 1)

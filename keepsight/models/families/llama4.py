@@ -1,0 +1,51 @@
+"""Families that project an image's features where they enter the decoder (Llama 4).
+
+What the tower gives is kept as it is, in the tower's own width, and the model projects it in each
+forward pass; so the features stand in `last_hidden_state`, and nothing is pooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.models.families.aya_vision import AyaVision
+from keepsight.models.families.pixels import Part, Pixels, own, rows_of
+
+
+class Llama4(AyaVision):
+    """Tiles of unprojected features."""
+
+    beside_the_tower = ("multi_modal_projector",)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        # Upstream takes the positions of its attention temperature from the length of the cache,
+        # in which the padding of a shorter row counts.
+        self.decodes_together = not model.config.get_text_config().attn_temperature_tuning
+
+    def closing(self, row: np.ndarray, end: int) -> int | None:
+        return int(self.model.config.eoi_token_index)  # type: ignore[attr-defined]
+
+    def feature_width(self) -> int:
+        """The width of the tower, not of the decoder."""
+        config: Any = self.model.config
+        return int(config.vision_config.vision_output_dim)
+
+    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        """In the tower's dtype: upstream's processor makes bfloat16 for any model."""
+        dtype = self.core.vision_model.dtype
+        tiles = pixels.tensors["pixel_values"].to(self.model.device, dtype)
+        output = self.encoder(tiles, return_dict=True)
+        return {"features": own(output.last_hidden_state)}, "tensor"
+
+    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Rows of features, where this model looks for them."""
+        device, dtype = self.model.device, self.model.dtype
+        rows = [rows_of(p.tensors["features"], a, b).to(device, dtype) for p, a, b in parts]
+        return {"image": SimpleNamespace(last_hidden_state=torch.cat(rows)[None])}

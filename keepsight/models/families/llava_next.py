@@ -1,0 +1,100 @@
+"""Families that cut an image into tiles by its shape, and pad each image to the most tiles.
+
+LLaVA-NeXT and LLaVA-OneVision. The tower sees the whole image and its tiles; what it makes of the
+tiles is put together, freed of the borders and given a mark at the end of each row. Tiles that only
+fill up a batch belong to the neighbours: they are dropped before an image is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.errors import PlaceholderMismatch
+from keepsight.formats.package import Layout
+from keepsight.models import upstream
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Pixels, with_sizes
+
+
+class LlavaNext(Family):
+    """`pixel_values` of shape (images, most tiles, channels, height, width), with `image_sizes`.
+
+    LLaVA-OneVision shows each of several images of one prompt whole, without tiles, where it is
+    told so with `batch_num_images`. How many the others are must not matter: 2 stands for several.
+    Messages show every image in tiles, however many there are: else a second one would change the
+    first. (The processor does so with a flat list of images; its `apply_chat_template` nests them.)
+    """
+
+    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+        tensors = {
+            name: torch.as_tensor(processed[name]) for name in ("pixel_values", "image_sizes")
+        }
+        if "batch_num_images" in self._encoder_inputs:
+            several = int(torch.as_tensor(processed.get("batch_num_images", 1)).max()) > 1
+            tensors["batch_num_images"] = torch.tensor([2 if several else 1])
+        return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        """One image after another, each with its own tiles only."""
+        given = with_sizes(tensors, "images", "tiles", "channels", "height", "width")
+        if given is None:
+            return []
+        pixels, sizes = given
+        media = []
+        for row, size, among in zip(pixels, sizes, self._among(tensors, len(pixels)), strict=True):
+            tiles = 1 if among > 1 else self._tiles(size)
+            if tiles > len(row):
+                raise PlaceholderMismatch(
+                    f"an image of {size.tolist()} has {tiles} tiles, pixel_values only {len(row)}"
+                )
+            part = {"pixel_values": row[None, :tiles], "image_sizes": size[None]}
+            layout = (self._tokens(tiles, size),)
+            media.append(self._pixels({**part, "batch_num_images": among}, layout))
+        return media
+
+    def _among(self, tensors: dict[str, torch.Tensor], images: int) -> list[int]:
+        """For each image, how many stand in its prompt, where the processor says so."""
+        given = tensors.get("batch_num_images")
+        among = [1] * images if given is None else [n for n in given.tolist() for _ in range(n)]
+        if len(among) != images:
+            raise PlaceholderMismatch(
+                f"batch_num_images speaks of {len(among)} images, pixel_values holds {images}"
+            )
+        return among
+
+    def _tiles(self, size: torch.Tensor) -> int:
+        config: Any = self.model.config
+        side = config.vision_config.image_size
+        return upstream.tiles_of(size, config.image_grid_pinpoints, side)
+
+    def _tokens(self, tiles: int, size: torch.Tensor) -> int:
+        """What is left of the tiles, counted by the model itself on features of width one."""
+        config: Any = self.model.config
+        side = config.vision_config.image_size // config.vision_config.patch_size
+        own = {"vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None)}
+        if "batch_num_images" not in self._encoder_inputs:
+            own = {"vision_feature_select_strategy": config.vision_feature_select_strategy}
+        _, counts = self.core.pack_image_features(
+            [torch.zeros(tiles, side * side, 1)], size[None], image_newline=torch.zeros(1), **own
+        )
+        return int(counts[0])
+
+    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+        """As many tiles for each image as the largest has."""
+        if not media:
+            return {}
+        parts = [m.tensors["pixel_values"] for m in media]
+        most = max(part.shape[1] for part in parts)
+        filled = [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts]
+        sizes = torch.cat([m.tensors["image_sizes"] for m in media])
+        joined = {"pixel_values": torch.cat(filled), "image_sizes": sizes}
+        if "batch_num_images" in self._encoder_inputs:
+            alone = int(media[0].tensors["batch_num_images"]) == 1
+            joined["batch_num_images"] = torch.tensor([1] * len(media) if alone else [len(media)])
+        return joined

@@ -1,0 +1,75 @@
+"""Families whose images keep their shape, padded to the largest of a batch (Pixtral's tower).
+
+The rim that fills up a batch belongs to the neighbours: it is cut off before an image is named. A
+row of cells ends with a token of its own, so an image has one run of placeholders for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.errors import InputError
+from keepsight.formats.package import Layout
+from keepsight.models import upstream
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Pixels, parse_layout, with_sizes
+
+
+class Mistral3(Family):
+    """`pixel_values` of shape (images, channels, largest height, width), with `image_sizes`."""
+
+    @property
+    def _cell(self) -> int:
+        """Pixels along one side of what one token shows."""
+        config: Any = self.model.config
+        patch: int = self.core.vision_tower.patch_size
+        return patch * int(getattr(config, "spatial_merge_size", 1))
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        """By way of the processor: it tells its image processor how large a cell is."""
+        given = {**processor.images_kwargs, **options, "return_tensors": "pt"}
+        processed, texts = upstream.process_images(processor, [image], **given)
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return self._pixels(dict(processed), parse_layout(texts[0], placeholder))
+
+    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+        names = ("pixel_values", "image_sizes")
+        tensors = {name: torch.as_tensor(processed[name]) for name in names}
+        return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        """One image after another, each cut to its own size."""
+        given = with_sizes(tensors, "images", "channels", "height", "width")
+        if given is None:
+            return []
+        pixels, sizes = given
+        media, cell = [], self._cell
+        for image, (height, width) in zip(pixels, sizes.tolist(), strict=True):
+            fits = 0 < height <= image.shape[1] and 0 < width <= image.shape[2]
+            if not fits or height % cell or width % cell:
+                raise InputError(
+                    f"an image of {height} by {width} pixels is not made of cells of {cell} that "
+                    f"fit into {tuple(image.shape[1:])}"
+                )
+            part = {"pixel_values": image[None, :, :height, :width]}
+            part["image_sizes"] = torch.tensor([[height, width]])
+            media.append(self._pixels(part, (width // cell,) * (height // cell)))
+        return media
+
+    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+        """Each image in the upper left corner of what holds the largest."""
+        if not media:
+            return {}
+        parts = [m.tensors["pixel_values"] for m in media]
+        sizes = torch.cat([m.tensors["image_sizes"] for m in media])
+        height, width = sizes.max(0).values.tolist()
+        room = parts[0].new_zeros(len(parts), parts[0].shape[1], height, width)
+        for i, part in enumerate(parts):
+            room[i, :, : part.shape[2], : part.shape[3]] = part[0]
+        return {"pixel_values": room, "image_sizes": sizes}

@@ -1,0 +1,61 @@
+"""A vision tower without a language model (MLCD): packages can be made, and nothing answered.
+
+Its features are what LLaVA's kind of model would take from it, one row for every patch and one for
+the class token in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Pixels, all_tensors, own
+
+
+class Mlcd(Family):
+    """`last_hidden_state` of one image; there is no prompt it could stand in."""
+
+    answers = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.core = model, model
+        self.image_token_id, self.video_token_id, self.mrope = -1, None, False
+        self._encoder_inputs = {"pixel_values"}
+
+    @property
+    def encoder(self) -> Any:
+        return self.model.forward
+
+    def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from all_tensors(self.model)
+
+    def text_modules(self) -> Iterator[torch.nn.Module]:
+        return iter(())
+
+    def turn_ends(self, tokenizer: Any) -> frozenset[int]:
+        return frozenset()
+
+    def processor(self, given: Any) -> Any:
+        """An image processor is all that such a checkpoint has."""
+        if given is None or hasattr(given, "image_processor"):
+            return given
+        return SimpleNamespace(image_processor=given, tokenizer=None)
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
+        side = int(self.model.config.patch_size)
+        height, width = processed["pixel_values"].shape[-2:]
+        return self._pixels(dict(processed), ((height // side) * (width // side) + 1,))
+
+    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        images = pixels.tensors["pixel_values"].to(self.model.device, self.model.dtype)
+        output = self.model(pixel_values=images, return_dict=True)
+        return {"features": own(output.last_hidden_state)}, "tensor"
+
+    def feature_width(self) -> int:
+        return int(self.model.config.hidden_size)

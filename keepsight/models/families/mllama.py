@@ -1,0 +1,167 @@
+"""Families whose images stand beside the sequence and are reached by cross attention (Mllama).
+
+An image is one token in the text, and one row of keys and values for each of its patches in some
+layers. A token sees the image before it, or all of a row of images. A token before the first image
+sees none: its mask is empty, and upstream makes that an even look at everything, padding and later
+images too. So a prompt is remembered only behind its last image, and padded tiles are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.errors import PlaceholderMismatch, UnsupportedInput, UnsupportedModel, WrongIdentity
+from keepsight.formats.package import Layout, Package
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Part, Pixels
+
+_MASK = "cross_attention_mask"
+
+
+class Mllama(Family):
+    """A package's one row is all that an image says: its tiles and their patches, laid flat."""
+
+    reuse = "same media"
+    also_takes = (_MASK,)
+    feeds_stock = False  # it would give the features again with each token, beside themselves
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.core = model, model.base_model
+        if not hasattr(self.core, "vision_model"):
+            raise UnsupportedModel(f"{type(model).__name__} has no vision tower")
+        self.image_token_id, self.video_token_id = self._image_token(), None
+        self.mrope = False
+        self._encoder_inputs = {"pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"}
+        vision: Any = model.config.vision_config  # type: ignore[attr-defined]
+        self._tiles = int(vision.max_num_tiles)
+        self._patches = int(self.core.vision_model.num_patches)
+
+    # -- images ----------------------------------------------------------------------------------
+
+    @property
+    def encoder(self) -> Any:
+        return self._look
+
+    def _look(self, **inputs: torch.Tensor) -> torch.Tensor:
+        seen = self.core.vision_model(**inputs).last_hidden_state
+        projected: torch.Tensor = self.core.multi_modal_projector(seen)
+        return projected
+
+    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        device = self.model.device
+        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
+        return {"features": self._look(**inputs).detach().reshape(1, -1)}, "tensor"
+
+    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+        processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
+        return self._pixels(dict(processed), (1,))
+
+    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+        tensors = {name: torch.as_tensor(processed[name]) for name in sorted(self._encoder_inputs)}
+        tiles = int(tensors["aspect_ratio_mask"].sum())
+        return Pixels(tensors, {"num_tiles": [tiles]}, layout)
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        """Images are nested in prompts; a prompt with fewer than another has empty ones behind."""
+        if tensors.get("pixel_values") is None:
+            return []
+        missing = self._encoder_inputs - tensors.keys()
+        if missing:
+            raise PlaceholderMismatch(f"pixel_values came without {', '.join(sorted(missing))}")
+        media = []
+        for number, row in enumerate(rows):
+            count = int((row == self.image_token_id).sum())
+            if count > tensors["pixel_values"].shape[1]:
+                raise PlaceholderMismatch("there are more image placeholders than images")
+            mine = [
+                self._pixels(
+                    {n: tensors[n][number, i][None, None] for n in self._encoder_inputs}, (1,)
+                )
+                for i in range(count)
+            ]
+            self._check_mask(tensors, number, row, [medium.grid for medium in mine])
+            media += mine
+        return media
+
+    def _check_mask(
+        self,
+        tensors: dict[str, torch.Tensor],
+        number: int,
+        row: np.ndarray,
+        grids: Sequence[dict[str, list[Any]]],
+    ) -> None:
+        """What each token sees must follow from where the images stand."""
+        given = tensors.get(_MASK)
+        if given is None or not grids:
+            return
+        mine = given[number, -len(row) :, : len(grids)].cpu()
+        if not torch.equal(mine.long(), self._mask(row, grids, 0, len(row))[0]):
+            raise UnsupportedInput(f"{_MASK} differs from where the images stand")
+
+    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+        names = media[0].tensors if media else {}
+        return {name: torch.cat([m.tensors[name] for m in media], dim=1) for name in names}
+
+    def check_package(self, package: Package) -> None:
+        width = self.feature_width() * self._tiles * self._patches
+        features = package.tensors["features"]
+        if features.shape[-1] != width:
+            raise WrongIdentity("width of the features", width, features.shape[-1])
+        match package.grid.get("num_tiles"):
+            case [int(tiles)] if 0 < tiles <= self._tiles:
+                return
+        raise WrongIdentity("number of tiles", f"1 to {self._tiles}", package.grid)
+
+    # -- text ------------------------------------------------------------------------------------
+
+    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+        bos: str = processor.tokenizer.bos_token
+        behind = 0
+        while (spot := written.match(text, behind)) is not None:
+            behind = spot.end()
+        if text.startswith(bos) or text.startswith(bos, behind):
+            return text
+        return f"{text[:behind]}{bos}{text[behind:]}"
+
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+        if not parts:
+            return {}
+        device, dtype = self.model.device, self.model.dtype
+        states = torch.cat([package.tensors["features"] for package, _, _ in parts])
+        width = self.feature_width()
+        states = states.reshape(-1, self._patches, width)
+        return {"cross_attention_states": states.to(device, dtype)}
+
+    def media_inputs(
+        self, ids: np.ndarray, grids: Sequence[dict[str, list[Any]]], start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        return {_MASK: self._mask(ids, grids, start, end)} if grids else {}
+
+    def prompt_inputs(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> dict[str, torch.Tensor]:
+        return self.media_inputs(ids, grids, 0, len(ids))
+
+    def _mask(
+        self, ids: np.ndarray, grids: Sequence[dict[str, list[Any]]], start: int, end: int
+    ) -> torch.Tensor:
+        """1 where a token sees a tile of an image; shape (1, tokens, images, tiles)."""
+        spots = np.flatnonzero(ids == self.image_token_id).tolist()
+        mask = torch.zeros(1, end - start, len(grids), self._tiles, dtype=torch.long)
+        over = end
+        for i in reversed(range(len(spots))):
+            # An image is seen up to the next one; images in a row are seen as long as their last.
+            next_spot = spots[i + 1] if i + 1 < len(spots) else None
+            if next_spot is not None and next_spot > spots[i] + 1:
+                over = next_spot
+            first, last = max(spots[i], start) - start, max(over, start) - start
+            mask[0, first:last, i, : grids[i]["num_tiles"][0]] = 1
+        return mask

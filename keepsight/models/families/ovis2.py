@@ -1,0 +1,64 @@
+"""Families whose tower also makes the embeddings of the tokens that frame an image (Ovis 2).
+
+Upstream writes them over these tokens' own embeddings wherever a forward pass has features, and
+only then: a chunk that holds the last frame token of an image but none of its tiles would get
+another embedding than the same token in one pass over the whole prompt. So here every chunk of a
+prompt gets them; tensors that use such tokens in a prompt without an image are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.errors import UnsupportedInput, UnsupportedModel
+from keepsight.models.families.aya_vision import AyaVision
+from keepsight.models.families.pixels import Part, Pixels
+
+
+class Ovis2(AyaVision):
+    """Tiles framed by tokens that mean what the tower says."""
+
+    beside_the_tower = ("visual_embeddings_table",)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        config: Any = model.config
+        if config.vision_config.tokenize_function == "gumbel_argmax":
+            raise UnsupportedModel("tokenize_function 'gumbel_argmax' draws features at random")
+        self._frame = torch.tensor(config.visual_indicator_token_ids)
+        self._rows = int(config.vision_config.num_visual_indicator_tokens)
+
+    def closing(self, row: np.ndarray, end: int) -> int | None:
+        """The last of the frame tokens; behind the only tile of an image stands another."""
+        return int(self._frame[-1])
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        """As for all framed tiles; frame tokens must belong to a prompt with an image."""
+        for row in rows:
+            framed = np.isin(row, self._frame.numpy()).any()
+            if framed and not (row == self.image_token_id).any():
+                raise UnsupportedInput("input_ids has tokens that frame an image, but no image")
+        return super().split_tensors(tensors, rows)
+
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+        """Features of the tiles in this chunk, and of its frame tokens, with or without tiles."""
+        if not parts and not torch.isin(ids.cpu(), self._frame).any():
+            return {}
+        return {"mm_encoder_outputs": self.encoder_outputs(parts)}
+
+    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """As for any family, and the embeddings of the frame tokens."""
+        table = self.core.visual_embeddings_table.weight
+        outputs = super().encoder_outputs(parts) if parts else {"image": SimpleNamespace()}
+        if not parts:
+            outputs["image"].pooler_output = table.new_empty(1, 0, table.shape[-1])
+        outputs["image"].visual_indicator_features = table[-self._rows :]
+        return outputs

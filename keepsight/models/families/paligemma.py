@@ -1,0 +1,46 @@
+"""Families whose whole prompt is one block: every token of it sees every other (PaliGemma).
+
+Whatever is added behind a prompt changes all that stands before it, so only features and identical
+prompts can be reused. Positions count from 1, and the processor puts a start token behind the last
+image and a line break at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.models.families.base import Family
+
+
+class PaliGemma(Family):
+    """One chunk, in which nothing is masked; the answer behind it is causal."""
+
+    reuse = "whole prompt"
+    also_takes = ("labels",)  # what the processor adds for training; no answer depends on it
+
+    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+        spots = list(written.finditer(text))
+        if not spots:
+            return text
+        behind = spots[-1].end()
+        return f"{text[:behind]}{processor.tokenizer.bos_token}{text[behind:]}\n"
+
+    def chunk_inputs(
+        self, ids: np.ndarray, types: np.ndarray, start: int, end: int
+    ) -> dict[str, torch.Tensor]:
+        return {"token_type_ids": torch.zeros(1, end - start, dtype=torch.long)}
+
+    def prompt_inputs(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> dict[str, torch.Tensor]:
+        return self.chunk_inputs(ids, types, 0, len(ids))
+
+    def positions(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> torch.Tensor:
+        return torch.arange(1, len(ids) + 1)[None]

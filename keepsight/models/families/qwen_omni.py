@@ -1,0 +1,178 @@
+"""Families that also hear (the thinkers of Qwen's Omni models).
+
+Upstream takes the features of images and videos, but none of sound: those are put in place of the
+embeddings here, before the language model sees them. Positions come from ids and lengths; upstream
+would lay a prompt out in one dimension, silently, wherever a call leaves the attention mask out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.errors import InputError, UnsupportedInput
+from keepsight.formats.package import Package
+from keepsight.models import upstream
+from keepsight.models.families.pixels import Part, Pixels, own, parse_layout, rows_of
+from keepsight.models.families.qwen_vl import VIDEO, QwenVL
+
+AUDIO = ("input_features", "feature_attention_mask")
+_SECONDS = "video_second_per_grid"
+
+
+class QwenOmni(QwenVL):
+    """Images, videos and sound; each clip cut to its own length."""
+
+    times_name = _SECONDS
+    also_takes = (*VIDEO, _SECONDS, *AUDIO, "use_audio_in_video")
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        return {**super().placeholders, "audio": int(self.model.config.audio_token_id)}
+
+    # -- sound in --------------------------------------------------------------------------------
+
+    def preprocess_other(
+        self, processor: Any, medium: Any, options: dict[str, Any], modality: str
+    ) -> Pixels:
+        if modality != "audio":
+            return super().preprocess_other(processor, medium, options, modality)
+        samples, about = medium
+        extractor = processor.feature_extractor
+        rate = about.get("sampling_rate") or extractor.sampling_rate
+        if rate != extractor.sampling_rate:
+            raise InputError(
+                f"the sound has {rate} samples a second, this model hears "
+                f"{extractor.sampling_rate}; resample it first"
+            )
+        given = {**getattr(processor, "audio_kwargs", {}), "return_tensors": "pt"}
+        processed, texts = upstream.process_audio(processor, [samples], **given)
+        mask = torch.as_tensor(processed[AUDIO[1]])
+        clip = self._clip(torch.as_tensor(processed[AUDIO[0]])[0], int(mask[0].sum()))
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["audio"])
+        return Pixels(clip.tensors, clip.grid, parse_layout(texts[0], placeholder), "audio")
+
+    def _process_video(
+        self, processor: Any, frames: np.ndarray, about: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[dict[str, Any], str]:
+        given = {
+            "videos_kwargs": {
+                **getattr(processor, "videos_kwargs", {}),
+                **options,
+                "return_tensors": "pt",
+                "return_metadata": True,
+                "video_metadata": [about],
+            },
+            "load_audio_from_video": False,
+        }
+        processed, texts = upstream.process_videos(processor, [frames], **given)
+        return dict(processed), texts[0]
+
+    def _clip(self, features: torch.Tensor, length: int) -> Pixels:
+        """One clip without the padding that made it as long as its neighbours."""
+        tensors = {
+            AUDIO[0]: features[None, :, :length].contiguous(),
+            AUDIO[1]: torch.ones(1, length, dtype=torch.long),
+        }
+        return Pixels(tensors, {"audio_seqlens": [length]}, (self._heard(length),), "audio")
+
+    def _heard(self, length: int) -> int:
+        """Tokens of a clip of so many frames."""
+        return upstream.sound_tokens(self.core.audio_tower, length)
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        if "use_audio_in_video" in tensors:
+            raise UnsupportedInput("use_audio_in_video interleaves two media, which is not taken")
+        if VIDEO[0] in tensors and _SECONDS not in tensors:
+            raise InputError(f"{VIDEO[0]} came without {_SECONDS}, which positions follow")
+        media = super().split_tensors(tensors, rows)
+        features, mask = (tensors.get(name) for name in AUDIO)
+        if features is None:
+            return media
+        if mask is None or mask.shape != (features.shape[0], features.shape[-1]):
+            raise InputError(
+                f"{AUDIO[1]} must have the shape (clips, frames) that {AUDIO[0]} of shape "
+                f"{tuple(features.shape)} has"
+            )
+        if (mask[:, 1:] > mask[:, :-1]).any() or not mask[:, 0].all():
+            raise InputError(f"{AUDIO[1]} has ones behind zeros; a clip is padded at its end")
+        lengths = mask.sum(-1).tolist()
+        return [
+            *media,
+            *(self._clip(clip, int(n)) for clip, n in zip(features, lengths, strict=True)),
+        ]
+
+    def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
+        """Each kind as the processor packs it; clips padded to the longest."""
+        joined = super().join_pixels([m for m in media if m.modality != "audio"])
+        clips = [m.tensors for m in media if m.modality == "audio"]
+        if clips:
+            longest = max(clip[AUDIO[1]].shape[1] for clip in clips)
+            for name in AUDIO:
+                pad = torch.nn.functional.pad
+                parts = [pad(clip[name], (0, longest - clip[name].shape[-1])) for clip in clips]
+                joined[name] = torch.cat(parts)
+        return joined
+
+    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        if pixels.modality != "audio":
+            return super().encode(pixels)
+        inputs = {name: tensor.to(self.model.device) for name, tensor in pixels.tensors.items()}
+        inputs[AUDIO[0]] = inputs[AUDIO[0]].to(self.model.dtype)
+        given = self.tower_tensors.of(inputs, self.model.device)
+        output = self.core.get_audio_features(**inputs, **given, return_dict=True)
+        return {"features": own(output.last_hidden_state)}, "list"
+
+    def check_package(self, package: Package) -> None:
+        if package.modality != "audio":
+            super().check_package(package)
+            return
+        width, found = self.feature_width(), package.tensors["features"].shape[-1]
+        if width != found:
+            self.refuse_width(width, found)
+
+    # -- sound in a prompt -----------------------------------------------------------------------
+
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+        seen = [part for part in parts if part[0].modality != "audio"]
+        heard = [part for part in parts if part[0].modality == "audio"]
+        inputs = super().feature_inputs(seen, ids)
+        if heard:
+            embedded = self.model.get_input_embeddings()(ids)
+            rows = torch.cat([rows_of(p.tensors["features"], a, b) for p, a, b in heard])
+            spots = (ids == self.placeholders["audio"])[..., None]
+            inputs["inputs_embeds"] = embedded.masked_scatter(
+                spots, rows.to(embedded.device, embedded.dtype)
+            )
+        return inputs
+
+    def prompt_inputs(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> dict[str, torch.Tensor]:
+        """Positions too: stock `generate` cannot know the lengths of clips it is not given."""
+        grid = self.rope_grid(grids)
+        inputs = {name: torch.tensor(v) for name, v in grid.items() if name.endswith("_thw")}
+        return {**inputs, "position_ids": self.positions(ids, types, grids)}
+
+    def positions(
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+    ) -> torch.Tensor:
+        plain = torch.arange(len(ids))[None]
+        if not np.isin(types, (1, 2)).any():
+            return plain[None].expand(4, 1, -1)
+        grid = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
+        lengths = [length for one in grids for length in one.get("audio_seqlens", [])]
+        rope, _ = self.core.get_rope_index(
+            torch.from_numpy(ids.astype(np.int64))[None],
+            image_grid_thw=grid.get("image_grid_thw"),
+            video_grid_thw=grid.get(VIDEO[1]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            audio_seqlens=torch.tensor(lengths) if lengths else None,
+            second_per_grids=grid.get(_SECONDS),
+        )
+        return torch.cat([plain[None].to(rope.dtype), rope])

@@ -1,0 +1,122 @@
+"""Families that see videos as they see images: patches on a grid that also runs through time.
+
+What tells the frames' times apart enters the name of a video: where a family lays its positions out
+by seconds, the same frames at another speed are another prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.errors import InputError, PlaceholderMismatch
+from keepsight.formats.package import Layout, Package
+from keepsight.models import upstream
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Part, Pixels, parse_layout
+
+VIDEO = ("pixel_values_videos", "video_grid_thw")
+
+
+class QwenVL(Family):
+    """Images and videos, both packed patch by patch."""
+
+    times_name = "second_per_grid_ts"  # what a processor calls the seconds of a step in time
+    also_takes: tuple[str, ...] = (*VIDEO, times_name)
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        if self.video_token_id is None:
+            return super().placeholders
+        return {**super().placeholders, "video": self.video_token_id}
+
+    def preprocess_other(
+        self, processor: Any, medium: Any, options: dict[str, Any], modality: str
+    ) -> Pixels:
+        if modality != "video" or self.video_token_id is None:
+            return super().preprocess_other(processor, medium, options, modality)
+        frames, about = medium
+        processed, text = self._process_video(processor, frames, about, options)
+        placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["video"])
+        layout = parse_layout(text, placeholder)
+        pixels, grid = (processed[name] for name in VIDEO)
+        seconds = [float(value) for value in processed.get(self.times_name, [])]
+        return self._video(pixels, grid, layout, seconds)
+
+    def _process_video(
+        self, processor: Any, frames: np.ndarray, about: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[dict[str, Any], str]:
+        """By way of the processor: it works out how many seconds a step in time takes."""
+        given = {**options, "return_tensors": "pt", "return_metadata": True}
+        processed, texts = upstream.process_videos(
+            processor, [frames], video_metadata=[about], **given
+        )
+        return dict(processed), texts[0]
+
+    def _video(
+        self, pixels: torch.Tensor, grid: torch.Tensor, layout: Layout, seconds: list[float]
+    ) -> Pixels:
+        tensors = {VIDEO[0]: pixels, VIDEO[1]: torch.as_tensor(grid)}
+        described: dict[str, list[Any]] = {VIDEO[1]: tensors[VIDEO[1]].tolist()}
+        if seconds:
+            described[self.times_name] = seconds
+        return Pixels(
+            tensors, described, layout, "video", {self.times_name: seconds} if seconds else {}
+        )
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        images = super().split_tensors(tensors, rows)
+        pixels, grids = (tensors.get(name) for name in VIDEO)
+        if pixels is None:
+            return images
+        if grids is None:
+            raise InputError(f"{VIDEO[0]} came without {VIDEO[1]}")
+        patches = grids.prod(-1).tolist()
+        if sum(patches) != pixels.shape[0]:
+            raise PlaceholderMismatch(
+                f"{VIDEO[1]} describes {sum(patches)} patches, {VIDEO[0]} has {pixels.shape[0]}"
+            )
+        seconds = self._given_seconds(tensors.get(self.times_name), len(patches))
+        tokens = [self._tokens_of(row) for row in grids.tolist()]
+        parts = zip(torch.split(pixels, patches), grids.split(1), tokens, seconds, strict=True)
+        return [*images, *(self._video(p, g, (n,), s) for p, g, n, s in parts)]
+
+    def _given_seconds(self, given: Any, count: int) -> list[list[float]]:
+        if given is None:
+            return [[] for _ in range(count)]
+        values = torch.as_tensor(given).flatten().tolist()
+        if len(values) != count:
+            raise InputError(f"{self.times_name} has {len(values)} values for {count} videos")
+        return [[float(value)] for value in values]
+
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
+        if VIDEO[0] in inputs:
+            return self.core.get_video_features(**inputs, return_dict=True)
+        return super().features_of(inputs)
+
+    def _grid_tokens(self, grid: dict[str, list[Any]]) -> int | None:
+        if VIDEO[1] in grid:
+            grid = {"image_grid_thw": grid[VIDEO[1]]}
+        return super()._grid_tokens(grid)
+
+    def rope_grid(self, grids: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+        found = super().rope_grid(grids)
+        for name in (VIDEO[1], self.times_name):
+            rows = [row for grid in grids for row in grid.get(name, [])]
+            if rows:
+                found[name] = rows
+        return found
+
+    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Images and videos apart, as upstream scatters them apart."""
+        by_kind: dict[str, list[tuple[Package, int, int]]] = {}
+        for part in parts:
+            by_kind.setdefault(part[0].modality, []).append(part)
+        return {
+            kind: super(QwenVL, self).encoder_outputs(own)["image"] for kind, own in by_kind.items()
+        }

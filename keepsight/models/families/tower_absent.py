@@ -1,0 +1,84 @@
+"""A tower that was left out: what stands in its place, and which modules of a model are the tower.
+
+A model that gets all its features from packages needs no tower. Its modules are replaced by
+stand-ins that keep the plain settings which others read (a merge size, a patch size) and none of
+the weights. Whatever lies outside the decoder and the output head and shares no weight with them
+belongs to the tower: the projector too, for features are made behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from keepsight.errors import UnsupportedInput
+from keepsight.models.families.pixels import all_tensors
+
+if TYPE_CHECKING:
+    from keepsight.models.families.base import Family
+
+LEFT_OUT = (
+    "the tower was left out (vision=False), so nothing new can be looked at; images must come from "
+    "packages: give packages, or a store that has them, or load the model whole"
+)
+
+
+class Source(Protocol):
+    """Where the weights of an absent tower can be read, to name them."""
+
+    def weights(self) -> list[AbsentWeight]:
+        """Name, digest and dtype of each."""
+
+
+AbsentWeight = tuple[str, str, str]  # name in the whole model, digest, floating dtype
+
+
+class AbsentTower(torch.nn.Module):
+    """Stands where a module of the tower was; it has its settings, and refuses to run."""
+
+    source: Source | None = None
+    stands_for: type  # the class of the module that was left out
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(part).items():
+            if not name.startswith("_") and not isinstance(value, torch.Tensor):
+                self.__dict__[name] = value
+        self.__dict__["stands_for"] = type(part)
+        for name, child in part.named_children():
+            self.add_module(name, AbsentTower(child))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What upstream asks for first, before it hands over pixels."""
+        raise UnsupportedInput(LEFT_OUT)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Refuses, with what to do instead."""
+        raise UnsupportedInput(LEFT_OUT)
+
+
+def tower_parts(family: Family) -> dict[str, torch.nn.Module]:
+    """The largest modules that make features and hold no weight of the language model."""
+    model: Any = family.model
+    text = {id(t) for module in family.text_modules() for _, t in all_tensors(module)}
+    language = {id(module) for module in family.text_modules()}
+
+    def walk(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+        for name, child in module.named_children():
+            if id(child) in language or name in family.beside_the_tower:
+                continue
+            tensors = [tensor for _, tensor in all_tensors(child)]
+            if any(id(tensor) in text for tensor in tensors):
+                yield from walk(f"{prefix}{name}.", child)
+            elif tensors:
+                yield prefix + name, child
+
+    return dict(walk("", model))
+
+
+def absent_parts(model: torch.nn.Module) -> list[AbsentTower]:
+    """The stand-ins in a model; none where it is whole."""
+    return [module for module in model.modules() if isinstance(module, AbsentTower)]

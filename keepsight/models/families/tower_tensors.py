@@ -1,0 +1,168 @@
+"""What a tower works out from sizes alone, worked out once for each size.
+
+Sequence bounds, position ids, window indices, interpolation weights follow from the grid of an
+image, not from its pixels. Upstream's towers compute them for every image, with loops and copies to
+the host, unless they are handed in as keyword arguments; upstream's exporter knows how to make
+them, so it is asked. A tower gets only what its code looks for, and most get nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keepsight.models import upstream
+from keepsight.store import Recent
+
+BUDGET = 32 * 2**20  # bytes for one model; an image of 4,096 patches takes about 300 KB
+
+# How `get_*_features` name the sizes of a medium, and what its tower calls them.
+_SIZES: dict[str, dict[str, str]] = {
+    "get_image_features": {
+        "image_grid_thw": "grid_thw",
+        "image_merge_sizes": "merge_sizes",
+        "target_sizes": "target_sizes",
+    },
+    "get_video_features": {"video_grid_thw": "grid_thw", "video_merge_sizes": "merge_sizes"},
+}
+_AUDIO = ("get_audio_features", "input_features", "feature_attention_mask")
+_TELLING = ("grid_thw", "target_sizes", "feature_lens")  # a tower takes one of these
+
+# Upstream's functions that hand on a tensor which they are given, by the tensor's name. A tower
+# whose code calls none of them has no use for the tensor.
+_TAKERS = {
+    "cu_seqlens": ("get_vision_attention_seqlens", "get_vision_cu_seqlens", "get_audio_cu_seqlens"),
+    "max_seqlen": ("get_vision_attention_seqlens", "get_max_seqlen"),
+    "position_ids": ("get_vision_position_ids", "get_vision_nearest_position_ids"),
+    "window_index": ("get_vision_window_index",),
+    "cu_window_seqlens": ("get_vision_window_index",),
+    "max_window_seqlen": ("get_max_seqlen",),
+    "interp_indices": ("get_vision_interpolation_indices_and_weights",),
+    "interp_weights": ("get_vision_interpolation_indices_and_weights",),
+    "frame_index": ("get_vision_frame_index",),
+    "temporal_merge_index": ("get_vision_temporal_merge_index",),
+    "pixel_shuffle_index": ("get_vision_pixel_shuffle_index",),
+    "merged_shape": ("get_vision_merged_shape",),
+    "chunk_lengths": ("chunk_and_pad_features",),
+    "valid_indices": ("get_valid_indices",),
+    "pool_indices": ("get_pool_indices",),
+}
+
+
+@dataclass(frozen=True)
+class _Tower:
+    """A module that takes tensors ready-made, and the names of those that it takes."""
+
+    module: Any
+    takes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is remembered for one size."""
+
+    inputs: dict[str, Any]
+    chunks: list[int] = field(default_factory=list)  # frames of each chunk of audio
+
+    @property
+    def nbytes(self) -> int:
+        return sum(v.nbytes for v in self.inputs.values() if isinstance(v, torch.Tensor))
+
+
+class TowerTensors:
+    """The tensors of one model's towers, the most recently used of them."""
+
+    def __init__(self, core: torch.nn.Module, budget: int = BUDGET) -> None:
+        self.kept: Recent[_Kept] = Recent(budget, lambda kept: kept.nbytes)
+        self._towers = {name: tower for name in _TELLING if (tower := _tower(core, name))}
+        self._open = {name for name in (*_SIZES, _AUDIO[0]) if _passes_on(core, name)}
+
+    def of(self, tensors: Mapping[str, torch.Tensor], device: Any = None) -> dict[str, Any]:
+        """What the encoder takes beside the `tensors` of one medium; often nothing.
+
+        Made on `device`, where stock would make them: a floating tensor's last bit depends on it.
+        """
+        sizes = self._sizes(tensors)
+        name = next((name for name in _TELLING if name in sizes), "")
+        tower = self._towers.get(name)
+        if tower is None:
+            return {}
+        config = tower.module.config
+        how = (str(device), getattr(config, "_attn_implementation", None))
+        key = repr((how, [(n, str(t.dtype), t.tolist()) for n, t in sizes.items()]))
+        kept = self.kept.get(key)
+        if kept is None:
+            kept = _made(tower, {n: t.to(device) for n, t in sizes.items()})
+            self.kept.put(key, kept)
+        if "chunk_lengths" not in kept.inputs:
+            return dict(kept.inputs)
+        return {**kept.inputs, "padded_feature": _padded(tensors, kept.chunks, device)}
+
+    def _sizes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The sizes of the medium, by the tower's names."""
+        getter, features, mask = _AUDIO
+        if getter in self._open and features in tensors and mask in tensors:
+            return {"feature_lens": tensors[mask].sum(dim=1)}
+        for getter, names in _SIZES.items():
+            found = {names[its]: tensor for its, tensor in tensors.items() if its in names}
+            if found and getter in self._open:
+                return found
+        return {}
+
+
+def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Kept:
+    """The tensors that upstream's exporter would hand in, as far as the tower takes them.
+
+    Not in inference mode: who trains a tower may be given them too.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        inputs: dict[str, Any] = dict(sizes)
+        lengths = sizes.get("feature_lens")
+        if lengths is not None:  # sound is cut into chunks by its length alone
+            inputs["input_features"] = torch.empty(0, int(lengths.sum()), device=lengths.device)
+        upstream.precompute(tower.module, inputs)
+    made = {n: v for n, v in inputs.items() if n in tower.takes and v is not None}
+    chunks = made.get("chunk_lengths")
+    return _Kept(made, [] if chunks is None else chunks.tolist())
+
+
+def _padded(tensors: Mapping[str, torch.Tensor], chunks: list[int], device: Any) -> torch.Tensor:
+    """The sound itself in chunks of equal length: of all that is handed in, this alone is new."""
+    _, features, mask = _AUDIO
+    frames = tensors[features].permute(0, 2, 1)[tensors[mask].bool()].to(device)
+    return torch.nn.utils.rnn.pad_sequence(list(frames.split(chunks)), True).transpose(1, 2)
+
+
+def _tower(core: torch.nn.Module, name: str) -> _Tower | None:
+    """The outermost part of the model that takes a size of this name and tensors ready-made."""
+    for module in core.modules():
+        if module is core or name not in inspect.signature(type(module).forward).parameters:
+            continue
+        called = set(_called(module))
+        takes = frozenset(n for n, takers in _TAKERS.items() if called & set(takers))
+        if takes:
+            return _Tower(module, takes)
+    return None
+
+
+def _called(module: torch.nn.Module) -> Iterator[str]:
+    """Every global name that the code of a module and its parts uses."""
+    classes = {cls for part in module.modules() for cls in type(part).__mro__}
+    for cls in classes:
+        if not cls.__module__.startswith("torch."):
+            for value in vars(cls).values():
+                if inspect.isfunction(value):
+                    yield from inspect.unwrap(value).__code__.co_names
+
+
+def _passes_on(core: Any, name: str) -> bool:
+    """Whether this method of the model hands keyword arguments on to its tower."""
+    method = getattr(core, name, None)
+    if method is None:
+        return False
+    parameters = inspect.signature(method).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

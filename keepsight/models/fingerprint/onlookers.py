@@ -1,0 +1,71 @@
+"""Functions that only look: hooks that count or record, and change nothing that they see.
+
+Whoever measures a model hangs such functions into it, and its answers stay what they were. That is
+proven on every branch of their bytecode, or not believed; and it is believed as long as all that
+the proof read stays the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+from keepsight.models.fingerprint.bytecode import Run
+from keepsight.models.fingerprint.evidence import Proof, Unproven
+from keepsight.models.fingerprint.kinds import NOTHING, PASSED, Kind, is_models
+
+_MOCKED = ("_mock_side_effect", "_mock_delegate", "_mock_return_value", "_mock_wraps")
+
+
+def only_looks(hook: Any, handed_back: int) -> Proof | None:
+    """The proof that a hook gives nothing back but what it was handed, and changes nothing of it.
+
+    `handed_back` is the number of the argument that a hook may return to change nothing.
+    """
+    return _proof(hook, None, {NOTHING, ("argument", handed_back)})
+
+
+def passes_on(function: Any, original: Callable[..., Any]) -> Proof | None:
+    """The proof that a function calls the original with its own arguments and gives its answer."""
+    return _idle_mock(function, original) or _proof(function, original, {PASSED})
+
+
+def _proof(function: Any, original: Any, allowed: set[Kind]) -> Proof | None:
+    """The proof that a function returns only what is allowed, where there is one."""
+    bound: list[Any] = []
+    called: Any = None
+    if isinstance(function, MethodType):
+        bound, function = [function.__self__], function.__func__
+    elif not isinstance(function, FunctionType | type):
+        bound, called = [function], function
+        function = vars(type(called)).get("__call__")
+    if not isinstance(function, FunctionType) or any(is_models(thing) for thing in bound):
+        return None
+    try:
+        run = Run(function, bound, original)
+        if called is not None:
+            run.proof.thing(called)
+        return run.proof if run.outcomes() <= allowed else None
+    except (Unproven, AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _idle_mock(function: Any, original: Any) -> Proof | None:
+    """The proof that a mock of the standard library does what the original does."""
+    kinds = type(function).__mro__[:-1]  # without `object`
+    if len(kinds) < 2 or any(kind.__module__ != "unittest.mock" for kind in kinds):
+        return None
+    own, proof = vars(function), Proof(None)
+    effect, given, wraps = own.get(_MOCKED[0]), own.get(_MOCKED[2]), own.get(_MOCKED[3])
+    for name in _MOCKED:
+        proof.absent(own, name)
+    proof.thing(function)
+    if isinstance(effect, BaseException) or (
+        isinstance(effect, type) and issubclass(effect, BaseException)
+    ):
+        return proof  # it never gives anything
+    idle = effect is None and own.get("_mock_delegate") is None
+    default = type(given).__name__ == "_SentinelObject" and given.name == "DEFAULT"
+    same = isinstance(wraps, FunctionType | MethodType) and wraps == original
+    return proof if idle and default and same else None

@@ -1,0 +1,161 @@
+"""Objects that nothing describes, such as a user's hook with a state: numbered, held and followed.
+
+A number stands for one living object of this process. Beside it counts how often the object was
+seen to change, so what was computed under one state is never used under another, nor under the same
+state when it comes back.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import gc
+import logging
+import re
+import secrets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Container
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.models.fingerprint.functions import (
+    globals_read,
+    is_builtin,
+    is_library,
+    is_library_module,
+    is_library_type,
+)
+from keepsight.models.fingerprint.watch import Watch, closure
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
+BY_NAME = (torch.dtype, torch.layout, torch.memory_format, np.dtype)
+WITHOUT_VALUE = (
+    torch.device,  # where something is computed is recorded elsewhere
+    logging.Logger,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    weakref.ReferenceType,
+)
+LARGE = 1 << 20  # bytes of an array that are compared on every call
+_MOST = 20_000  # values followed from one object
+
+
+class Private:
+    """Numbers for objects, each with how often it was seen to change."""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(16)
+        self.changes: dict[int, int] = {}
+        self._numbers: dict[int, tuple[Any, int]] = {}
+
+    def number(self, thing: Any) -> int:
+        """The number of an object, the same as long as it lives."""
+        key = id(thing)
+        known = self._numbers.get(key)
+        if known is not None and _held(known[0]) is thing:
+            return known[1]
+        number = len(self.changes)
+        try:
+            self._numbers[key] = (weakref.ref(thing), number)
+        except TypeError:
+            self._numbers[key] = (thing, number)  # held, as nothing tells of its end
+        self.changes[number] = 0
+        return number
+
+
+def _held(thing: Any) -> Any:
+    return thing() if isinstance(thing, weakref.ReferenceType) else thing
+
+
+def follow(thing: Any, number: int, watch: Watch, places: Container[int]) -> bool:
+    """Hold all that can be reached from an object; whether that is all it depends on.
+
+    It ends at libraries, and at the modules in `places`, which are held anyhow.
+    """
+    left, seen = [thing], dict[int, Any]()
+    while left:
+        value = left.pop()
+        if id(value) in seen or id(value) in places or _is_settled(value):
+            continue
+        seen[id(value)] = value
+        more = _parts(value, number, watch)
+        if more is None or len(seen) > _MOST:
+            return False
+        left += more
+    return True
+
+
+def _is_settled(value: Any) -> bool:
+    """Whether a value has nothing in it that could change."""
+    if isinstance(value, type):
+        return is_library_type(value)
+    if isinstance(value, FunctionType):
+        return is_library(value) and not value.__closure__
+    if isinstance(value, ModuleType):
+        return is_library_module(value)
+    by_name = (*PLAIN, *BY_NAME, *WITHOUT_VALUE, enum.Enum, np.generic, re.Pattern)
+    return isinstance(value, by_name) or is_builtin(value)
+
+
+def _parts(value: Any, number: int, watch: Watch) -> list[Any] | None:
+    """What hangs in a value, which is held; None where it may hide something."""
+    if isinstance(value, FunctionType):
+        watch.function(value, number)
+        if is_library(value):
+            return closure(value)
+        reads = globals_read(value)
+        watch.home(value.__globals__, number, only=frozenset(reads))
+        given = (value.__defaults__, value.__kwdefaults__, vars(value))
+        return [*closure(value), *reads.values(), *given]
+    if isinstance(value, type):
+        watch.home(class_dict(value), number)
+        return [*vars(value).values()]
+    if isinstance(value, ModuleType):
+        watch.home(vars(value), number)
+        return [*vars(value).values()]
+    if isinstance(value, torch.Tensor):
+        watch.tensor(value, number)
+        return []
+    if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= LARGE:
+        watch.reading(lambda: [value.tobytes()], number)
+        return []
+    bound = _bound(value)
+    return bound if bound is not None else _contents(value, number, watch)
+
+
+def _bound(value: Any) -> list[Any] | None:
+    """What stands behind something that is called or looked up."""
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    return None
+
+
+def _contents(value: Any, number: int, watch: Watch) -> list[Any] | None:
+    parts: list[Any] | None = None
+    if isinstance(value, dict):
+        watch.home(value, number)
+        parts = [*value.values()]
+    elif isinstance(value, list | set | frozenset | tuple | deque):
+        if not isinstance(value, tuple | frozenset):
+            watch.sequence(value, number)
+        parts = [*value]
+    if hasattr(value, "__dict__"):
+        watch.thing(value, number)
+        parts = [*(parts or ()), *vars(value).values(), type(value)]
+    return parts
+
+
+def class_dict(kind: type) -> dict[str, Any]:
+    """The dict behind the view that a class gives of its own."""
+    return next(found for found in gc.get_referents(vars(kind)) if type(found) is dict)

@@ -1,0 +1,179 @@
+"""Checkpoints to live models and processors, with nothing that a checkpoint of images needs not.
+
+A processor that upstream cannot build here comes without its video part (partial_processor.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForImageTextToText
+
+from keepsight import digests
+from keepsight.errors import InputError, KeepsightError, ModelError
+from keepsight.models.partial_processor import partial_processor
+
+DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
+DEMO_GRAIN = 16
+
+
+def model_path(name: str) -> str:
+    """The folder of a demo model, or the name as it is (a folder or a hub id)."""
+    if name in DEMO:
+        return str(Path(__file__).parents[1] / "demo" / "models" / DEMO[name])
+    return os.path.expanduser(name) if name.startswith("~") else name
+
+
+def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> Any:
+    """The model, in eval mode."""
+    return load_named(path, dtype, device_map, revision)[0]
+
+
+def load_named(
+    path: str, dtype: Any, device_map: Any, revision: str | None
+) -> tuple[Any, str | None]:
+    """The model, in eval mode, and the name of the files that all its weights are from."""
+    options = load_options(dtype, device_map, revision)
+    before = files_of(path)
+    with named_refusal(path):
+        model, found = AutoModelForImageTextToText.from_pretrained(
+            path, output_loading_info=True, **options
+        )
+    model = thinking(model).eval()
+    return model, files_name(path, model, before, found)
+
+
+def files_name(path: str, model: Any, before: Any, found: dict[str, Any]) -> str | None:
+    """The name of the files of a model just loaded, by which its digests may be remembered.
+
+    None where they do not say all: for weights that no file had, which are of chance, and for files
+    that changed meanwhile. `before` are the files as they were, `found` is what upstream missed.
+    """
+    if found["missing_keys"] or found["mismatched_keys"] or files_of(path) != before:
+        return None
+    return files_digest(path, model.dtype, commit=getattr(model.config, "_commit_hash", None))
+
+
+def load_options(dtype: Any, device_map: Any, revision: str | None) -> dict[str, Any]:
+    """What `from_pretrained` is told."""
+    given = {"device_map": device_map, "revision": revision}
+    told = {name: value for name, value in given.items() if value is not None}
+    return {"dtype": parse_dtype(dtype), **told}
+
+
+@contextmanager
+def named_refusal(path: str) -> Iterator[None]:
+    """Whatever upstream raises for a checkpoint that it cannot load, as one error."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, AssertionError, RuntimeError) as error:
+        if isinstance(error, KeepsightError):
+            raise
+        raise ModelError(
+            f"{path!r} cannot be loaded as an image-text-to-text model: {error}"
+        ) from error
+
+
+def thinking(model: Any) -> Any:
+    """An Omni model also talks; what sees, hears and answers is its thinker."""
+    return getattr(model, "thinker", model)
+
+
+def parse_dtype(dtype: Any) -> Any:
+    """`"auto"`, a torch dtype, or its name."""
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return "auto" if dtype is None else dtype
+    found = getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype):
+        raise InputError(
+            f"{dtype!r} is not a dtype; use 'auto', 'float32', 'bfloat16' or 'float16'"
+        )
+    return found
+
+
+def load_processor(path: str, revision: str | None) -> Any:
+    """The checkpoint's own tokenizer, image processor and chat template."""
+    options = {} if revision is None else {"revision": revision}
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(path, **options)
+        if hasattr(processor, "image_processor"):
+            return processor
+    except Exception as error:  # what is raised differs by what is missing; try it without video
+        problem: Exception | None = error
+    else:
+        problem = None  # upstream fell back to a bare tokenizer
+    try:
+        return partial_processor(path, options)
+    except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
+        raise ModelError(f"{path!r} has no usable processor: {error}") from (problem or error)
+
+
+def files_digest(
+    path: str, dtype: Any, every: bool = False, commit: str | None = None
+) -> str | None:
+    """The name of all files that a folder's model is loaded from, by size, time and inode.
+
+    An adapter's are also those of its base; one on the hub is named by its commit. None for what
+    has no name: a hub id. With `every`, of all files, those in folders below too.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    rows = _rows(folder, folder.rglob("*")) if every else files_of(path, commit)
+    if rows is None:
+        return None
+    versions = [torch.__version__, transformers.__version__]
+    if (folder / _ADAPTER).is_file():
+        versions.append(importlib.metadata.version("peft"))
+    return digests.digest("weight files", str(folder.resolve()), rows, str(dtype), versions)
+
+
+_ADAPTER = "adapter_config.json"
+_READ = ("*.safetensors", "*.bin", "*.json")
+_MOST_BASES = 8
+
+
+def files_of(path: str, commit: str | None = None, below: int = 0) -> list[list[Any]] | None:
+    """The files that a model is loaded from, each as it is; None where they are not all known."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return [[path, commit]] if below and commit else None
+    files = {file for pattern in _READ for file in folder.glob(pattern)}
+    for index in folder.glob("*.index.json"):
+        parts = _read_json(index).get("weight_map", {})
+        files |= {folder / str(part) for part in parts.values()}
+    rows = _rows(folder, files)
+    base = _read_json(folder / _ADAPTER).get("base_model_name_or_path")
+    if base is None:
+        return rows
+    under = files_of(str(base), commit, below + 1) if below < _MOST_BASES else None
+    return None if under is None else [*rows, ["base", str(base)], *under]
+
+
+def _rows(folder: Path, files: Iterable[Path]) -> list[list[Any]]:
+    rows = []
+    for file in sorted(files):
+        if file.is_file():
+            status = file.stat()
+            # The change time too: a new file may get the inode of the one it replaces, and anybody
+            # can set the time of modification back.
+            times = [status.st_mtime_ns, status.st_ctime_ns]
+            name = os.path.relpath(file, folder)
+            rows.append([name, status.st_size, *times, status.st_ino])
+    return rows
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,142 @@
+"""Processors without the parts that cannot be loaded here.
+
+Upstream's composite processors cannot be built where torchvision is missing, even for images only:
+their video processor is a required argument. Here one is built with a stand-in, which remembers
+what the checkpoint says of the part. So it saves a folder that loads whole where torchvision is,
+and whoever asks the part for something gets an error that says what to do
+(tests/test_upstream_traps.py tells when this is no longer needed).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, NoReturn
+
+import transformers
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from keepsight.errors import MissingExtra
+from keepsight.models import upstream
+
+Record = dict[str, Any]
+
+
+class NotLoaded:
+    """Stands where a part of a processor would. `config` is what its checkpoint says of it."""
+
+    model_input_names: tuple[str, ...] = ()
+    num_frames = fps = None  # what some processors read of it when they are built
+    slice_mode, downsample_mode = False, "16x"
+    _auto_class = None  # upstream asks each part whether its code is to be saved too
+
+    def __init__(self, name: str = "video processor", config: Record | None = None) -> None:
+        self.name, self.config = name, config
+
+    def __call__(self, *arguments: object, **options: object) -> NoReturn:
+        """Say what is missing."""
+        raise MissingExtra(
+            f"this processor was loaded without its {self.name}, which needs "
+            f"{'torchvision' if 'video' in self.name else 'files that the checkpoint lacks'}; "
+            "install or add it, and load the processor again"
+        )
+
+    fetch_videos = preprocess = __call__
+
+    def __repr__(self) -> str:
+        return f"NotLoaded({self.name!r})"
+
+
+def partial_processor(path: str, options: Record) -> Any:
+    """The processor of a checkpoint, with stand-ins for what only videos and sound need."""
+    tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
+    config = _processor_config(path, options)
+    name = config.get("processor_class") or _usual_processor(path, options)
+    base: Any = getattr(transformers, str(name), None)
+    if base is None:
+        raise ValueError(f"no processor class {name!r} in Transformers {transformers.__version__}")
+    parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+    if "video_processor" in base.get_attributes():
+        parts["video_processor"] = NotLoaded(config=_video_config(path, config, options))
+    if "feature_extractor" in base.get_attributes():
+        parts["feature_extractor"] = _feature_extractor(path, config, options)
+    own = {k: v for k, v in config.items() if k not in ("processor_class", "auto_map", *parts)}
+    template = getattr(tokenizer, "chat_template", None) or own.pop("chat_template", None)
+    own.pop("chat_template", None)
+    return lenient(base)(**parts, chat_template=template, **own)
+
+
+@functools.cache
+def lenient(base: Any) -> Any:
+    """A processor's class that takes stand-ins for its parts, and saves what they stand for."""
+
+    def check(self: Any, attribute: str, argument: Any) -> Any:
+        if not isinstance(argument, NotLoaded):
+            return base.check_argument_for_proper_class(self, attribute, argument)
+        return type(argument)
+
+    def to_dict(self: Any) -> Record:
+        record: Record = base.to_dict(self)
+        for name in self.get_attributes():
+            part = getattr(self, name, None)
+            if isinstance(part, NotLoaded):
+                record.pop(name, None)
+                record |= {} if part.config is None else {name: part.config}
+        return record
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _restored, (base, dict(vars(self)))
+
+    body = {"check_argument_for_proper_class": check, "to_dict": to_dict, "__reduce__": reduce}
+    return type(base.__name__, (base,), {**body, "__module__": base.__module__})
+
+
+def _restored(base: Any, state: Record) -> Any:
+    """A copy, for `copy` and for worker processes: the class is made, not imported."""
+    made = object.__new__(lenient(base))
+    vars(made).update(state)
+    return made
+
+
+def _feature_extractor(path: str, config: Record, options: Record) -> Any:
+    """The feature extractor, or a stand-in where the checkpoint has none that loads."""
+    try:
+        return transformers.AutoFeatureExtractor.from_pretrained(path, **options)
+    except (OSError, ValueError, ImportError, KeyError):
+        return NotLoaded("feature extractor", config.get("feature_extractor"))
+
+
+def _usual_processor(path: str, options: Record) -> str | None:
+    """The processor class that Transformers goes by where a checkpoint names none."""
+    config = transformers.AutoConfig.from_pretrained(path, **options)
+    found = transformers.PROCESSOR_MAPPING.get(type(config), None)
+    return None if found is None else found.__name__
+
+
+def _processor_config(path: str, options: Record) -> Record:
+    merged: Record = {}
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        config = _read(path, file, options)
+        if config is not None and file == "processor_config.json":
+            merged.update(config)
+        elif config is not None:
+            merged["processor_class"] = config.get("processor_class")
+    return merged
+
+
+def _video_config(path: str, config: Record, options: Record) -> Record | None:
+    """What a checkpoint says of its video processor, in the order in which upstream looks."""
+    found: Record | None = config.get("video_processor")
+    for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        found = _read(path, file, options) if found is None else found
+    return found
+
+
+def _read(path: str, file: str, options: Record) -> Record | None:
+    found = upstream.checkpoint_file(path, file, options)
+    if found is None:
+        return None
+    with open(found, encoding="utf-8") as handle:
+        record: Record = json.load(handle)
+    return record

@@ -1,0 +1,153 @@
+"""Layers that compute in few bits: those that look at each token alone, and those that are refused.
+
+Weights in eight or four bits are weights like others. Activations in few bits need a scale; where
+that is the largest value of a whole pass, what becomes of a token depends on the tokens computed
+beside it, so no cut of a prompt and no batch gives what one pass would. Many libraries make such
+layers, under many names, so a layer is asked and not looked up: the same tokens beside quiet and
+beside loud neighbours. Scales of each token's own, and scales fixed beforehand, pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from keepsight.errors import KeepsightError, UnreadableWeights, UnsupportedModel
+from keepsight.models.no_gradients import run_plainly
+
+# Where layers come from that compute in the dtype of their weights.
+_USUAL = ("torch.nn.modules.", "transformers.models.", "peft.", "keepsight.")
+_TOKENS = 8
+_LOUD = 1000.0  # times as large as the others: a scale shared with these leaves nothing of them
+_NEAR = 1e-3  # of the largest value; a shared scale changes about all of it
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def named_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Name the weights of a class of their own, where reading the model's weights fails."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
+        odd = {type(t).__name__ for m in model.modules() for t in _held(m) if _is_odd(t)}
+        if isinstance(error, KeepsightError) or not odd:
+            raise
+        raise UnreadableWeights(
+            f"weights of kind {', '.join(sorted(odd))} cannot be read, so they cannot be "
+            f"fingerprinted and nothing could be remembered safely ({error}); load the model in "
+            "another precision or quantise it with another library"
+        ) from error
+
+
+class Quantised:
+    """The layers of one model that were asked already."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._asked: set[str] = set()
+
+    def check(self) -> None:
+        """Refuse the model, by name, for a layer that mixes tokens; ask each kind of layer once."""
+        for name, layer in self._model.named_modules():
+            if not _is_unusual(layer) or (kind := _kind(layer)) in self._asked:
+                continue
+            off = self._coupling(name, layer)
+            if off > _NEAR:
+                raise UnsupportedModel(
+                    f"{name} ({type(layer).__module__}.{type(layer).__name__}) scales its input by "
+                    "the largest value of a whole pass, so what it makes of a token depends on the "
+                    f"tokens computed beside it (loud neighbours change it by {off:.0%}): no "
+                    "remembered prefix could be continued exactly. Quantise the weights only, or "
+                    "the activations with a scale for each token"
+                )
+            self._asked.add(kind)
+
+    def _coupling(self, name: str, layer: Any) -> float:
+        """By how much of their size the results for some tokens depend on other tokens."""
+        try:
+            with torch.inference_mode():
+                return _ask(self._model, layer)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
+            first = error
+        try:
+            with torch.no_grad():
+                off = _ask(self._model, layer)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+            packed = not _is_usual(layer) and not any(True for _ in _held(layer))
+            if not packed and not _has_odd_weights(layer):
+                return 0.0  # a layer of some other kind, that wants more than tokens
+            raise UnsupportedModel(
+                f"{name} ({type(layer).__module__}.{type(layer).__name__}) is quantised, and it "
+                f"could not be shown that it treats each token alone: {first}"
+            ) from first
+        run_plainly(self._model)
+        return off
+
+
+def _is_unusual(layer: Any) -> bool:
+    """Whether a layer maps features to features in a way that has to be asked for."""
+    if not isinstance(getattr(layer, "in_features", None), int):
+        return False
+    replaced = "forward" in vars(layer) or hasattr(layer, "quantization_scheme")
+    return not _is_usual(layer) or replaced or _has_odd_weights(layer)
+
+
+def _is_usual(layer: Any) -> bool:
+    return f"{type(layer).__module__}.".startswith(_USUAL)
+
+
+def _has_odd_weights(layer: Any) -> bool:
+    """Whether some weights are no floating tensors of torch's own."""
+    return any(_is_odd(t) or not t.is_floating_point() for t in _held(layer))
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _held(layer: Any) -> Iterator[torch.Tensor]:
+    yield from (t for t in layer._parameters.values() if t is not None)
+    yield from (t for t in layer._buffers.values() if t is not None)
+
+
+def _kind(layer: Any) -> str:
+    """Layers of one kind share class, classes of weights and plain settings."""
+    parts = [(type(t).__qualname__, _settings(t)) for t in _held(layer)]
+    return repr((type(layer).__module__, type(layer).__qualname__, _settings(layer), parts))
+
+
+def _settings(thing: Any) -> list[tuple[str, str]]:
+    plain = {n: v for n, v in getattr(thing, "__dict__", {}).items() if not n.startswith("_")}
+    sizes = ("in_features", "out_features")
+    return sorted((n, repr(v)) for n, v in plain.items() if n not in sizes and not _is_tensor(v))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | torch.nn.Module)
+
+
+def _ask(model: Any, layer: Any) -> float:
+    """The results for a few tokens beside quiet and beside loud neighbours, compared."""
+    device = next((tensor.device for tensor in _held(layer)), model.device)
+    draw = torch.Generator().manual_seed(0)
+    quiet = torch.randn(1, _TOKENS, layer.in_features, generator=draw)
+    loud = quiet.clone()
+    loud[:, _TOKENS // 2 :] *= _LOUD
+    error: Exception | None = None
+    for dtype in dict.fromkeys((model.dtype, *_DTYPES)):
+        try:
+            one, other = (_first(layer(x.to(device, dtype))) for x in (quiet, loud))
+        except (RuntimeError, NotImplementedError, AssertionError, ValueError) as refusal:
+            error = error or refusal
+            continue
+        mine, theirs = (x[:, : _TOKENS // 2].float() for x in (one, other))
+        return float((mine - theirs).abs().max() / mine.abs().max().clamp(min=1e-30))
+    raise error or RuntimeError("no dtype")
+
+
+def _first(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found

@@ -1,0 +1,301 @@
+"""The switches of this process and this thread that change the bits of a result.
+
+Which kernels torch may choose, in what precision they compute, how the processor rounds, which
+functions were registered with Transformers, what the environment says to numerical libraries. Only
+what differs from a new process is named. Some switches belong to a thread, so all are read in the
+thread that is about to run the model, before each call; that costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from keepsight.models import upstream
+
+# Functions of `torch._C` that read a switch, without the leading "_get_", and what they give in a
+# new process. A test names those of the installed torch that stand in no table here.
+ANYWHERE: dict[str, Any] = {
+    "flash_sdp_enabled": True,
+    "mem_efficient_sdp_enabled": True,
+    "math_sdp_enabled": True,
+    "cudnn_sdp_enabled": True,
+    "overrideable_sdp_enabled": True,
+    "fa3_sdp_enabled": False,
+    "math_sdp_allow_fp16_bf16_reduction": False,
+    "mkldnn_enabled": True,
+    "mkldnn_deterministic": False,
+    "onednn_allow_tf32": None,
+    "nnpack_enabled": True,
+    "qengine": 4,
+    "deterministic_algorithms": False,
+    "deterministic_algorithms_warn_only": False,
+    "deterministic_fill_uninitialized_memory": True,
+    "float32_matmul_precision": "highest",
+    "cpu_allow_fp16_reduced_precision_reduction": False,
+    "linalg_preferred_backend": "_LinalgBackend.Default",
+}
+ON_CUDA: dict[str, Any] = {
+    "cublas_allow_bf16_reduced_precision_reduction": (True, True),
+    "cublas_allow_fp16_reduced_precision_reduction": (True, True),
+    "cublas_allow_fp16_accumulation": False,
+    "cublas_allow_tf32": False,
+    "blas_preferred_backend": "_BlasBackend.Cublas",
+    "rocm_fa_preferred_backend": "_ROCmFABackend.Default",
+    "sm_carveout_experimental": None,
+    "cudnn_enabled": True,
+    "cudnn_benchmark": False,
+    "cudnn_deterministic": False,
+    "cudnn_depthwise_kernel": "auto",
+    "cudnn_allow_tf32": True,
+    "miopen_immediate": False,
+}
+# (backend, operation) -> the precision that "none" stands for in a new process.
+_PRECISIONS: dict[tuple[str, str], str] = {
+    ("generic", "all"): "ieee",
+    ("mkldnn", "all"): "ieee",
+    ("mkldnn", "matmul"): "ieee",
+    ("mkldnn", "conv"): "ieee",
+    ("mkldnn", "rnn"): "ieee",
+    ("cuda", "all"): "ieee",
+    ("cuda", "matmul"): "ieee",
+    ("cuda", "conv"): "tf32",
+    ("cuda", "rnn"): "tf32",
+}
+# Beginnings of the variables that numerical libraries read, most of them when they are loaded.
+_VARIABLES = (
+    "ATEN_CPU_",
+    "CUBLAS",
+    "CUDNN_",
+    "DISABLE_ADDMM_",
+    "DNNL_",
+    "GLIBC_TUNABLES",
+    "HIPBLAS",
+    "MIOPEN_",
+    "MKL_",
+    "NVIDIA_TF32_",
+    "OMP_DYNAMIC",
+    "OMP_THREAD_LIMIT",
+    "ONEDNN_",
+    "PYTORCH_MPS_",
+    "PYTORCH_TUNABLEOP_",
+    "ROCBLAS_",
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_ALLOW_TF32_",
+    "TORCH_BLAS_",
+    "TORCH_COMPILE_DISABLE",
+    "TORCH_CUDNN_",
+    "TORCH_LINALG_",
+    "USE_HUB_KERNELS",
+    "XLA_",
+)
+_SILENT = ("VERBOSE", "LOG", "CACHE", "DUMP")  # in the name of a variable that changes no result
+_LIVE = ("TRANSFORMERS_SDPA_FORCE_GQA", "TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR")  # read by each pass
+# Libraries that put kernels of their own into a model where they are installed.
+_LIBRARIES = (
+    "causal-conv1d",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-linear-attention",
+    "kernels",
+    "liger-kernel",
+    "mamba-ssm",
+    "opt-einsum",
+    "xformers",
+)
+# Operands, and what becomes of them by IEEE's rules: only a changed register gives other results.
+_LEAST, _HALF, _TINY, _HUGE, _ONE, _DUST = 2.0**-1022, 0.5, 5e-324, 2.0**200, 1.0, 2.0**-60
+_RIGHT = (2.0**-1023, 2.0**-874, 1.0, 1.0)
+
+
+def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
+    """`name=value` of all that is not as in a new process, for a model on a type of device.
+
+    `chosen` are the kinds of functions that the model looks up at Transformers, and their names.
+    """
+    accelerated = device != "cpu"
+    readers, _ = _readers(accelerated)
+    try:
+        values = tuple([read() for read in readers])
+    except RuntimeError:
+        values = tuple([_carefully(read) for read in readers])
+    found = [*_unusual(accelerated, values), *_environment()]
+    found += [f"{name}={os.environ[name]}" for name in _LIVE if name in os.environ]
+    if (_LEAST * _HALF, _TINY * _HUGE, _ONE + _DUST, _ONE - _DUST) != _RIGHT:
+        found.append(f"arithmetic={_arithmetic()}")
+    found += [f"mode={called(mode)}{_device_of(mode)}" for mode in _modes()]
+    return found + [f"{name}={called(function)}" for name, function in _foreign(chosen)]
+
+
+# -- torch ---------------------------------------------------------------------------------------
+
+_Readers = tuple[Callable[[], Any], ...]
+
+
+@functools.cache
+def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, Any], ...]]:
+    """What reads each switch, and beside it the switch's name and usual value."""
+    get, order = upstream.PRECISION.needed(), upstream.SDP_ORDER.needed()
+    einsum: Any = torch.backends.opt_einsum
+    found: list[tuple[Callable[[], Any], str, Any]] = []
+    for name, value in {**ANYWHERE, **(ON_CUDA if accelerated else {})}.items():
+        reader = upstream.switch(name)
+        if reader is not None:
+            found.append((reader, name, value))
+    for (backend, operation), value in _PRECISIONS.items():
+        if accelerated or backend != "cuda":
+            reader = functools.partial(get, backend, operation)
+            found.append((reader, f"{backend}.{operation}.fp32_precision", value))
+    found += [
+        (lambda: tuple(order()), "sdp_priority_order", (1, 2, 0, 3, 4)),
+        (torch.get_default_dtype, "default_dtype", torch.float32),
+        (torch.backends.mha.get_fastpath_enabled, "mha_fastpath", True),
+        (_stance, "compiler.stance", "default"),
+        (_native, "python_native", ()),
+    ]
+    if einsum.is_available():
+        found += [
+            (upstream.EINSUM.needed(), "opt_einsum", True),
+            (upstream.STRATEGY.needed(), "opt_einsum.strategy", "auto"),
+        ]
+    return tuple(r for r, _, _ in found), tuple((name, value) for _, name, value in found)
+
+
+def _carefully(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:  # the old and the new way of choosing a precision, mixed
+        return "mixed"
+
+
+def _stance() -> str:
+    """What `torch.compiler.set_stance` chose; nothing was, where the compiler is not loaded."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return "default" if compiler is None else str(compiler._stance.stance)
+
+
+def _native() -> tuple[str, ...]:
+    """What `torch.backends.python_native` leaves out."""
+    registry: Any = sys.modules.get("torch._native.registry")
+    if registry is None:
+        return ()
+    left_out = [name for names in vars(registry._filter_state).values() for name in names]
+    return tuple(sorted(map(str, left_out)))
+
+
+@functools.lru_cache(maxsize=64)
+def _unusual(accelerated: bool, values: tuple[Any, ...]) -> tuple[str, ...]:
+    _, usual = _readers(accelerated)
+    found = []
+    for (name, wanted), value in zip(usual, values, strict=True):
+        given = "ieee" if value == "none" else value
+        if given != wanted and str(given) != wanted:
+            found.append(f"{name}={given}")
+    return tuple(found)
+
+
+@functools.cache
+def _environment() -> tuple[str, ...]:
+    """Variables and libraries as they were when the first model was wrapped: they are read once."""
+    found = []
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES) and not any(word in name for word in _SILENT):
+            found.append(f"{name}={value}")
+    for library in _LIBRARIES:
+        try:
+            found.append(f"{library}={importlib.metadata.version(library)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+def _arithmetic() -> str:
+    """Which of IEEE's rules the registers of this thread break."""
+    flushed = [_LEAST * _HALF == 0.0, _TINY * _HUGE == 0.0]
+    rounded = [_ONE + _DUST, _ONE - _DUST]
+    return f"denormals flushed {flushed}, rounded to {rounded}"
+
+
+# -- functions and modes that others put in ------------------------------------------------------
+
+
+def _modes() -> list[Any]:
+    """Modes that stand between a call and its kernel, such as a default device."""
+    modes: list[Any] = []
+    for count, stack in _stacks():
+        if count():
+            modes += stack()
+    return modes
+
+
+@functools.cache
+def _stacks() -> tuple[tuple[Callable[[], int], Callable[[], list[Any]]], ...]:
+    """What counts the modes of a kind, and what lists them."""
+    return (
+        (upstream.FUNCTION_MODES.needed(), upstream.FUNCTION_STACK.needed()),
+        (upstream.DISPATCH_MODES.needed(), upstream.DISPATCH_STACK.needed()),
+    )
+
+
+def _device_of(mode: Any) -> str:
+    device = getattr(mode, "device", None)
+    return f" {device}" if isinstance(device, torch.device) else ""
+
+
+_registries = functools.cache(upstream.registered_functions)
+
+
+def _foreign(chosen: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
+    """Functions that a model looks up at Transformers, where they are not Transformers' own."""
+    registries = _registries()
+    for kind, name in chosen:
+        for registry in registries[kind]:
+            function = registry.get(name)
+            if function is not None and not _is_own(function, "transformers"):
+                yield f"{kind} {name}", function
+
+
+def _is_own(thing: Any, library: str) -> bool:
+    """Whether something is what a library itself has under its name."""
+    place = str(getattr(thing, "__module__", ""))
+    name = getattr(thing, "__qualname__", "")
+    return place.split(".")[0] == library and getattr(sys.modules.get(place), name, None) is thing
+
+
+class _Numbers:
+    """A number for each thing that is not upstream's, for as long as it and this process live."""
+
+    def __init__(self) -> None:
+        self.process = secrets.token_hex(8)
+        self._count = itertools.count()
+        self._known: list[tuple[weakref.ref[Any], int]] = []
+
+    def of(self, thing: Any) -> str:
+        self._known = [(ref, number) for ref, number in self._known if ref() is not None]
+        number = next((number for ref, number in self._known if ref() is thing), None)
+        if number is None:
+            number = next(self._count)
+            self._known.append((weakref.ref(thing), number))
+        return f"{self.process}-{number}"
+
+
+_numbers = _Numbers()
+os.register_at_fork(after_in_child=_numbers.__init__)  # type: ignore[misc]
+
+
+def called(thing: Any) -> str:
+    """A name that two different things never share, in this process or between two."""
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind is not thing and _is_own(kind, "torch"):
+        return name
+    return f"{name} {_numbers.of(thing)}"

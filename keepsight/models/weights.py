@@ -1,0 +1,288 @@
+"""Bound to weights, not to names: fingerprints, and noticing on each call that they still hold.
+
+A fingerprint covers every value of every weight, once, and everything else by which the live model
+differs from what its configuration says: adapters and their scales, hooks, exchanged modules,
+settings, replaced code. The dtypes that hold the weights are kept beside it, as circumstances.
+After that a call only looks whether anything moved (`watch.py`). What did not move is not read
+again, and a model that is as it was before has the fingerprint that it had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight import digests
+from keepsight.errors import UnreadableWeights
+from keepsight.models.families import Family
+from keepsight.models.families.tower_absent import AbsentTower, AbsentWeight, Source, absent_parts
+from keepsight.models.fingerprint.describe import Describer
+from keepsight.models.fingerprint.difference import Difference, Row
+from keepsight.models.fingerprint.evidence import doubted
+from keepsight.models.fingerprint.patches import LibraryCode
+from keepsight.models.fingerprint.stock import stock_parts
+from keepsight.models.fingerprint.undescribed import Private
+from keepsight.models.fingerprint.watch import Owner, Stamp, Watch
+
+_USUAL = (torch.Tensor, torch.nn.Parameter)
+
+
+class Weights:
+    """The fingerprints of one live model, recomputed when the model changed."""
+
+    def __init__(self, model: PreTrainedModel, family: Family) -> None:
+        self._model, self._family = model, family
+        self._private = Private()
+        self._code = LibraryCode(self._private)
+        self._watch: Watch | None = None
+        self._restless: set[int] = set()
+        self._digests = _Digests()
+        self._source: Source | None = None
+        self.all = self.vision = self.config = self.code = ""
+        self.settings = ""  # those that the tower runs under
+        self.tensors = self.vision_tensors = ""  # the values of the weights alone
+        self.dtype = self.vision_dtype = ""
+        self.is_private = self.vision_is_private = False  # whether no other process may know it
+        self.rows: list[Row] = []  # in what it differs from its configuration
+
+    def refresh(self, remembered: dict[str, str] | None = None) -> bool:
+        """Look; recompute what changed. True when something was described anew.
+
+        `remembered` are digests that the caller knows to be those of the loaded files.
+        """
+        moved: set[Owner] = {""}  # whatever changed since the last look is not known
+        if self._watch is not None:
+            moved = self._watch.moved() | self._restless
+            if not moved and not self._code.moved():
+                return False
+        self._watch = None  # until all of it is described
+        self._describe(moved, remembered)
+        return True
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """All by which one state of the model is told from another."""
+        return (self.all, self.vision, self.config, self.code)
+
+    def record(self) -> dict[str, str]:
+        """The digests, as `refresh` takes them."""
+        names = ("all", "vision", "tensors", "vision_tensors", "dtype", "vision_dtype")
+        return {name: getattr(self, name) for name in names}
+
+    # -- describing ------------------------------------------------------------------------------
+
+    def _describe(self, moved: set[Owner], remembered: dict[str, str] | None) -> None:
+        self._forget(moved)
+        model, watch = self._model, Watch()
+        self._source = next((part.source for part in absent_parts(model)), None)
+        named = list(self._named())
+        _check_readable(named)
+        for name, tensor in named:
+            watch.tensor(tensor, name.rpartition(".")[0])
+        places = {id(part): path for path, part in model.named_modules()}
+        describer = Describer(watch, places, self._digests.of, self._private)
+        config = describer.value(model.config, None)
+        difference = Difference(model, stock_parts(model, config), describer, watch)
+        rows = [*difference.rows, *self._unusual(named, describer)]
+        rows += self._replaced_code()
+        beliefs = [*difference.beliefs, *self._code.beliefs]
+        seen = doubted(beliefs, lambda: [watch, *self._code.watches])
+        rows += [(b.path, (*b.label, describer.value(b.thing, b.path))) for b in seen]
+        self.config = digests.digest("config", repr(config))
+        self.settings = self._family.vision_settings()
+        self.code = self._code.digest
+        self._fingerprint(remembered, rows, named)
+        self._note_dtypes(remembered or {}, difference.derived)
+        watch.seal()
+        self._digests.keep(watch)
+        self._restless = describer.restless
+        if watch.unchanged():  # nobody changed it while it was read
+            self._watch = watch
+
+    def _forget(self, moved: set[Owner]) -> None:
+        """What changed is read again, with all weights below it: a change of a module may come
+        with one of its weights that no counter tells of."""
+        for owner in moved:
+            if isinstance(owner, int):
+                self._private.changes[owner] += 1
+        paths = [owner for owner in moved if isinstance(owner, str)]
+        self._digests.forget(tensor for name, tensor in self._named() if _below(name, paths))
+
+    def _fingerprint(
+        self,
+        remembered: dict[str, str] | None,
+        rows: list[Row],
+        named: list[tuple[str, torch.Tensor]],
+    ) -> None:
+        text = self._text_paths()
+        seen = [(path, row) for path, row in rows if not _below(path, text)]
+        if self._code.differs:
+            seen.append(("*", self._code.differs))
+        self.rows = rows
+        self._name_tensors(remembered or {}, named)
+        # An exported model has its weights in graphs, and says whose they are.
+        exported = getattr(getattr(self._model, "exported", None), "weights", None) or {}
+        if exported and not rows:
+            self.all, self.vision = exported["all"], exported["vision"]
+        else:
+            self.all = digests.digest("model", self.tensors, _written(rows))
+            self.vision = digests.digest("vision", self.vision_tensors, _written(seen))
+        self.is_private = self._private.name in _written(rows)
+        self.vision_is_private = self._private.name in _written(seen)
+
+    def _name_tensors(
+        self, remembered: dict[str, str], named: list[tuple[str, torch.Tensor]]
+    ) -> None:
+        if {"tensors", "vision_tensors"} <= remembered.keys():
+            self.tensors, self.vision_tensors = remembered["tensors"], remembered["vision_tensors"]
+            return
+        absent = [(name, digest) for name, digest, _ in self._absent()]
+        by_name = {name: self._digests.of(tensor) for name, tensor in named}
+        vision = [(name, by_name[name]) for name, _ in self._vision()]
+        self.tensors = digests.fingerprint_of([*by_name.items(), *absent])
+        self.vision_tensors = digests.fingerprint_of([*vision, *absent])
+
+    def _unusual(
+        self, named: list[tuple[str, torch.Tensor]], describer: Describer
+    ) -> Iterator[Row]:
+        """What weights of a kind of their own hold beside their values."""
+        for name, tensor in named:
+            if type(tensor) not in _USUAL:
+                path = name.rpartition(".")[0]
+                parts = (describer.value(type(tensor), path), describer.value(vars(tensor), path))
+                yield path, ("weight", name, *parts)
+
+    def _replaced_code(self) -> Iterator[Row]:
+        """The code of classes that is not their library's, each under a module that runs it."""
+        text = self._text_paths()
+        parts = list(self._model.named_modules())
+        parts.sort(key=lambda part: _below(part[0], text))  # of several, one that sees
+        kinds = (p.stands_for if isinstance(p, AbsentTower) else type(p) for _, p in parts)
+        self._code.refresh(frozenset(kinds))
+        for kind, rows in self._code.replaced.items():
+            found = (path for path, part in parts if kind is not None and isinstance(part, kind))
+            path = next(found, "*")
+            yield from ((path, row) for row in rows)
+
+    def _note_dtypes(self, remembered: dict[str, str], derived: list[tuple[str, str]]) -> None:
+        """Which dtypes hold the weights. Those of an absent tower stand in its files."""
+        if self._source is not None and {"dtype", "vision_dtype"} <= remembered.keys():
+            self.dtype, self.vision_dtype = remembered["dtype"], remembered["vision_dtype"]
+            return
+        absent = [(name, dtype) for name, _, dtype in self._absent() if dtype]
+        text = self._text_paths()
+        seen = [(name, dtype) for name, dtype in derived if not _below(name, text)]
+        self.dtype = _dtype(self._named(), absent, derived)
+        self.vision_dtype = _dtype(self._vision(), absent, seen)
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    def _vision(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from _persistent(self._model, self._family.vision_weights())
+
+    def _absent(self) -> list[AbsentWeight]:
+        """The weights of a tower that was left out, named without being here."""
+        return [] if self._source is None else self._source.weights()
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._model.named_parameters(remove_duplicate=False)
+        yield from _persistent(self._model, self._model.named_buffers(remove_duplicate=False))
+
+    def _text_paths(self) -> list[str]:
+        """The parts that no picture goes through."""
+        text = {id(module) for module in self._family.text_modules()}
+        return [path for path, module in self._model.named_modules() if id(module) in text]
+
+
+class _Digests:
+    """The digests of weights, each for as long as the weight did not change."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, Stamp | None, str]] = {}
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """The digest of a weight's values."""
+        known = self._known.get(id(tensor))
+        if known is not None and (known[1] is None or known[1].holds(tensor)):
+            return known[2]
+        found = _digest(tensor)
+        self._known[id(tensor)] = (tensor, None, found)
+        return found
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have these read again."""
+        for tensor in tensors:
+            self._known.pop(id(tensor), None)
+
+    def keep(self, watch: Watch) -> None:
+        """Keep what is known of the tensors that a watch holds, and nothing of others."""
+        held = ((tensor, stamp) for tensor, stamp in watch.stamps() if id(tensor) in self._known)
+        self._known = {id(t): (t, stamp, self._known[id(t)][2]) for t, stamp in held}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if tensor.is_quantized:
+        values = (tensor.int_repr(), str(tensor.dtype), str(tensor.qscheme()))
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return digests.digest("quantised", *values, tensor.q_scale(), tensor.q_zero_point())
+        scales = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
+        return digests.digest("quantised", *values, *scales, tensor.q_per_channel_axis())
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        inner = [part for name in names for part in (name, _digest(getattr(tensor, name)))]
+        return digests.digest("weight of parts", str(context), list(tensor.shape), *inner)
+    try:
+        return digests.weight_digest(tensor)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise UnreadableWeights(
+            f"a weight of kind {type(tensor).__name__} cannot be read, so it cannot be "
+            f"fingerprinted ({error}); load the model in another precision"
+        ) from error
+
+
+def _check_readable(named: list[tuple[str, torch.Tensor]]) -> None:
+    if any(tensor.is_meta for _, tensor in named):
+        raise UnreadableWeights(
+            "some weights are on the meta device (offloaded, or never loaded): they cannot "
+            "be fingerprinted, so nothing could be remembered safely. Load the model whole."
+        )
+
+
+def _below(name: str, paths: list[str]) -> bool:
+    """Whether a name is one of these paths, or lies below one."""
+    return any(name == path or not path or name.startswith(f"{path}.") for path in paths)
+
+
+def _written(rows: list[Row]) -> str:
+    return repr(sorted(rows, key=repr))
+
+
+def _dtype(
+    named: Iterator[tuple[str, torch.Tensor]],
+    absent: list[tuple[str, str]],
+    derived: list[tuple[str, str]],
+) -> str:
+    """The dtype that all floating weights have, or a digest of which has which."""
+    here = ((name, str(t.dtype)) for name, t in named if t.is_floating_point())
+    held = sorted([*here, *absent])
+    dtypes = {dtype for _, dtype in held}
+    if len(dtypes) == 1 and not derived:
+        return dtypes.pop()
+    return digests.digest("dtypes", held, *([sorted(derived)] if derived else []))
+
+
+def _persistent(
+    model: PreTrainedModel, named: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Leave out buffers that are derived, not loaded: rope tables change with prompt length."""
+    derived = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    }
+    for name, tensor in named:
+        if id(tensor) not in derived:
+            yield name, tensor

@@ -1,0 +1,199 @@
+"""Checkpoints to models without their vision tower: for training, and for answering from packages.
+
+The tower's modules are taken out before any weight is read, so its weights are neither read nor
+allocated. Packages are still bound to those weights: where no store remembers their names, the
+files are read once, weight by weight, each named in the dtype it would have been loaded in, and let
+go of. Upstream's own loader does the reading both times, so whatever it renames, splits or merges
+on the way comes out as it does for the whole model.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+import torch
+import transformers
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from keepsight import digests
+from keepsight.errors import UnreadableWeights, UnsupportedModel
+from keepsight.models import upstream
+from keepsight.models.families import Family, family_of
+from keepsight.models.families.tower_absent import AbsentTower, AbsentWeight, tower_parts
+from keepsight.models.loading import (
+    files_digest,
+    files_name,
+    files_of,
+    load_options,
+    named_refusal,
+    thinking,
+)
+
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # upstream reads ahead of us unless it is told not to
+_reading = RLock()
+
+
+def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> Any:
+    """The model in eval mode, with stand-ins where its tower would be."""
+    return load_named(path, dtype, device_map, revision)[0]
+
+
+def load_named(
+    path: str, dtype: Any, device_map: Any, revision: str | None
+) -> tuple[Any, str | None]:
+    """The model in eval mode, and the name of the files that all its weights are from."""
+    options = load_options(dtype, device_map, revision)
+    before = files_of(path)
+    with named_refusal(path):
+        kind = _class_of(path, revision)
+        model, found = _shaped(kind, _leave_out).from_pretrained(
+            path, output_loading_info=True, **options
+        )
+    model.__class__ = kind
+    model = thinking(model).eval()
+    source = TowerFiles(path, kind, dtype, revision, files_digest(path, model.dtype), model.dtype)
+    for part in model.modules():
+        if isinstance(part, AbsentTower):
+            part.source = source
+    return model, files_name(path, model, before, found)
+
+
+@dataclass(eq=False)
+class TowerFiles:
+    """The weights of an absent tower where they lie, read when somebody has to know their names."""
+
+    path: str
+    kind: Any
+    dtype: Any
+    revision: str | None
+    files: str | None  # the files by size, time and inode when the model was loaded
+    loaded: torch.dtype
+    _found: list[AbsentWeight] | None = None
+
+    def weights(self) -> list[AbsentWeight]:
+        """Name, digest and dtype of each; read once."""
+        if self._found is None:
+            if files_digest(self.path, self.loaded) != self.files:
+                raise UnreadableWeights(
+                    f"the files of {self.path!r} changed since the model was loaded without its "
+                    "tower, so the tower cannot be named any more; load the model again"
+                )
+            self._found = self._read()
+        return self._found
+
+    def _read(self) -> list[AbsentWeight]:
+        found: dict[str, tuple[str, str]] = {}
+        wanted: list[str] = []
+
+        def watch(model: Any) -> None:
+            wanted.extend(_watch(thinking(model), found))
+            model.all_tied_weights_keys = {}
+
+        with named_refusal(self.path), _reading, _sequential(), torch.no_grad():
+            options = load_options(self.dtype, None, self.revision)
+            _shaped(self.kind, watch, unfinished=True).from_pretrained(self.path, **options)
+        if missing := sorted(set(wanted) - found.keys()):
+            raise UnreadableWeights(
+                f"the checkpoint lacks {len(missing)} weights of the tower, such as {missing[0]}; "
+                "what it would see with cannot be named"
+            )
+        return [(name, *about) for name, about in sorted(found.items())]
+
+
+def _class_of(path: str, revision: str | None) -> Any:
+    """The class that Transformers would load this checkpoint into."""
+    told = {} if revision is None else {"revision": revision}
+    config = transformers.AutoConfig.from_pretrained(path, **told)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ValueError(f"{type(config).__name__} is no configuration of such a model")
+    found: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    if not isinstance(found, list | tuple):
+        return found
+    named = {kind.__name__: kind for kind in found}
+    wanted = [named[name] for name in config.architectures or () if name in named]
+    return (wanted or found)[0]
+
+
+def _shaped(kind: Any, change: Callable[[Any], None], unfinished: bool = False) -> Any:
+    """The class, whose objects are changed as soon as they are built and before they are filled."""
+
+    def build(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
+        kind.__init__(self, config, *arguments, **options)
+        change(self)
+
+    body: dict[str, Any] = {"__init__": build, "__module__": kind.__module__}
+    if unfinished:  # nothing of it is used, so nothing is initialised, tied or reported
+        body |= upstream.unfinished(kind)
+    return type(kind.__name__, (kind,), body)
+
+
+def _leave_out(model: Any) -> None:
+    """Put a stand-in where each module of the tower is."""
+    family = _proven_family(model)
+    parts = tower_parts(family)
+    for name, part in parts.items():
+        home, _, own_name = name.rpartition(".")
+        setattr(family.model.get_submodule(home), own_name, AbsentTower(part))
+    # What is not wanted is not read; upstream would report every weight of it.
+    last = sorted({re.escape(name.rpartition(".")[2]) for name in parts})
+    ignored = {rf"(^|\.){name}\." for name in last}
+    upstream.ignore_weights(model, ignored)
+
+
+def _proven_family(model: Any) -> Family:
+    family = family_of(thinking(model))
+    if not family.proven or not family.answers:
+        raise UnsupportedModel(
+            f"model type {model.config.model_type!r} cannot be loaded without its tower: no test "
+            "has shown that its answers are exact from packages alone; load it whole"
+        )
+    return family
+
+
+class _Named(dict[str, Any]):
+    """The weights of one module: each that is put in is named, and not kept."""
+
+    def __init__(self, weights: dict[str, Any], prefix: str, found: dict[str, Any]) -> None:
+        super().__init__(weights)
+        self._prefix, self._found = prefix, found
+
+    def __setitem__(self, name: str, weight: Any) -> None:
+        value = weight.detach()
+        dtype = str(value.dtype) if value.is_floating_point() else ""
+        self._found[self._prefix + name] = (digests.weight_digest(value), dtype)
+
+
+def _watch(model: Any, found: dict[str, tuple[str, str]]) -> Iterator[str]:
+    """Have the tower's weights named as they arrive, and nothing else read; the names to come."""
+    parts = tower_parts(_proven_family(model))
+    inside = {id(module) for part in parts.values() for module in part.modules()}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for kind in ("_parameters", "_buffers"):
+            homes: Any = vars(module)[kind]
+            if id(module) not in inside:
+                homes.update(dict.fromkeys(homes))  # a weight that is None is never looked for
+                continue
+            derived = module._non_persistent_buffers_set
+            yield from (prefix + n for n in homes if n not in derived and homes[n] is not None)
+            vars(module)[kind] = _Named(homes, prefix, found)
+
+
+@contextmanager
+def _sequential() -> Iterator[None]:
+    """Weights one after another: reading ahead would hold the whole tower at once."""
+    before = os.environ.get(_ONE_BY_ONE)
+    os.environ[_ONE_BY_ONE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ONE_BY_ONE]
+        else:
+            os.environ[_ONE_BY_ONE] = before
