@@ -19,13 +19,13 @@ from keepsight.calls import Call
 from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
 from keepsight.formats import tensorfile
 from keepsight.formats.package import Package
-from keepsight.medium import Medium
+from keepsight.media.features import Vision
+from keepsight.media.medium import Medium
 from keepsight.node import Node
 from keepsight.prefix import Tree
 from keepsight.prompt import Prompt
 from keepsight.render import Message, user_message
 from keepsight.report import Piece, Reply
-from keepsight.vision import Vision
 
 FORMAT = 1
 KIND = "session"

@@ -13,7 +13,8 @@ from typing import Any
 from keepsight.calls import Call
 from keepsight.errors import ImageError
 from keepsight.formats.package import Package
-from keepsight.medium import Medium
+from keepsight.media.features import Vision
+from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.node import Node
 from keepsight.prefix import Tree
@@ -21,7 +22,6 @@ from keepsight.prompt import Prompt
 from keepsight.report import Report
 from keepsight.store import Store
 from keepsight.turn import Turn
-from keepsight.vision import Vision
 
 
 def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:

@@ -17,22 +17,22 @@ from transformers import PreTrainedModel
 from keepsight import digests, grouped
 from keepsight.engine import Engine
 from keepsight.errors import ModelError, PinsFull
-from keepsight.medium import Medium
+from keepsight.media.caches import Shelves
+from keepsight.media.features import COUNTS, Vision
+from keepsight.media.medium import Medium
+from keepsight.media.naming import Namer
 from keepsight.models.compiled import Compiled
 from keepsight.models.environment import backend_version, circumstances
 from keepsight.models.families import Family
 from keepsight.models.quantised import Quantised, named_weights
 from keepsight.models.weights import Weights
-from keepsight.naming import Namer
 from keepsight.prefix import Tree
 from keepsight.prompt import Prompt, Rule
 from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
-from keepsight.shelves import Shelves
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
 from keepsight.system.accounts import account_of
 from keepsight.tree.pins import pinning
-from keepsight.vision import COUNTS, Vision
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
 _STATS_WAIT = 0.2  # seconds that statistics wait for a store to count what it has

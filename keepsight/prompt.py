@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from keepsight import digests
-from keepsight.medium import Medium
+from keepsight.media.medium import Medium
 
 RUN = 2048  # the longest stretch without a boundary, in tokens
 Range = tuple[int, int]

@@ -25,7 +25,7 @@ from keepsight.errors import (
     UnsupportedInput,
 )
 from keepsight.lengths import Lengths
-from keepsight.medium import Medium
+from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.prompt import Prompt
 from keepsight.template import ChatTemplate

@@ -24,7 +24,8 @@ from keepsight.errors import (
 )
 from keepsight.generation import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.generation import known_options
-from keepsight.medium import Medium
+from keepsight.media.features import Vision
+from keepsight.media.medium import Medium
 from keepsight.memory import Memory
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.pixels import embedding_of
@@ -33,7 +34,6 @@ from keepsight.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 from keepsight.system.lock import FairLock
 from keepsight.turn import Turn
-from keepsight.vision import Vision
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)

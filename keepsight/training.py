@@ -35,8 +35,8 @@ from keepsight.errors import (
 from keepsight.formats import tensorfile
 from keepsight.formats.package import KIND, Package, feature_id, identity
 from keepsight.generation import check_length
-from keepsight.media import open_source
-from keepsight.medium import Medium
+from keepsight.media.medium import Medium
+from keepsight.media.sources import open_source
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.prompt import Prompt

@@ -27,7 +27,7 @@ import transformers
 from PIL import Image
 
 from keepsight.errors import KeepsightError, UnsupportedModel
-from keepsight.medium import Medium
+from keepsight.media.medium import Medium
 from keepsight.memory import Memory
 from keepsight.models import upstream
 from keepsight.models.families import Family

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from keepsight.media import open_source
+from keepsight.media.sources import open_source
 from keepsight.memory import Memory
 from keepsight.prompt import Prompt
 from keepsight.render import user_message

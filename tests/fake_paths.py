@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from keepsight import digests
-from keepsight.medium import Medium
+from keepsight.media.medium import Medium
 from keepsight.node import Node
 from keepsight.prefix import Match, Tree
 from keepsight.prompt import Prompt, Rule

@@ -18,12 +18,12 @@ from models import picture, turn
 from PIL import Image
 
 import keepsight as ks
-from keepsight.downloads import Downloads
 from keepsight.errors import ImageError, MediaChanged
 from keepsight.formats.package import storage_bytes
+from keepsight.media.cache import SharedShelf
+from keepsight.media.caches import Shelves
+from keepsight.media.downloads import Downloads
 from keepsight.server.subject import Subject
-from keepsight.shelf import SharedShelf
-from keepsight.shelves import Shelves
 from keepsight.store import sizes
 from keepsight.store.tally import Tally
 from keepsight.system.accounts import under_salt

@@ -21,12 +21,12 @@ from hostile import bounded, png_that_claims
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepsight.clips import open_clip
 from keepsight.encode import archives, count, documents, find, parse_shard
 from keepsight.encode.items import Reading
 from keepsight.encode.sources import kind_of
 from keepsight.errors import InputError
-from keepsight.media import open_source
+from keepsight.media.clips import open_clip
+from keepsight.media.sources import open_source
 
 
 def names(found: list[Any]) -> list[str]:

@@ -24,13 +24,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
 digests errors report
-lengths pictures stops system terminal
-formats media
-clips store
-housekeeping models shelf
-control downloads generation grouped medium settings state
-calls exported naming placement prompt shelves template_source
-node template vision
+lengths stops system terminal
+formats
+store
+housekeeping models
+control generation grouped media settings state
+calls exported placement prompt template_source
+node template
 render tree
 prefix
 chat engine

@@ -22,9 +22,9 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 import keepsight as ks
-from keepsight import media
 from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
-from keepsight.media import open_source
+from keepsight.media import sources
+from keepsight.media.sources import open_source
 
 EXIF_ORIENTATION = 274
 MODES = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"]
@@ -163,7 +163,7 @@ def test_a_known_image_is_neither_decoded_nor_preprocessed(
     path = tmp_path / "image.png"
     path.write_bytes(encoded(picture(5)))
     first = vlm.memory.vision.name(path)
-    monkeypatch.setattr(media, "decode_bytes", None)
+    monkeypatch.setattr(sources, "decode_bytes", None)
     monkeypatch.setattr(vlm.memory.vision.namer, "run_processor", None)
     path.rename(tmp_path / "moved.png")
     again = vlm.memory.vision.name(tmp_path / "moved.png")
@@ -349,7 +349,7 @@ def test_files_beyond_the_bound_are_not_read(
     asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open(tmp_path / "large.png", "wb") as file:
-        file.truncate(media.MAX_BYTES + 1)
+        file.truncate(sources.MAX_BYTES + 1)
     monkeypatch.setattr(Path, "read_bytes", None)
     with pytest.raises(ImageError, match="larger than"):
         asked.encode(tmp_path / "large.png")

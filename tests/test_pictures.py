@@ -16,8 +16,8 @@ from models import picture
 from PIL import Image
 from transformers.image_utils import load_image
 
-from keepsight import pictures
 from keepsight.errors import ImageError
+from keepsight.media import pictures
 
 WRITTEN = ("PNG", "JPEG", "WEBP", "TIFF", "AVIF")
 ORIENTATION = 274

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepsight import digests, prompt
-from keepsight.medium import Medium
+from keepsight.media.medium import Medium
 from keepsight.prompt import Prompt, Rule, Span, common, shift
 
 END, PAD = 9, 5

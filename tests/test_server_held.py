@@ -10,7 +10,7 @@ import pytest
 from server_harness import Live, asked, live, scene
 
 import keepsight as ks
-from keepsight.naming import Namer
+from keepsight.media.naming import Namer
 from keepsight.server.config import ApiKey
 
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keepsight.errors import PinsFull
-from keepsight.shelf import Shelf
+from keepsight.media.cache import Shelf
 
 TENANTS, KEYS = st.sampled_from(["", "a", "b", "a\x1fsalt", "a\x1fother"]), st.sampled_from("klmno")
 

@@ -23,7 +23,7 @@ from keepsight import digests
 from keepsight.bench.contestants import now
 from keepsight.bench.measure import TOKENS, Bench, Round, Say, guard, ratio
 from keepsight.bench.workloads import Pictures, Scale, assistant, user, words
-from keepsight.media import decode_bytes
+from keepsight.media.sources import decode_bytes
 from keepsight.vlm import VLM
 
 # Where the files are when a restart begins; only some systems can be asked to forget them.

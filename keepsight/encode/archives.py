@@ -18,7 +18,7 @@ from typing import Any
 
 from keepsight.encode.items import Item, broken, of_bytes
 from keepsight.errors import ImageError
-from keepsight.media import MAX_BYTES
+from keepsight.media.sources import MAX_BYTES
 
 MAX_MEMBERS = 10_000_000
 MAX_UNPACKED = 1 << 40  # of a compressed tar; members cannot be skipped there without unpacking

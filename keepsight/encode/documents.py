@@ -16,11 +16,11 @@ import PIL
 from PIL import Image
 
 from keepsight import digests
-from keepsight.clips import MAX_FRAMES, open_clip
 from keepsight.encode.items import Item, broken
 from keepsight.errors import ImageError, MissingExtra
-from keepsight.media import Source, open_source
-from keepsight.pictures import MAX_PIXELS
+from keepsight.media.clips import MAX_FRAMES, open_clip
+from keepsight.media.pictures import MAX_PIXELS
+from keepsight.media.sources import Source, open_source
 from keepsight.system.lock import FairLock
 
 MAX_DOCUMENT = 1 << 30

@@ -17,7 +17,7 @@ from typing import Any
 
 from keepsight import digests
 from keepsight.errors import ImageError, InputError, KeepsightError
-from keepsight.media import MAX_BYTES, Source, decode_bytes, open_source, read_bytes
+from keepsight.media.sources import MAX_BYTES, Source, decode_bytes, open_source, read_bytes
 
 
 @dataclass(frozen=True)

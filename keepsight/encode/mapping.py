@@ -19,7 +19,7 @@ from keepsight.encode.results import Encoded, Target
 from keepsight.encode.run import run
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import InputError
-from keepsight.media import open_source
+from keepsight.media.sources import open_source
 from keepsight.settings import tenant_name
 
 if TYPE_CHECKING:

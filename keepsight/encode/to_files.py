@@ -20,8 +20,8 @@ from keepsight.errors import FileError, InputError, KeepsightError, StoreError
 from keepsight.formats import tensorfile
 from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import KIND, Package
-from keepsight.media import Source
-from keepsight.naming import Looked
+from keepsight.media.naming import Looked
+from keepsight.media.sources import Source
 from keepsight.system import private_files
 
 if TYPE_CHECKING:

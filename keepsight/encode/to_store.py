@@ -17,8 +17,8 @@ from keepsight.encode.results import Encoded, Once, too_many
 from keepsight.errors import InputError, KeepsightError, NotStored
 from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import Package
-from keepsight.medium import Medium
-from keepsight.naming import Looked
+from keepsight.media.medium import Medium
+from keepsight.media.naming import Looked
 from keepsight.store import About
 from keepsight.store.contract import Name
 

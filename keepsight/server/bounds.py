@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 
-from keepsight.clips import MAX_FRAMES
 from keepsight.errors import ImageError, MissingExtra
+from keepsight.media.clips import MAX_FRAMES
 from keepsight.server.problems import ApiError
 
 _VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")

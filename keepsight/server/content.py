@@ -19,8 +19,8 @@ from typing import Any
 
 from keepsight.errors import ImageError
 from keepsight.lengths import characters
-from keepsight.media import from_base64
-from keepsight.pictures import MAX_PIXELS, size_of
+from keepsight.media.pictures import MAX_PIXELS, size_of
+from keepsight.media.sources import from_base64
 from keepsight.render import Message as Rendered
 from keepsight.server import parts, schema
 from keepsight.server.bindings import Bindings

@@ -17,8 +17,8 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.errors import ImageError
-from keepsight.media import Source, decode_bytes
-from keepsight.pictures import MAX_PIXELS, size_of
+from keepsight.media.pictures import MAX_PIXELS, size_of
+from keepsight.media.sources import Source, decode_bytes
 from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.unused import Unused
 

@@ -20,7 +20,7 @@ from typing import Any
 from keepsight.calls import Call
 from keepsight.errors import ImageError
 from keepsight.generation import DEFAULT_CHAT_TOKENS
-from keepsight.medium import Medium
+from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.prompt import Prompt, common
 from keepsight.render import Message, parse_messages

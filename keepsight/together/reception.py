@@ -21,15 +21,15 @@ from keepsight.formats.package import Package
 from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
 from keepsight.generation import Taker as TokenTaker
 from keepsight.lengths import characters
-from keepsight.medium import PROCESSORS, Medium
-from keepsight.naming import Looked
+from keepsight.media.features import Vision
+from keepsight.media.medium import PROCESSORS, Medium
+from keepsight.media.naming import Looked
 from keepsight.prompt import Prompt
 from keepsight.render import Message, Renderer, parse_messages
 from keepsight.report import Report
 from keepsight.system.lock import Mutex
 from keepsight.together.ticket import Ticket
 from keepsight.turn import Turn
-from keepsight.vision import Vision
 from keepsight.vlm import VLM
 
 _LONG = 1 << 15  # characters of texts that are tokenized beside the others

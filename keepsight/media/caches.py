@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keepsight.downloads import Downloads
 from keepsight.formats.package import Package
+from keepsight.media.cache import SharedShelf, Shelf
+from keepsight.media.downloads import Downloads
 from keepsight.models.families import Pixels
-from keepsight.shelf import SharedShelf, Shelf
 
 _ALIASES = 64 << 20  # bytes of the names of media, of all tenants together
 _NAMES = 16 << 20  # of the names of URLs, and of the contents of packages that were given out

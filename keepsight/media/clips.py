@@ -16,7 +16,7 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.errors import ImageError, MissingExtra
-from keepsight.media import Fetched, Source, read_bytes
+from keepsight.media.sources import Fetched, Source, read_bytes
 
 DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
 MAX_FRAMES = 100_000

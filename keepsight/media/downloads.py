@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from keepsight import media
 from keepsight.errors import MediaChanged
-from keepsight.media import Decoded, Source
-from keepsight.shelf import SharedShelf
+from keepsight.media import sources
+from keepsight.media.cache import SharedShelf
+from keepsight.media.sources import Decoded, Source
 
 _LONGEST = 4096  # characters of a URL that is remembered
 
@@ -25,7 +25,7 @@ class Downloads:
         bytes_of: SharedShelf[bytes],
         names: SharedShelf[str],
         tenant: str = "",
-        fetch: Callable[[str], bytes] = media.fetch,
+        fetch: Callable[[str], bytes] = sources.fetch,
     ) -> None:
         self._bytes, self._names, self._tenant, self._fetch = bytes_of, names, tenant, fetch
 
@@ -42,12 +42,12 @@ class Downloads:
         """The picture behind a URL."""
         known = self._names.get(self._tenant, url)
         fresh = [] if known is not None else [self.get(url)]
-        name = media.file_name(fresh[0]) if known is None else known
+        name = sources.file_name(fresh[0]) if known is None else known
         if known is None and len(url) <= _LONGEST:
             self._names.put(self._tenant, url, name)
 
         def decode() -> Decoded:
-            return media.decode_bytes(self._same(url, name, fresh), url)
+            return sources.decode_bytes(self._same(url, name, fresh), url)
 
         return Source(name, decode, url, fresh)
 
@@ -55,7 +55,7 @@ class Downloads:
         """The bytes that were named."""
         first = next(iter(fresh), None)
         data = self.get(url) if first is None else first
-        if media.file_name(data) != name:
+        if sources.file_name(data) != name:
             if self._names.get(self._tenant, url) == name:
                 self._names.pop(self._tenant, url)
             raise MediaChanged(f"{url} gives something else than when it was named; ask again")

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepsight import digests
-from keepsight.clips import open_clip
-from keepsight.downloads import Downloads
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
-from keepsight.media import Source, open_source
-from keepsight.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
+from keepsight.media.cache import SharedShelf
+from keepsight.media.clips import open_clip
+from keepsight.media.downloads import Downloads
+from keepsight.media.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
+from keepsight.media.sources import Source, open_source
 from keepsight.models.families import Family, Pixels
-from keepsight.shelf import SharedShelf
 from keepsight.store import About, Store
 
 Entry = dict[str, Any]

@@ -17,11 +17,11 @@ import torch
 from keepsight import digests
 from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
 from keepsight.formats.package import Package, check_shapes, feature_id, identity
-from keepsight.medium import Medium, entry_of, medium_in
+from keepsight.media.caches import Shelves
+from keepsight.media.medium import Medium, entry_of, medium_in
+from keepsight.media.naming import Looked, Namer
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.tower_absent import LEFT_OUT
-from keepsight.naming import Looked, Namer
-from keepsight.shelves import Shelves
 from keepsight.store import About, Store
 
 COUNTS = ("named", "encoded", "memory", "disk", "preprocessed")

@@ -25,9 +25,10 @@ import PIL
 import torch
 from PIL import Image
 
-from keepsight import digests, pictures
+from keepsight import digests
 from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
-from keepsight.pictures import check_size
+from keepsight.media import pictures
+from keepsight.media.pictures import check_size
 
 MAX_BYTES = 256 << 20
 _BASE64 = 1 << 20  # characters that are decoded in one go; each four are three bytes

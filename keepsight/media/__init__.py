@@ -1,0 +1,1 @@
+"""A picture, from what the caller gave to its name and its features."""
