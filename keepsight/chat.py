@@ -21,9 +21,9 @@ from keepsight.formats import tensorfile
 from keepsight.formats.package import Package
 from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
-from keepsight.node import Node
-from keepsight.prefix import Tree
-from keepsight.prompt import Prompt
+from keepsight.prefix.node import Node
+from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.tree import Tree
 from keepsight.render import Message, user_message
 from keepsight.report import Piece, Reply
 

@@ -22,10 +22,10 @@ from keepsight.formats.package import Package
 from keepsight.grouped import grouped_queries
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
-from keepsight.node import LOGITS, Node, Received
 from keepsight.placement import Placement
-from keepsight.prefix import Match, Tree
-from keepsight.prompt import Prompt
+from keepsight.prefix.node import LOGITS, Node, Received
+from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.tree import Match, Tree
 from keepsight.state import Lane, Shape, Tensors, pattern
 from keepsight.system.devices import Order
 

@@ -16,9 +16,9 @@ from keepsight.formats.package import Package
 from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
-from keepsight.node import Node
-from keepsight.prefix import Tree
-from keepsight.prompt import Prompt
+from keepsight.prefix.node import Node
+from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.tree import Tree
 from keepsight.report import Report
 from keepsight.store import Store
 from keepsight.turn import Turn

@@ -26,13 +26,13 @@ from keepsight.models.environment import backend_version, circumstances
 from keepsight.models.families import Family
 from keepsight.models.quantised import Quantised, named_weights
 from keepsight.models.weights import Weights
-from keepsight.prefix import Tree
-from keepsight.prompt import Prompt, Rule
+from keepsight.prefix.pins import pinning
+from keepsight.prefix.prompt import Prompt, Rule
+from keepsight.prefix.tree import Tree
 from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
 from keepsight.system.accounts import account_of
-from keepsight.tree.pins import pinning
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
 _STATS_WAIT = 0.2  # seconds that statistics wait for a store to count what it has

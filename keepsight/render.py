@@ -27,7 +27,7 @@ from keepsight.errors import (
 from keepsight.lengths import Lengths
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family
-from keepsight.prompt import Prompt
+from keepsight.prefix.prompt import Prompt
 from keepsight.template import ChatTemplate
 from keepsight.template import Message as Message
 

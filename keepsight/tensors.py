@@ -30,7 +30,7 @@ from keepsight.memory import Memory
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.pixels import embedding_of
 from keepsight.models.upstream import padding_of
-from keepsight.prompt import Prompt, Range
+from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 from keepsight.system.lock import FairLock
 from keepsight.turn import Turn

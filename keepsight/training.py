@@ -39,7 +39,7 @@ from keepsight.media.medium import Medium
 from keepsight.media.sources import open_source
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import LEFT_OUT
-from keepsight.prompt import Prompt
+from keepsight.prefix.prompt import Prompt
 from keepsight.render import Message
 from keepsight.store import open_store
 from keepsight.vlm import VLM

@@ -32,7 +32,7 @@ from keepsight.memory import Memory
 from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.models.weights import Weights
-from keepsight.prompt import Prompt
+from keepsight.prefix.prompt import Prompt
 from keepsight.render import Renderer
 from keepsight.settings import Settings
 from keepsight.system.lock import FairLock

@@ -22,9 +22,9 @@ from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
 from keepsight.generation import Sampler, Taker, check_length, decode, sampler
 from keepsight.memory import Memory
-from keepsight.node import Node
-from keepsight.prefix import Match
-from keepsight.prompt import Prompt
+from keepsight.prefix.node import Node
+from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.tree import Match
 from keepsight.report import Report, Segment, Usage
 from keepsight.system.lock import FairLock
 

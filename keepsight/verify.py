@@ -15,7 +15,7 @@ from PIL import Image
 
 from keepsight.media.sources import open_source
 from keepsight.memory import Memory
-from keepsight.prompt import Prompt
+from keepsight.prefix.prompt import Prompt
 from keepsight.render import user_message
 from keepsight.turn import Turn
 

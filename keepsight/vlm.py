@@ -28,7 +28,7 @@ from keepsight.models.families import family_of
 from keepsight.models.upstream import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.pieces import pieces
-from keepsight.prompt import Prompt
+from keepsight.prefix.prompt import Prompt
 from keepsight.render import Message, Renderer, user_message
 from keepsight.report import Piece, Reply, Report
 from keepsight.settings import Settings, chosen_store, tenant_name

@@ -6,7 +6,7 @@ from typing import Any
 
 from models import build
 
-from keepsight.prompt import RUN
+from keepsight.prefix.prompt import RUN
 from keepsight.testing import FamilyTests
 
 

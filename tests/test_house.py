@@ -29,14 +29,11 @@ formats
 store
 housekeeping models
 control generation grouped media settings state
-calls exported placement prompt template_source
-node template
-render tree
-prefix
-chat engine
-batch memory show
-turn
-keeping pieces tensors verify
+calls exported placement prefix template_source
+engine template
+batch memory render
+chat turn
+keeping pieces show tensors verify
 trial
 vlm
 encode export fleet shell together training

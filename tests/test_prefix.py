@@ -41,13 +41,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from keepsight import digests, prompt
+from keepsight import digests
 from keepsight.formats import tensorfile
-from keepsight.node import Node
-from keepsight.prefix import Known, Match, Tree
-from keepsight.prompt import Prompt
+from keepsight.prefix import prompt, tombstones
+from keepsight.prefix.node import Node
+from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.tree import Known, Match, Tree
 from keepsight.store import FORMAT, DiskStore
-from keepsight.tree import tombstones
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,10 @@ from hostile import bounded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepsight import digests, prompt
+from keepsight import digests
 from keepsight.media.medium import Medium
-from keepsight.prompt import Prompt, Rule, Span, common, shift
+from keepsight.prefix import prompt
+from keepsight.prefix.prompt import Prompt, Rule, Span, common, shift
 
 END, PAD = 9, 5
 SHORT_RUN = 12

@@ -36,16 +36,16 @@ from hypothesis.stateful import (
 )
 
 import keepsight as ks
-from keepsight import digests, prompt
+from keepsight import digests
 from keepsight.errors import InputError, PinsFull
-from keepsight.node import DEVICE, HOST, Node
-from keepsight.prefix import Known, Tree
-from keepsight.prompt import Prompt
+from keepsight.prefix import prompt, tier
+from keepsight.prefix.node import DEVICE, HOST, Node
+from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.residency import Books
+from keepsight.prefix.transfer import Carrier
+from keepsight.prefix.tree import Known, Tree
 from keepsight.store import NOTHING, About
 from keepsight.system.accounts import under_salt
-from keepsight.tree import tier
-from keepsight.tree.books import Books
-from keepsight.tree.carry import Carrier
 
 HUGE = 1 << 40
 LONG = ["11.A2.22.B1.", "11.A2.21.C.", "22.B.A.1", "12.12.12.12.1"]

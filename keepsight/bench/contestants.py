@@ -20,7 +20,7 @@ from transformers.generation import BaseStreamer
 
 import keepsight
 from keepsight.bench.workloads import Message
-from keepsight.prompt import Prompt, common
+from keepsight.prefix.prompt import Prompt, common
 from keepsight.report import Report, Usage
 from keepsight.vlm import VLM
 

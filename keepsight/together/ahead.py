@@ -22,7 +22,7 @@ from keepsight.errors import ImageError
 from keepsight.generation import DEFAULT_CHAT_TOKENS
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
-from keepsight.prompt import Prompt, common
+from keepsight.prefix.prompt import Prompt, common
 from keepsight.render import Message, parse_messages
 from keepsight.together.counts import Counts
 from keepsight.together.reception import Request, with_media

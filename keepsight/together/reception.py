@@ -24,7 +24,7 @@ from keepsight.lengths import characters
 from keepsight.media.features import Vision
 from keepsight.media.medium import PROCESSORS, Medium
 from keepsight.media.naming import Looked
-from keepsight.prompt import Prompt
+from keepsight.prefix.prompt import Prompt
 from keepsight.render import Message, Renderer, parse_messages
 from keepsight.report import Report
 from keepsight.system.lock import Mutex

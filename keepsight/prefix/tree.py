@@ -7,7 +7,7 @@ the end of one whole prompt, with its last logits, and serve only that identical
 
 `match` makes and loses no snapshot, and copies none. `hold` keeps a path alive, `load` brings it to
 the device, `insert` fills what is there. Which snapshots are kept, and in which tier, is decided in
-`keepsight.tree`; the laws are in `tree/books.py`.
+`keepsight.prefix`; the laws are in `tree/books.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from keepsight.node import DEVICE, HOST, LOGITS, NOWHERE, Node, Part, Tensors
-from keepsight.prompt import Prompt, Rule, shift
-from keepsight.tree import Books, archive
+from keepsight.prefix import Books, archive
+from keepsight.prefix.node import DEVICE, HOST, LOGITS, NOWHERE, Node, Part, Tensors
+from keepsight.prefix.prompt import Prompt, Rule, shift
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterator
 
 from keepsight.errors import InputError
 from keepsight.formats.package import storage_bytes
-from keepsight.node import DEVICE, HOST, NOWHERE, Home, Node, Part, Received, Tensors
+from keepsight.prefix.invariants import audit
+from keepsight.prefix.node import DEVICE, HOST, NOWHERE, Home, Node, Part, Received, Tensors
+from keepsight.prefix.paths import Paths
+from keepsight.prefix.pins import check_room, set_pinned
+from keepsight.prefix.tier import Tier
+from keepsight.prefix.tombstones import Tombstones
+from keepsight.prefix.transfer import Carrier
 from keepsight.store import Store, worth
-from keepsight.tree.audit import audit
-from keepsight.tree.carry import Carrier
-from keepsight.tree.paths import Paths
-from keepsight.tree.pins import check_room, set_pinned
-from keepsight.tree.tier import Tier
-from keepsight.tree.tombstones import Tombstones
 
 MAX_BARRED = 10_000  # images deleted while turns of one namespace are in flight
 SLACK = 8  # within a turn the device may be over its budget by this part of it

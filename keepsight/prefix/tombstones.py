@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from keepsight.node import Node
+from keepsight.prefix.node import Node
 
 MAX_NODES, MAX_BYTES = 20_000, 32 << 20
 _OVERHEAD = 1024  # bytes of a node beside its ids

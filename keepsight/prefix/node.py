@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from keepsight.prompt import RUN, Prompt, Span, common, shift
+from keepsight.prefix.prompt import RUN, Prompt, Span, common, shift
 from keepsight.store import Store
 from keepsight.system.accounts import account_of
 from keepsight.system.devices import Fence

@@ -7,7 +7,7 @@ walk through all namespaces.
 
 from __future__ import annotations
 
-from keepsight.node import Home, Node
+from keepsight.prefix.node import Home, Node
 
 _LATEST = 4  # of the namespaces that know a path; one is enough for a reason
 

@@ -9,11 +9,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from keepsight.formats.package import storage_bytes
-from keepsight.node import DEVICE, HOST, Node, Part
+from keepsight.prefix.node import DEVICE, HOST, Node, Part
 
 if TYPE_CHECKING:
-    from keepsight.tree.books import Books
-    from keepsight.tree.tier import Tier
+    from keepsight.prefix.residency import Books
+    from keepsight.prefix.tier import Tier
 
 _DEPTH = {DEVICE: 0, HOST: 1, "": 2}
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepsight.errors import PinsFull
-from keepsight.node import Node
+from keepsight.prefix.node import Node
 
 if TYPE_CHECKING:
-    from keepsight.tree.books import Books
+    from keepsight.prefix.residency import Books
 
 
 def check_room(books: Books, node: Node) -> None:

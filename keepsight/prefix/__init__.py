@@ -3,9 +3,9 @@
 `tier` counts what is in one tier of memory and knows what is least useful in it. `carry` moves
 tensors between the model's device and the host. `books` holds, lets go, demotes, pins, expires and
 forgets, and checks that the laws hold. `archive` spells a node as entries of a store. Looking and
-remembering, which is what turns do, is in `keepsight.prefix`.
+remembering, which is what turns do, is in `keepsight.prefix.tree`.
 """
 
-from keepsight.tree.books import Books
+from keepsight.prefix.residency import Books
 
 __all__ = ["Books"]

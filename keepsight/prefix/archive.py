@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight.node import LOGITS, Node, Tensors
+from keepsight.prefix.node import LOGITS, Node, Tensors
 from keepsight.store import About, Store
 
 SNAPSHOT, STATE = "snapshot", "state"

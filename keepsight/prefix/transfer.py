@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from keepsight.node import Part, Tensors, Way
+from keepsight.prefix.node import Part, Tensors, Way
 from keepsight.system.devices import to_devices, to_host
 
 

@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable
 
-from keepsight.node import Part
+from keepsight.prefix.node import Part
 from keepsight.store import worth
 
 Order = tuple[float, int]  # worth; of equals the one that was used longest ago goes first
