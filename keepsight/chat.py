@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight.calls import Call
+from keepsight.core.call import Call
+from keepsight.core.render import Message, user_message
 from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
 from keepsight.formats import tensorfile
 from keepsight.formats.package import Package
@@ -24,7 +25,6 @@ from keepsight.media.medium import Medium
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Tree
-from keepsight.render import Message, user_message
 from keepsight.report import Piece, Reply
 
 FORMAT = 1

@@ -111,7 +111,7 @@ def ask(
     """One question about any number of images; the answer comes as it is made."""
     images, question = _question(words or [], image or [], prompt)
     options = decoding(max_tokens, temperature, top_p, seed)
-    from keepsight.render import user_message
+    from keepsight.core.render import user_message
     from keepsight.shell import open_image
 
     messages = [user_message(question, [open_image(name) for name in images])]
@@ -228,9 +228,9 @@ def verify(
     """Cold against warm, and against stock Transformers, on your own model and images."""
     import random
 
+    from keepsight.core.verify import certify
     from keepsight.demo.scene import Scene
     from keepsight.shell import open_image
-    from keepsight.verify import certify
 
     images: list[Any] = [open_image(name) for name in image or []]
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]

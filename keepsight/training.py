@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from keepsight.core.render import Message
+from keepsight.core.sampling import check_length
 from keepsight.errors import (
     FileError,
     InputError,
@@ -34,13 +36,11 @@ from keepsight.errors import (
 )
 from keepsight.formats import tensorfile
 from keepsight.formats.package import KIND, Package, feature_id, identity
-from keepsight.generation import check_length
 from keepsight.media.medium import Medium
 from keepsight.media.sources import open_source
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.prefix.prompt import Prompt
-from keepsight.render import Message
 from keepsight.store import open_store
 from keepsight.vlm import VLM
 

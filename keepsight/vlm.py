@@ -16,27 +16,27 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight import exported
-from keepsight.calls import Call
 from keepsight.chat import Session
+from keepsight.core.call import Call
+from keepsight.core.generate import Generated, generate
+from keepsight.core.pins import delete, foresee, pin
+from keepsight.core.probe import settle, try_again
+from keepsight.core.render import Message, Renderer, user_message
+from keepsight.core.runtime import Memory
+from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
+from keepsight.core.settings import Settings, chosen_store, tenant_name
+from keepsight.core.text import pieces
+from keepsight.core.turn import Turn
+from keepsight.core.verify import Verification, verify
 from keepsight.errors import Closed, InputError, ModelError, UnknownOption, UnsupportedInput
 from keepsight.formats.package import Package
-from keepsight.generation import DEFAULT_CHAT_TOKENS
-from keepsight.keeping import delete, foresee, pin
-from keepsight.memory import Memory
 from keepsight.models import loading, without_tower
 from keepsight.models.families import family_of
 from keepsight.models.upstream import newer_than_tested
 from keepsight.models.weights import Weights
-from keepsight.pieces import pieces
 from keepsight.prefix.prompt import Prompt
-from keepsight.render import Message, Renderer, user_message
 from keepsight.report import Piece, Reply, Report
-from keepsight.settings import Settings, chosen_store, tenant_name
 from keepsight.system.lock import FairLock
-from keepsight.tensors import Generated, generate
-from keepsight.trial import settle, try_again
-from keepsight.turn import Turn
-from keepsight.verify import Verification, verify
 
 
 def load(

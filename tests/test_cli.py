@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 import keepsight as ks
 from keepsight import options
 from keepsight.cli import app
+from keepsight.core.verify import Verification
 from keepsight.demo.scene import Scene
 from keepsight.errors import UnsupportedInput
 from keepsight.models import loading
 from keepsight.models.families import SUPPORTED
-from keepsight.verify import Verification
 
 
 @pytest.fixture(autouse=True)
@@ -244,7 +244,7 @@ def test_chat_shows_no_control_characters_of_a_model(
     def hostile(self: Any, token: int) -> str:
         return "\x1b[2Jgone"
 
-    monkeypatch.setattr("keepsight.generation.Detokenizer.push", hostile)
+    monkeypatch.setattr("keepsight.core.sampling.Detokenizer.push", hostile)
     said = run("chat", "demo", "--max-tokens", "2", given="Hello!\n").stdout
     assert "[2Jgone" in said and "\x1b" not in said
 

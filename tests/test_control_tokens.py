@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import keepsight as ks
-from keepsight.control import rare_characters
+from keepsight.core.control_tokens import rare_characters
+from keepsight.core.template import ChatTemplate
 from keepsight.errors import InputError
-from keepsight.template import ChatTemplate
 
 SPECIAL = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "[INST]", "<image>", "<s>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "<name>"]

@@ -10,12 +10,12 @@ import torch
 from exported_models import exported, small, wrapped
 from models import build, folder_of, picture, stock_inputs, turn
 
+from keepsight.core.state import Lane, Shape
 from keepsight.errors import UnsupportedInput, UnsupportedModel
 from keepsight.export import tracing
 from keepsight.export.making import export
 from keepsight.export.towers import tower_of
 from keepsight.models.families import family_of
-from keepsight.state import Lane, Shape
 from keepsight.together import Together
 
 KINDS = (

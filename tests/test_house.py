@@ -24,18 +24,15 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
 digests errors report
-lengths stops system terminal
+system terminal
 formats
 store
 housekeeping models
-control generation grouped media settings state
-calls exported placement prefix template_source
-engine template
-batch memory render
-chat turn
-keeping pieces show tensors verify
-trial
-vlm
+media
+prefix
+core
+chat exported
+show vlm
 encode export fleet shell together training
 __init__ progress
 bench demo options server testing

@@ -9,7 +9,7 @@ import pytest
 from model_parts import picture
 
 import keepsight as ks
-from keepsight.calls import Call
+from keepsight.core.call import Call
 from keepsight.errors import InputError, MadeElsewhere, PinsFull
 
 QUESTION = "What is in this picture, and where does it stand?"

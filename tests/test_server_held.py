@@ -74,8 +74,8 @@ def test_a_picture_is_pinned_and_deleted_by_its_key_alone(locked: Live) -> None:
 def test_any_salts_pins_and_statistics_take_nothing_from_anybody(
     locked: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepsight.memory.MAX_SALTS", 2)
-    monkeypatch.setattr("keepsight.memory.MAX_TENANTS", 2)
+    monkeypatch.setattr("keepsight.core.runtime.MAX_SALTS", 2)
+    monkeypatch.setattr("keepsight.core.runtime.MAX_TENANTS", 2)
     key = prepared(locked, 73, "ann")
     assert act(locked, "pin", "ann", key)[0] == 200
     known = set(locked.service.vlm.memory._visions)

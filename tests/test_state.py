@@ -15,8 +15,8 @@ import transformers
 from hostile import one_thread
 from transformers import DynamicCache, PreTrainedModel
 
+from keepsight.core.state import Shape
 from keepsight.errors import UnsupportedModel
-from keepsight.state import Shape
 from keepsight.testing import StateTests
 
 COMMON = {
@@ -126,12 +126,12 @@ def test_kinds_that_nobody_has_shown_exact_are_refused(monkeypatch: pytest.Monke
         return type("Cache", (), {"layers": [*layers, Novel()]})
 
     layers = DynamicCache(config=TestFull().make_model().config).layers
-    monkeypatch.setattr("keepsight.state.DynamicCache", cache)
+    monkeypatch.setattr("keepsight.core.state.DynamicCache", cache)
     with pytest.raises(UnsupportedModel, match="Novel"):
         Shape.of(TestFull().make_model())
     layers.clear()
     monkeypatch.setattr(
-        "keepsight.state.DynamicCache", lambda config: type("C", (), {"layers": []})
+        "keepsight.core.state.DynamicCache", lambda config: type("C", (), {"layers": []})
     )
     with pytest.raises(UnsupportedModel, match="none"):
         Shape.of(TestFull().make_model())

@@ -13,9 +13,9 @@ from transformers import StopStringCriteria
 from transformers.generation import stopping_criteria as upstream
 
 import keepsight as ks
+from keepsight.core.sampling import _overlap
+from keepsight.core.stops import StopStrings
 from keepsight.errors import InputError
-from keepsight.generation import _overlap
-from keepsight.stops import StopStrings
 
 STOPS = ["a", "is", " is", ".", "\n", "circle", "e c", "é", "日本", "ld, w", "<|im_end|>", "x" * 30]
 TEXTS = ["The red circle is large.", "Hello world, what é is 日本 it?\n\nA. b", "<|im_end|>\nxxxx"]

@@ -10,7 +10,7 @@ import torch
 from model_parts import picture
 
 import keepsight as ks
-from keepsight import memory
+from keepsight.core import runtime
 from keepsight.errors import InputError, PinsFull
 from keepsight.system.accounts import account_of, under_salt
 
@@ -147,7 +147,7 @@ def _text(text: str) -> dict[str, str]:
 
 def test_any_number_of_tenants_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory knows the latest; who comes back later is new, and nobody sees another's."""
-    monkeypatch.setattr(memory, "MAX_TENANTS", 3)
+    monkeypatch.setattr(runtime, "MAX_TENANTS", 3)
     with ks.load("demo", dtype="float32") as vlm:
         for tenant in "abcd":
             ask(vlm, tenant=tenant)
@@ -166,7 +166,7 @@ def test_any_number_of_tenants_may_be_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_salts_give_way_to_salts_of_the_same_tenant_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "MAX_SALTS", 3)
+    monkeypatch.setattr(runtime, "MAX_SALTS", 3)
     with ks.load("demo", dtype="float32") as vlm:
         others = ["bob", under_salt("bob", "salt"), "ann", under_salt("ann", "pinned")]
         for tenant in others:

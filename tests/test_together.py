@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight.batch import Batch
+from keepsight.core.batch import Batch
+from keepsight.core.turn import Turn
 from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
 from keepsight.system.lock import FairLock
 from keepsight.together import Ticket, Together
 from keepsight.together.decoding import Decoding
 from keepsight.together.pace import Sizes, had_its_turn, next_of
-from keepsight.turn import Turn
 
 GREEDY = {"do_sample": False}
 LONG = "One more line of a long text. " * 40

@@ -14,7 +14,7 @@ from models import build, picture, turn
 
 import keepsight as ks
 from keepsight import digests
-from keepsight.calls import Call
+from keepsight.core.call import Call
 from keepsight.together import Together
 
 GREEDY = {"do_sample": False}

@@ -14,7 +14,7 @@ from hostile import finished, start
 from models import build, picture, turn
 
 import keepsight as ks
-from keepsight import grouped, trial
+from keepsight.core import attention, probe
 from keepsight.errors import UnsupportedModel, UpstreamChanged
 from keepsight.models import upstream
 from keepsight.models.upstream import PRIVATE, Private
@@ -142,7 +142,7 @@ def test_all_that_can_be_done_without_is_done_without(
     wanted = demo.chat(messages, max_new_tokens=6).tokens
     features = demo.encode(picture(1)).tensors["features"]
     tokens = len(demo.render(typed))
-    monkeypatch.setattr(grouped, "begin", lambda: None)
+    monkeypatch.setattr(attention, "begin", lambda: None)
     miss(WITHOUT, monkeypatch)
     with ks.wrap(demo.model, demo.processor, grain=16) as vlm:
         assert torch.equal(vlm.encode(picture(1)).tensors["features"], features)
@@ -256,8 +256,8 @@ def test_a_known_type_is_tried_again_with_a_newer_version(
     demo_parts: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried: list[str] = []
-    real = trial._difference
-    monkeypatch.setattr(trial, "_difference", lambda *a: tried.append("") or real(*a))
+    real = probe._difference
+    monkeypatch.setattr(probe, "_difference", lambda *a: tried.append("") or real(*a))
     with ks.wrap(*demo_parts["demo"]):
         assert not tried
     monkeypatch.setitem(upstream.TESTED, "transformers", "5.22.0")

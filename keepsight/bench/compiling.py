@@ -29,8 +29,8 @@ from transformers import StaticCache
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.contestants import now
+from keepsight.core.state import Lane, Shape
 from keepsight.models import loading
-from keepsight.state import Lane, Shape
 
 FORMAT = 1
 _WIDTH = 118  # a narrower table cannot be read

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, Reading
 from keepsight.encode.results import STATUSES, Encoded, Target
 from keepsight.encode.run import run
@@ -17,7 +18,6 @@ from keepsight.encode.sources import Found, Piece, count, find, items
 from keepsight.encode.to_files import ToFiles
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import InputError
-from keepsight.settings import tenant_name
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

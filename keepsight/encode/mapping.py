@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from PIL import Image
 
+from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, of_value
 from keepsight.encode.results import Encoded, Target
 from keepsight.encode.run import run
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import InputError
 from keepsight.media.sources import open_source
-from keepsight.settings import tenant_name
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

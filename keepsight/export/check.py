@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from keepsight.tensors import Generated
+from keepsight.core.generate import Generated
 from keepsight.vlm import VLM, load
 
 _SIZES = ((96, 96), (160, 96), (96, 224))

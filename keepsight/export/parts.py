@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepsight.core.state import Shape
 from keepsight.export import tracing
 from keepsight.exported.states import (
     BIAS,
@@ -26,7 +27,6 @@ from keepsight.exported.states import (
     state_sizes,
 )
 from keepsight.models.families import Family
-from keepsight.state import Shape
 
 Inputs = dict[str, Any]
 AUTO = torch.export.Dim.AUTO

@@ -15,10 +15,10 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+from keepsight.core.settings import chosen_store
 from keepsight.errors import ModelError, UnsupportedInput
 from keepsight.exported.manifest import Manifest, is_export, read
 from keepsight.models.loading import files_digest
-from keepsight.settings import chosen_store
 
 __all__ = ["is_export", "load", "other_versions", "read"]
 

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from keepsight.core.state import Shape
 from keepsight.errors import ModelError, UnsupportedInput
 from keepsight.exported.manifest import GRAPHS, Manifest
 from keepsight.exported.onnx_session import OnnxSession
@@ -32,7 +33,6 @@ from keepsight.exported.standins import (
     check_sizes,
 )
 from keepsight.models.families.tower_tensors import TowerTensors
-from keepsight.state import Shape
 
 PARTS = ("tower", "embedding", "decoder", "head")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from keepsight.core.state import LaneLayer, Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
 from keepsight.exported.states import (
     BIAS,
@@ -28,7 +29,6 @@ from keepsight.exported.states import (
 )
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
-from keepsight.state import LaneLayer, Shape, restore_linear
 
 _MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
 # Upstream's layers whose states grow by being given new rows.

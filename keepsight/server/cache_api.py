@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from pydantic import ConfigDict, Field
 
-from keepsight import keeping
+from keepsight.core import pins
 from keepsight.errors import StoreError
 from keepsight.report import Report
 from keepsight.server.body import BodyRoute
@@ -259,7 +259,7 @@ async def _on_images(
 
 def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
     for key in keys:  # all of them first: what is refused has changed nothing
-        if not keeping.is_known(service.vlm, key, tenant):
+        if not pins.is_known(service.vlm, key, tenant):
             raise ApiError(
                 404,
                 f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
@@ -267,13 +267,13 @@ def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool)
                 param="images",
                 code="image_not_found",
             )
-    keeping.pin_images(service.vlm, keys, pinned, tenant)
+    pins.pin_images(service.vlm, keys, pinned, tenant)
     return len(keys)
 
 
 def _delete_images(service: Service, keys: list[str], tenant: str) -> int:
     """A key of which nothing is remembered is as gone as one of which something was."""
-    return sum(keeping.delete_image(service.vlm, key, tenant) for key in keys)
+    return sum(pins.delete_image(service.vlm, key, tenant) for key in keys)
 
 
 def _media_in(messages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keepsight.core.settings import parse_seconds
 from keepsight.errors import InputError, MissingExtra, UnknownOption
-from keepsight.settings import parse_seconds
 from keepsight.store import parse_bytes
 
 _MAX_CONFIG = 1 << 20

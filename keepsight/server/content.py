@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from keepsight.core.lengths import characters
+from keepsight.core.render import Message as Rendered
 from keepsight.errors import ImageError
-from keepsight.lengths import characters
 from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import from_base64
-from keepsight.render import Message as Rendered
 from keepsight.server import parts, schema
 from keepsight.server.bindings import Bindings
 from keepsight.server.bounds import check_sound, check_video, is_video

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from keepsight.lengths import characters
+from keepsight.core.lengths import characters
 from keepsight.report import Report
 from keepsight.server import schema
 from keepsight.server.answers import Answer, Ask, Delta, Desk

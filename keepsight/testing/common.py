@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from keepsight.state import Tensors
+from keepsight.core.state import Tensors
 
 E = TypeVar("E", bound=Exception)
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from keepsight.core.state import Lane, Shape
 from keepsight.formats.package import storage_bytes
-from keepsight.state import Lane, Shape
 from keepsight.testing.common import expect, same_tensors
 
 

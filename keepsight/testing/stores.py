@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from keepsight.core.state import Tensors
 from keepsight.errors import InputError, NotStored
-from keepsight.state import Tensors
 from keepsight.store import About, Store
 from keepsight.testing.common import expect, raised, same_tensors
 

@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from keepsight.calls import Call
+from keepsight.core.call import Call
+from keepsight.core.render import Message, parse_messages
+from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
+from keepsight.core.turn import Turn
 from keepsight.errors import ImageError
-from keepsight.generation import DEFAULT_CHAT_TOKENS
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.prefix.prompt import Prompt, common
-from keepsight.render import Message, parse_messages
 from keepsight.together.counts import Counts
 from keepsight.together.reception import Request, with_media
-from keepsight.turn import Turn
 from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.batch import Batch
-from keepsight.engine import Engine, Run
+from keepsight.core.batch import Batch
+from keepsight.core.engine import Engine, Run
 from keepsight.errors import KeepsightError
 from keepsight.models.families import Family
 from keepsight.together.pace import Sizes

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedModel
 
-from keepsight.engine import Engine
+from keepsight.core.engine import Engine
 from keepsight.errors import InputError
 
 _OVERHEAD = 64 << 20  # bytes that could be read in the time that a pass costs beside its reading

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from keepsight.calls import Call
+from keepsight.core.call import Call
+from keepsight.core.lengths import characters
+from keepsight.core.render import Message, Renderer, parse_messages
+from keepsight.core.sampling import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
+from keepsight.core.sampling import Taker as TokenTaker
+from keepsight.core.turn import Turn
 from keepsight.formats.package import Package
-from keepsight.generation import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
-from keepsight.generation import Taker as TokenTaker
-from keepsight.lengths import characters
 from keepsight.media.features import Vision
 from keepsight.media.medium import PROCESSORS, Medium
 from keepsight.media.naming import Looked
 from keepsight.prefix.prompt import Prompt
-from keepsight.render import Message, Renderer, parse_messages
 from keepsight.report import Report
 from keepsight.system.lock import Mutex
 from keepsight.together.ticket import Ticket
-from keepsight.turn import Turn
 from keepsight.vlm import VLM
 
 _LONG = 1 << 15  # characters of texts that are tokenized beside the others

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from keepsight.calls import Call
-from keepsight.engine import Run
+from keepsight.core.call import Call
+from keepsight.core.engine import Run
+from keepsight.core.render import Message
+from keepsight.core.sampling import Detokenizer
 from keepsight.errors import Closed, InputError
-from keepsight.generation import Detokenizer
-from keepsight.render import Message
 from keepsight.report import Piece, Report
 from keepsight.store import parse_bytes
 from keepsight.system.exits import SCHEDULERS, finish_before_exit

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from keepsight.core.sampling import known_options
+from keepsight.core.settings import tenant_name
 from keepsight.errors import UnknownOption
-from keepsight.generation import known_options
-from keepsight.settings import tenant_name
 
 CHAT_OPTIONS = ("exact", "tenant", "tools", "template_kwargs")
 

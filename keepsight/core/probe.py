@@ -26,18 +26,18 @@ import torch
 import transformers
 from PIL import Image
 
+from keepsight.core.generate import Generated, generate
+from keepsight.core.render import Renderer
+from keepsight.core.runtime import Memory
+from keepsight.core.settings import Settings
+from keepsight.core.turn import Turn
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.media.medium import Medium
-from keepsight.memory import Memory
 from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
-from keepsight.render import Renderer
-from keepsight.settings import Settings
 from keepsight.system.lock import FairLock
-from keepsight.tensors import Generated, generate
-from keepsight.turn import Turn
 
 logger = logging.getLogger(__name__)
 

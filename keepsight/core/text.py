@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from keepsight.generation import Detokenizer
+from keepsight.core.sampling import Detokenizer
+from keepsight.core.turn import Turn
 from keepsight.report import Piece
-from keepsight.turn import Turn
 
 
 def pieces(turn: Turn, tokenizer: Any) -> Iterator[Piece]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import jinja2
 
-from keepsight.control import Code, ControlTokens
+from keepsight.core.control_tokens import Code, ControlTokens
 
 # Methods and filters whose first argument is looked for, not written.
 _SEARCHES = frozenset(

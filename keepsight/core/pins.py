@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from keepsight.calls import Call
+from keepsight.core.call import Call
+from keepsight.core.turn import Turn
 from keepsight.errors import ImageError
 from keepsight.formats.package import Package
 from keepsight.media.features import Vision
@@ -21,7 +22,6 @@ from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Tree
 from keepsight.report import Report
 from keepsight.store import Store
-from keepsight.turn import Turn
 
 
 def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:

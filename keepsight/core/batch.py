@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from keepsight.engine import Run
+from keepsight.core.attention import grouped_queries
+from keepsight.core.engine import Run
+from keepsight.core.state import CrossLayer, LaneLayer, restore_linear
 from keepsight.formats.package import storage_bytes
-from keepsight.grouped import grouped_queries
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
-from keepsight.state import CrossLayer, LaneLayer, restore_linear
 
 _WASTE = 4  # columns that nobody needs: one in so many may be left, then all move up
 _ROUND = 64

@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from keepsight.control import Rendered
+from keepsight.core.control_tokens import Rendered
+from keepsight.core.lengths import Lengths
+from keepsight.core.template import ChatTemplate
+from keepsight.core.template import Message as Message
 from keepsight.errors import (
     ImageError,
     InputError,
@@ -24,12 +27,9 @@ from keepsight.errors import (
     PlaceholderMismatch,
     UnsupportedInput,
 )
-from keepsight.lengths import Lengths
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
-from keepsight.template import ChatTemplate
-from keepsight.template import Message as Message
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # Types of a part and the fields that hold it. Which modalities a model takes, its family says.

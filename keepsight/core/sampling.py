@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from keepsight.core.lengths import context_length
+from keepsight.core.stops import StopStrings, stop_strings
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
-from keepsight.lengths import context_length
 from keepsight.models import upstream
-from keepsight.stops import StopStrings, stop_strings
 
 # Options of GenerationConfig that this engine cannot serve, with their harmless values.
 _REFUSED: dict[str, tuple[Any, ...]] = {

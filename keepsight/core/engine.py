@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from keepsight.core.attention import grouped_queries
+from keepsight.core.placement import Placement
+from keepsight.core.state import Lane, Shape, Tensors, pattern
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
-from keepsight.grouped import grouped_queries
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
-from keepsight.placement import Placement
 from keepsight.prefix.node import LOGITS, Node, Received
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Match, Tree
-from keepsight.state import Lane, Shape, Tensors, pattern
 from keepsight.system.devices import Order
 
 MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache

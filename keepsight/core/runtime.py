@@ -14,8 +14,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from keepsight import digests, grouped
-from keepsight.engine import Engine
+from keepsight import digests
+from keepsight.core import attention
+from keepsight.core.engine import Engine
+from keepsight.core.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
+from keepsight.core.state import Shape
 from keepsight.errors import ModelError, PinsFull
 from keepsight.media.caches import Shelves
 from keepsight.media.features import COUNTS, Vision
@@ -29,8 +32,6 @@ from keepsight.models.weights import Weights
 from keepsight.prefix.pins import pinning
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
-from keepsight.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
-from keepsight.state import Shape
 from keepsight.store import Store, parse_bytes
 from keepsight.system.accounts import account_of
 
@@ -62,7 +63,7 @@ class Memory:
         store: Store | None,
     ) -> None:
         settings.check()
-        grouped.begin()
+        attention.begin()
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
         refuse_stretching_rope(model)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.state import Shape, Tensors, layered
+from keepsight.core.state import Shape, Tensors, layered
 from keepsight.system.devices import to_devices
 
 

@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight.batch import Batch, decode_together
+from keepsight.core.batch import Batch, decode_together
+from keepsight.core.runtime import Memory
+from keepsight.core.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
+from keepsight.core.sampling import known_options
+from keepsight.core.turn import Turn
 from keepsight.errors import (
     InputError,
     KeepsightError,
@@ -22,18 +26,14 @@ from keepsight.errors import (
     UnknownOption,
     UnsupportedInput,
 )
-from keepsight.generation import DEFAULT_GENERATE_TOKENS as _TOKENS
-from keepsight.generation import known_options
 from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
-from keepsight.memory import Memory
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.pixels import embedding_of
 from keepsight.models.upstream import padding_of
 from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 from keepsight.system.lock import FairLock
-from keepsight.turn import Turn
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from keepsight.core.render import user_message
+from keepsight.core.runtime import Memory
+from keepsight.core.turn import Turn
 from keepsight.media.sources import open_source
-from keepsight.memory import Memory
 from keepsight.prefix.prompt import Prompt
-from keepsight.render import user_message
-from keepsight.turn import Turn
 
 
 @dataclass

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight.engine import Run
+from keepsight.core.engine import Run
+from keepsight.core.runtime import Memory
+from keepsight.core.sampling import Sampler, Taker, check_length, decode, sampler
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
-from keepsight.generation import Sampler, Taker, check_length, decode, sampler
-from keepsight.memory import Memory
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Match

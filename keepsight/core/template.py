@@ -24,10 +24,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.control import Code, ControlTokens, Rendered, marks_of, rare_characters
+from keepsight.core.control_tokens import Code, ControlTokens, Rendered, marks_of, rare_characters
+from keepsight.core.template_source import TemplateSource
 from keepsight.errors import InputError, MessagesError
 from keepsight.models import upstream
-from keepsight.template_source import TemplateSource
 
 Message = dict[str, Any]
 Spans = set[tuple[int, int]]

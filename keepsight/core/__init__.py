@@ -1,0 +1,1 @@
+"""One turn: rendered, matched, prefilled, decoded and remembered."""
