@@ -15,7 +15,7 @@ _HOMES = {
     "Package": "formats.package",
     "Reply": "report",
     "Report": "report",
-    "Session": "chat",
+    "Session": "session",
     "Ticket": "together.ticket",
     "Together": "together.scheduler",
     "Usage": "report",
@@ -42,10 +42,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keepsight import errors
-    from keepsight.chat import Session
     from keepsight.encode.mapping import Encoder
     from keepsight.formats.package import Package
     from keepsight.report import Reply, Report, Usage
+    from keepsight.session import Session
     from keepsight.together.scheduler import Together
     from keepsight.together.ticket import Ticket
     from keepsight.vlm import VLM, load, wrap

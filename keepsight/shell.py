@@ -24,8 +24,8 @@ from keepsight.system import private_files
 from keepsight.terminal import plain, report_table
 
 if TYPE_CHECKING:
-    from keepsight.chat import Session
     from keepsight.report import Report, Usage
+    from keepsight.session import Session
     from keepsight.vlm import VLM
 
 _PROMPT = "> "

@@ -15,7 +15,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from keepsight import chat, store
+from keepsight import session, store
 from keepsight.errors import DamagedFile, InputError, NotKeepsightFile
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
@@ -24,13 +24,13 @@ from keepsight.terminal import bytes_text, plain, table
 Record = dict[str, Any]
 _FORMATS = {
     package.KIND: package.FORMAT,
-    chat.KIND: chat.FORMAT,
+    session.KIND: session.FORMAT,
     "snapshot": store.FORMAT,
     "state": store.FORMAT,
 }
 _WHAT = {
     package.KIND: "a package: the features of one image",
-    chat.KIND: "a session: a conversation, its pictures and what was prefilled of it",
+    session.KIND: "a session: a conversation, its pictures and what was prefilled of it",
     "snapshot": "a snapshot of a store: one stretch of a prefix",
     "state": "a state of a store: the fixed-size layers behind one stretch of a prefix",
 }
@@ -137,7 +137,7 @@ def _snapshot(path: Path, tensors: dict[str, torch.Tensor], record: Record) -> R
 
 _PARTS: dict[str, Callable[[Path, dict[str, torch.Tensor], Record], Record]] = {
     package.KIND: _package,
-    chat.KIND: _session,
+    session.KIND: _session,
     "snapshot": _snapshot,
     "state": _snapshot,
 }

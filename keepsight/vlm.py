@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight import exported
-from keepsight.chat import Session
 from keepsight.core.call import Call
 from keepsight.core.generate import Generated, generate
 from keepsight.core.pins import delete, foresee, pin
@@ -36,6 +35,7 @@ from keepsight.models.upstream import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply, Report
+from keepsight.session import Session
 from keepsight.system.lock import FairLock
 
 
