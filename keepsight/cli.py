@@ -200,10 +200,10 @@ def show(
     as_json: Json = False,
 ) -> None:
     """What a package, a saved session or an export is, what it is bound to, and if it is sound."""
-    from keepsight import exported
+    from keepsight.runtimes.load import is_export
 
     room: Any = export_command
-    if not exported.is_export(file.expanduser()):
+    if not is_export(file.expanduser()):
         from keepsight import show as room
 
     described = room.describe(file.expanduser())

@@ -26,7 +26,7 @@ from keepsight.terminal import bytes_text, console, json_line, plain, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from keepsight.exported.manifest import Manifest
+    from keepsight.runtimes.manifest import Manifest
 
 Record = dict[str, Any]
 
@@ -148,7 +148,7 @@ def _told(folder: Path, manifest: Manifest) -> Record:
 
 def describe(folder: Path) -> Record:
     """An export as plain data, with every byte of it looked at. A damaged one is a named error."""
-    from keepsight import exported
+    from keepsight.runtimes import load as exported
 
     start = time.perf_counter()
     manifest = exported.read(folder)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight import exported
 from keepsight.core.call import Call
 from keepsight.core.generate import Generated, generate
 from keepsight.core.pins import delete, foresee, pin
@@ -35,6 +34,7 @@ from keepsight.models.upstream import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply, Report
+from keepsight.runtimes.load import is_export, load_exported
 from keepsight.session import Session
 from keepsight.system.lock import FairLock
 
@@ -58,8 +58,8 @@ def load(
     path = loading.model_path(os.fspath(name))
     if str(name) in loading.DEMO:
         options.setdefault("grain", loading.DEMO_GRAIN)
-    if exported.is_export(path):
-        model, files = exported.load(
+    if is_export(path):
+        model, files = load_exported(
             path, dtype, device_map, vision, revision, options.get("store")
         )
     else:

@@ -33,7 +33,7 @@ from keepsight.cli import app
 from keepsight.demo.scene import Scene
 from keepsight.errors import DamagedFile, InputError, ModelError, UnsupportedModel
 from keepsight.export import check, making, target
-from keepsight.exported import read
+from keepsight.runtimes.load import read
 
 QUESTION = "Describe the picture."
 

@@ -16,7 +16,7 @@ from exported_models import small
 from models import picture, stock_inputs, turn
 
 from keepsight.export import tracing
-from keepsight.exported import runtimes
+from keepsight.runtimes import imports
 
 AUTO = torch.export.Dim.AUTO
 LOOK = [turn("Look.", picture(1))]
@@ -34,7 +34,7 @@ def test_components_for_generation_lack_the_image_encoder() -> None:
 
 def test_an_exported_tower_is_wrong_for_mixed_sizes() -> None:
     """export/towers.py: one picture a call, and attention of our own."""
-    runtimes.onnxruntime()
+    imports.onnxruntime()
     from transformers.exporters import OnnxConfig
     from transformers.exporters.exporter_onnx import OnnxExporter
     from transformers.exporters.utils import precompute_export_inputs

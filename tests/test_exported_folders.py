@@ -31,8 +31,9 @@ from keepsight.errors import (
     UnsupportedInput,
     WrongFormatVersion,
 )
-from keepsight.exported import is_export, manifest, other_versions, read
-from keepsight.exported.onnx_session import OnnxSession
+from keepsight.runtimes import manifest
+from keepsight.runtimes.load import is_export, other_versions, read
+from keepsight.runtimes.onnx import OnnxSession
 
 QUESTION = "What do you see?"
 FILES = [

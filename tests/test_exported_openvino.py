@@ -24,14 +24,14 @@ from keepsight.errors import ModelError
 from keepsight.export.check import deviation
 from keepsight.export.making import export
 from keepsight.export.openvino import quantise_openvino
-from keepsight.exported import runtimes
-from keepsight.exported.manifest import files_in, read
-from keepsight.exported.openvino_session import OpenVinoSession
+from keepsight.runtimes import imports
+from keepsight.runtimes.manifest import files_in, read
+from keepsight.runtimes.openvino import OpenVinoSession
 from keepsight.together import Together
 
 if importlib.util.find_spec("openvino") is None:
     pytest.skip("needs openvino", allow_module_level=True)
-openvino = runtimes.openvino()
+openvino = imports.openvino()
 _FOLDER = TemporaryDirectory(prefix="keepsight-openvino-")
 _DEMOS = ("demo", "demo-hybrid")
 

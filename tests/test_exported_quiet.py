@@ -45,7 +45,7 @@ def files(home: Path) -> list[str]:
 
 def test_runtimes_tell_nobody(tmp_path: Path) -> None:
     code = """
-from keepsight.exported import runtimes
+from keepsight.runtimes import imports
 ort, ov = runtimes.onnxruntime(), runtimes.openvino()
 import torch
 ov.convert_model(torch.nn.Linear(2, 2), example_input=torch.zeros(1, 2))
@@ -62,7 +62,7 @@ print(json.dumps(told))
 
 def test_what_the_caller_decided_stays(tmp_path: Path) -> None:
     code = """
-from keepsight.exported import runtimes
+from keepsight.runtimes import imports
 import types
 own = sys.modules["openvino_telemetry"] = types.ModuleType("openvino_telemetry")
 with runtimes._without_sender():
@@ -75,13 +75,13 @@ print(json.dumps([inside, after, os.environ["ORT_DISABLE_TELEMETRY"]]))
 
 
 def test_the_trap_is_still_there(tmp_path: Path) -> None:
-    """When this fails, ONNX Runtime asks before it writes; keepsight/exported/runtimes.py knows."""
+    """When this fails, ONNX Runtime asks before it writes; keepsight/runtimes/imports.py knows."""
     watched(tmp_path, "import onnxruntime\nprint(json.dumps(seen))")
     assert "deviceid" in files(tmp_path)
 
 
 def test_the_other_trap_is_still_there(tmp_path: Path) -> None:
-    """When this fails, OpenVINO asks before it sends; keepsight/exported/runtimes.py knows."""
+    """When this fails, OpenVINO asks before it sends; keepsight/runtimes/imports.py knows."""
     seen = watched(tmp_path, "import openvino\ntime.sleep(0.5)\nprint(json.dumps(seen))")
     assert "os.fork" in seen and "openvino_ga_cid" in files(tmp_path)
 

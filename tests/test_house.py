@@ -31,7 +31,7 @@ housekeeping models
 media
 prefix
 core
-exported session
+runtimes session
 show vlm
 encode export fleet shell together training
 __init__ progress

@@ -6,5 +6,5 @@
     making   all of them into a folder, compared with the model before anybody may use it
     check    that comparison
 
-`keepsight.exported` runs what is made here.
+`keepsight.runtimes` runs what is made here.
 """

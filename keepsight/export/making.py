@@ -31,10 +31,10 @@ from keepsight.export.graphs import write_graph
 from keepsight.export.parts import Decoder, Embedding, Head
 from keepsight.export.target import Target, check_room, size_text
 from keepsight.export.towers import tower_of
-from keepsight.exported import runtimes
-from keepsight.exported.manifest import GRAPHS, RUNTIMES, Manifest, files_in, is_export, unfinished
-from keepsight.exported.states import KINDS
 from keepsight.models import loading
+from keepsight.runtimes import imports
+from keepsight.runtimes.manifest import GRAPHS, RUNTIMES, Manifest, files_in, is_export, unfinished
+from keepsight.runtimes.states import KINDS
 from keepsight.vlm import VLM, load
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "internvl")
@@ -104,7 +104,7 @@ def _check_words(runtime: str, quantised: str | None, max_patches: int | None) -
     if missing:
         raise MissingExtra.named(" and ".join(missing), runtime)
     # Before an exporter imports it in another way.
-    runtimes.openvino() if runtime == "openvino" else runtimes.onnxruntime()
+    imports.openvino() if runtime == "openvino" else imports.onnxruntime()
 
 
 def _checked_config(path: str, revision: str | None) -> Any:

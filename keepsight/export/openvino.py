@@ -15,15 +15,15 @@ import numpy as np
 
 from keepsight.errors import MissingExtra
 from keepsight.export.parts import Decoder, Sample
-from keepsight.exported import runtimes
-from keepsight.exported.openvino_session import core
+from keepsight.runtimes import imports
+from keepsight.runtimes.openvino import core
 
 BLOCK = 32  # weights of a row that share a scale, as in ONNX
 
 
 def write_openvino(path: Path, part: Any, sample: Sample, write_onnx: Any) -> None:
     """Trace a part and write its graph; `write_onnx` writes one for ONNX."""
-    openvino = runtimes.openvino()
+    openvino = imports.openvino()
     try:
         from transformers.exporters import OpenVINOConfig, OpenVINOExporter
 
@@ -43,7 +43,7 @@ def write_openvino(path: Path, part: Any, sample: Sample, write_onnx: Any) -> No
 
 def quantise_openvino(path: Path) -> None:
     """Give the products of a graph weights in eight bits; sums are made in float32."""
-    openvino = runtimes.openvino()
+    openvino = imports.openvino()
     # Read into memory: the file is replaced, and must not be mapped by then.
     graph = core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
     for product in graph.get_ordered_ops():

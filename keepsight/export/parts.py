@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from keepsight.core.state import Shape
 from keepsight.export import tracing
-from keepsight.exported.states import (
+from keepsight.models.families import Family
+from keepsight.runtimes.states import (
     BIAS,
     PRESENT,
     SLIDING_BIAS,
@@ -26,7 +27,6 @@ from keepsight.exported.states import (
     state_names,
     state_sizes,
 )
-from keepsight.models.families import Family
 
 Inputs = dict[str, Any]
 AUTO = torch.export.Dim.AUTO

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from keepsight.errors import MissingExtra
 from keepsight.export.openvino import BLOCK, quantise_openvino
-from keepsight.exported import runtimes
+from keepsight.runtimes import imports
 
 KINDS = ("int8",)
 PARTS = ("decoder", "head")
@@ -33,7 +33,7 @@ def _quantise_onnx(path: Path) -> None:
     try:
         import onnx
 
-        runtimes.onnxruntime()
+        imports.onnxruntime()
         with _quiet():
             from onnxruntime.quantization import matmul_nbits_quantizer as nbits
     except ImportError as error:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import InputError, KeepsightError
-from keepsight.exported.manifest import NAME
+from keepsight.runtimes.manifest import NAME
 
 _LOCK = "lock"
 _FULL = 2**20  # bytes free where something was just refused for want of room

@@ -17,7 +17,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keepsight.core.state import LaneLayer, Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
-from keepsight.exported.states import (
+from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
+from keepsight.runtimes.states import (
     BIAS,
     PRESENT,
     SLIDING_BIAS,
@@ -27,8 +29,6 @@ from keepsight.exported.states import (
     state_names,
     state_sizes,
 )
-from keepsight.models.families.tower_tensors import TowerTensors
-from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 _MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
 # Upstream's layers whose states grow by being given new rows.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import ModelError
-from keepsight.exported import runtimes
+from keepsight.runtimes import imports
 
 # As ONNX numbers its element types.
 _TYPES = {
@@ -27,7 +27,7 @@ class OnnxSession:
     """A graph that takes and gives tensors by name."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        onnxruntime = runtimes.onnxruntime()
+        onnxruntime = imports.onnxruntime()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3

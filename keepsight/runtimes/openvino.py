@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import ModelError
-from keepsight.exported import runtimes
+from keepsight.runtimes import imports
 
 # float32 throughout: on processors that have it the runtime would take bfloat16, would keep keys
 # and values in 8 bits and quantise activations.
@@ -34,14 +34,14 @@ _SETTINGS = {
 def core() -> Any:
     """One for the process, never let go: with the last of them the runtime unloads code that its
     own threads may still be in, and the process dies some time later."""
-    return runtimes.openvino().Core()
+    return imports.openvino().Core()
 
 
 class OpenVinoSession:
     """A graph that takes and gives tensors by name."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        openvino = runtimes.openvino()
+        openvino = imports.openvino()
         self.version: str = openvino.__version__
         settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": str(threads)}
         try:

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from keepsight import digests
 from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
-from keepsight.exported.marks import marks
+from keepsight.runtimes.marks import marks
 
 NAME = "keepsight.json"
 FORMAT = 1

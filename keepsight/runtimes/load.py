@@ -17,13 +17,13 @@ from typing import Any
 
 from keepsight.core.settings import chosen_store
 from keepsight.errors import ModelError, UnsupportedInput
-from keepsight.exported.manifest import Manifest, is_export, read
 from keepsight.models.loading import files_digest
+from keepsight.runtimes.manifest import Manifest, is_export, read
 
-__all__ = ["is_export", "load", "other_versions", "read"]
+__all__ = ["is_export", "load_exported", "other_versions", "read"]
 
 
-def load(
+def load_exported(
     path: str,
     dtype: Any,
     device_map: Any,
@@ -47,7 +47,7 @@ def load(
         )
     files = files_digest(path, "float32", every=True)
     manifest = read(Path(path), contents=not _was_read(files, store))
-    from keepsight.exported.hollow import load_model
+    from keepsight.runtimes.weightless import load_model
 
     try:
         return load_model(Path(path), manifest), files

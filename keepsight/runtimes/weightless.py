@@ -20,10 +20,9 @@ from transformers import (
 
 from keepsight.core.state import Shape
 from keepsight.errors import ModelError, UnsupportedInput
-from keepsight.exported.manifest import GRAPHS, Manifest
-from keepsight.exported.onnx_session import OnnxSession
-from keepsight.exported.openvino_session import OpenVinoSession
-from keepsight.exported.standins import (
+from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.runtimes.manifest import GRAPHS, Manifest
+from keepsight.runtimes.modules import (
     DecoderStandIn,
     EmbeddingStandIn,
     HeadStandIn,
@@ -32,7 +31,8 @@ from keepsight.exported.standins import (
     WholeTowerStandIn,
     check_sizes,
 )
-from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.runtimes.onnx import OnnxSession
+from keepsight.runtimes.openvino import OpenVinoSession
 
 PARTS = ("tower", "embedding", "decoder", "head")
 

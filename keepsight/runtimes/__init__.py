@@ -1,0 +1,1 @@
+"""Exported graphs in the place of a model's modules."""
