@@ -16,8 +16,8 @@ _HOMES = {
     "Reply": "report",
     "Report": "report",
     "Session": "session",
-    "Ticket": "together.ticket",
-    "Together": "together.scheduler",
+    "Ticket": "scheduler.ticket",
+    "Together": "scheduler.scheduler",
     "Usage": "report",
     "VLM": "vlm",
     "errors": "errors",
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from keepsight.encode.mapping import Encoder
     from keepsight.formats.package import Package
     from keepsight.report import Reply, Report, Usage
+    from keepsight.scheduler.scheduler import Together
+    from keepsight.scheduler.ticket import Ticket
     from keepsight.session import Session
-    from keepsight.together.scheduler import Together
-    from keepsight.together.ticket import Ticket
     from keepsight.vlm import VLM, load, wrap
 
 

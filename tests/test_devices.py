@@ -20,11 +20,11 @@ from simulated_device import Event, device, simulation
 from test_exact import cold, conversation, logits
 
 import keepsight as ks
+from keepsight.scheduler import Together
 from keepsight.store import DiskStore, Store
 from keepsight.store.remote import RemoteStore
 from keepsight.system import devices
 from keepsight.testing.stores import KEYS
-from keepsight.together import Together
 
 KINDS = ("qwen3_vl", "qwen3_5", "sliding")  # full, linear and sliding layers
 GREEDY = {"do_sample": False}

@@ -16,7 +16,7 @@ from keepsight.export import tracing
 from keepsight.export.making import export
 from keepsight.export.towers import tower_of
 from keepsight.models.families import family_of
-from keepsight.together import Together
+from keepsight.scheduler import Together
 
 KINDS = (
     "qwen3_vl",

@@ -27,7 +27,7 @@ from keepsight.export.openvino import quantise_openvino
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import files_in, read
 from keepsight.runtimes.openvino import OpenVinoSession
-from keepsight.together import Together
+from keepsight.scheduler import Together
 
 if importlib.util.find_spec("openvino") is None:
     pytest.skip("needs openvino", allow_module_level=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import keepsight as ks
 from keepsight.core.lengths import Lengths, characters
 from keepsight.errors import PromptTooLong
-from keepsight.together import Together
+from keepsight.scheduler import Together
 
 LIMIT = 512
 

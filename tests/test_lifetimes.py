@@ -25,11 +25,11 @@ from models import picture, turn
 import keepsight as ks
 from keepsight.encode.ahead import Ahead
 from keepsight.encode.documents import PDFIUM, _Document
+from keepsight.scheduler import Together
 from keepsight.store import DiskStore, folder, open_store
 from keepsight.store.remote import RemoteStore
 from keepsight.system import lock as locks
 from keepsight.system.lock import FairLock
-from keepsight.together import Together
 
 MESSAGES = [turn("What is it?", picture(1))]
 HOUSE = f"{Path(ks.__file__).parent}/"
@@ -305,7 +305,7 @@ import json, sys, threading, time, torch
 from models import picture, turn
 import keepsight as ks
 from keepsight.store import folder
-from keepsight.together import Together
+from keepsight.scheduler import Together
 
 torch.set_num_threads(1)
 finish = folder.Folder.finish
@@ -464,7 +464,7 @@ import faulthandler, json, os, sys, threading, torch
 from models import picture, turn
 import keepsight as ks
 from keepsight.system import forks
-from keepsight.together import Together
+from keepsight.scheduler import Together
 
 torch.set_num_threads(1)
 messages = [turn("What is it?", picture(1))]

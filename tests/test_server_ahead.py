@@ -11,10 +11,10 @@ from server_harness import Client, asked, live, scene, served
 
 import keepsight as ks
 from keepsight.errors import InputError
+from keepsight.scheduler import Together
 from keepsight.server.config import ServerConfig
 from keepsight.server.content import Gatherer
 from keepsight.server.spoken import Speech, spoken_message
-from keepsight.together import Together
 
 QUESTION = "Describe the picture."
 SOON = 20.0  # seconds

@@ -29,7 +29,7 @@ import keepsight as ks
 from keepsight.cli import app
 from keepsight.errors import Closed
 from keepsight.report import Piece
-from keepsight.together import Ticket
+from keepsight.scheduler import Ticket
 
 ROOT = Path(ks.__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -15,12 +15,12 @@ import pytest
 from server_harness import Live, Scripted, asked, live, scene
 
 from keepsight.report import Piece, Report, Usage
+from keepsight.scheduler import Ticket
 from keepsight.server.answers import Delta
 from keepsight.server.config import ServerConfig
 from keepsight.server.limits import Caller
 from keepsight.server.service import Service
 from keepsight.server.wire import EventStream
-from keepsight.together import Ticket
 
 MANY = 20  # more than the desk has threads
 

@@ -13,8 +13,8 @@ from server_harness import Live, Scripted, asked, live
 
 import keepsight as ks
 from keepsight.report import Piece, Report, Usage
+from keepsight.scheduler import Ticket
 from keepsight.server.fetch import Fetcher
-from keepsight.together import Ticket
 
 HELLO = [{"role": "user", "content": "hello"}]
 

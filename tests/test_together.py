@@ -23,10 +23,10 @@ import keepsight as ks
 from keepsight.core.batch import Batch
 from keepsight.core.turn import Turn
 from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
+from keepsight.scheduler import Ticket, Together
+from keepsight.scheduler.decoding import Decoding
+from keepsight.scheduler.policy import Sizes, had_its_turn, next_of
 from keepsight.system.lock import FairLock
-from keepsight.together import Ticket, Together
-from keepsight.together.decoding import Decoding
-from keepsight.together.pace import Sizes, had_its_turn, next_of
 
 GREEDY = {"do_sample": False}
 LONG = "One more line of a long text. " * 40

@@ -15,7 +15,7 @@ from test_together import check
 import keepsight as ks
 from keepsight.errors import ImageError, InputError
 from keepsight.media.medium import Medium
-from keepsight.together import Together
+from keepsight.scheduler import Together
 
 GREEDY = {"do_sample": False, "min_new_tokens": 40, "max_new_tokens": 40}
 FIRST = [turn("Look at this one. " * 3, picture(1))]

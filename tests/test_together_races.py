@@ -15,7 +15,7 @@ from models import build, picture, turn
 import keepsight as ks
 from keepsight import digests
 from keepsight.core.call import Call
-from keepsight.together import Together
+from keepsight.scheduler import Together
 
 GREEDY = {"do_sample": False}
 

@@ -33,7 +33,7 @@ from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.workloads import Pictures, user, words
 from keepsight.core.render import Message
 from keepsight.report import Piece, Report
-from keepsight.together import Together
+from keepsight.scheduler import Together
 from keepsight.vlm import VLM
 
 FORMAT = 1

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from keepsight.errors import Closed
 from keepsight.report import Piece, Report, Usage
+from keepsight.scheduler import Ticket, Together
 from keepsight.server.sampling import Likely, Recorder, Sampling
 from keepsight.server.spoken import Said, Speech, spoken_message
 from keepsight.server.threads import Threads, is_large
-from keepsight.together import Ticket, Together
 
 T = TypeVar("T")
 

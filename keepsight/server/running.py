@@ -20,10 +20,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keepsight.errors import InputError, KeepsightError
+from keepsight.scheduler import Together
 from keepsight.server.app import build
 from keepsight.server.config import ServerConfig
 from keepsight.server.service import Service
-from keepsight.together import Together
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

@@ -16,6 +16,7 @@ from fastapi import Request
 
 from keepsight.core.lengths import characters
 from keepsight.report import Report
+from keepsight.scheduler import Together
 from keepsight.server import schema
 from keepsight.server.answers import Answer, Ask, Delta, Desk
 from keepsight.server.bindings import Bindings
@@ -34,7 +35,6 @@ from keepsight.server.subject import Subject
 from keepsight.server.threads import LARGE_BODY, LARGE_TEXT, Gathered, Threads
 from keepsight.server.unused import Unused, is_empty
 from keepsight.server.uploads import contents_for
-from keepsight.together import Together
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

@@ -18,7 +18,7 @@ from keepsight.core.batch import Batch
 from keepsight.core.engine import Engine, Run
 from keepsight.errors import KeepsightError
 from keepsight.models.families import Family
-from keepsight.together.pace import Sizes
+from keepsight.scheduler.policy import Sizes
 
 logger = logging.getLogger(__name__)
 

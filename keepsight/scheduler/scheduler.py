@@ -23,15 +23,15 @@ from keepsight.core.render import Message
 from keepsight.core.sampling import Detokenizer
 from keepsight.errors import Closed, InputError
 from keepsight.report import Piece, Report
+from keepsight.scheduler.admission import Door, News, begin_serving, closed
+from keepsight.scheduler.counters import Counts
+from keepsight.scheduler.decoding import Decoding
+from keepsight.scheduler.intake import Follow, Reception, Request
+from keepsight.scheduler.policy import Sizes, check_bounds, had_its_turn, next_of
+from keepsight.scheduler.prefill_ahead import Ahead, plain_answer
+from keepsight.scheduler.ticket import Listener, Ticket
 from keepsight.store import parse_bytes
 from keepsight.system.exits import SCHEDULERS, finish_before_exit
-from keepsight.together.ahead import Ahead, plain_answer
-from keepsight.together.counts import Counts
-from keepsight.together.decoding import Decoding
-from keepsight.together.door import Door, News, begin_serving, closed
-from keepsight.together.pace import Sizes, check_bounds, had_its_turn, next_of
-from keepsight.together.reception import Follow, Reception, Request
-from keepsight.together.ticket import Listener, Ticket
 from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)

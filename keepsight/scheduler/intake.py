@@ -28,8 +28,8 @@ from keepsight.media.medium import PROCESSORS, Medium
 from keepsight.media.naming import Looked
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Report
+from keepsight.scheduler.ticket import Ticket
 from keepsight.system.lock import Mutex
-from keepsight.together.ticket import Ticket
 from keepsight.vlm import VLM
 
 _LONG = 1 << 15  # characters of texts that are tokenized beside the others

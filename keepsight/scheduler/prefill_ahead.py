@@ -25,8 +25,8 @@ from keepsight.errors import ImageError
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.prefix.prompt import Prompt, common
-from keepsight.together.counts import Counts
-from keepsight.together.reception import Request, with_media
+from keepsight.scheduler.counters import Counts
+from keepsight.scheduler.intake import Request, with_media
 from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 from weakref import ref
 
 from keepsight.errors import Busy, Closed
+from keepsight.scheduler.intake import Request
 from keepsight.system import forks
 from keepsight.system.exits import when_dropped
-from keepsight.together.reception import Request
 
 _POLL = 0.05  # seconds; while a request is being made ready there is nothing to wait for
 _LONG = 60.0  # seconds; a bell that the collector rings at the wrong moment may go unheard

@@ -1,6 +1,6 @@
 """Requests to one model that share the engine: `Together` takes them, each gets a `Ticket`."""
 
-from keepsight.together.scheduler import Together
-from keepsight.together.ticket import Ticket
+from keepsight.scheduler.scheduler import Together
+from keepsight.scheduler.ticket import Ticket
 
 __all__ = ["Ticket", "Together"]
