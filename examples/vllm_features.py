@@ -21,9 +21,9 @@ QUESTION = "List the pictures."
 def encode(checkpoint: str, store: str, images: list[str]) -> None:
     """Packages into a store, and what vLLM must know to read them from there."""
     import keepsight as ks
-    from keepsight import fleet
+    from keepsight.export import engines
 
-    config = fleet.connector_config(checkpoint, store)
+    config = engines.connector_config(checkpoint, store)
     with ks.load(checkpoint, store=store) as vlm:
         packages = [vlm.encode(image) for image in images]
         vlm.flush()
@@ -38,7 +38,7 @@ def answer(checkpoint: str, store: str) -> None:
     """One request about all images, whose features vLLM takes from the store."""
     import vllm
 
-    from keepsight import fleet
+    from keepsight.export import engines
     from keepsight.formats.package import Package
 
     folder = Path(f"{store}-for-vllm")
@@ -56,8 +56,8 @@ def answer(checkpoint: str, store: str) -> None:
     )
     sampling = vllm.SamplingParams(temperature=0, max_tokens=64)
     for title, given in (
-        ("features in the request", {"multi_modal_data": fleet.to_vllm(packages)}),
-        ("names in the request, features from the store", fleet.named_for_vllm(packages)),
+        ("features in the request", {"multi_modal_data": engines.to_vllm(packages)}),
+        ("names in the request, features from the store", engines.named_for_vllm(packages)),
     ):
         (output,) = engine.generate({"prompt": prompt, **given}, sampling, use_tqdm=False)
         print(f"{title}: {output.outputs[0].text}")

@@ -57,7 +57,7 @@ def export(
     err.file = sys.stderr  # the one of now: what is held back below is another
     start = time.perf_counter()
     with _ending_tidily() as go_on, contextlib.nullcontext() if verbose else _quiet():
-        from keepsight.export.making import export as make
+        from keepsight.export.graphs.making import export as make
 
         def tell(line: str) -> None:
             go_on()

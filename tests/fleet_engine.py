@@ -59,7 +59,7 @@ def request(case: dict) -> dict:
     import torch
     from PIL import Image
 
-    from keepsight import fleet
+    from keepsight.export import engines
     from keepsight.formats.package import Package
 
     packages = [Package.load(path) for path in case["packages"]]
@@ -68,12 +68,12 @@ def request(case: dict) -> dict:
     if how == "pixels":
         return asked | {"multi_modal_data": {"image": images}}
     if how == "features":
-        return asked | {"multi_modal_data": fleet.to_vllm(packages)}
+        return asked | {"multi_modal_data": engines.to_vllm(packages)}
     if how == "disguised":
-        names = [fleet.identifier(package) for package in packages]
+        names = [engines.identifier(package) for package in packages]
         uuids = {"image": names}
         return asked | {"multi_modal_data": {"image": images}, "multi_modal_uuids": uuids}
-    named = fleet.named_for_vllm(packages)
+    named = engines.named_for_vllm(packages)
     if how == "unknown name":
         named["multi_modal_uuids"] = {"image": ["keepsight-" + "0" * 64 for _ in packages]}
     if how == "another grid":

@@ -20,9 +20,9 @@ import torch
 from PIL import Image
 
 import keepsight as ks
-from keepsight import fleet
 from keepsight.bench import checkpoints
 from keepsight.demo.scene import Scene
+from keepsight.export import engines
 from keepsight.formats.package import Package
 from keepsight.models import loading
 
@@ -281,7 +281,7 @@ def tiny(kind: str, folder: Path) -> tuple[str, Any]:
 def record_connector(python: str, root: Path) -> dict[str, Any]:
     """A store as the encoder cache of vLLM, on the trained demo model."""
     store, images = root / "store", [scene.draw() for scene in scenes()]
-    config = fleet.connector_config("demo", store)
+    config = engines.connector_config("demo", store)
     with ks.load("demo", dtype="float32", store=store) as vlm:
         path = loading.model_path("demo")
         told = prepare_connector(vlm, path, images, root / "job", config, "float32")

@@ -32,7 +32,7 @@ from keepsight import export_command
 from keepsight.cli import app
 from keepsight.demo.scene import Scene
 from keepsight.errors import DamagedFile, InputError, ModelError, UnsupportedModel
-from keepsight.export import check, making, target
+from keepsight.export.graphs import check, making, target
 from keepsight.runtimes.load import read
 
 QUESTION = "Describe the picture."

@@ -15,7 +15,7 @@ import torch
 from exported_models import small
 from models import picture, stock_inputs, turn
 
-from keepsight.export import tracing
+from keepsight.export.graphs import tracing
 from keepsight.runtimes import imports
 
 AUTO = torch.export.Dim.AUTO

@@ -11,7 +11,7 @@ from exported_models import exported_demo
 from model_parts import picture
 
 import keepsight as ks
-from keepsight.export.making import export
+from keepsight.export.graphs.making import export
 
 
 @pytest.fixture(

@@ -21,9 +21,9 @@ from torch import Tensor
 
 import keepsight as ks
 from keepsight.errors import ModelError
-from keepsight.export.check import deviation
-from keepsight.export.making import export
-from keepsight.export.openvino import quantise_openvino
+from keepsight.export.graphs.check import deviation
+from keepsight.export.graphs.making import export
+from keepsight.export.graphs.openvino import quantise_openvino
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import files_in, read
 from keepsight.runtimes.openvino import OpenVinoSession

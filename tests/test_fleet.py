@@ -23,7 +23,6 @@ from hostile import ROOT, one_thread, tiny_package
 from models import build, picture
 
 import keepsight as ks
-from keepsight import fleet
 from keepsight.errors import (
     InputError,
     MissingExtra,
@@ -31,9 +30,10 @@ from keepsight.errors import (
     UnsupportedInput,
     WrongIdentity,
 )
-from keepsight.fleet import vllm_connector
-from keepsight.fleet.checkpoint import checkpoint_digest
-from keepsight.fleet.serving import Binding, Serving
+from keepsight.export import engines
+from keepsight.export.engines import vllm_connector
+from keepsight.export.engines.checkpoint import checkpoint_digest
+from keepsight.export.engines.serving import Binding, Serving
 from keepsight.formats import engine_inputs
 from keepsight.formats.package import Package
 from keepsight.models import loading
@@ -77,7 +77,7 @@ def test_grid_families_get_all_rows_and_all_grids(kind: str) -> None:
     vlm = ks.wrap(model, processor, grain=16)
     images = [picture(1), picture(2, 128, 64)]
     packs = [vlm.encode(image) for image in images]
-    given = fleet.to_vllm(packs)["image"]
+    given = engines.to_vllm(packs)["image"]
     processed = processor.image_processor(images, return_tensors="pt")
     with torch.no_grad():
         out = model.base_model.get_image_features(**processed)
@@ -87,7 +87,7 @@ def test_grid_families_get_all_rows_and_all_grids(kind: str) -> None:
     torch.testing.assert_close(given["image_embeds"], torch.cat(expected, -1), atol=1e-5, rtol=1e-4)
     assert torch.equal(given["image_grid_thw"], processed["image_grid_thw"])
     assert given["image_grid_thw"].dtype == torch.int64
-    (item,) = fleet.to_sglang(packs)["image_data"]
+    (item,) = engines.to_sglang(packs)["image_data"]
     assert torch.equal(item["precomputed_embeddings"], given["image_embeds"])
     assert torch.equal(item["image_grid_thw"], given["image_grid_thw"])
     assert (item["format"], item["modality"]) == ("processor_output", "image")
@@ -98,16 +98,16 @@ def test_row_families_get_a_list_with_one_row_a_token(kind: str) -> None:
     model, processor = build(kind)
     vlm = ks.wrap(model, processor, grain=16)
     packs = [vlm.encode(picture(1)), vlm.encode(picture(2, 128, 64))]
-    rows = fleet.to_vllm(packs)["image"]
+    rows = engines.to_vllm(packs)["image"]
     assert [row.shape for row in rows] == [
         (p.tokens, model.config.text_config.hidden_size) for p in packs
     ]
     for row, pack in zip(rows, packs, strict=True):
         assert torch.equal(row, pack.tensors["features"].reshape(row.shape))
     with pytest.raises(UnsupportedInput, match=f"SGLang .* {model.config.model_type}"):
-        fleet.to_sglang(packs)
+        engines.to_sglang(packs)
     with pytest.raises(UnsupportedInput, match="multi_modal_uuids"):
-        fleet.named_for_vllm(packs)
+        engines.named_for_vllm(packs)
 
 
 def test_deepstack_levels_stand_behind_the_features() -> None:
@@ -129,10 +129,10 @@ def test_more_than_nine_levels_keep_their_order() -> None:
 
 def test_images_stay_in_the_order_of_the_prompt() -> None:
     packs = [package_of("qwen2_vl", tokens, seed) for seed, tokens in enumerate((4, 2, 3))]
-    given = fleet.to_vllm(packs)["image"]
+    given = engines.to_vllm(packs)["image"]
     assert given["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 2], [1, 4, 3]]
     assert torch.equal(given["image_embeds"][4:6], engine_inputs.rows(packs[1]))
-    named = fleet.named_for_vllm(packs)
+    named = engines.named_for_vllm(packs)
     assert named["multi_modal_uuids"]["image"] == [f"keepsight-{p.feature_id}" for p in packs]
     assert named["multi_modal_data"]["image"].keys() == {"image_grid_thw"}
 
@@ -150,7 +150,7 @@ def test_packed_features_are_handed_over_as_floats() -> None:
 @pytest.mark.parametrize("model_type", sorted(SUPPORTED | REFUSED))
 def test_every_family_is_taken_or_refused_by_name(model_type: str) -> None:
     pack = package_of(model_type)
-    for engine, hand in (("vLLM", fleet.to_vllm), ("SGLang", fleet.to_sglang)):
+    for engine, hand in (("vLLM", engines.to_vllm), ("SGLang", engines.to_sglang)):
         if model_type in getattr(engine_inputs, f"_{engine.upper()}"):
             assert hand([pack])
             continue
@@ -186,7 +186,7 @@ NO: dict[str, tuple[list[Package], str]] = {
 @pytest.mark.parametrize("what", NO)
 def test_what_is_not_handed_over(what: str) -> None:
     packages, named = NO[what]
-    for hand in (fleet.to_vllm, fleet.to_sglang, fleet.named_for_vllm):
+    for hand in (engines.to_vllm, engines.to_sglang, engines.named_for_vllm):
         with pytest.raises(InputError, match=named):
             hand(packages)
 
@@ -222,9 +222,9 @@ def test_features_are_given_out_under_their_name(tmp_path: Path) -> None:
     packs = [package_of("qwen3_vl", seed=seed) for seed in (1, 2)]
     served = serving(filled(tmp_path, *packs), packs[0])
     for pack in packs:
-        rows = served.rows(fleet.identifier(pack))
+        rows = served.rows(engines.identifier(pack))
         assert rows is not None and torch.equal(rows, engine_inputs.rows(pack))
-        assert served.misfit(fleet.identifier(pack), 4, [1, 4, 4]) == ""
+        assert served.misfit(engines.identifier(pack), 4, [1, 4, 4]) == ""
     assert served.counts == {"given": 2, "absent": 0, "refused": 0}
     served.close()
 
@@ -236,7 +236,7 @@ def test_names_that_are_not_ours(tmp_path: Path) -> None:
         "",
         pack.feature_id,
         f"keepsight-{pack.feature_id}x",
-        f"lora-{fleet.identifier(pack)}",
+        f"lora-{engines.identifier(pack)}",
         "keepsight-../../etc/passwd",
         f"keepsight-{'g' * 64}",
         f"keepsight-{pack.feature_id}\n",
@@ -262,7 +262,7 @@ def test_features_of_another_model_are_not_given_out(
     pack = package_of("qwen3_vl")
     served = serving(filled(tmp_path, pack), pack, **changes)
     for _ in range(3):
-        assert served.rows(fleet.identifier(pack)) is None
+        assert served.rows(engines.identifier(pack)) is None
     assert caplog.text.count(named) == 1
     assert served.counts["given"] == 0 and served.counts["refused"] == 3
     served.close()
@@ -272,7 +272,7 @@ def test_lossy_features_are_given_out_only_where_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lossy = package_of("qwen3_vl").pack("int8")
-    name = fleet.identifier(lossy)
+    name = engines.identifier(lossy)
     strict = serving(filled(tmp_path, lossy), lossy)
     assert strict.rows(name) is None and "int8: off by" in caplog.text
     strict.close()
@@ -288,14 +288,14 @@ def test_a_package_under_another_name_is_not_given_out(tmp_path: Path) -> None:
     store.put("package", one.feature_id, two.stored, two.record())
     store.flush()
     served = Serving(store, binding_of(tmp_path, one))
-    assert served.rows(fleet.identifier(one)) is None
+    assert served.rows(engines.identifier(one)) is None
     served.close()
 
 
 def test_features_that_do_not_fit_the_prompt(tmp_path: Path) -> None:
     pack = package_of("qwen3_vl")
     served = serving(filled(tmp_path, pack), pack)
-    name = fleet.identifier(pack)
+    name = engines.identifier(pack)
     assert "room for 5 tokens" in served.misfit(name, 5, [1, 4, 4])
     assert "grid [1, 8, 2]" in served.misfit(name, 4, [1, 8, 2])
     assert served.misfit(name, 4, None) == ""
@@ -303,14 +303,14 @@ def test_features_that_do_not_fit_the_prompt(tmp_path: Path) -> None:
 
 
 def test_what_the_connector_is_told(tmp_path: Path) -> None:
-    extra = fleet.connector_config("demo", tmp_path)["ec_connector_extra_config"]
+    extra = engines.connector_config("demo", tmp_path)["ec_connector_extra_config"]
     bound = Binding.of(extra)
     with ks.load("demo", store=tmp_path) as vlm:
         pack = vlm.encode(picture(1))
         assert isinstance(pack, Package)
         vlm.flush()
         served = Serving(open_store(bound.store), bound)
-        assert served.rows(fleet.identifier(pack)) is not None
+        assert served.rows(engines.identifier(pack)) is not None
         served.close()
     for wrong, error in (
         ({}, InputError),
@@ -392,7 +392,7 @@ def request(name: str, tokens: int, **data: torch.Tensor) -> Any:
 @pytest.fixture
 def connected(played: None, tmp_path: Path) -> Iterator[tuple[Any, Any, Package]]:
     """Both sides of the connector on a store with one picture of the demo model."""
-    config = fleet.connector_config("demo", tmp_path)
+    config = engines.connector_config("demo", tmp_path)
     with ks.load("demo", store=tmp_path) as vlm:
         pack = vlm.encode(picture(1))
         vlm.flush()
@@ -408,7 +408,7 @@ def connected(played: None, tmp_path: Path) -> Iterator[tuple[Any, Any, Package]
 
 def test_rows_travel_from_the_scheduler_to_the_worker(connected: Any) -> None:
     scheduler, worker, pack = connected
-    name = fleet.identifier(pack)
+    name = engines.identifier(pack)
     asked = request(name, pack.tokens, image_grid_thw=torch.tensor(pack.grid["image_grid_thw"]))
     assert scheduler.has_cache_item(name) and scheduler.ensure_cache_available(asked, 0)
     scheduler.update_state_after_alloc(asked, 0)
@@ -426,7 +426,7 @@ def test_rows_travel_from_the_scheduler_to_the_worker(connected: Any) -> None:
 
 def test_requests_that_cannot_be_served_fail_alone(connected: Any) -> None:
     scheduler, _, pack = connected
-    name, grid = fleet.identifier(pack), torch.tensor(pack.grid["image_grid_thw"])
+    name, grid = engines.identifier(pack), torch.tensor(pack.grid["image_grid_thw"])
     absent = f"keepsight-{'0' * 64}"
     for wrong in (
         request(absent, pack.tokens, image_grid_thw=grid),
@@ -472,7 +472,9 @@ def test_without_vllm_the_extra_is_named() -> None:
 
 def test_the_connector_needs_no_transformers_of_ours() -> None:
     """vLLM brings a Transformers of its own, older than the one that Keepsight needs."""
-    script = "import keepsight.fleet.vllm_connector, sys; print('transformers' in sys.modules)"
+    script = (
+        "import keepsight.export.engines.vllm_connector, sys; print('transformers' in sys.modules)"
+    )
     found = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -508,7 +510,7 @@ def test_vllm_answers_the_same_from_features(tmp_path: Path, scenes: list[Any]) 
 @pytest.mark.skipif(VLLM is None, reason="KEEPSIGHT_VLLM_PYTHON names no Python with vLLM")
 def test_vllm_reads_features_from_a_store(tmp_path: Path, scenes: list[Any]) -> None:
     path, store = loading.model_path("demo"), tmp_path / "store"
-    config = fleet.connector_config("demo", store)
+    config = engines.connector_config("demo", store)
     with ks.load("demo", dtype="float32", store=store) as vlm:
         told = fleet_job.prepare_connector(vlm, path, scenes, tmp_path, config, "float32")
     result = fleet_job.run(str(VLLM), told, tmp_path)
@@ -530,7 +532,7 @@ def test_vllm_reads_features_from_a_store(tmp_path: Path, scenes: list[Any]) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(VLLM is None, reason="KEEPSIGHT_VLLM_PYTHON names no Python with vLLM")
 def test_vllm_does_not_start_with_features_of_another_checkpoint(tmp_path: Path) -> None:
-    config = fleet.connector_config("demo", tmp_path / "store")
+    config = engines.connector_config("demo", tmp_path / "store")
     config["ec_connector_extra_config"]["checkpoint"] = "0" * 64
     told = fleet_job.job(loading.model_path("demo"), "float32", [], connector=config)
     result = fleet_job.run(str(VLLM), told, tmp_path)

@@ -33,7 +33,7 @@ prefix
 core
 runtimes session
 show vlm
-encode export fleet scheduler shell training
+encode export scheduler shell training
 __init__ progress
 bench demo options server testing
 encoding export_command serve_command

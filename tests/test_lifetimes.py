@@ -23,8 +23,8 @@ from hostile import ROOT
 from models import picture, turn
 
 import keepsight as ks
-from keepsight.encode.ahead import Ahead
 from keepsight.encode.documents import PDFIUM, _Document
+from keepsight.encode.prefetch import Ahead
 from keepsight.scheduler import Together
 from keepsight.store import DiskStore, folder, open_store
 from keepsight.store.remote import RemoteStore

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from keepsight.encode.ahead import Ahead, usual_threads
 from keepsight.encode.items import Item
+from keepsight.encode.prefetch import Ahead, usual_threads
 from keepsight.encode.results import Encoded, Target
 
 BUDGET = 512 << 20  # bytes of images and pixels that wait for the tower

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from keepsight.errors import UnsupportedModel
-from keepsight.export.parts import Inputs, Sample
+from keepsight.export.graphs.parts import Inputs, Sample
 from keepsight.models import upstream
 from keepsight.models.families import Family
 

@@ -11,8 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "checkpoint_digest": "fleet.checkpoint",
-    "connector_config": "fleet.binding",
+    "checkpoint_digest": "export.engines.checkpoint",
+    "connector_config": "export.engines.binding",
     "identifier": "formats.engine_inputs",
     "named_for_vllm": "formats.engine_inputs",
     "to_sglang": "formats.engine_inputs",
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from keepsight.fleet.binding import connector_config
-    from keepsight.fleet.checkpoint import checkpoint_digest
+    from keepsight.export.engines.binding import connector_config
+    from keepsight.export.engines.checkpoint import checkpoint_digest
     from keepsight.formats.engine_inputs import identifier, named_for_vllm, to_sglang, to_vllm
 
 

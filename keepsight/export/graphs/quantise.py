@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from keepsight.errors import MissingExtra
-from keepsight.export.openvino import BLOCK, quantise_openvino
+from keepsight.export.graphs.openvino import BLOCK, quantise_openvino
 from keepsight.runtimes import imports
 
 KINDS = ("int8",)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from keepsight.errors import MissingExtra
-from keepsight.export.parts import Decoder, Sample
+from keepsight.export.graphs.parts import Decoder, Sample
 from keepsight.runtimes import imports
 from keepsight.runtimes.openvino import core
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import MissingExtra
-from keepsight.export.openvino import write_openvino
-from keepsight.export.parts import Sample
+from keepsight.export.graphs.openvino import write_openvino
+from keepsight.export.graphs.parts import Sample
 
 
 def write_graph(runtime: str, path: Path, part: Any, sample: Sample) -> None:

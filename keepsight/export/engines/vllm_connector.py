@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from keepsight.errors import InputError, MissingExtra, WrongIdentity
-from keepsight.fleet.checkpoint import checkpoint_digest
-from keepsight.fleet.serving import Binding, Serving
+from keepsight.export.engines.checkpoint import checkpoint_digest
+from keepsight.export.engines.serving import Binding, Serving
 from keepsight.store import open_store
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from keepsight.core.state import Shape
-from keepsight.export import tracing
+from keepsight.export.graphs import tracing
 from keepsight.models.families import Family
 from keepsight.runtimes.states import (
     BIAS,

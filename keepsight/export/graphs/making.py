@@ -25,12 +25,12 @@ from keepsight.errors import (
     UnsupportedInput,
     UnsupportedModel,
 )
-from keepsight.export import quantise, tracing
-from keepsight.export.check import deviation
-from keepsight.export.graphs import write_graph
-from keepsight.export.parts import Decoder, Embedding, Head
-from keepsight.export.target import Target, check_room, size_text
-from keepsight.export.towers import tower_of
+from keepsight.export.graphs import quantise, tracing
+from keepsight.export.graphs.check import deviation
+from keepsight.export.graphs.parts import Decoder, Embedding, Head
+from keepsight.export.graphs.target import Target, check_room, size_text
+from keepsight.export.graphs.towers import tower_of
+from keepsight.export.graphs.write import write_graph
 from keepsight.models import loading
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import GRAPHS, RUNTIMES, Manifest, files_in, is_export, unfinished

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from keepsight import vlm
-from keepsight.fleet.checkpoint import checkpoint_digest
+from keepsight.export.engines.checkpoint import checkpoint_digest
 from keepsight.models import loading
 
 CONNECTOR = "KeepsightConnector"
-MODULE = "keepsight.fleet.vllm_connector"
+MODULE = "keepsight.export.engines.vllm_connector"
 
 
 def connector_config(

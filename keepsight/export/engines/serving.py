@@ -49,7 +49,7 @@ class Binding:
         if missing:
             raise InputError(
                 f"the connector was not told {', '.join(missing)}; make its configuration with "
-                "keepsight.fleet.connector_config(checkpoint, store)"
+                "keepsight.export.engines.connector_config(checkpoint, store)"
             )
         return cls(**given)
 

@@ -1,0 +1,1 @@
+"""A checkpoint to a folder of graphs for ONNX Runtime and OpenVINO."""
