@@ -23,7 +23,7 @@ from keepsight.formats.package import storage_bytes
 from keepsight.media.cache import SharedShelf
 from keepsight.media.caches import Shelves
 from keepsight.media.downloads import Downloads
-from keepsight.server.subject import Subject
+from keepsight.server.served_model import Subject
 from keepsight.store import sizes
 from keepsight.store.tally import Tally
 from keepsight.system.accounts import under_salt

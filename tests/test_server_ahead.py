@@ -14,7 +14,7 @@ from keepsight.errors import InputError
 from keepsight.scheduler import Together
 from keepsight.server.config import ServerConfig
 from keepsight.server.content import Gatherer
-from keepsight.server.spoken import Speech, spoken_message
+from keepsight.server.output_parser import Speech, spoken_message
 
 QUESTION = "Describe the picture."
 SOON = 20.0  # seconds

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keepsight.server import body as bodies
 from keepsight.server.body import MOST_VALUES, parsed
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
 
 PIECES = [*'ab"\\/\n\té日😀\u2028\x7f', '\\"', "\\\\", "\\u"]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=120).map("".join)

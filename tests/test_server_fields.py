@@ -12,10 +12,10 @@ from server_harness import QUESTION, Live, Scripted, asked, live, png, scene, ur
 
 import keepsight as ks
 from keepsight.server.content import Gatherer
-from keepsight.server.pages import Sizes
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
+from keepsight.server.images import Sizes
 from keepsight.server.schema import ChatRequest
-from keepsight.server.subject import _wishes
+from keepsight.server.served_model import _wishes
 from keepsight.server.unused import Unused
 
 

@@ -13,9 +13,9 @@ from test_server_door import TEMPLATE
 
 import keepsight as ks
 from keepsight.server.config import ApiKey
+from keepsight.server.errors import ApiError
 from keepsight.server.items import MessageItem
 from keepsight.server.kept import Responses
-from keepsight.server.problems import ApiError
 
 PATH = "/v1/responses"
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"))

@@ -20,15 +20,15 @@ from server_harness import png, scene, uri
 
 from keepsight.errors import InputError, UnknownOption
 from keepsight.server import fetch, schema
+from keepsight.server.callers import Bucket, Caller, Callers
 from keepsight.server.config import ApiKey, ServerConfig, read_config
 from keepsight.server.content import Gatherer
+from keepsight.server.errors import ApiError
 from keepsight.server.fetch import Fetcher, is_public
 from keepsight.server.files import Files
-from keepsight.server.limits import Bucket, Caller, Callers
-from keepsight.server.problems import ApiError
+from keepsight.server.output_parser import Speech
 from keepsight.server.responses_schema import ResponsesRequest, as_chat
 from keepsight.server.sampling import Penalties
-from keepsight.server.spoken import Speech
 
 # -- speech ------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from server_harness import Live, live, png, scene
 import keepsight as ks
 from keepsight.server import running
 from keepsight.server.config import ApiKey
+from keepsight.server.errors import ApiError
 from keepsight.server.files import Files, InMemory
-from keepsight.server.problems import ApiError
 from keepsight.server.uploads import OnDisk, contents_for
 from keepsight.store import open_store
 

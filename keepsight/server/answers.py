@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from keepsight.errors import Closed
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket, Together
+from keepsight.server.output_parser import Said, Speech, spoken_message
 from keepsight.server.sampling import Likely, Recorder, Sampling
-from keepsight.server.spoken import Said, Speech, spoken_message
 from keepsight.server.threads import Threads, is_large
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from keepsight import __version__
 from keepsight.errors import KeepsightError
 from keepsight.server import cache_api, chat_api, files_api, responses_api, responses_schema, site
 from keepsight.server import schema as schemas
-from keepsight.server.door import Door, told
+from keepsight.server.errors import ApiError, from_validation, unknown
 from keepsight.server.metrics import CONTENT_TYPE
-from keepsight.server.problems import ApiError, from_validation, unknown
+from keepsight.server.middleware import Door, told
 from keepsight.server.responses_schema import in_its_words
 from keepsight.server.service import Service, visit_of
 from keepsight.server.unused import HEADER

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 
 from keepsight import digests
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
 
 _MOST = 20_000  # names of one key; the one that was used least lately is dropped
 

@@ -18,7 +18,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
 from keepsight.server.threads import LARGE_BODY, Threads
 
 MOST_VALUES = 64_000  # of a body; the messages, parts and settings of any conversation

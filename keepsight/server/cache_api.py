@@ -18,14 +18,14 @@ from keepsight.core import pins
 from keepsight.errors import StoreError
 from keepsight.report import Report
 from keepsight.server.body import BodyRoute
-from keepsight.server.limits import Caller
+from keepsight.server.callers import Caller
+from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.parts import Name, PixelLimits
-from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.schema import Message, Rendering
 from keepsight.server.service import Service, tools_of, visit_of
+from keepsight.server.streaming import report_of, unless_gone
 from keepsight.server.threads import is_large
 from keepsight.server.unused import Strict
-from keepsight.server.wire import report_of, unless_gone
 from keepsight.store import Entry
 
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]

@@ -18,11 +18,11 @@ from fastapi.responses import JSONResponse, Response
 
 from keepsight.server.answers import Answer, Ask, Delta, End, Scored
 from keepsight.server.body import BodyRoute
-from keepsight.server.door import Visit
+from keepsight.server.middleware import Visit
+from keepsight.server.output_parser import Said
 from keepsight.server.schema import ChatRequest
 from keepsight.server.service import Service, visit_of
-from keepsight.server.spoken import Said
-from keepsight.server.wire import (
+from keepsight.server.streaming import (
     STREAMED,
     EventStream,
     cached_of,

@@ -24,13 +24,13 @@ from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import from_base64
 from keepsight.server import parts, schema
 from keepsight.server.bindings import Bindings
-from keepsight.server.bounds import check_sound, check_video, is_video
 from keepsight.server.config import ServerConfig
+from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
-from keepsight.server.pages import LOW, Shown, Sizes, is_pdf, pages, picture
-from keepsight.server.problems import ApiError, invalid, refused
-from keepsight.server.spoken import arguments_of
+from keepsight.server.images import LOW, Shown, Sizes, is_pdf, pages, picture
+from keepsight.server.media_limits import check_sound, check_video, is_video
+from keepsight.server.output_parser import arguments_of
 from keepsight.server.threads import LARGE_PICTURES, LARGE_TEXT, Gathered
 from keepsight.server.unused import Unused, is_empty
 

@@ -17,7 +17,7 @@ import time
 import urllib.parse
 from dataclasses import dataclass
 
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
 
 _REDIRECTS = 5
 _CHUNK = 1 << 16

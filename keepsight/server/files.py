@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from keepsight import digests
-from keepsight.server.problems import ApiError, invalid
+from keepsight.server.errors import ApiError, invalid
 from keepsight.store.layout import CLOCK_SLACK
 
 

@@ -15,9 +15,9 @@ from fastapi.responses import Response
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from keepsight.server.callers import Caller
+from keepsight.server.errors import ApiError, invalid, refused, unknown
 from keepsight.server.files import Upload
-from keepsight.server.limits import Caller
-from keepsight.server.problems import ApiError, invalid, refused, unknown
 from keepsight.server.service import Service, visit_of
 from keepsight.store import parse_bytes
 

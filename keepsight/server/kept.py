@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from keepsight import digests
+from keepsight.server.errors import ApiError
 from keepsight.server.items import Item, Reference
-from keepsight.server.problems import ApiError
 from keepsight.server.responses_schema import Placed, ResponsesRequest, items_of
 
 _MOST = 10_000  # responses of one key

@@ -19,14 +19,14 @@ from fastapi.responses import JSONResponse, Response
 from keepsight.server.answers import Answer, Ask, Delta, End
 from keepsight.server.body import BodyRoute
 from keepsight.server.chat_api import scored_of
-from keepsight.server.door import Visit, told
+from keepsight.server.errors import ApiError
 from keepsight.server.items import Item
 from keepsight.server.kept import BEFORE
-from keepsight.server.problems import ApiError
+from keepsight.server.middleware import Visit, told
+from keepsight.server.output_parser import Said
 from keepsight.server.responses_schema import ResponsesRequest, as_chat
 from keepsight.server.service import Service, refuse_stream_options, visit_of
-from keepsight.server.spoken import Said
-from keepsight.server.wire import (
+from keepsight.server.streaming import (
     STREAMED,
     EventStream,
     cached_of,

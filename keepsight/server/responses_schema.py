@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from keepsight.server import parts, schema
+from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.items import (
     CallItem,
     InputText,
@@ -23,7 +24,6 @@ from keepsight.server.items import (
     ThoughtItem,
 )
 from keepsight.server.parts import Name, PixelLimits, Text, kind_of
-from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.schema import Own, Reasoning, Tokens, Unit
 from keepsight.server.unused import Open, Unused, is_empty
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from keepsight.server.problems import invalid, refused
+from keepsight.server.errors import invalid, refused
 
 
 class Penalties(LogitsProcessor):

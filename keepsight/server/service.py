@@ -20,18 +20,18 @@ from keepsight.scheduler import Together
 from keepsight.server import schema
 from keepsight.server.answers import Answer, Ask, Delta, Desk
 from keepsight.server.bindings import Bindings
+from keepsight.server.callers import Caller, Callers
 from keepsight.server.config import ServerConfig
 from keepsight.server.content import Gatherer, fetches
-from keepsight.server.door import Visit
+from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files
 from keepsight.server.kept import Responses
-from keepsight.server.limits import Caller, Callers
 from keepsight.server.metrics import Metrics
+from keepsight.server.middleware import Visit
 from keepsight.server.parts import PixelLimits
-from keepsight.server.problems import ApiError, invalid, refused
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.sampling import sampling
-from keepsight.server.subject import Subject
+from keepsight.server.served_model import Subject
 from keepsight.server.threads import LARGE_BODY, LARGE_TEXT, Gathered, Threads
 from keepsight.server.unused import Unused, is_empty
 from keepsight.server.uploads import contents_for

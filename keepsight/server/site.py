@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response
 
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
 
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {

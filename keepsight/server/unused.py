@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from keepsight.server.problems import hint_for, invalid, refused, unknown
+from keepsight.server.errors import hint_for, invalid, refused, unknown
 
 HEADER = "x-keepsight-unused"
 _MOST = 24  # names that are listed; the others are counted

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from keepsight import digests
 from keepsight.errors import MessagesError
-from keepsight.server.pages import Sizes
-from keepsight.server.problems import ApiError, invalid, refused
+from keepsight.server.errors import ApiError, invalid, refused
+from keepsight.server.images import Sizes
+from keepsight.server.output_parser import CALL, THINK, THINK_END
 from keepsight.server.schema import Rendering
-from keepsight.server.spoken import CALL, THINK, THINK_END
 from keepsight.server.unused import Unused, is_empty
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import io
 
 from keepsight.errors import ImageError, MissingExtra
 from keepsight.media.clips import MAX_FRAMES
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
 
 _VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
 

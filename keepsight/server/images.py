@@ -19,7 +19,7 @@ from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import Source, decode_bytes
-from keepsight.server.problems import ApiError, invalid, refused
+from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.unused import Unused
 
 LOW = 512 * 512  # what `detail: "low"` comes to

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from keepsight import digests as digests
 from keepsight.server.config import ApiKey
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
 from keepsight.system.accounts import under_salt
 
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepsight.report import Report, Usage
-from keepsight.server.limits import Caller
-from keepsight.server.names import host_of, is_loopback, is_own_name
-from keepsight.server.problems import ApiError, from_error
+from keepsight.server.callers import Caller
+from keepsight.server.errors import ApiError, from_error
+from keepsight.server.hosts import host_of, is_loopback, is_own_name
 from keepsight.server.site import FILES
 from keepsight.server.unused import HEADER, Unused
 

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 
 from keepsight.report import Report, Usage
 from keepsight.server.answers import Answer, End
-from keepsight.server.door import Visit, told
-from keepsight.server.problems import ApiError
+from keepsight.server.errors import ApiError
+from keepsight.server.middleware import Visit, told
 
 T = TypeVar("T")
 STREAMED: dict[int | str, dict[str, Any]] = {
