@@ -4,7 +4,7 @@ For environments where the command is not on the path, and for the demo, which s
 process with the interpreter it runs under.
 """
 
-from keepsight.cli import main
+from keepsight.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -20,8 +20,8 @@ from models import build
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight import options
-from keepsight.cli import app
+from keepsight.cli import options
+from keepsight.cli.app import app
 from keepsight.core.verify import Verification
 from keepsight.demo.scene import Scene
 from keepsight.errors import UnsupportedInput
@@ -71,7 +71,7 @@ def last_json(text: str) -> Any:
 
 def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from keepsight.cli import app; from typer.testing import CliRunner;"
+        "import sys; from keepsight.cli.app import app; from typer.testing import CliRunner;"
         "print(CliRunner().invoke(app, ['--help']).output);"
         "print('heavy:', sorted({'torch', 'transformers', 'PIL', 'numpy'} & set(sys.modules)))"
     )
@@ -360,7 +360,7 @@ def test_bench_gets_every_argument_and_gives_its_code(monkeypatch: pytest.Monkey
 def test_a_new_process_answers_from_the_store(folder: Path) -> None:
     words = ["ask", "a.png", "--store", "memory", "--json", "--report"]
     run(*words, "--prompt", "Describe the picture.")
-    code = "import sys, torch; torch.set_num_threads(1); from keepsight.cli import app; app()"
+    code = "import sys, torch; torch.set_num_threads(1); from keepsight.cli.app import app; app()"
     command = [sys.executable, "-c", code, *words, "--prompt", "Where is the shape in the picture?"]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
     told = json.loads(child.stdout)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from models import picture
 
 import keepsight as ks
-from keepsight import show
+from keepsight.cli import show
 from keepsight.errors import DamagedFile, FileError, InputError, WrongFormatVersion
 from keepsight.formats import codecs, tensorfile
 from keepsight.formats.package import FORMAT, KIND, Package

@@ -20,11 +20,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight.cli import app
+from keepsight.cli.app import app
+from keepsight.cli.terminal import age_text, bytes_text, plain, share_bar, thumbnail
+from keepsight.cli.tour_stage import Stage, scenes_of, script
+from keepsight.cli.tour_stock import Heard, Stock, answer, judge, question
 from keepsight.demo.scene import Scene, difference
-from keepsight.demo.stage import Stage, scenes_of, script
-from keepsight.demo.stock import Heard, Stock, answer, judge, question
-from keepsight.terminal import age_text, bytes_text, plain, share_bar, thumbnail
 
 SEED = 4
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight import encoding, progress
-from keepsight.cli import app
+from keepsight.cli import encode, progress
+from keepsight.cli.app import app
 from keepsight.encode import Encoded
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import NotStored
@@ -189,6 +189,6 @@ def test_a_list_without_end_is_not_told_in_full(
     tally = progress.Tally()
     for number in range(5):
         tally.add(Encoded(f"{number}.png", "broken", error="torn"))
-    encoding._tell(tally, encoding.Asked(["x"], "store"))
+    encode._tell(tally, encode.Asked(["x"], "store"))
     told = capsys.readouterr().err
     assert told.count("torn") == 2 and "and 3 more" in told and "--errors FILE" in told

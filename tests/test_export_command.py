@@ -28,8 +28,8 @@ from server_harness import Process
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight import export_command
-from keepsight.cli import app
+from keepsight.cli import export
+from keepsight.cli.app import app
 from keepsight.demo.scene import Scene
 from keepsight.errors import DamagedFile, InputError, ModelError, UnsupportedModel
 from keepsight.export.graphs import check, making, target
@@ -119,7 +119,9 @@ def test_it_says_what_it_does_and_nothing_else(made: Any) -> None:
 
 
 def test_only_the_command_looks_for_the_exporters() -> None:
-    code = "import sys, keepsight.cli; print([m for m in ('torch', 'onnx') if m in sys.modules])"
+    code = (
+        "import sys, keepsight.cli.app; print([m for m in ('torch', 'onnx') if m in sys.modules])"
+    )
     assert finished(start(code)) == "[]\n"
 
 
@@ -266,7 +268,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_that_a_tracer_swallows_ends_it_before_the_next_step() -> None:
-    with export_command._ending_tidily() as go_on:
+    with export._ending_tidily() as go_on:
         go_on()
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

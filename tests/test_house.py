@@ -23,22 +23,21 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # A room may import rooms of the rows above its own, and no others; a folder is one room. Hidden
 # imports and those for type checkers count. `__init__` stands where the public face is complete.
 LAYERS = """
-digests errors report
-system terminal
+demo digests errors report
+system
 formats
 store
-housekeeping models
+models
 media
 prefix
 core
 runtimes session
-show vlm
-encode export scheduler shell training
-__init__ progress
-bench demo options server testing
-encoding export_command serve_command
+vlm
+encode export scheduler training
+__init__
+server testing
 cli
-__main__
+__main__ bench
 """
 RANK = {room: rank for rank, row in enumerate(LAYERS.split("\n")) for room in row.split()}
 TALKERS = {"cli", "bench", "demo", "terminal"}  # the rooms that may print

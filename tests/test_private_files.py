@@ -14,11 +14,11 @@ from encode_parts import picture, png
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight.cli import app
+from keepsight.cli.app import app
+from keepsight.cli.chat import Shell
 from keepsight.formats import tensorfile
 from keepsight.server.files import Files
 from keepsight.server.uploads import OnDisk
-from keepsight.shell import Shell
 from keepsight.store import DiskStore
 from keepsight.store.remote import RemoteStore
 

@@ -26,7 +26,7 @@ from server_harness import Live, Scripted, answered, live
 from typer.testing import CliRunner
 
 import keepsight as ks
-from keepsight.cli import app
+from keepsight.cli.app import app
 from keepsight.errors import Closed
 from keepsight.report import Piece
 from keepsight.scheduler import Ticket

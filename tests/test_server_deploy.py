@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from server_harness import served
 
-from keepsight import serve_command
+from keepsight.cli import serve
 from keepsight.errors import InputError
 from keepsight.server.config import read_config
 
@@ -64,18 +64,18 @@ def test_a_server_that_loads_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> No
         seen.append(signal.getsignal(signal.SIGTERM))
         raise InputError("enough")
 
-    monkeypatch.setattr(serve_command, "_loaded", load)
+    monkeypatch.setattr(serve, "_loaded", load)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(InputError, match="enough"):
-        serve_command.run({"model": "demo"})
+        serve.run({"model": "demo"})
     assert signal.getsignal(signal.SIGTERM) is before
     ended: list[int] = []
-    monkeypatch.setattr(serve_command.os, "_exit", ended.append)
+    monkeypatch.setattr(serve.os, "_exit", ended.append)
     assert callable(seen[0])
     seen[0](signal.SIGTERM, None)
     assert ended == [143]
 
 
 def test_the_configuration_beside_it_is_read() -> None:
-    settings = read_config(str(ROOT / "deploy/keepsight.toml"), serve_command._OF_MODEL)
+    settings = read_config(str(ROOT / "deploy/keepsight.toml"), serve._OF_MODEL)
     assert settings["model"] == "demo" and [key.admin for key in settings["keys"]] == [False, True]

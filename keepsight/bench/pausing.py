@@ -28,7 +28,7 @@ from keepsight.bench.servers import Contestant, Running
 from keepsight.bench.serving import sent
 from keepsight.bench.serving_sums import Heard
 from keepsight.bench.workloads import Message, Pictures, assistant, user, words
-from keepsight.terminal import table
+from keepsight.cli.terminal import table
 
 FORMAT = 1
 AHEAD, NEVER = "ahead", "never"

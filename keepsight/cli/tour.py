@@ -25,14 +25,14 @@ from rich.text import Text
 from transformers import logging
 
 import keepsight as ks
-from keepsight import show
+from keepsight.cli import show
+from keepsight.cli.terminal import bytes_text, table
+from keepsight.cli.tour_stage import Ask, Stage, Turn, scenes_of, script, times
+from keepsight.cli.tour_stock import Heard, Outcome, Stock, answer, judge, question
 from keepsight.demo.scene import Scene
-from keepsight.demo.stage import Ask, Stage, Turn, scenes_of, script, times
-from keepsight.demo.stock import Heard, Outcome, Stock, answer, judge, question
 from keepsight.errors import KeepsightError
 from keepsight.report import Reply
 from keepsight.store import DiskStore
-from keepsight.terminal import bytes_text, table
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM

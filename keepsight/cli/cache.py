@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keepsight.cli.terminal import age_text, bytes_text, console, json_line, plain, table
 from keepsight.errors import FileError, InputError, StoreError
-from keepsight.terminal import age_text, bytes_text, console, json_line, plain, table
 
 if TYPE_CHECKING:
     from keepsight.store import Entry

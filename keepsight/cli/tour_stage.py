@@ -17,10 +17,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from keepsight.cli.terminal import plain, share_bar, table, thumbnail
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import StoreError
 from keepsight.report import Reply
-from keepsight.terminal import plain, share_bar, table, thumbnail
 
 PICTURES = 4
 _INDENT = " " * 7

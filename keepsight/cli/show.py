@@ -16,10 +16,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from keepsight import session, store
+from keepsight.cli.terminal import bytes_text, plain, table
 from keepsight.errors import DamagedFile, InputError, NotKeepsightFile
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
-from keepsight.terminal import bytes_text, plain, table
 
 Record = dict[str, Any]
 _FORMATS = {

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from keepsight.cli.terminal import plain, report_table
 from keepsight.errors import InputError, KeepsightError
 from keepsight.formats.package import Package
 from keepsight.system import private_files
-from keepsight.terminal import plain, report_table
 
 if TYPE_CHECKING:
     from keepsight.report import Report, Usage

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keepsight.options import Json
-from keepsight.terminal import bytes_text, console, json_line, plain, table
+from keepsight.cli.options import Json
+from keepsight.cli.terminal import bytes_text, console, json_line, plain, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

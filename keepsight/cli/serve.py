@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keepsight import options
+from keepsight.cli import options
 from keepsight.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:

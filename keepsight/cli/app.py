@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from keepsight import __version__, encoding, export_command, housekeeping, serve_command
-from keepsight.errors import InputError
-from keepsight.options import (
+from keepsight import __version__
+from keepsight.cli import cache, encode, export, serve
+from keepsight.cli.options import (
     DeviceMap,
     Dtype,
     Grain,
@@ -38,7 +38,8 @@ from keepsight.options import (
     decoding,
     load,
 )
-from keepsight.terminal import ErrorsByName, console, json_line, plain, report_table, table
+from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
+from keepsight.errors import InputError
 
 app = typer.Typer(
     cls=ErrorsByName,
@@ -48,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(housekeeping.app, name="cache")
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Other pictures.")] = 1,
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
-    import keepsight.demo.tour as tour
+    import keepsight.cli.tour as tour
 
     tour.run(console(), out, seed)
 
@@ -111,8 +112,8 @@ def ask(
     """One question about any number of images; the answer comes as it is made."""
     images, question = _question(words or [], image or [], prompt)
     options = decoding(max_tokens, temperature, top_p, seed)
+    from keepsight.cli.chat import open_image
     from keepsight.core.render import user_message
-    from keepsight.shell import open_image
 
     messages = [user_message(question, [open_image(name) for name in images])]
     out = console()
@@ -170,7 +171,7 @@ def chat(
     options = decoding(max_tokens, temperature, top_p, seed)
     if named is not None and model is not None:
         raise InputError(f"{named!r} and --model {model}: name one model")
-    from keepsight.shell import Shell
+    from keepsight.cli.chat import Shell
 
     history = Path(store).expanduser() / "chat-history" if store else None
     pixels = (min_pixels, max_pixels)
@@ -182,14 +183,14 @@ def chat(
         shell.run()
 
 
-app.command("serve")(serve_command.serve)
+app.command("serve")(serve.serve)
 
 
 # -- packages and exports ------------------------------------------------------------------------
 
 
-app.command("encode")(encoding.encode)
-app.command("export")(export_command.export)
+app.command("encode")(encode.encode)
+app.command("export")(export.export)
 
 
 @app.command()
@@ -202,9 +203,9 @@ def show(
     """What a package, a saved session or an export is, what it is bound to, and if it is sound."""
     from keepsight.runtimes.load import is_export
 
-    room: Any = export_command
+    room: Any = export
     if not is_export(file.expanduser()):
-        from keepsight import show as room
+        from keepsight.cli import show as room
 
     described = room.describe(file.expanduser())
     if as_json:
@@ -228,9 +229,9 @@ def verify(
     """Cold against warm, and against stock Transformers, on your own model and images."""
     import random
 
+    from keepsight.cli.chat import open_image
     from keepsight.core.verify import certify
     from keepsight.demo.scene import Scene
-    from keepsight.shell import open_image
 
     images: list[Any] = [open_image(name) for name in image or []]
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]

@@ -15,9 +15,8 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from keepsight import progress
-from keepsight.errors import InputError, MissingExtra, StoreError
-from keepsight.options import (
+from keepsight.cli import progress
+from keepsight.cli.options import (
     DeviceMap,
     Dtype,
     Json,
@@ -28,8 +27,9 @@ from keepsight.options import (
     load,
     pixel_limits,
 )
+from keepsight.cli.terminal import console, json_line, plain
+from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.system import private_files
-from keepsight.terminal import console, json_line, plain
 
 # Packages in memory are of no use to a run that looks at each image once.
 _VISION_BUDGET = "512MiB"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from keepsight.terminal import bytes_text
+from keepsight.cli.terminal import bytes_text
 
 if TYPE_CHECKING:
     from keepsight.encode import Encoded
