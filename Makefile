@@ -44,7 +44,7 @@ bench: $(VENV)/ready
 	$(BIN)/keepsight bench
 
 docs: $(VENV)/ready
-	$(BIN)/python -m keepsight.bench.page --readme README.md
+	$(BIN)/python -m bench.page --readme README.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench import page
 from keepsight import bench
-from keepsight.bench import ambitions, machine, page, rivals, tables
+from keepsight.bench import ambitions, machine, rivals, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.contestants import Answer, agreement
 from keepsight.bench.measure import Round, guard

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.bench import pages, restart
+from bench import pages, restart
 
 SMALL = ["--size", "tiny", "--shape", "qwen3_vl"]
 

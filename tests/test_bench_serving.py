@@ -13,17 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from keepsight.bench import page_sections, pausing, serving, serving_rivals
-from keepsight.bench.servers import KEEPSIGHT, Contestant
-from keepsight.bench.serving_sums import (
-    Clients,
-    Heard,
-    Round,
-    clients_told,
-    cost,
-    identity,
-    workload_told,
-)
+from bench import page_sections, pausing, serving, serving_rivals
+from bench.servers import KEEPSIGHT, Contestant
+from bench.serving_sums import Clients, Heard, Round, clients_told, cost, identity, workload_told
 from keepsight.bench.workloads import Step, Workload
 from keepsight.models.loading import model_path
 

@@ -35,9 +35,9 @@ runtimes session
 vlm
 encode export scheduler training
 __init__
-server testing
+bench server testing
 cli
-__main__ bench
+__main__
 """
 RANK = {room: rank for rank, row in enumerate(LAYERS.split("\n")) for room in row.split()}
 TALKERS = {"cli", "bench", "demo", "terminal"}  # the rooms that may print

@@ -24,7 +24,7 @@ from transformers.exporters.utils import apply_patches
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as omni2
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni3
 
-from keepsight.bench import towers as towers_bench
+from bench import towers as towers_bench
 from keepsight.errors import UnsupportedModel
 from keepsight.models.families import Family, Pixels, family_of
 from keepsight.models.families.tower_tensors import TowerTensors

@@ -1,6 +1,6 @@
 """How busy `keepsight encode` keeps the tower: images a second of the whole against the bare tower.
 
-Run `python -m keepsight.bench.encoding`. The whole reads files, decodes, preprocesses, encodes and
+Run `python -m bench.encoding`. The whole reads files, decodes, preprocesses, encodes and
 writes a store; the bare tower gets pixels that are ready in memory and keeps nothing. A repetition
 runs the bare tower, the whole, one image after another without anything ahead, and the bare tower
 again; ratios are taken within a repetition, against the mean of its two bare runs. Packages must be
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m keepsight.bench.encoding", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.encoding", description=__doc__)
     parser.add_argument("--shape", default="qwen3_vl", help=f"of {', '.join(SHAPES)}, or demo")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
     parser.add_argument("--images", type=int, default=24)

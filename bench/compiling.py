@@ -1,6 +1,6 @@
 """What a compiled decode step, or a compiled chunk of prefill, is worth on this machine.
 
-Run `python -m keepsight.bench.compiling`. One model with random weights decodes from a prompt of
+Run `python -m bench.compiling`. One model with random weights decodes from a prompt of
 some tokens: eager on the engine's lane as the engine does it, eager and compiled on `StaticCache`,
 and compiled on a lane. All take turns, in an order that changes, and ratios are taken within a
 repetition. Logits must agree within float32 rounding. The engine itself compiles nothing: a graph
@@ -84,9 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m keepsight.bench.compiling", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m bench.compiling", description=__doc__)
     parser.add_argument("--shape", default="qwen3_vl", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--tokens", default="1,64", help="of one pass; 1 is a decode step")

@@ -1,6 +1,6 @@
 """Restart: the first turn of a new process over a store that an earlier process filled.
 
-Run `python -m keepsight.bench.restart`. One process has a chat and ends. Then new ones are started
+Run `python -m bench.restart`. One process has a chat and ends. Then new ones are started
 to answer the next turn: one over the store, with its files in the page cache; one over the store
 with its files dropped from it, as after a restart of the machine; and one that has no store and
 computes everything. Each tells how long every step took, from the interpreter's start to the first
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "benchmark": "keepsight restart",
         "format": FORMAT,
-        "command": " ".join(["python -m keepsight.bench.restart", *told]),
+        "command": " ".join(["python -m bench.restart", *told]),
         "machine": machine.describe(),
         "shape": options.shape,
         "size": options.size,
@@ -82,7 +82,7 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m keepsight.bench.restart", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.restart", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3_vl")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -210,7 +210,7 @@ def _start(options: argparse.Namespace, way: str, store: Path, question: int) ->
     argv = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
     argv += ["--store", str(store), "--question", str(question), "--child", way]
     argv += ["--born", repr(time.time())]
-    command = [sys.executable, "-m", "keepsight.bench.restart", *argv]
+    command = [sys.executable, "-m", "bench.restart", *argv]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         raise RuntimeError(f"a process of the benchmark failed: {done.stderr.decode()[-2000:]}")

@@ -1,6 +1,6 @@
 """Eight chats at once against the same eight one after another, side by side.
 
-Run `python -m keepsight.bench.together`. Each chat asks about a picture of its own. In every
+Run `python -m bench.together`. Each chat asks about a picture of its own. In every
 repetition the same questions are answered once in turn, by direct calls, and once together, by
 clients that all ask at the same moment; the order changes, and each way begins with an empty
 memory. A second pair asks other questions about pictures that are known by then. Reported are
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "benchmark": "keepsight together",
         "format": FORMAT,
-        "command": " ".join(["python -m keepsight.bench.together", *told]),
+        "command": " ".join(["python -m bench.together", *told]),
         "machine": machine.describe(),
         "shape": options.shape,
         "size": options.size if options.shape in SHAPES else "",
@@ -80,7 +80,7 @@ def _pairs(argv: list[str]) -> list[tuple[str, str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m keepsight.bench.together", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.together", description=__doc__)
     parser.add_argument("--shape", choices=(*SHAPES, "demo", "demo-hybrid"), default="qwen3_vl")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

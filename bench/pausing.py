@@ -1,6 +1,6 @@
 """What prefilling ahead is worth to somebody who reads an answer before going on.
 
-Run `python -m keepsight.bench.pausing`. A chat on one picture, with the answers that the server
+Run `python -m bench.pausing`. A chat on one picture, with the answers that the server
 really gave in its history, and a pause before each next question. Two servers of this working tree
 take turns, in an order that changes: one that prefills its answers while nobody asks, one that
 never does. Told is the time to the first token of the later turns, without the pause, as one
@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from keepsight.bench import machine, servers
+from bench import servers
+from bench.servers import Contestant, Running
+from bench.serving import sent
+from bench.serving_sums import Heard
+from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
-from keepsight.bench.servers import Contestant, Running
-from keepsight.bench.serving import sent
-from keepsight.bench.serving_sums import Heard
 from keepsight.bench.workloads import Message, Pictures, assistant, user, words
 from keepsight.cli.terminal import table
 
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "benchmark": "keepsight pausing",
         "format": FORMAT,
-        "command": " ".join(["python -m keepsight.bench.pausing", *_told(argv)]),
+        "command": " ".join(["python -m bench.pausing", *_told(argv)]),
         "machine": described,
         **{name: getattr(options, name) for name in ("shape", "size", "dtype", "picture")},
         **{name: getattr(options, name) for name in ("pause", "tokens", "repetitions", "threads")},
@@ -64,7 +65,7 @@ def _told(argv: list[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m keepsight.bench.pausing", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.pausing", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3_vl")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

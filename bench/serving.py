@@ -1,6 +1,6 @@
 """Servers side by side: the same client, requests and checkpoint for Keepsight's and for others.
 
-Run `python -m keepsight.bench.serving`. In every repetition each server is started, warmed with a
+Run `python -m bench.serving`. In every repetition each server is started, warmed with a
 request that has nothing in common with the others, asked, and stopped, never two at once, in an
 order that changes. The workloads are chats on one picture (W1), an agent with one more screenshot
 at each step (W5), fixed references and a new picture (W7), and examples before a question (W8);
@@ -31,19 +31,12 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 import keepsight
-from keepsight.bench import machine, servers, serving_rivals
+from bench import servers, serving_rivals
+from bench.servers import KEEPSIGHT, Contestant, Running
+from bench.serving_sums import Clients, Heard, Round, clients_told, cost, identity, workload_told
+from bench.serving_tables import show
+from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
-from keepsight.bench.servers import KEEPSIGHT, Contestant, Running
-from keepsight.bench.serving_sums import (
-    Clients,
-    Heard,
-    Round,
-    clients_told,
-    cost,
-    identity,
-    workload_told,
-)
-from keepsight.bench.serving_tables import show
 from keepsight.bench.workloads import (
     Message,
     Pictures,
@@ -98,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = [one for one in chosen if one.name in (KEEPSIGHT, *options.rival)]
         left_out = {name: why for name, why in left_out.items() if name in options.rival}
     result = run([*chosen, *exported], left_out, options)
-    result["command"] = " ".join(["python -m keepsight.bench.serving", *_told(argv)])
+    result["command"] = " ".join(["python -m bench.serving", *_told(argv)])
     console = Console()
     console.width = max(console.width, 118)
     show(result, console)
@@ -121,7 +114,7 @@ def _told(argv: list[str]) -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m keepsight.bench.serving", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__)
     parser.add_argument("--shape", choices=(*SHAPES, "demo", "demo-hybrid"), default="qwen3_vl")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from keepsight.bench import openvino_server
-from keepsight.bench.servers import Contestant, ServerFailed, threads_of
+from bench import openvino_server
+from bench.servers import Contestant, ServerFailed, threads_of
 
 VARIABLE = "KEEPSIGHT_BENCH_RIVALS"
 

@@ -1,6 +1,6 @@
 """Page retrieval (W4): some pages of a shelf with each question, other ones in another order.
 
-Run `python -m keepsight.bench.pages`. All pages were looked at before, once, as an index of
+Run `python -m bench.pages`. All pages were looked at before, once, as an index of
 documents is made: their packages lie in a store. Each turn is answered by four in turn, in an order
 that changes: stock, which encodes every page again; Keepsight with nothing in memory, so that every
 package is read from the disk; Keepsight that remembers its earlier turns; and the limit, the bare
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "benchmark": "keepsight pages",
         "format": FORMAT,
-        "command": " ".join(["python -m keepsight.bench.pages", *_told(argv)]),
+        "command": " ".join(["python -m bench.pages", *_told(argv)]),
         "machine": machine.describe(),
         "runs": runs,
     }
@@ -78,7 +78,7 @@ def _told(argv: list[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m keepsight.bench.pages", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.pages", description=__doc__)
     parser.add_argument("--shape", default="qwen3_vl", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -1,6 +1,6 @@
 """One way of computing in a process of its own: loads a model, then waits for rounds.
 
-Started by `keepsight.bench.exporting`, which says on the command line what to load, and writes the
+Started by `bench.exporting`, which says on the command line what to load, and writes the
 number of a round to the standard input for each that it wants; the answer is a line of JSON.
 """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from keepsight.bench import pausing
+from bench import pausing
 
 Told = tuple[str, list[str], list[list[str]]]  # heading, columns, rows
 

@@ -1,6 +1,6 @@
 """docs/benchmarks.md from committed results, so that no number in it was typed by a person.
 
-Run `python -m keepsight.bench.page` after adding a result to bench/results; with `--check` nothing
+Run `python -m bench.page` after adding a result to bench/results; with `--check` nothing
 is written and the exit status tells whether the page is up to date.
 """
 
@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from keepsight.bench import page_sections, tables
+from bench import page_sections
+from keepsight.bench import tables
 
 # Folders of results that have a part on the page.
 OTHERS = ("exporting", "pausing", "serving", "together")

@@ -1,6 +1,6 @@
 """Exported models against PyTorch on the same weights, side by side.
 
-Run `python -m keepsight.bench.exporting`. Each way of computing runs in a process of its own, so
+Run `python -m bench.exporting`. Each way of computing runs in a process of its own, so
 that memory can be told apart and no thread pool disturbs another; the processes take turns, in
 another order in each repetition. In each round a new picture is looked at, a new conversation about
 it is answered, and one more question is asked. Reported are ratios to PyTorch in float32 within one
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "benchmark": "keepsight exporting",
         "format": FORMAT,
-        "command": " ".join(["python -m keepsight.bench.exporting", *_told(argv)]),
+        "command": " ".join(["python -m bench.exporting", *_told(argv)]),
         "machine": described,
         "shape": options.shape,
         "size": options.size,
@@ -86,9 +86,7 @@ def _told(argv: list[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m keepsight.bench.exporting", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m bench.exporting", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3_vl")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the checkpoint")
     parser.add_argument("--picture", default="1024x768", help="width x height in pixels")
@@ -132,7 +130,7 @@ class Worker:
             "tokens": options.tokens,
             "picture": options.picture,
         }
-        command = [sys.executable, "-m", "keepsight.bench.exporting_worker", json.dumps(told)]
+        command = [sys.executable, "-m", "bench.exporting_worker", json.dumps(told)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 

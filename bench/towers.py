@@ -1,6 +1,6 @@
 """What it saves to keep the tensors that a tower works out from a grid.
 
-Run `python -m keepsight.bench.towers`. One random tower for each shape meets one image size after
+Run `python -m bench.towers`. One random tower for each shape meets one image size after
 another, in turn with and without the remembered tensors, in an order that changes. Ratios are taken
 within a repetition; features must be equal bit for bit. A first image pays for making the tensors,
 as stock does for every image: `made` and `found` are timed alone, because on a slow tower the
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m keepsight.bench.towers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.towers", description=__doc__)
     parser.add_argument("--shape", default="qwen3_vl,qwen2_5_vl", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--grid", default=",".join(GRIDS), help="patches down x across")
     parser.add_argument("--repetitions", type=int, default=9)

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from keepsight.bench.serving_sums import COUNTS, KEEPSIGHT
+from bench.serving_sums import COUNTS, KEEPSIGHT
 from keepsight.bench.tables import machine
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keepsight.bench.serving_sums import Heard
+from bench.serving_sums import Heard
 from keepsight.errors import KeepsightError
 
 KEEPSIGHT = "keepsight serve"
