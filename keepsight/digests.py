@@ -1,4 +1,4 @@
-"""Identity: full 256-bit digests over framed, typed records.
+"""Identity: full 256-bit digests over framed, typed records. May import nothing.
 
 A digest is 64 hex characters of BLAKE3. Every part is framed as `tag, length, bytes`, so no two
 different lists of parts can run together into the same bytes, and the kind of record is the first

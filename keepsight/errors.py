@@ -1,4 +1,4 @@
-"""Every error Keepsight raises on purpose, and nothing else.
+"""Every error Keepsight raises on purpose. May import nothing.
 
 Each one says what was wrong, what was expected and what to do. They also inherit the matching
 builtin, so `except ValueError` keeps working for people who never heard of this module.

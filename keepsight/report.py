@@ -1,4 +1,4 @@
-"""What a call gives back beside its text: usage, and a report that explains every segment.
+"""What a call returns beside its text: usage and a report. May import nothing.
 
 The report is the answer to "why was this slow?": for each stretch of the prompt it says what was
 reused and from where, or that it was computed, and why (law 6: no silent miss).

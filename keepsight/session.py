@@ -1,4 +1,5 @@
-"""A conversation that keeps its own history, can branch, and can be put in a file.
+"""A conversation that keeps its own history, branches, and is saved to a file. May import core and
+below.
 
 Pictures in the history are named media, so a turn neither hashes nor opens again what an earlier
 turn has seen. A `.keep` file holds the messages, the packages and the snapshots of the history;

@@ -1,4 +1,4 @@
-"""Training from packages: what a model's forward takes in place of pixels, ready for a DataLoader.
+"""Packages in place of pixels for a training loop. May import vlm and below.
 
 Encoding inside a training loop makes every epoch pay for the tower, and most loops wait for it. So
 packages are made beforehand (`keepsight encode`, or `vlm.encode`), and a loop reads them: the tower

@@ -1,4 +1,5 @@
-"""The public face: `load`, `wrap`, and what one can do with a model that remembers.
+"""The public face: `load`, `wrap`, and a model that remembers. May import session, runtimes and
+below.
 
 Nothing is computed here: each call sorts its options, refuses by name what it does not know, and
 hands the rest to the rooms that do the work, under one lock.

@@ -1,4 +1,4 @@
-"""`keepsight bench`: Keepsight against stock Transformers and against the limit, in turn.
+"""`keepsight bench`: against stock Transformers and the limit. May import keepsight and below.
 
 It builds a random-weight checkpoint, or takes a model that is named (an exported one too), runs the
 workloads in one process, prints tables for people and one line of JSON for machines.

@@ -1,1 +1,3 @@
-"""One turn: rendered, matched, prefilled, decoded and remembered."""
+"""One turn: rendered, matched, prefilled, decoded, remembered. May import prefix, report and
+below.
+"""

@@ -1,1 +1,1 @@
-"""The tiny trained models, the pictures they know, and the tour that shows what they remember."""
+"""The tiny models that ship, and the pictures they know. May import nothing."""

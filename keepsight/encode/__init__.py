@@ -1,4 +1,4 @@
-"""Many images to packages: found, opened and preprocessed ahead, encoded once, and kept safe.
+"""Data sets to packages. May import vlm and below.
 
 `sources` says what a user may name, `items` what one image is, `run` keeps the tower busy, and
 `to_store` and `to_files` are the two places where packages go.

@@ -1,4 +1,4 @@
-"""From a checkpoint to graphs for other runtimes: models that see and remember without PyTorch's.
+"""Graphs for other runtimes, and features for other engines. May import vlm and below.
 
     tracing  how a decoder looks to a tracer: states in, states out
     parts    embedding, decoder and head as graphs

@@ -1,1 +1,1 @@
-"""The bytes that Keepsight writes: one file for each format."""
+"""The bytes that Keepsight writes, one file a format. May import digests, system and below."""

@@ -1,1 +1,1 @@
-"""A picture, from what the caller gave to its name and its features."""
+"""A picture, from what the caller gave to its features. May import models and below."""

@@ -1,1 +1,3 @@
-"""A loaded model, what its results depend on, and what only its family knows."""
+"""A loaded model, what its results depend on, and what only its family knows. May import store and
+below.
+"""

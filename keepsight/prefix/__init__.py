@@ -1,4 +1,4 @@
-"""How the tree of snapshots keeps its books, one concern each.
+"""Which prompts are remembered: the tree of snapshots and its tiers. May import media and below.
 
 `tier` counts what is in one tier of memory and knows what is least useful in it. `carry` moves
 tensors between the model's device and the host. `books` holds, lets go, demotes, pins, expires and

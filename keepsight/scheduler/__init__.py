@@ -1,4 +1,4 @@
-"""Requests to one model that share the engine: `Together` takes them, each gets a `Ticket`."""
+"""Many requests on one model, decoded together on one thread. May import vlm and below."""
 
 from keepsight.scheduler.scheduler import Together
 from keepsight.scheduler.ticket import Ticket

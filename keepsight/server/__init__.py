@@ -1,1 +1,3 @@
-"""An OpenAI-compatible server over one model that remembers; `app.build` is the way in."""
+"""An OpenAI-compatible server; `app.build` makes it. May import keepsight, scheduler, encode and
+below.
+"""

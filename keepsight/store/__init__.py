@@ -1,4 +1,4 @@
-"""Bytes under a key: a bounded memory, and stores that outlive the process.
+"""Bytes under a key, in memory, folders and remote addresses. May import formats and below.
 
 `contract` says what a store promises, `layout` where an entry lies and how it is spelled; `disk`
 keeps entries in a folder, `remote` at an address, `tiers` in several stores in a row. Behind `disk`

@@ -1,1 +1,1 @@
-"""Locks, forks, devices, and the end of the process."""
+"""Locks, forks, devices, and the end of the process. May import errors."""

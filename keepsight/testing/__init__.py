@@ -1,5 +1,4 @@
-"""Conformance suites that ship: what anyone who brings a store, a kind of layer or a model family
-has to fulfil.
+"""Suites to run on a store, a layer or a family of your own. May import keepsight and below.
 
 Subclass one, give it its maker, and let pytest collect it; `tests/test_store.py`,
 `tests/test_state.py` and `tests/test_families_*.py` do so for what is built in. Nothing here
