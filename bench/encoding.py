@@ -97,7 +97,7 @@ def _measure(shape: str, photos: Path, folder: Path, options: argparse.Namespace
     rates: dict[str, list[float]] = {"bare": [], "whole": [], "plain": [], "known": []}
     busy: list[float] = []
     with keepsight.load(path, dtype=options.dtype, device_map=options.device) as vlm:
-        vision = vlm.memory.vision
+        vision = vlm.runtime.vision
         tokens = vision.encode(files[0]).tokens
         pixels = [vision.namer.look(file).pixels for file in files[1:]]
     equal = True
@@ -144,7 +144,7 @@ def _rate(way: Callable[[], Any], count: int, vlm: Any) -> float:
 @torch.inference_mode()
 def _bare(vlm: Any, pixels: list[Any]) -> None:
     for one in pixels:
-        vlm.memory.family.encode(one)
+        vlm.runtime.family.encode(one)
 
 
 def _whole(vlm: Any, photos: Path, options: argparse.Namespace) -> None:
@@ -160,7 +160,7 @@ def _plain(vlm: Any, files: list[Path]) -> None:
 
 def _packages(vlm: Any) -> dict[str, str]:
     """A digest of the tensors of every package in a store."""
-    store = vlm.memory.store
+    store = vlm.runtime.store
     names = [entry.key for entry in store.entries() if entry.kind == "package"]
     found = {name: store.get("package", name)[0] for name in names}
     return {

@@ -116,7 +116,7 @@ def run(shape: str, options: argparse.Namespace) -> dict[str, Any]:
             "shape": shape,
             "size": options.size,
             "dtype": options.dtype,
-            "grain": vlm.memory.rule.grain,
+            "grain": vlm.runtime.rule.grain,
             "parameters": vlm.model.num_parameters(),
             "about": f"{options.pages} of {options.shelf} pages of "
             f"{options.page[0]}x{options.page[1]}, order changes",
@@ -127,7 +127,7 @@ def run(shape: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _again(vlm: VLM, store: Path) -> VLM:
     """Another engine on the same model, with nothing in memory."""
-    return keepsight.wrap(vlm.model, vlm.processor, store=store, grain=vlm.memory.rule.grain)
+    return keepsight.wrap(vlm.model, vlm.processor, store=store, grain=vlm.runtime.rule.grain)
 
 
 def _index(vlm: VLM, shelf: list[str]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _features(vlm: VLM, shelf: list[str]) -> dict[str, Any]:
     """The features of all pages, by the names that prompts know them by."""
     found = {}
     for page in shelf:
-        vision = vlm.memory.vision
+        vision = vlm.runtime.vision
         package, _ = vision.package(vision.name(page))
         found[package.feature_id] = package
     return found

@@ -162,12 +162,12 @@ def _measure(vlm: VLM, pictures: Pictures, options: argparse.Namespace) -> dict[
 
 def _in_turn(vlm: VLM, chats: list[list[Message]], decoding: dict[str, Any]) -> _Way:
     clients = [_Client() for _ in chats]
-    before, start = vlm.memory.engine.decode_steps, time.perf_counter()
+    before, start = vlm.runtime.engine.decode_steps, time.perf_counter()
     for client, messages in zip(clients, chats, strict=True):
         for piece in vlm.stream(messages, **decoding):
             client.hears(piece, start)
     seconds = time.perf_counter() - start
-    return _Way(clients, seconds, {"passes": vlm.memory.engine.decode_steps - before})
+    return _Way(clients, seconds, {"passes": vlm.runtime.engine.decode_steps - before})
 
 
 def _together(vlm: VLM, chats: list[list[Message]], decoding: dict[str, Any]) -> _Way:

@@ -1,4 +1,4 @@
-"""What a call returns beside its text: usage and a report. May import nothing.
+"""What a call returns beside its text: usage and a report. May import errors.
 
 The report is the answer to "why was this slow?": for each stretch of the prompt it says what was
 reused and from where, or that it was computed, and why (law 6: no silent miss).
@@ -6,8 +6,11 @@ reused and from where, or that it was computed, and why (law 6: no silent miss).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from keepsight.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,18 @@ class Reply:
     report: Report
     tokens: list[int]
     finish_reason: str  # "stop" or "length"
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Reply:
+        """Gather a streamed answer."""
+        text, tokens, last = "", list[int](), None
+        for piece in pieces:
+            text += piece.text
+            tokens += [] if piece.token is None else [piece.token]
+            last = piece
+        if last is None or last.usage is None or last.report is None:
+            raise InputError("nothing was generated")
+        return cls(text, last.usage, last.report, tokens, last.finish_reason or "stop")
 
     def __str__(self) -> str:
         return self.text

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepsight.core.answer import answer
 from keepsight.core.call import Call
 from keepsight.core.render import Message, user_message
+from keepsight.core.runtime import Runtime
 from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
 from keepsight.formats import tensorfile
 from keepsight.formats.package import Package
@@ -35,8 +37,8 @@ KIND = "session"
 class Session:
     """One conversation. `messages` is its history, with named media in place of pictures."""
 
-    def __init__(self, vlm: Any, system: str | None = None, tenant: str = "") -> None:
-        self._vlm, self.tenant = vlm, tenant
+    def __init__(self, runtime: Runtime, system: str | None = None, tenant: str = "") -> None:
+        self.runtime, self.tenant = runtime, tenant
         self.messages: list[Message] = []
         self.notes: list[str] = []
         if system is not None:
@@ -46,14 +48,7 @@ class Session:
 
     def ask(self, text: str, images: Any = None, **options: Any) -> Reply:
         """The next turn."""
-        text_so_far, tokens, last = "", [], Piece("")
-        for piece in self.stream(text, images, **options):
-            text_so_far += piece.text
-            tokens += [] if piece.token is None else [piece.token]
-            last = piece
-        if last.usage is None or last.report is None:
-            raise InputError("nothing was generated")
-        return Reply(text_so_far, last.usage, last.report, tokens, last.finish_reason or "stop")
+        return Reply.of(self.stream(text, images, **options))
 
     def stream(self, text: str, images: Any = None, **options: Any) -> Iterator[Piece]:
         """The next turn, piece by piece. The history grows when the answer is complete."""
@@ -80,19 +75,15 @@ class Session:
         """Answer the last user turn again."""
         spot = self._user_turn(-1)
         before = self.messages
-        asked = self.messages[: spot + 1]
-        pieces = list(self._answer(asked, options))
-        last = pieces[-1]
-        if last.usage is None or last.report is None:
+        try:
+            return Reply.of(self._answer(self.messages[: spot + 1], options))
+        except BaseException:
             self.messages = before
-            raise InputError("nothing was generated")
-        tokens = [p.token for p in pieces if p.token is not None]
-        text = "".join(p.text for p in pieces)
-        return Reply(text, last.usage, last.report, tokens, last.finish_reason or "stop")
+            raise
 
     def fork(self) -> Session:
         """A conversation with the same past and a future of its own."""
-        other = Session(self._vlm, tenant=self.tenant)
+        other = Session(self.runtime, tenant=self.tenant)
         other.messages = copy.copy(self.messages)
         other.notes = list(self.notes)
         return other
@@ -102,7 +93,7 @@ class Session:
         if whose is not None and whose != self.tenant:
             raise InputError(f"this session is of tenant {self.tenant!r}, not of {whose!r}")
         text = ""
-        for piece in self._vlm._stream(asked, self.tenant, options):
+        for piece in answer(self.runtime, asked, Call.of(options, self.tenant)):
             if piece.report is not None:
                 piece.report.notes += self.notes
             text += piece.text
@@ -113,11 +104,11 @@ class Session:
 
     def _named(self, message: Message) -> Message:
         """The message with its pictures named once, for this and every later turn."""
-        with self._vlm._lock:
-            self._vlm._open()
-            self._vlm.memory.refresh(tenant=self.tenant)
+        with self.runtime.lock:
+            self.runtime.require_open()
+            self.runtime.refresh(tenant=self.tenant)
             parts = [
-                dict(part, image=self._vision.name(part["image"]))
+                dict(part, image=self.vision.name(part["image"]))
                 if part["type"] == "image"
                 else part
                 for part in message["content"]
@@ -125,15 +116,13 @@ class Session:
         return dict(message, content=parts)
 
     @property
-    def _vision(self) -> Vision:
-        vision: Vision = self._vlm.memory.vision_of(self.tenant)
-        return vision
+    def vision(self) -> Vision:
+        return self.runtime.vision_of(self.tenant)
 
-    def _prompt(self) -> Prompt:
+    def prompt(self) -> Prompt:
         """The history as it will be rendered next time."""
         call = Call(True, self.tenant, {}, {})
-        prompt: Prompt = self._vlm._rendered(self.messages, call, generate=False)
-        return prompt
+        return self.runtime.render(self.messages, call, generate=False)
 
     def _user_turn(self, turn: int) -> int:
         spots = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
@@ -147,10 +136,10 @@ class Session:
     def save(self, path: str | Path) -> Path:
         """Write the conversation, its packages and its snapshots to one `.keep` file."""
         path = Path(path)
-        vlm = self._vlm
-        with vlm._lock:
-            vlm._open()
-            namespace = vlm.memory.refresh(tenant=self.tenant)
+        runtime = self.runtime
+        with runtime.lock:
+            runtime.require_open()
+            namespace = runtime.refresh(tenant=self.tenant)
             tensors: dict[str, torch.Tensor] = {}
             media, messages = self._flatten(tensors)
             snapshots = self._snapshots(namespace, tensors) if self.messages else []
@@ -158,10 +147,10 @@ class Session:
                 "messages": messages,
                 "media": media,
                 "snapshots": snapshots,
-                "weights": vlm.memory.weights.all,
-                "vision_weights": vlm.memory.weights.vision,
-                "about": self._vision.about,
-                "made": vlm.memory.circumstances(),
+                "weights": runtime.weights.all,
+                "vision_weights": runtime.weights.vision,
+                "about": self.vision.about,
+                "made": runtime.circumstances(),
             }
             tensorfile.save(path, KIND, FORMAT, tensors, record)
         return path
@@ -187,10 +176,10 @@ class Session:
     ) -> dict[str, Any]:
         if part.get("type") != "image":
             return part
-        medium = self._vision.name(part["image"])
+        medium = self.vision.name(part["image"])
         if medium.feature_id not in numbers:
             number = numbers[medium.feature_id] = len(media)
-            package = self._vision.encode(medium)
+            package = self.vision.encode(medium)
             # Under another name than its claim stands what the caller handed in: it must not come
             # back as what we made ourselves.
             handed_in = medium.feature_id != package.feature_id
@@ -200,8 +189,8 @@ class Session:
 
     def _snapshots(self, namespace: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
         """The snapshots of the history as it will be rendered next time."""
-        memory = self._vlm.memory
-        prompt = self._prompt()
+        memory = self.runtime
+        prompt = self.prompt()
         cuts = prompt.boundaries(memory.rule)
         after = dict(zip([0, *cuts], cuts, strict=False))
         match = memory.tree.match(namespace, prompt, after.get)
@@ -218,21 +207,21 @@ class Session:
 
     @classmethod
     def load(
-        cls, vlm: Any, path: Path, tenant: str = "", accept_features: str | None = None
+        cls, runtime: Runtime, path: Path, tenant: str = "", accept_features: str | None = None
     ) -> Session:
         """Read a `.keep` file. Other vision weights are refused; other circumstances mean that
         the packages are used and the prefixes computed again, which `notes` and reports say."""
         if accept_features not in (None, "same", "any"):
             raise InputError(f"accept_features={accept_features!r}; expected 'same' or 'any'")
         tensors, record = tensorfile.read(path, KIND, FORMAT)
-        session = cls(vlm, tenant=tenant)
-        with vlm._lock:
-            namespace = vlm.memory.refresh(tenant=tenant)
+        session = cls(runtime, tenant=tenant)
+        with runtime.lock:
+            namespace = runtime.refresh(tenant=tenant)
             try:
                 media = _media_of(session, tensors, record, path, accept_features)
                 session.messages = [_with_media(m, media) for m in record["messages"]]
                 # What a tenant is called is nobody's business but its own: the file names none.
-                differs = _other_circumstances(vlm.memory, record)
+                differs = _other_circumstances(runtime, record)
                 if differs:
                     session.notes.append(f"prefixes are computed again: {differs}")
                 else:
@@ -244,7 +233,7 @@ class Session:
         return session
 
 
-def _other_circumstances(memory: Any, record: dict[str, Any]) -> str:
+def _other_circumstances(memory: Runtime, record: dict[str, Any]) -> str:
     """What is not as it was where the file was written; empty when all is the same."""
     if record["weights"] != memory.weights.all:
         return "made under other weights"
@@ -280,7 +269,7 @@ def _media_of(
     for number, described in enumerate(record["media"]):
         own = _under(tensors, f"media/{number}/")
         package = Package.from_record(own, described, f"{path}, medium {number}")
-        elsewhere = session._vision.differences(package)
+        elsewhere = session.vision.differences(package)
         if elsewhere and accept_features == "same":
             raise MadeElsewhere(
                 f"{path}: the features of medium {number} were made elsewhere ({elsewhere}); "
@@ -288,7 +277,7 @@ def _media_of(
             )
         if elsewhere:
             session.notes.append(f"features of medium {number} were made elsewhere: {elsewhere}")
-        media.append(session._vision.admit(package, bool(described.get("handed_in"))))
+        media.append(session.vision.admit(package, bool(described.get("handed_in"))))
     return media
 
 
@@ -307,8 +296,8 @@ def _put_back(
     session: Session, namespace: str, tensors: dict[str, torch.Tensor], snapshots: list[Any]
 ) -> None:
     """Snapshots into the tree, after comparing each with the history it claims to hold."""
-    tree: Tree = session._vlm.memory.tree
-    prompt = session._prompt()
+    tree: Tree = session.runtime.tree
+    prompt = session.prompt()
     node = tree.root(namespace)
     tree.hold(node)
     try:

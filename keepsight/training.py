@@ -123,17 +123,17 @@ class PackageDataset(Dataset[Loaded]):
         tenant: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        _check_family(vlm.memory.family)
+        _check_family(vlm.runtime.family)
         self._address = (None if store is None else os.fspath(store), tenant)
         self._opened: Any = None
         layout = _Layout(vlm, Shelf.of(packages), self._store(), template_kwargs or {})
-        with vlm._lock:
-            vlm.memory.refresh()
+        with vlm.runtime.lock:
+            vlm.runtime.refresh()
             self._examples = [layout.example(i, record) for i, record in enumerate(records)]
         self._close()
         tokenizer = vlm.processor.tokenizer
         pad = tokenizer.pad_token_id
-        self._collator = Collator(_alone(vlm.memory.family), 0 if pad is None else int(pad))
+        self._collator = Collator(_alone(vlm.runtime.family), 0 if pad is None else int(pad))
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -230,7 +230,7 @@ class _Layout:
 
     def __init__(self, vlm: VLM, shelf: Shelf, store: Any, template: dict[str, Any]) -> None:
         self._vlm, self._shelf, self._store, self._template = vlm, shelf, store, template
-        self._family, self._vision = vlm.memory.family, vlm.memory.vision
+        self._family, self._vision = vlm.runtime.family, vlm.runtime.vision
         self._places: dict[int, Place] = {}
         self._fits: set[str] = set()  # kinds of making that were compared with the model
 
@@ -259,14 +259,14 @@ class _Layout:
         return Example(whole.ids.astype(np.int32), begin, places, inputs)
 
     def _render(self, messages: Sequence[Message], generate: bool) -> Prompt:
-        renderer = self._vlm._renderer
+        renderer = self._vlm.runtime.renderer
         if renderer is None:
             raise InputError("this model was wrapped without a processor, which renders prompts")
         return renderer.render(list(messages), self._name, generate, **self._template)
 
     def _end(self, ids: np.ndarray, begin: int) -> int:
         """Behind the end of the answer's turn; what a template writes after it says nothing."""
-        ends = np.flatnonzero(np.isin(ids[begin:], list(self._vlm.memory.rule.turn_ends)))
+        ends = np.flatnonzero(np.isin(ids[begin:], list(self._vlm.runtime.rule.turn_ends)))
         return begin + int(ends[0]) + 1 if len(ends) else len(ids)
 
     # -- where packages are ----------------------------------------------------------------------

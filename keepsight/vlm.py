@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from keepsight.core.answer import answer, turn_of
 from keepsight.core.call import Call
 from keepsight.core.generate import Generated, generate
 from keepsight.core.pins import delete, foresee, pin
 from keepsight.core.probe import settle, try_again
 from keepsight.core.render import Message, Renderer, user_message
-from keepsight.core.runtime import Memory
-from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
+from keepsight.core.runtime import Runtime
 from keepsight.core.settings import Settings, chosen_store, tenant_name
-from keepsight.core.text import pieces
-from keepsight.core.turn import Turn
+from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.verify import Verification, verify
-from keepsight.errors import Closed, InputError, ModelError, UnknownOption, UnsupportedInput
+from keepsight.errors import ModelError, UnknownOption, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.models import loading, without_tower
 from keepsight.models.families import family_of
@@ -37,7 +36,6 @@ from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply, Report
 from keepsight.runtimes.load import is_export, load_exported
 from keepsight.session import Session
-from keepsight.system.lock import FairLock
 
 
 def load(
@@ -128,47 +126,38 @@ class VLM:
         self.model, self.processor = model, family.processor(processor)
         processor = self.processor
         _check_processor(processor, family.answers)
-        self._lock = FairLock()
-        self._closed = False
         chosen = Settings(image_options=tuple((image_options or {}).items()), **settings)
         chosen.check()
-        self._store = chosen_store(store, store_budget, remote, chosen.tenant_quota)
+        kept = chosen_store(store, store_budget, remote, chosen.tenant_quota)
         weights = Weights(model, family)
         if not family.proven:
             settle(model, family, processor, weights)
         elif newer_than_tested() and family.answers and not hasattr(model, "exported"):
             try_again(model, family, processor, weights)
-        self.memory = Memory(model, family, processor, weights, chosen, self._store)
-        self._renderer: Renderer | None = None
+        renderer = None
         if processor is not None and family.answers:
-            self._renderer = Renderer(family, processor, chat_template)
+            renderer = Renderer(family, processor, chat_template)
+        self.runtime = Runtime(model, family, processor, weights, chosen, kept, renderer)
         self._fingerprint(files)
-        if self._store is not None and family.answers:
-            self.memory.engine.snapshot_pattern()  # now: no turn after a restart pays for it
+        if self.runtime.store is not None and family.answers:
+            self.runtime.engine.snapshot_pattern()  # now: no turn after a restart pays for it
 
     def _fingerprint(self, files: str | None) -> None:
         """Hash the weights now, or take the digests that the store has for these files. All else
         that the model is bound to is looked at in the model, and never remembered."""
-        known = self._store.note("weights", files) if self._store and files else None
+        known = self.runtime.store.note("weights", files) if self.runtime.store and files else None
         if known is not None and not {"tensors", "vision_tensors"} <= known.keys():
             known = None
-        self.memory.refresh(remembered=known)
-        if self._store and files and known is None:
-            weights = self.memory.weights
-            self._store.put_note("weights", files, weights.record())
+        self.runtime.refresh(remembered=known)
+        if self.runtime.store and files and known is None:
+            weights = self.runtime.weights
+            self.runtime.store.put_note("weights", files, weights.record())
 
     # -- asking ----------------------------------------------------------------------------------
 
     def chat(self, messages: list[Message], **options: Any) -> Reply:
         """The answer to a conversation, with its measurements."""
-        text, tokens, last = "", [], None
-        for piece in self.stream(messages, **options):
-            text += piece.text
-            tokens += [] if piece.token is None else [piece.token]
-            last = piece
-        if last is None or last.usage is None or last.report is None:
-            raise InputError("nothing was generated")
-        return Reply(text, last.usage, last.report, tokens, last.finish_reason or "stop")
+        return Reply.of(self.stream(messages, **options))
 
     def ask(self, images: Any, question: str, **options: Any) -> Reply:
         """The same for one or several images and a question."""
@@ -176,17 +165,13 @@ class VLM:
 
     def stream(self, messages: list[Message], **options: Any) -> Iterator[Piece]:
         """Pieces of the answer as they come; the last one carries usage and report."""
-        return self._stream(messages, self.tenant, options)
-
-    def _stream(
-        self, messages: list[Message], tenant: str, options: dict[str, Any]
-    ) -> Iterator[Piece]:
-        return pieces(self._turn(messages, Call.of(options, tenant)), self._tokenizer())
+        return answer(self.runtime, messages, Call.of(options, self.tenant))
 
     def prepare(self, messages: list[Message], **options: Any) -> Report:
         """Encode and prefill now, answer later: the same call to `chat` then only decodes."""
-        turn = self._turn(messages, Call.before_decoding(options, self.tenant, "prepare"))
-        with self._lock:
+        call = Call.before_decoding(options, self.tenant, "prepare")
+        turn = turn_of(self.runtime, messages, call)
+        with self.runtime.lock:
             try:
                 turn.begin(sample=False)
                 turn.prefill()
@@ -197,21 +182,21 @@ class VLM:
     def explain(self, messages: list[Message], **options: Any) -> Report:
         """The report that `chat` would give, computing and changing nothing."""
         call = Call.before_decoding(options, self.tenant, "explain")
-        self._answering()
-        self._tokenizer()
-        with self._lock:
-            return foresee(self, messages, call)
+        self.runtime.require_answers()
+        self.runtime.tokenizer()
+        with self.runtime.lock:
+            return foresee(self.runtime, messages, call)
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
         """Cold against warm on your own model and pictures; against stock Transformers if asked."""
-        self._answering()
-        with self._lock:
-            return verify(self, messages, stock)
+        self.runtime.require_answers()
+        with self.runtime.lock:
+            return verify(self.runtime, messages, stock, self.tenant)
 
     def session(self, system: str | None = None, *, tenant: str | None = None) -> Session:
         """A conversation that keeps its own history."""
-        self._answering()
-        return Session(self, system, self._whose(tenant))
+        self.runtime.require_answers()
+        return Session(self.runtime, system, self._whose(tenant))
 
     def resume(
         self, path: str | Path, *, tenant: str | None = None, accept_features: str | None = None
@@ -221,17 +206,16 @@ class VLM:
         Its packages are used whoever made them, as any package handed in, and reported as what they
         are; `accept_features="same"` refuses those that this model would make otherwise.
         """
-        self._answering()
-        return Session.load(self, Path(path), self._whose(tenant), accept_features)
+        self.runtime.require_answers()
+        return Session.load(self.runtime, Path(path), self._whose(tenant), accept_features)
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def generate(self, inputs: Any = None, **options: Any) -> torch.Tensor | Generated:
         """Tensors in, tensors out, as `model.generate`: a processor's outputs and its options."""
-        self._answering()
+        self.runtime.require_answers()
         whose = self._whose(options.pop("tenant", None))
-        found: torch.Tensor | Generated = generate(self.memory, self._lock, inputs, options, whose)
-        return found
+        return generate(self.runtime, inputs, options, whose)
 
     def inputs(self, messages: list[Message], **options: Any) -> dict[str, Any]:
         """For stock `model.generate`: processor outputs, with features from packages.
@@ -239,52 +223,32 @@ class VLM:
         The vision tower stays untouched for images that were seen before. New wrappers are made on
         each call, because `generate` changes the ones it is given.
         """
-        self._answering()
+        self.runtime.require_answers()
         call = Call.before_decoding(options, self.tenant, "inputs")
-        with self._lock:
-            self.memory.refresh(tenant=call.tenant)
-            prompt = self._rendered(messages, call)
-            if prompt.media and not self.memory.family.feeds_stock:
+        with self.runtime.lock:
+            self.runtime.refresh(tenant=call.tenant)
+            prompt = self.runtime.render(messages, call)
+            if prompt.media and not self.runtime.family.feeds_stock:
                 raise UnsupportedInput(
                     f"stock generate takes no features of {self.model.config.model_type} (it would "
                     "feed them again with each token); answer with generate, chat or ask"
                 )
-            return self._stock_inputs(prompt, True, call.tenant)
-
-    def _stock_inputs(
-        self, prompt: Prompt, features: bool = True, tenant: str = ""
-    ) -> dict[str, Any]:
-        family, vision = self.memory.family, self.memory.vision_of(tenant)
-        device = self.model.device
-        ids = torch.from_numpy(prompt.ids)[None].to(device)
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
-        inputs |= {name: tensor.to(device) for name, tensor in more.items()}
-        if prompt.media and features:
-            parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
-            inputs |= family.feature_inputs(parts, ids)
-        return inputs
+            return stock_inputs(self.runtime, prompt, True, call.tenant)
 
     def encode(self, image: Any, *, tenant: str | None = None) -> Package | list[Package]:
         """The package of an image, or of each of several; encoded only if nobody has yet."""
-        self._open()
+        self.runtime.require_open()
         whose = self._whose(tenant)
-        with self._lock:
-            self.memory.refresh(tenant=whose)
-            vision = self.memory.vision_of(whose)
+        with self.runtime.lock:
+            self.runtime.refresh(tenant=whose)
+            vision = self.runtime.vision_of(whose)
             if isinstance(image, list | tuple):
                 return [vision.encode(one) for one in image]
             return vision.encode(image)
 
     def render(self, messages: list[Message], generate: bool = True, **template: Any) -> Prompt:
         """The prompt of a conversation: ids, media and their ranges. Nothing is encoded."""
-        return self._rendered(messages, Call(True, self.tenant, template, {}), generate)
-
-    def _rendered(self, messages: list[Message], call: Call, generate: bool = True) -> Prompt:
-        if self._renderer is None:
-            raise InputError("this model was wrapped without a processor: use generate(**tensors)")
-        name = self.memory.vision_of(call.tenant).name
-        return self._renderer.render(messages, name, generate, **call.template)
+        return self.runtime.render(messages, Call(True, self.tenant, template, {}), generate)
 
     # -- housekeeping ----------------------------------------------------------------------------
 
@@ -294,53 +258,46 @@ class VLM:
         It waits for nothing that runs, and for no disk: what a store has is as it was counted last.
         """
         whose = self._whose(tenant)
-        return self.memory.stats(whose if tenant is not None or self.tenant else None)
+        return self.runtime.stats(whose if tenant is not None or self.tenant else None)
 
     def pin(self, what: Any, pinned: bool = True, **options: Any) -> None:
         """Keep an image's features, or all of a conversation's prompt, whatever the budgets say.
 
         What is not there yet is computed. `pinned=False` lets it go the way of all else again.
         """
-        self._open()
+        self.runtime.require_open()
         call = Call.before_decoding(options, self.tenant, "pin")
-        with self._lock:
-            pin(self, what, pinned, call)
+        with self.runtime.lock:
+            pin(self.runtime, what, pinned, call)
 
     def delete(self, what: Any, **options: Any) -> int:
         """Remove an image and all that was computed from it, or all the images of a conversation
         and what was prefilled of it, from every tier; the bytes freed."""
-        self._open()
+        self.runtime.require_open()
         call = Call.before_decoding(options, self.tenant, "delete")
-        with self._lock:
-            return delete(self, what, call)
+        with self.runtime.lock:
+            return delete(self.runtime, what, call)
 
     def flush(self) -> None:
         """Return when all that was remembered so far is on the disk (with a store)."""
-        if self._store is not None:
-            self._store.flush()
+        if self.runtime.store is not None:
+            self.runtime.store.flush()
 
     def clear(self, *, store: bool = False, tenant: str | None = None) -> None:
         """Forget everything in memory, and with `store` also on disk and everywhere behind it.
 
         Of everybody, or of one tenant alone (`""` is nobody in particular).
         """
-        with self._lock:
+        with self.runtime.lock:
             whose = (self.tenant or None) if tenant is None else tenant and tenant_name(tenant)
-            self.memory.clear(whose)
-            kept = self._store if whose is None else self.memory.store_of(whose)
+            self.runtime.clear(whose)
+            kept = self.runtime.store if whose is None else self.runtime.store_of(whose)
             if store and kept is not None:
                 kept.clear()
 
     def close(self) -> None:
         """Finish writing and let go of everything. The model itself is left alone."""
-        if self._lock.unusable:  # a forked child that can use nothing of it has nothing to close
-            return
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self.memory.clear()
-                if self._store is not None:
-                    self._store.close()
+        self.runtime.close()
 
     def __enter__(self) -> VLM:
         return self
@@ -353,38 +310,8 @@ class VLM:
     ) -> None:
         self.close()
 
-    def _turn(self, messages: list[Message], call: Call) -> Turn:
-        self._answering()
-        self._tokenizer()
-        return Turn(
-            self.memory,
-            self._lock,
-            lambda: self._rendered(messages, call),
-            call.decoding,
-            call.exact,
-            DEFAULT_CHAT_TOKENS,
-            call.tenant,
-        )
-
-    def _tokenizer(self) -> Any:
-        if self.processor is None:
-            raise InputError("this model was wrapped without a processor: use generate(**tensors)")
-        return self.processor.tokenizer
-
     def _whose(self, tenant: str | None) -> str:
         return self.tenant if tenant is None else tenant_name(tenant)
-
-    def _open(self) -> None:
-        if self._closed:
-            raise Closed("this VLM was closed; load or wrap the model again")
-
-    def _answering(self) -> None:
-        self._open()
-        if not self.memory.family.answers:
-            raise UnsupportedInput(
-                f"{self.model.config.model_type} is a vision tower without a language model: it "
-                "makes packages, with encode(), and answers nothing"
-            )
 
 
 def _check_processor(processor: Any, answers: bool) -> None:

@@ -377,4 +377,4 @@ def test_a_packed_package_answers_and_leaves_exact_answers_alone(
     assert said.text == vlm.ask(pack, "What is it?", max_new_tokens=6).text
     exact = vlm.ask(picture(1), "What is it?", max_new_tokens=6)
     assert exact.usage.images_encoded == 0 or exact.usage.cached_tokens == 0
-    assert vlm.memory.vision.name(lossy).feature_id != vlm.memory.vision.name(pack).feature_id
+    assert vlm.runtime.vision.name(lossy).feature_id != vlm.runtime.vision.name(pack).feature_id

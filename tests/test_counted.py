@@ -132,14 +132,14 @@ def test_all_that_outlives_a_call_is_counted(small: Any, site: Site) -> None:
         lambda: vlm.ask([site.url(n) for n in (1, 2, 12)], "What?", max_new_tokens=1),
     ]
     beside = [vlm.model, vlm.processor, chat, site]
-    slack = reached(vlm.memory, beside) - counted(vlm) + (192 << 10)
+    slack = reached(vlm.runtime, beside) - counted(vlm) + (192 << 10)
     for ask in asked:
         ask()
-        vlm.memory.check()
-        assert reached(vlm.memory, beside) <= counted(vlm) + slack
+        vlm.runtime.check()
+        assert reached(vlm.runtime, beside) <= counted(vlm) + slack
     assert 0 < vlm.stats()["features"]["url_bytes"] <= 192 << 10
     vlm.clear()
-    vlm.memory.check()
+    vlm.runtime.check()
     features = vlm.stats()["features"]
     assert [features[name] for name in ("url_bytes", "pixel_bytes", "name_bytes", "bytes")] == [
         0
@@ -151,13 +151,13 @@ def test_a_known_url_is_not_fetched_again_and_its_bytes_may_go(small: Any, site:
     first = vlm.ask(site.url(0), "What?", max_new_tokens=4)
     for number in range(1, 9):
         vlm.encode(site.url(number))
-    shelves = vlm.memory.shelves
+    shelves = vlm.runtime.shelves
     shelves.downloads.clear("")
     again = vlm.ask(site.url(0), "What?", max_new_tokens=4)
     assert again.tokens == first.tokens and again.usage.images_encoded == 0
     assert site.fetched == dict.fromkeys(range(9), 1)
     shelves.packages.clear()
-    vlm.memory.tree.clear()
+    vlm.runtime.tree.clear()
     assert vlm.ask(site.url(0), "What?", max_new_tokens=4).tokens == first.tokens
     assert site.fetched[0] == 2  # it had to be looked at again, and was the same
 
@@ -170,9 +170,9 @@ def test_a_url_that_gives_something_else_is_never_taken_for_what_it_was(
     chat.ask("What?", [site.url(0)], max_new_tokens=1)
     site.seeds[0] = 77
     assert chat.ask("What now?", max_new_tokens=1).usage.images_encoded == 0
-    vlm.memory.shelves.downloads.clear("")
-    vlm.memory.shelves.packages.clear()
-    vlm.memory.tree.clear()
+    vlm.runtime.shelves.downloads.clear("")
+    vlm.runtime.shelves.packages.clear()
+    vlm.runtime.tree.clear()
     with pytest.raises(MediaChanged, match="ask again"):
         chat.ask("And now?", max_new_tokens=1)
     given = vlm.encode(site.url(0))

@@ -71,7 +71,7 @@ def loud(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def computed(vlm: Any) -> int:
-    return int(vlm.memory.engine.prefill_tokens)
+    return int(vlm.runtime.engine.prefill_tokens)
 
 
 # -- one device ----------------------------------------------------------------------------------
@@ -87,9 +87,9 @@ def test_a_store_gives_back_what_lay_on_a_device(kind: str, tmp_path: Path) -> N
     with wrapped(parts, store=tmp_path) as vlm:
         assert torch.equal(logits(vlm, third), before[1])
         assert torch.equal(logits(vlm, first), before[0]) and computed(vlm) == 0
-        kept = [tensor for node in vlm.memory.tree.nodes() for tensor in node.tensors()]
+        kept = [tensor for node in vlm.runtime.tree.nodes() for tensor in node.tensors()]
         assert {tensor.device for tensor in kept} == {device()}
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "mllama"])
@@ -134,7 +134,7 @@ def test_the_host_tier_gives_back_what_lay_on_a_device(kind: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         told = vlm.stats()["prefix"]
         assert told["demotions"] > 0 and told["promotions"] > 0 and told["host"]["bytes"] > 0
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 def test_a_batch_from_a_store(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_a_model_that_moves_leaves_nothing_behind() -> None:
         logits(vlm, first)
         model.to(device(1))
         assert torch.equal(logits(vlm, second).cpu(), known.cpu())
-        assert {t.device for n in vlm.memory.tree.nodes() for t in n.tensors()} == {device(1)}
-        vlm.memory.tree.check()
+        assert {t.device for n in vlm.runtime.tree.nodes() for t in n.tensors()} == {device(1)}
+        vlm.runtime.tree.check()
 
 
 # -- streams -------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_a_model_on_two_devices(kind: str, tmp_path: Path) -> None:
         with wrapped(parts, store=tmp_path / folder) as vlm:
             known = [logits(vlm, first), logits(vlm, second)]
             assert torch.equal(known[1], cold(vlm, second))
-            last = {lane.full[-1].keys.device for lane in vlm.memory.engine.lanes._idle}
+            last = {lane.full[-1].keys.device for lane in vlm.runtime.engine.lanes._idle}
             assert last == {device(int(folder == "two"))}
     for parts, folder in ((one, "two"), (two, "one"), (two, "two")):
         with wrapped(parts, store=tmp_path / folder) as vlm:

@@ -90,7 +90,7 @@ def crash(photos: Path, store: Path, whole: dict[str, bytes], kills: int, seed: 
     assert not {r["feature_id"] for r in last if r["status"] == "encoded"} & reported
     assert files(store) == whole
     with ks.load("demo", dtype="float32", store=store) as vlm:
-        assert vlm.memory.store.check() == []
+        assert vlm.runtime.store.check() == []
         assert {r.status for r in encode([photos / "p*.png"], vlm)} == {"kept"}
 
 

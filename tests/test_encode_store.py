@@ -69,7 +69,7 @@ def towers(vlm: Any) -> tuple[int, int]:
 
 def packages(vlm: Any, tenant: str = "") -> dict[str, str]:
     """Every package in a store: feature id, and a digest of its tensors."""
-    store, found = vlm.memory.store_of(tenant), {}
+    store, found = vlm.runtime.store_of(tenant), {}
     for entry in store.entries():
         if entry.kind == "package":
             tensors, _ = store.get("package", entry.key)
@@ -148,7 +148,7 @@ def test_a_package_that_is_gone_is_made_again(
 ) -> None:
     (result,) = encode([photos / "p1.png"], vlm)
     before = packages(vlm)
-    vlm.memory.store.delete("package", result.feature_id)
+    vlm.runtime.store.delete("package", result.feature_id)
     vlm.flush()
     vlm.close()
     with open_vlm(demo_parts, tmp_path / "store") as again:
@@ -271,7 +271,7 @@ def test_a_store_that_cannot_be_written_ends_the_run(
     def full() -> None:
         raise StoreError("no space left")
 
-    monkeypatch.setattr(vlm.memory.store, "flush", full)
+    monkeypatch.setattr(vlm.runtime.store, "flush", full)
     results = []
     with pytest.raises(StoreError, match="no space left"):
         results += encode([photos], vlm)

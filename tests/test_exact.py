@@ -42,7 +42,7 @@ def logits(vlm: Any, messages: list[Any], **options: Any) -> torch.Tensor:
 
 def cold(vlm: Any, messages: list[Any]) -> torch.Tensor:
     """The same in a memory that has seen nothing."""
-    with ks.wrap(vlm.model, vlm.processor, grain=vlm.memory.rule.grain) as fresh:
+    with ks.wrap(vlm.model, vlm.processor, grain=vlm.runtime.rule.grain) as fresh:
         return logits(fresh, messages)
 
 
@@ -87,7 +87,7 @@ def test_warm_equals_cold_and_stock(kind: str) -> None:
         for messages in conversation():
             assert torch.equal(logits(vlm, messages), cold(vlm, messages))
             assert_like_stock(vlm, messages)
-            vlm.memory.tree.check()
+            vlm.runtime.tree.check()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
@@ -175,7 +175,7 @@ def test_tiny_budgets_change_no_bit(demo_parts: Any, budget: int) -> None:
         ) as vlm:
             for messages in conversation()[:5]:
                 assert torch.equal(logits(vlm, messages), cold(vlm, messages))
-                vlm.memory.tree.check()
+                vlm.runtime.tree.check()
             assert vlm.stats()["prefix"]["bytes"] <= budget
             assert vlm.stats()["features"]["bytes"] <= budget
 
@@ -185,11 +185,11 @@ def test_evicted_parent_and_states(demo: Any) -> None:
     messages = conversation()[2]
     expected = cold(demo, messages)
     assert torch.equal(logits(demo, messages), expected)
-    tree = demo.memory.tree
+    tree = demo.runtime.tree
     while tree.nbytes:
         tree.evict(1)
         tree.check()
-        demo.memory.engine.lanes.clear()
+        demo.runtime.engine.lanes.clear()
         longest = logits(demo, messages)
         assert torch.equal(longest, expected)
         tree.evict(tree.nbytes // 2 + 1)
@@ -208,7 +208,7 @@ def test_restart_answers_from_disk(
         before = logits(vlm, messages)
         vlm.flush()
     with ks.wrap(model, processor, grain=GRAIN, store=tmp_path) as vlm:
-        monkeypatch.setattr(vlm.memory.family, "encoder", _raise)
+        monkeypatch.setattr(vlm.runtime.family, "encoder", _raise)
         monkeypatch.setattr(type(processor.image_processor), "preprocess", _raise)
         after = logits(vlm, messages)
         assert torch.equal(before, after)
@@ -265,7 +265,7 @@ def test_long_prompt_is_cut_every_2048_tokens() -> None:
     with ks.wrap(model, processor, grain=GRAIN) as vlm:
         prompt = vlm.render(messages)
         assert len(prompt) > 2 * 2048
-        assert len(prompt.boundaries(vlm.memory.rule)) >= 3
+        assert len(prompt.boundaries(vlm.runtime.rule)) >= 3
         first = logits(vlm, messages)
         longer = [*messages, turn("Yes.", role="assistant"), turn("And?", picture(2))]
         assert torch.equal(logits(vlm, longer), cold(vlm, longer))
@@ -280,7 +280,7 @@ def test_an_image_longer_than_a_run_is_cut_inside() -> None:
     with ks.wrap(model, processor, grain=GRAIN, image_options=options) as vlm:
         messages = [turn("Big.", image)]
         prompt = vlm.render(messages)
-        cuts = prompt.boundaries(vlm.memory.rule)
+        cuts = prompt.boundaries(vlm.runtime.rule)
         assert any(a < cut < b for cut in cuts for a, b in prompt.ranges[0])
         warm = [*messages, turn("Yes.", role="assistant"), turn("Again.")]
         vlm.chat(messages, max_new_tokens=1)

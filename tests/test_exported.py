@@ -107,5 +107,5 @@ def test_eight_bits_see_the_same_and_say_how_far_off_they_are(
         assert mine.feature_id != theirs.feature_id
         assert vlm.verify([turn("What do you see?", image, picture(11, 96, 96))]).equal
         messages = [turn("Which is larger?", image, picture(11, 96, 96))]
-        assert vlm.memory.refresh() != exported.memory.refresh()  # prefixes are never mixed
+        assert vlm.runtime.refresh() != exported.runtime.refresh()  # prefixes are never mixed
         assert said(vlm, messages)

@@ -97,9 +97,9 @@ def test_experts_matter() -> None:
     with vlm:
         right = answer(vlm, inputs)
         vlm.clear()
-        vlm.memory.family.chunk_inputs = lambda *_: {}
+        vlm.runtime.family.chunk_inputs = lambda *_: {}
         wrong = answer(vlm, inputs)
-        del vlm.memory.family.chunk_inputs
+        del vlm.runtime.family.chunk_inputs
     assert float((right - wrong).abs().max()) > 1e-2 * float(right.abs().max())
 
 
@@ -110,8 +110,8 @@ def test_a_chunk_of_nothing_but_a_picture() -> None:
     with ks.wrap(model, processor, grain=16, chat_template=template) as vlm:
         messages = [turn(QUESTION, picture(1), picture(2, 160, 96))]
         prompt = vlm.render(messages)
-        first, second = prompt.boundaries(vlm.memory.rule)[:2]
-        routes = vlm.memory.family.chunk_inputs(prompt.ids, prompt.types, first, second)
+        first, second = prompt.boundaries(vlm.runtime.rule)[:2]
+        routes = vlm.runtime.family.chunk_inputs(prompt.ids, prompt.types, first, second)
         assert routes["moe_mm_token_type_ids"].all()
         stock = {**vlm.inputs(messages), "max_new_tokens": 6, "do_sample": False}
         length = len(prompt)
@@ -124,7 +124,7 @@ def test_a_typed_placeholder_meets_the_text_experts() -> None:
     model, processor = build("ernie4_5_vl_moe")
     with ks.wrap(model, processor, grain=16) as vlm:
         prompt = vlm.render([turn("Is <|IMAGE_START|> or <|VIDEO_PLACEHOLDER|> a word?")])
-        routes = vlm.memory.family.chunk_inputs(prompt.ids, prompt.types, 0, len(prompt))
+        routes = vlm.runtime.family.chunk_inputs(prompt.ids, prompt.types, 0, len(prompt))
         assert not routes["moe_mm_token_type_ids"].any()
 
 
@@ -159,7 +159,7 @@ def test_the_merge_size_is_part_of_a_picture() -> None:
     vlm, inputs = inputs_of("video_llama_3_merged", picture(1))
     rows = [inputs["input_ids"][0].numpy()]
     with vlm:
-        split = vlm.memory.family.split_tensors
+        split = vlm.runtime.family.split_tensors
         one = split(inputs, rows)[0]
         other = split({**inputs, "image_merge_sizes": torch.tensor([1])}, rows)[0]
     assert one.layout == (16,) and other.layout == (64,)
@@ -175,4 +175,4 @@ def test_grids_that_describe_nothing(kind: str) -> None:
         for row in ([1, -patches, -1], [-1, -2, patches // 2], [1, 1, patches], [patches, 1, 1]):
             with pytest.raises(KeepsightError):
                 answer(vlm, {**inputs, "image_grid_thw": torch.tensor([row])})
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()

@@ -73,7 +73,7 @@ class TestOvis2(FamilyTests):
         """The control: the last frame token of an image is in the chunk behind its tiles."""
         chat = [turn("What do you see?", self.picture(1)), said("Dots."), turn("More?")]
         with self.wrap() as vlm:
-            family = vlm.memory.family
+            family = vlm.runtime.family
             true, right = self.logits(vlm, chat), family.feature_inputs
             family.feature_inputs = lambda parts, ids: right(parts, ids) if parts else {}
             wrong = self.cold_with(family, chat)

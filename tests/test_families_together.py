@@ -127,7 +127,7 @@ class TestMolmo2(SameMedia):
         """The tokens that close an image are seen by all of its patches."""
         with self.wrap() as vlm:
             prompt = vlm.render(self.conversation()[2])
-            first = prompt.boundaries(vlm.memory.rule)[0]
+            first = prompt.boundaries(vlm.runtime.rule)[0]
             assert prompt.ids[first - 1] == vlm.model.config.image_end_token_id
             assert first == max(ranges[-1][1] for ranges in prompt.ranges) + 2
 

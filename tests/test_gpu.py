@@ -61,8 +61,8 @@ def assert_from_store(parts: tuple[Any, Any], folder: Path, known: torch.Tensor)
     """The third prompt of the conversation is answered from the store alone, with these bits."""
     with wrapped(parts, store=folder) as vlm:
         assert torch.equal(logits(vlm, conversation()[2]), known)
-        assert vlm.memory.engine.prefill_tokens == 0
-        vlm.memory.tree.check()
+        assert vlm.runtime.engine.prefill_tokens == 0
+        vlm.runtime.tree.check()
 
 
 def filled(parts: tuple[Any, Any], folder: Path) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_the_host_tier_gives_back_what_lay_on_a_device(kind: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         told = vlm.stats()["prefix"]
         assert told["demotions"] > 0 and told["promotions"] > 0
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,4 +137,4 @@ def test_over_several_devices(kind: str, tmp_path: Path) -> None:
     for where in ("balanced", "cuda:0"):  # each layer's state goes where the layer is now
         with ks.load(str(path), device_map=where, grain=16, store=store) as vlm:
             assert torch.equal(logits(vlm, asked[2]), known[2])
-            assert vlm.memory.engine.prefill_tokens == 0
+            assert vlm.runtime.engine.prefill_tokens == 0

@@ -49,7 +49,7 @@ def test_bad_images(demo_parts: Any, image: Any, error: type[Exception]) -> None
             vlm.encode(image)
         again = vlm.ask(picture(1), "Describe it.", max_new_tokens=4)
         assert again.tokens == good.tokens
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 def test_all_forms_of_one_image_are_one_image(demo: Any, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_typed_control_tokens_stay_text(demo: Any) -> None:
     messages = [turn(typed, picture(1))]
     prompt = demo.render(messages)
     tokenizer = demo.processor.tokenizer
-    pads = int((prompt.ids == demo.memory.family.image_token_id).sum())
+    pads = int((prompt.ids == demo.runtime.family.image_token_id).sum())
     assert pads == prompt.media[0].tokens
     assert int((prompt.ids == tokenizer.convert_tokens_to_ids("<|im_start|>")).sum()) == 2
     assert typed in tokenizer.decode(prompt.ids)
@@ -189,7 +189,7 @@ def test_bad_tensors() -> None:
         refused(UnsupportedInput, position_ids=positions)
         refused(InputError, pixel_values_videos=inputs["pixel_values"])
         assert torch.equal(vlm.generate(**inputs, max_new_tokens=3, do_sample=False), good)
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 def test_more_images_than_the_template_writes(demo: Any) -> None:

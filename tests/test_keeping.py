@@ -9,6 +9,7 @@ import pytest
 from model_parts import picture
 
 import keepsight as ks
+from keepsight.core.answer import turn_of
 from keepsight.core.call import Call
 from keepsight.errors import InputError, MadeElsewhere, PinsFull
 
@@ -32,7 +33,7 @@ def conversation(seed: int) -> list[Any]:
 
 def entries(vlm: Any) -> set[tuple[str, str]]:
     vlm.flush()
-    return {(entry.kind, entry.key) for entry in vlm._store.entries()}
+    return {(entry.kind, entry.key) for entry in vlm.runtime.store.entries()}
 
 
 # -- pins --------------------------------------------------------------------------------------
@@ -48,13 +49,13 @@ def test_what_is_pinned_stays_in_memory(name: str) -> None:
         assert told.cached_tokens == told.prompt_tokens
         vlm.encode(picture(1))
         assert vlm.stats()["features"]["encoded"] == encoded + 10
-        vlm.memory.tree.evict(1 << 40)
+        vlm.runtime.tree.evict(1 << 40)
         assert vlm.explain(conversation(1)).cached_tokens == told.prompt_tokens
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
         vlm.pin(conversation(1), False)
-        vlm.memory.tree.evict(1 << 40)
+        vlm.runtime.tree.evict(1 << 40)
         assert vlm.explain(conversation(1)).cached_tokens == 0
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 def test_what_is_pinned_stays_on_disk(name: str, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_delete_means_gone_from_every_tier(name: str, tmp_path: Path) -> None:
         vlm.flush()
         for tier, start in before.items():
             assert count(tmp_path / tier) == start, tier
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
         fresh = vlm.chat(conversation(1), max_new_tokens=2)
         assert fresh.usage.images_encoded == 1 and fresh.usage.cached_tokens == 0
 
@@ -120,7 +121,7 @@ def test_delete_during_an_answer(name: str, tmp_path: Path) -> None:
         assert text + "".join(piece.text for piece in pieces) == whole
         told = vlm.explain(conversation(1))
         assert told.cached_tokens == 0 and told.segments[-1].reason == "new"
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 def test_delete_before_an_answer_has_come_to_the_picture(name: str, tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_delete_before_an_answer_has_come_to_the_picture(name: str, tmp_path: Pa
     with load(name, store=tmp_path) as vlm:
         empty = entries(vlm)
         both = [*conversation(2), *said(), *conversation(1)]
-        turn = vlm._turn(both, Call.of({}, ""))
+        turn = turn_of(vlm.runtime, both, Call.of({}, ""))
         turn.begin(sample=False)
         work = turn.work(shared=True)
         while turn.stands < turn.prompt.spans[0].end:
@@ -138,9 +139,9 @@ def test_delete_before_an_answer_has_come_to_the_picture(name: str, tmp_path: Pa
         for _ in work:
             pass
         turn.finish()
-        assert entries(vlm) == empty and not len(vlm.memory.shelves.packages)
+        assert entries(vlm) == empty and not len(vlm.runtime.shelves.packages)
         assert vlm.explain(both).segments[-1].reason == "new"
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
         assert vlm.chat(both, max_new_tokens=1).usage.images_encoded == 2
 
 
@@ -151,8 +152,8 @@ def test_delete_during_the_first_answer_that_a_tenant_gets(name: str) -> None:
         next(pieces)
         assert vlm.delete(picture(1), tenant="new here") > 0
         assert sum(piece.token is not None for piece in pieces) == 3
-        assert vlm.memory.tree.held_bytes() == vlm.memory.tree.bytes_of("new here") == 0
-        vlm.memory.tree.check()
+        assert vlm.runtime.tree.held_bytes() == vlm.runtime.tree.bytes_of("new here") == 0
+        vlm.runtime.tree.check()
 
 
 def said() -> list[Any]:
@@ -240,7 +241,7 @@ def test_a_session_is_of_the_tenant_that_resumes_it(name: str, tmp_path: Path) -
 
 def _counted(vlm: Any) -> tuple[int, int]:
     told = vlm.stats()
-    return told["prefix"]["held_bytes"], sum(vlm.memory.shelves.packages._pinned.values())
+    return told["prefix"]["held_bytes"], sum(vlm.runtime.shelves.packages._pinned.values())
 
 
 @pytest.mark.parametrize(
@@ -255,8 +256,8 @@ def test_pins_count_against_budgets_and_quotas(name: str, limits: dict[str, str]
                 vlm.pin(conversation(seed))
         assert before[0] or before[1] or "tenant_quota" in limits
         assert _counted(vlm) == before, "what is refused is not half pinned"
-        vlm.memory.tree.check()
-        vlm.memory.shelves.packages.check()
+        vlm.runtime.tree.check()
+        vlm.runtime.shelves.packages.check()
         assert vlm.chat(conversation(40), max_new_tokens=1).tokens
 
 
@@ -268,7 +269,7 @@ def test_a_pin_takes_the_room_of_what_is_not_pinned() -> None:
         with pytest.raises(PinsFull, match="no room to pin these features: half of vision_budget"):
             for seed in range(7, 30):
                 vlm.pin(picture(seed))
-        shelf = vlm.memory.shelves.packages
+        shelf = vlm.runtime.shelves.packages
         shelf.check()
         kept = [shelf.pinned("", key) for key, _ in shelf.items("")]
         assert all(kept) and len(kept) > 1
@@ -279,5 +280,5 @@ def test_pins_leave_a_disk_within_its_budget(tmp_path: Path) -> None:
         for seed in range(1, 30):
             vlm.pin(picture(seed))
         vlm.flush()
-        held = [e.nbytes for e in vlm._store.entries() if e.pinned]
+        held = [e.nbytes for e in vlm.runtime.store.entries() if e.pinned]
         assert held and sum(held) <= vlm.stats()["store"]["bytes"] <= 400_000

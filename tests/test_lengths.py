@@ -47,7 +47,7 @@ class Counted:
 
 @pytest.mark.parametrize("many", [LIMIT * 16 + 1, 5_000_000])
 def test_a_text_that_cannot_fit_is_not_tokenized(vlm: Any, many: int) -> None:
-    counted = vlm._renderer.tokenizer = Counted(vlm._renderer.tokenizer)
+    counted = vlm.runtime.renderer.tokenizer = Counted(vlm.runtime.renderer.tokenizer)
     for call in (vlm.chat, vlm.prepare, vlm.explain, vlm.inputs):
         with pytest.raises(PromptTooLong, match=f"the texts have {many + 4} characters"):
             call(user("x" * many))
@@ -62,7 +62,7 @@ def test_what_lies_between_is_counted_piece_by_piece(
     vlm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keepsight.core.lengths._PIECE", 1024)
-    counted = vlm._renderer.tokenizer = Counted(vlm._renderer.tokenizer)
+    counted = vlm.runtime.renderer.tokenizer = Counted(vlm.runtime.renderer.tokenizer)
     with pytest.raises(PromptTooLong, match="more than"):
         vlm.chat(user("x y " * 1500))
     assert counted.most == 1024

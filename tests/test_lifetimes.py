@@ -163,7 +163,7 @@ def test_what_the_collector_ends_inside_the_lock_leaves_a_note(others: int) -> N
 @pytest.mark.usefixtures("_no_collector")
 def test_a_stream_that_the_collector_ends_anywhere_in_a_call(demo: Any) -> None:
     """The next call goes on as if nobody had ever asked: nothing hangs, and nothing stays held."""
-    tree = demo.memory.tree
+    tree = demo.runtime.tree
     expected = demo.chat(MESSAGES, max_new_tokens=2)
 
     def attempt(number: int) -> bool:
@@ -186,7 +186,7 @@ def test_a_stream_that_the_collector_ends_anywhere_in_a_call(demo: Any) -> None:
 
 
 def test_leaving_a_loop_frees_at_once(demo: Any) -> None:
-    tree = demo.memory.tree
+    tree = demo.runtime.tree
     for _ in demo.stream(MESSAGES, max_new_tokens=4):
         assert tree.held_bytes()
         break
@@ -198,7 +198,7 @@ def test_leaving_a_loop_frees_at_once(demo: Any) -> None:
 
 
 def test_a_stream_closed_while_another_thread_has_the_model_does_not_wait(demo: Any) -> None:
-    tree, go_on, has = demo.memory.tree, threading.Event(), threading.Event()
+    tree, go_on, has = demo.runtime.tree, threading.Event(), threading.Event()
 
     def hold() -> None:
         with demo._lock:
@@ -222,10 +222,10 @@ def test_a_stream_closed_while_another_thread_has_the_model_does_not_wait(demo: 
 def test_a_turn_that_was_begun_and_dropped_holds_nothing(demo: Any) -> None:
     turn_ = demo._turn(MESSAGES, ks.calls.Call.of({}, ""))
     turn_.ready()
-    assert demo.memory.tree.held_bytes()
+    assert demo.runtime.tree.held_bytes()
     del turn_
     gc.collect()
-    assert not demo.memory.tree.held_bytes()
+    assert not demo.runtime.tree.held_bytes()
 
 
 def test_what_is_left_while_one_has_the_lock_is_done_when_one_lets_go() -> None:
@@ -325,7 +325,7 @@ tickets = [together.submit(messages, max_new_tokens=500) for _ in range(3)]
 going = vlm.stream(messages)
 next(going)
 vlm.prepare([turn("Please describe all that you see in this picture. " * 20, picture(2))])
-print(json.dumps([[p.kind, p.key] for p in vlm._store._writer.pending.jobs]))
+print(json.dumps([[p.kind, p.key] for p in vlm.runtime.store._writer.pending.jobs]))
 """
 
 
@@ -488,7 +488,7 @@ def forked(work):
 def answers():
     same = vlm.chat(messages, max_new_tokens=4).tokens == expected
     vlm.prepare([turn(f"And this, seen by {os.getpid()}?" * 9, picture(1))])
-    vlm.memory.tree.check()
+    vlm.runtime.tree.check()
     vlm.flush()
     entries = vlm.stats()["store"]["entries"]
     vlm.close()
@@ -503,7 +503,7 @@ def work():
         together.submit(messages, max_new_tokens=4)
         vlm.chat(messages, max_new_tokens=4)
         vlm.clear()
-        list(vlm._store.entries())
+        list(vlm.runtime.store.entries())
 thread = threading.Thread(target=work)
 thread.start()
 for _ in range(4):
@@ -512,7 +512,7 @@ forked(scheduled)
 stop.set()
 thread.join()
 vlm.flush()
-print(json.dumps(vlm._store.check()))
+print(json.dumps(vlm.runtime.store.check()))
 
 forks.PATIENCE = 0.1
 has, go_on = threading.Event(), threading.Event()
@@ -520,7 +520,8 @@ def hold(lock):
     with lock:
         has.set()
         go_on.wait()
-for lock, work in ((vlm._lock, answers), (vlm._lock, vlm.close), (vlm._store._book._lock, answers)):
+mine, books = vlm.runtime.lock, vlm.runtime.store._book._lock
+for lock, work in ((mine, answers), (mine, vlm.close), (books, answers)):
     has.clear(), go_on.clear()
     thread = threading.Thread(target=hold, args=(lock,))
     thread.start()

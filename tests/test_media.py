@@ -50,7 +50,7 @@ def name(image: Any) -> str:
 
 def pixels(vlm: Any, image: Any) -> dict[str, torch.Tensor]:
     """What the tower would get."""
-    medium = vlm.memory.vision.name(image)
+    medium = vlm.runtime.vision.name(image)
     return dict(medium.recall().tensors)
 
 
@@ -150,9 +150,9 @@ def test_one_image_in_every_form_is_one_image(vlm: Any, tmp_path: Path) -> None:
     arrays = [array, np.asfortranarray(array), torch.from_numpy(array.copy())]
     turned = [array.transpose(2, 0, 1), torch.from_numpy(array.copy()).permute(2, 0, 1)]
     forms = [*by_bytes, image, *arrays, *turned]
-    assert len({vlm.memory.vision.name(form).feature_id for form in forms}) == 1
+    assert len({vlm.runtime.vision.name(form).feature_id for form in forms}) == 1
     assert len({vlm.encode(form).key for form in forms}) == 1
-    counts = vlm.memory.vision.counts
+    counts = vlm.runtime.vision.counts
     assert counts["encoded"] == 1
     assert counts["preprocessed"] == 3  # the PIL image, the array, and the array turned
 
@@ -162,11 +162,11 @@ def test_a_known_image_is_neither_decoded_nor_preprocessed(
 ) -> None:
     path = tmp_path / "image.png"
     path.write_bytes(encoded(picture(5)))
-    first = vlm.memory.vision.name(path)
+    first = vlm.runtime.vision.name(path)
     monkeypatch.setattr(sources, "decode_bytes", None)
-    monkeypatch.setattr(vlm.memory.vision.namer, "run_processor", None)
+    monkeypatch.setattr(vlm.runtime.vision.namer, "run_processor", None)
     path.rename(tmp_path / "moved.png")
-    again = vlm.memory.vision.name(tmp_path / "moved.png")
+    again = vlm.runtime.vision.name(tmp_path / "moved.png")
     assert (again.key, again.feature_id, again.layout) == (
         first.key,
         first.feature_id,
@@ -189,7 +189,7 @@ def test_one_changed_pixel_is_another_image(vlm: Any, form: Callable[[Any], Any]
     changed = image.copy()
     red, green, blue = image.getpixel((95, 95))  # type: ignore[misc]
     changed.putpixel((95, 95), (red ^ 1, green, blue))
-    one, two = (vlm.memory.vision.name(form(i)) for i in (image, changed))
+    one, two = (vlm.runtime.vision.name(form(i)) for i in (image, changed))
     assert name(form(image)) != name(form(changed))
     assert one.source != two.source and one.key != two.key
     assert one.feature_id != two.feature_id and one.identity != two.identity
@@ -209,7 +209,7 @@ def test_settings_of_the_processor_are_part_of_the_name(demo_parts: dict[str, An
     media_of = []
     for options in ({}, {"do_resize": False}, {"image_mean": [0.4, 0.5, 0.5]}):
         with ks.wrap(model, processor, image_options=options) as vlm:
-            media_of.append(vlm.memory.vision.name(picture(7)))
+            media_of.append(vlm.runtime.vision.name(picture(7)))
     assert len({medium.source for medium in media_of}) == 3
     assert len({medium.key for medium in media_of[1:]}) == 2
 
@@ -220,7 +220,7 @@ def test_settings_of_the_processor_are_part_of_the_name(demo_parts: dict[str, An
 def test_a_file_that_changed_after_it_was_named(vlm: Any, tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     path.write_bytes(encoded(picture(1)))
-    medium = vlm.memory.vision.name(path)
+    medium = vlm.runtime.vision.name(path)
     vlm.clear()
     path.write_bytes(encoded(picture(2)))
     with pytest.raises(MediaChanged, match=r"image\.png changed"):
@@ -239,7 +239,7 @@ def test_pixels_that_were_changed_in_place_after_they_were_named(vlm: Any, form:
     array = np.asarray(picture(1)).copy()
     forms: dict[str, Any] = {"PIL": picture(1), "array": array, "tensor": torch.from_numpy(array)}
     image = forms[form]
-    medium = vlm.memory.vision.name(image)
+    medium = vlm.runtime.vision.name(image)
     vlm.clear()
     if form == "PIL":
         image.putpixel((0, 0), (1, 2, 3))
@@ -247,7 +247,7 @@ def test_pixels_that_were_changed_in_place_after_they_were_named(vlm: Any, form:
         image[0, 0, 0] ^= 1
     with pytest.raises(MediaChanged, match="changed after it was named"):
         vlm.encode(medium)
-    assert vlm.memory.vision.name(image).key != medium.key
+    assert vlm.runtime.vision.name(image).key != medium.key
     assert vlm.encode(image).key != medium.key
 
 
@@ -332,7 +332,7 @@ def test_bad_images_are_refused_by_name_and_the_next_call_is_served(asked: Any, 
     image, reason = BAD[what]
     with pytest.raises(ImageError, match=reason):
         asked.ask([image], "What is it?", max_new_tokens=1)
-    asked.memory.tree.check()
+    asked.runtime.tree.check()
     reply = asked.ask(picture(1), "What is it?", max_new_tokens=1)
     assert reply.usage.cached_tokens == reply.usage.prompt_tokens
 
@@ -384,12 +384,12 @@ def test_tiny_images_are_seen(asked: Any, size: tuple[int, int]) -> None:
 def test_a_source_is_opened_once(asked: Any) -> None:
     source = open_source(PNG)
     assert open_source(source) is source
-    assert asked.memory.vision.name(source).key == asked.memory.vision.name(PNG).key
+    assert asked.runtime.vision.name(source).key == asked.runtime.vision.name(PNG).key
 
 
 def test_a_medium_is_data(asked: Any) -> None:
     """Naming twice gives equal facts, and a medium can stand for its image anywhere."""
-    one, two = (asked.memory.vision.name(picture(1)) for _ in range(2))
+    one, two = (asked.runtime.vision.name(picture(1)) for _ in range(2))
     facts = [field.name for field in dataclasses.fields(one) if field.name != "recall"]
     assert all(getattr(one, fact) == getattr(two, fact) for fact in facts)
     assert asked.encode(one).feature_id == asked.encode(picture(1)).feature_id

@@ -346,7 +346,7 @@ def vlm() -> Iterator[Any]:
 
 
 def namespace(vlm: Any) -> str:
-    return str(vlm.memory.refresh())
+    return str(vlm.runtime.refresh())
 
 
 def test_what_a_proof_read_is_noticed_when_it_changes(vlm: Any) -> None:

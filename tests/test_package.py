@@ -312,7 +312,7 @@ def test_a_package_that_lies_in_a_store_is_encoded_again(
         with ks.wrap(model, processor, grain=16, store=tmp_path) as second:
             again = second.encode(picture(1))
             second.flush()
-            assert second.memory.vision.counts["encoded"] == 1
+            assert second.runtime.vision.counts["encoded"] == 1
         assert "set aside" in caplog.text
         assert equal(again, true) and equal(Package.load(path), true)
 

@@ -81,7 +81,7 @@ def test_a_pasted_picture_is_seen_once_and_then_remembered(opened: Open) -> None
     assert page.cached()[0] == 0
     second = page.ask("What color is the shape in the picture?")
     assert page.said() == "Red."
-    expect(second.locator(".seen.memory")).to_have_text("from memory")
+    expect(second.locator(".seen.runtime")).to_have_text("from memory")
     assert page.cached()[0] > 16
     expect(second.locator(".numbers")).to_contain_text(re.compile(r"first after .*tokens/s.*demo"))
     second.locator("summary").click()

@@ -239,7 +239,7 @@ def test_tensors_that_lie(kind: str) -> None:
                 vlm.generate(**lying, max_new_tokens=1)
             assert isinstance(caught.value, InputError), (number, name)
         vlm.generate(**inputs, max_new_tokens=1)
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)

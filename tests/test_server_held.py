@@ -57,7 +57,7 @@ def test_a_picture_is_pinned_and_deleted_by_its_key_alone(locked: Live) -> None:
     assert act(locked, "pin", "ann", key)[1]["images"] == [key]
     assert held(locked, "ann") == {key: True, other: False}
     locked.service.vlm.flush()
-    store = locked.service.vlm.memory.store_of("ann")
+    store = locked.service.vlm.runtime.store_of("ann")
     pins = {e.media[0]: e.pinned for e in store.entries() if e.kind == "package"}
     assert pins == {key: True, other: False}
     assert act(locked, "pin", "ann", key, pinned=False)[0] == 200
@@ -78,12 +78,12 @@ def test_any_salts_pins_and_statistics_take_nothing_from_anybody(
     monkeypatch.setattr("keepsight.core.runtime.MAX_TENANTS", 2)
     key = prepared(locked, 73, "ann")
     assert act(locked, "pin", "ann", key)[0] == 200
-    known = set(locked.service.vlm.memory._visions)
+    known = set(locked.service.vlm.runtime._visions)
     for n in range(20):
         for path in ("stats", "images"):
             query = f"/v1/cache/{path}?cache_salt=number{n}"
             assert locked.call(query, headers=bearer("bob"))[0] == 200
-    assert set(locked.service.vlm.memory._visions) == known
+    assert set(locked.service.vlm.runtime._visions) == known
     for n in range(6):
         body = {**about(74), "cache_salt": f"number{n}"}
         assert locked.call("/v1/prepare", body, headers=bearer("bob"))[0] == 200
@@ -132,7 +132,7 @@ def test_a_picture_that_only_the_disk_has_is_pinned_and_deleted(locked: Live) ->
     assert act(locked, "pin", "ann", key)[0] == 200
     [row] = locked.call("/v1/cache/images?stored=true", headers=bearer("ann"))[1]["data"]
     assert row["pinned"] and row["tier"] == "disk" and row["bytes"] > 0
-    store = vlm.memory.store_of("ann")
+    store = vlm.runtime.store_of("ann")
     assert [e.pinned for e in store.entries() if e.kind == "package"] == [True]
     assert act(locked, "delete", "ann", key)[1]["bytes_freed"] > 0
     assert not any(key in entry.media for entry in store.entries())
@@ -192,7 +192,7 @@ def test_explaining_moves_and_remembers_nothing(demo: Any, tmp_path: Path) -> No
 
 def trace(vlm: Any) -> Any:
     """All that says what is where, and what goes first."""
-    memory = vlm.memory
+    memory = vlm.runtime
     vlm.flush()
     nodes = {
         node.digest: (node.rows.tier, node.state.tier, node.uses, node.used, node.holds)
@@ -241,7 +241,7 @@ def test_pictures_are_opened_without_the_model(only: bool, monkeypatch: pytest.M
     with ks.load("demo") as vlm, live(vlm) as server:
 
         def watched(*given: Any) -> Any:
-            has_it.append(vlm._lock._owner is not None)
+            has_it.append(vlm.runtime.lock._owner is not None)
             return look(*given)
 
         monkeypatch.setattr(Namer, "look", watched)

@@ -19,7 +19,7 @@ LONG = "Please look at this picture very carefully and then tell me all that you
 
 def fresh_answer(vlm: Any, session: Any) -> list[int]:
     """The last answer of a session, computed by a memory that has seen nothing."""
-    with ks.wrap(vlm.model, vlm.processor, grain=vlm.memory.rule.grain) as fresh:
+    with ks.wrap(vlm.model, vlm.processor, grain=vlm.runtime.rule.grain) as fresh:
         return fresh.chat(session.messages[:-1], max_new_tokens=6).tokens
 
 
@@ -85,7 +85,7 @@ def test_save_and_resume(demo_parts: Any, tmp_path: Path, name: str) -> None:
         assert reply.tokens == expected.tokens
         assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 0
         assert torch.equal(logits(vlm, resumed.messages[:-1]), logits(vlm, session.messages[:-1]))
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
     with ks.wrap(model, processor, grain=24) as vlm:  # other circumstances
         resumed = vlm.resume(path)
         assert resumed.notes
@@ -141,7 +141,7 @@ def test_a_lying_session_file_never_reaches_the_tree(demo: Any, tmp_path: Path) 
     demo.clear()
     resumed = demo.resume(lying)
     assert resumed.notes
-    demo.memory.tree.check()
+    demo.runtime.tree.check()
     messages = [*resumed.messages[:1]]
     with ks.wrap(demo.model, demo.processor, grain=16) as fresh:
         assert torch.equal(logits(demo, messages), logits(fresh, messages))
@@ -178,7 +178,7 @@ def test_snapshots_of_another_shape_never_reach_the_tree(
         assert any("does not belong" in note for note in resumed.notes) == changed
         reply = resumed.ask("And its colour?", max_new_tokens=4)
         assert reply.tokens == session.ask("And its colour?", max_new_tokens=4).tokens
-        fresh.memory.tree.check()
+        fresh.runtime.tree.check()
 
 
 def test_saving_where_nothing_can_be_written(demo: Any, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_full_disk_holds_up_neither_answers_nor_statistics(
             vlm.flush()
             until(lambda: vlm.stats()["store"]["state"] == "ok")
             until(lambda: vlm.stats()["store"]["entries"] > 3)
-            assert vlm._store.check() == []
+            assert vlm.runtime.store.check() == []
 
 
 def test_a_server_over_a_full_disk_answers_chats_and_metrics(
@@ -168,7 +168,7 @@ def test_a_disk_that_becomes_read_only_is_read_and_what_it_refuses_is_named(
             vlm.clear()
             assert answers(vlm) == wanted
             vlm.flush()
-            assert vlm._store.check() == [] and not damaged(disk)
+            assert vlm.runtime.store.check() == [] and not damaged(disk)
 
 
 def test_a_disk_that_is_taken_away_is_not_written_beneath(

@@ -376,7 +376,7 @@ def test_statistics_of_a_model_need_neither_the_model_nor_its_store(
         stall, held, free = stalled(os, "fsync"), threading.Event(), threading.Event()
 
         def hold() -> None:
-            with vlm._lock:
+            with vlm.runtime.lock:
                 held.set()
                 assert free.wait(60)
 
@@ -400,11 +400,11 @@ def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
     demo_parts: dict[str, Any],
 ) -> None:
     with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
-        known = set(vlm.memory._visions)
+        known = set(vlm.runtime._visions)
         for number in range(5):
             told = vlm.stats(f"nobody {number}")["features"]
             assert told["encoded"] == told["packages"] == 0
-        assert set(vlm.memory._visions) == known
+        assert set(vlm.runtime._visions) == known
 
 
 # -- a disk that is slow -----------------------------------------------------------------------

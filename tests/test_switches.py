@@ -83,12 +83,12 @@ def vlm() -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_each_switch_has_a_namespace_of_its_own(vlm: Any, name: str) -> None:
-    before = vlm.memory.refresh()
+    before = vlm.runtime.refresh()
     vlm.chat(FIRST, max_new_tokens=1)
     with SWITCHES[name]():
-        assert vlm.memory.refresh() != before
+        assert vlm.runtime.refresh() != before
         assert vlm.explain(FIRST).cached_tokens == 0
-    assert vlm.memory.refresh() == before
+    assert vlm.runtime.refresh() == before
 
 
 def test_a_used_lane_of_another_dtype_is_left_alone(vlm: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_used_lane_of_another_dtype_is_left_alone(vlm: Any) -> None:
 def test_a_lane_serves_other_tenants_and_no_other_making(vlm: Any) -> None:
     for i in range(6):
         vlm.chat(FIRST, max_new_tokens=1, tenant=str(i))
-    lanes = vlm.memory.engine.lanes
+    lanes = vlm.runtime.engine.lanes
     rooms = {layer.room_k.data_ptr() for lane in lanes._idle for layer in lane.full}
     vlm.chat(SECOND, max_new_tokens=1, tenant="new")
     assert {layer.room_k.data_ptr() for lane in lanes._idle for layer in lane.full} == rooms
@@ -134,7 +134,7 @@ def _random_walk(vlm: Any, seed: int, steps: int) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order_of_switches_and_casts_answers_like_a_fresh_wrap(vlm: Any, seed: int) -> None:
     _random_walk(vlm, seed, 8)
-    vlm.memory.tree.check()
+    vlm.runtime.tree.check()
 
 
 def test_a_cast_in_the_middle_of_a_turn_is_refused_by_name(vlm: Any) -> None:
@@ -158,27 +158,27 @@ def test_what_ran_while_another_thread_changed_a_switch_is_not_remembered(vlm: A
             thread.start()
             thread.join()
 
-    prefill = vlm.memory.engine._chunk
+    prefill = vlm.runtime.engine._chunk
 
     def chunk(*arguments: Any) -> Any:
         other_thread()
         return prefill(*arguments)
 
-    vlm.memory.engine._chunk = chunk
+    vlm.runtime.engine._chunk = chunk
     try:
         report = vlm.prepare(SECOND)
     finally:
         torch.use_deterministic_algorithms(False)
-        del vlm.memory.engine._chunk
+        del vlm.runtime.engine._chunk
     assert len(passes) > 2 and report.cached_tokens == 0
     assert vlm.explain(SECOND).cached_tokens == 0
     assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
-    vlm.memory.tree.check()
+    vlm.runtime.tree.check()
 
 
 def test_features_made_while_weights_changed_are_not_remembered(vlm: Any) -> None:
     weight = vlm.model.base_model.visual.blocks[0].mlp.linear_fc1.weight
-    encode, before = vlm.memory.family.encode, weight.detach().clone()
+    encode, before = vlm.runtime.family.encode, weight.detach().clone()
 
     def in_between(pixels: Any) -> Any:
         found = encode(pixels)
@@ -186,9 +186,9 @@ def test_features_made_while_weights_changed_are_not_remembered(vlm: Any) -> Non
             weight.mul_(1.5)
         return found
 
-    vlm.memory.family.encode = in_between
+    vlm.runtime.family.encode = in_between
     vlm.chat(FIRST, max_new_tokens=1)
-    del vlm.memory.family.encode
+    del vlm.runtime.family.encode
     with torch.no_grad():
         weight.copy_(before)
     assert vlm.chat(FIRST, max_new_tokens=1).usage.images_encoded == 1
@@ -244,29 +244,29 @@ def test_hooks_of_all_modules_are_noticed(vlm: Any) -> None:
 def test_what_runs_the_experts_is_part_of_the_namespace() -> None:
     model, processor = build("qwen3_vl_moe")
     with ks.wrap(model, processor, grain=16) as vlm:
-        usual, before = model.config._experts_implementation, vlm.memory.refresh()
+        usual, before = model.config._experts_implementation, vlm.runtime.refresh()
         other = "batched_mm" if usual == "eager" else "eager"
         model.set_experts_implementation(other)
         try:
-            assert vlm.memory.refresh() != before
+            assert vlm.runtime.refresh() != before
         finally:
             model.set_experts_implementation(usual)
-        assert vlm.memory.refresh() == before
+        assert vlm.runtime.refresh() == before
 
 
 def test_compiling_is_noticed(vlm: Any) -> None:
     """Nothing is compiled here: that happens in the first pass."""
-    before = vlm.memory.refresh()
+    before = vlm.runtime.refresh()
     features = vlm.encode(picture(1)).feature_id
     decoder, tower = vlm.model.get_decoder().layers[1], vlm.model.base_model.visual.blocks[0]
     seen = {before}
     for part in (vlm.model, decoder, tower, vlm.model):
         part.compile(backend="eager")
-        seen.add(vlm.memory.refresh())
-        ours = vlm.memory._provenance(vlm.memory._now())["compiled"]
+        seen.add(vlm.runtime.refresh())
+        ours = vlm.runtime._provenance(vlm.runtime._now())["compiled"]
         assert bool(ours) == (part is tower)
         part._compiled_call_impl = None
-    assert len(seen) == 5 and vlm.memory.refresh() == before
+    assert len(seen) == 5 and vlm.runtime.refresh() == before
     assert vlm.encode(picture(1)).feature_id == features
 
 

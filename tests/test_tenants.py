@@ -42,7 +42,7 @@ def test_tenants_share_nothing(vlm: Any) -> None:
         assert untimed(other.report) == untimed(fresh.report)
         assert vars(other.usage) == vars(fresh.usage)
         assert {s.reason for s in other.report.segments} == {"new"}
-    vlm.memory.tree.check()
+    vlm.runtime.tree.check()
 
 
 def test_a_name_is_not_put_together_from_others(vlm: Any) -> None:
@@ -153,14 +153,14 @@ def test_any_number_of_tenants_may_be_named(monkeypatch: pytest.MonkeyPatch) -> 
             ask(vlm, tenant=tenant)
         assert ask(vlm, tenant="d").usage.cached_tokens > 0
         assert ask(vlm, tenant="a").usage.cached_tokens == 0
-        assert len(vlm.memory._visions) <= 3 and len(vlm.memory.tree.roots) <= 3
+        assert len(vlm.runtime._visions) <= 3 and len(vlm.runtime.tree.roots) <= 3
         for n in range(20):  # whoever sends a salt names one, so nothing may be left of each
             ask(vlm, tenant=f"number {n}")
-        tree = vlm.memory.tree
+        tree = vlm.runtime.tree
         for known in (tree._homes, tree._floors, tree.device._own, tree.device.bytes_of):
             assert len(known) <= 4, known
-        vlm.memory.tree.check()
-        vlm.memory.shelves.packages.check()
+        vlm.runtime.tree.check()
+        vlm.runtime.shelves.packages.check()
 
 
 def test_salts_give_way_to_salts_of_the_same_tenant_alone(
@@ -174,15 +174,15 @@ def test_salts_give_way_to_salts_of_the_same_tenant_alone(
         vlm.pin(picture(3), tenant=others[-1])
         for n in range(10):
             ask(vlm, tenant=under_salt("ann", str(n)))
-        known = [name for name in vlm.memory._visions if account_of(name) == "ann"]
-        assert len(known) == 1 + 3 and set(others) <= set(vlm.memory._visions)
+        known = [name for name in vlm.runtime._visions if account_of(name) == "ann"]
+        assert len(known) == 1 + 3 and set(others) <= set(vlm.runtime._visions)
         for tenant in others:
             assert ask(vlm, tenant=tenant).usage.cached_tokens > 0
         for n in (8, 9):
             vlm.pin(picture(3), tenant=under_salt("ann", str(n)))
         with pytest.raises(PinsFull, match="3 salts of one key"):
             ask(vlm, tenant=under_salt("ann", "one more"))
-        vlm.memory.tree.check()
+        vlm.runtime.tree.check()
 
 
 def test_all_salts_of_a_tenant_have_one_quota() -> None:
@@ -190,7 +190,7 @@ def test_all_salts_of_a_tenant_have_one_quota() -> None:
     with ks.load("demo", dtype="float32", tenant_quota=quota) as vlm:
         for n in range(6):
             ask(vlm, tenant=under_salt("ann", str(n)))
-        tree, shelf = vlm.memory.tree, vlm.memory.shelves.packages
+        tree, shelf = vlm.runtime.tree, vlm.runtime.shelves.packages
         of = [under_salt("ann", str(n)) for n in range(6)]
         assert 0 < sum(map(tree.bytes_of, of)) <= quota
         assert 0 < sum(map(shelf.bytes_of, of)) <= quota // 2

@@ -60,9 +60,9 @@ def served(kind: str = "qwen3_vl", grain: int = 16, **options: Any) -> Iterator[
 
 
 def check(vlm: Any) -> None:
-    vlm.memory.tree.check()
-    assert vlm.memory.tree.held_bytes() == 0
-    assert not any(lane.busy for lane in vlm.memory.engine.lanes._idle)
+    vlm.runtime.tree.check()
+    assert vlm.runtime.tree.held_bytes() == 0
+    assert not any(lane.busy for lane in vlm.runtime.engine.lanes._idle)
 
 
 # -- the same answers as alone -------------------------------------------------------------------
@@ -92,9 +92,7 @@ def prefilled(vlm: Any, which: list[int]) -> Iterator[dict[int, Turn]]:
     try:
         for number in which:
             messages = chats()[number]
-            turns[number] = Turn(
-                vlm.memory, vlm._lock, functools.partial(vlm.render, messages), dict(GREEDY)
-            )
+            turns[number] = Turn(vlm.runtime, functools.partial(vlm.render, messages), dict(GREEDY))
             turns[number].ready()
         yield turns
     finally:
@@ -112,7 +110,7 @@ def test_whoever_joins_and_leaves(kind: str) -> None:
     """Random schedules; how dear a pass is decides whether all go together or in groups."""
     wanted = alone(kind)
     with ks.wrap(*build(kind), grain=16) as vlm:
-        memory = vlm.memory
+        memory = vlm.runtime
 
         @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
         @given(SCHEDULES, st.sampled_from([0, 20_000, 1 << 40]))
@@ -154,7 +152,7 @@ def follow(
 def test_a_long_one_goes_by_itself_and_comes_back() -> None:
     """One long sequence among short ones would make all of them read its length in padding."""
     with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
-        memory = vlm.memory
+        memory = vlm.runtime
         sizes = Sizes(memory.model, memory.engine)
         sizes.pass_ = 60 * sizes.column
         decoding = Decoding(memory.model, memory.family, memory.engine, sizes)
@@ -174,7 +172,7 @@ def test_a_long_one_goes_by_itself_and_comes_back() -> None:
 def test_a_step_copies_nothing_and_a_long_row_leaves_no_padding() -> None:
     with ks.wrap(*build("qwen3_vl"), grain=16) as vlm, prefilled(vlm, [0, 1, 4]) as turns:
         runs = [t.run for t in turns.values()]
-        batch = Batch(vlm.model, vlm.memory.family, runs, 40)
+        batch = Batch(vlm.model, vlm.runtime.family, runs, 40)
         rooms = [layer.room_k.data_ptr() for layer in batch.cache.layers]
         for _ in range(20):
             batch.step([5, 6, 7])
@@ -205,13 +203,13 @@ def test_one_picture_and_one_prefix_are_computed_once() -> None:
     with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
         for messages in asked:
             vlm.chat(messages, max_new_tokens=2, **GREEDY)
-        wanted = vlm.memory.engine.prefill_tokens
+        wanted = vlm.runtime.engine.prefill_tokens
     with served() as together:
         vlm = together._vlm
-        with vlm._lock:
+        with vlm.runtime.lock:
             tickets = [together.submit(m, max_new_tokens=2, **GREEDY) for m in asked]
         replies = [ticket.result() for ticket in tickets]
-        assert vlm.memory.engine.prefill_tokens == wanted
+        assert vlm.runtime.engine.prefill_tokens == wanted
         assert vlm.stats()["features"]["encoded"] == together.stats()["towers"] == 1
         assert sum(r.report.computed_tokens for r in replies) == wanted
         assert sum(r.usage.images_encoded for r in replies) == 1
@@ -225,12 +223,12 @@ def test_what_another_has_come_to_is_taken_over_half_way() -> None:
     same = [turn(LONG, picture(1)), turn(LONG, picture(2)), turn(LONG)]
     with served() as together:
         vlm = together._vlm
-        with vlm._lock:
+        with vlm.runtime.lock:
             one = together.submit([*same, turn("One?")], max_new_tokens=2, **GREEDY)
             two = together.submit([*same, turn("Two?")], max_new_tokens=2, **GREEDY)
         replies = [one.result(), two.result()]
         computed = sum(r.report.computed_tokens for r in replies)
-        assert computed == vlm.memory.engine.prefill_tokens
+        assert computed == vlm.runtime.engine.prefill_tokens
         assert computed < replies[0].usage.prompt_tokens + 40
         tiers = {s.reason for r in replies for s in r.report.segments if s.status == "reused"}
         assert tiers == {"memory"}
@@ -240,7 +238,7 @@ def test_what_another_has_come_to_is_taken_over_half_way() -> None:
 def test_tenants_share_nothing() -> None:
     with served() as together:
         vlm = together._vlm
-        with vlm._lock:
+        with vlm.runtime.lock:
             tickets = [
                 together.submit([turn("Look.", picture(1))], tenant=t, max_new_tokens=2, **GREEDY)
                 for t in ("one", "two")
@@ -282,7 +280,7 @@ def test_of_prompts_alike_the_first_is_finished_first() -> None:
     """Each waits for those before it, and not all of them for the last."""
     order: list[int] = []
     with served() as together:
-        with together._vlm._lock:
+        with together._vlm.runtime.lock:
             tickets = [
                 together.submit(
                     [turn(f"{LONG}{LONG}{n}", picture(n))],
@@ -300,7 +298,7 @@ def test_short_chats_do_not_wait_for_a_long_prefill() -> None:
     order: list[str] = []
     with served() as together:
         vlm = together._vlm
-        with vlm._lock:
+        with vlm.runtime.lock:
             long = together.submit(
                 [turn(LONG) for _ in range(4)],
                 on_piece=lambda piece: order.append("long"),
@@ -339,7 +337,7 @@ def test_what_does_not_fit_waits() -> None:
         def look(piece: Any) -> None:
             seen.append(len(together._running))
 
-        with vlm._lock:
+        with vlm.runtime.lock:
             tickets = [
                 together.submit(chats()[1], on_piece=look, max_new_tokens=100, seed=i)
                 for i in range(6)
@@ -363,7 +361,7 @@ def test_pictures_are_prepared_while_tokens_come(monkeypatch: pytest.MonkeyPatch
     where: list[str] = []
     with served() as together:
         vlm, tokens = together._vlm, threading.Semaphore(0)
-        original = vlm.memory.family.preprocess
+        original = vlm.runtime.family.preprocess
 
         def slow(*arguments: Any) -> Any:
             where.append(threading.current_thread().name)
@@ -371,7 +369,7 @@ def test_pictures_are_prepared_while_tokens_come(monkeypatch: pytest.MonkeyPatch
                 assert tokens.acquire(timeout=60)
             return original(*arguments)
 
-        monkeypatch.setattr(vlm.memory.family, "preprocess", slow)
+        monkeypatch.setattr(vlm.runtime.family, "preprocess", slow)
         talking = together.submit(
             chats()[1],
             on_piece=lambda piece: tokens.release(),
@@ -426,7 +424,7 @@ def test_who_hangs_up_frees_its_place(when: list[int]) -> None:
             if counts[number] == when[number]:
                 tickets[number].cancel()
 
-        with together._vlm._lock:
+        with together._vlm.runtime.lock:
             for number in range(3):
                 tickets.append(
                     together.submit(
@@ -469,7 +467,7 @@ def test_an_error_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> 
 
     with served() as together:
         vlm = together._vlm
-        vision = vlm.memory.vision_of("")
+        vision = vlm.runtime.vision_of("")
         original = vision.package
 
         def package(medium: Any, *keep: bool) -> Any:
@@ -479,7 +477,7 @@ def test_an_error_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> 
 
         broken = vlm.render([turn("Broken.", picture(7))])
         monkeypatch.setattr(vision, "package", package)
-        with vlm._lock:
+        with vlm.runtime.lock:
             processor = together.submit(
                 chats()[1], max_new_tokens=9, logits_processor=[Breaks()], **GREEDY
             )
@@ -513,7 +511,7 @@ def test_a_pass_that_runs_out_of_memory(kind: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Batch, "step", step)
     with served(kind) as together:
-        with together._vlm._lock:
+        with together._vlm.runtime.lock:
             tickets = [together.submit(c, max_new_tokens=16, **GREEDY) for c in chats()[:3]]
         replies = [ticket.result() for ticket in tickets]
         assert together.stats()["failed"] == 0
@@ -536,7 +534,7 @@ def test_rows_that_cannot_be_laid_anew(when: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Batch, when, fails)
     with served("qwen3_vl") as together:
-        with together._vlm._lock:
+        with together._vlm.runtime.lock:
             asked = zip(chats(), (16, 9, 12), strict=False)
             tickets = [together.submit(c, max_new_tokens=n, **GREEDY) for c, n in asked]
         replies = [ticket.result().tokens for ticket in tickets]
@@ -562,7 +560,7 @@ def test_one_that_cannot_let_go_ends_alone(where: str, monkeypatch: pytest.Monke
                 sound(self, *given)
 
         monkeypatch.setattr(owner, where, fail)
-        with vlm._lock:
+        with vlm.runtime.lock:
             first = together.submit(chats()[0], max_new_tokens=3, exact=False, **GREEDY)
             others = [together.submit(chats()[n], max_new_tokens=24, **GREEDY) for n in (1, 2)]
         with pytest.raises(MemoryError):
@@ -573,7 +571,7 @@ def test_one_that_cannot_let_go_ends_alone(where: str, monkeypatch: pytest.Monke
 
 def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as together:
-        engine = together._memory.engine
+        engine = together._runtime.engine
         original, original_batch = engine.step, Batch.step
 
         def step(run: Any, token: int) -> torch.Tensor:
@@ -589,7 +587,7 @@ def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch)
         longest = len(together._vlm.render(chats()[4]))
         monkeypatch.setattr(engine, "step", step)
         monkeypatch.setattr(Batch, "step", batch_step)
-        with together._vlm._lock:
+        with together._vlm.runtime.lock:
             tickets = [together.submit(chats()[n], max_new_tokens=16, **GREEDY) for n in (0, 4, 1)]
         for number, ticket in ((0, tickets[0]), (1, tickets[2])):
             assert ticket.result().tokens == alone("qwen3_vl")[number][:16]
@@ -599,7 +597,7 @@ def test_one_for_whom_there_is_no_memory_at_all(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_full_house_says_when_to_come_again() -> None:
     with served(max_running=1, max_waiting=1) as together:
-        with together._vlm._lock:
+        with together._vlm.runtime.lock:
             tickets = [together.submit(chats()[1], max_new_tokens=2, **GREEDY) for _ in range(2)]
             with pytest.raises(Busy) as caught:
                 together.submit(chats()[1])
@@ -612,7 +610,7 @@ def test_a_full_house_says_when_to_come_again() -> None:
 def test_closing_finishes_or_ends_what_is_left() -> None:
     with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
         together = Together(vlm, max_running=1)
-        with vlm._lock:
+        with vlm.runtime.lock:
             tickets = [together.submit(c, max_new_tokens=4, **GREEDY) for c in chats()[:3]]
         together.close(60)
         assert [len(t.result().tokens) for t in tickets] == [4, 4, 4]
@@ -621,7 +619,7 @@ def test_closing_finishes_or_ends_what_is_left() -> None:
         together.close()
         hasty = Together(vlm, max_running=1)
         options = {"max_new_tokens": 4000, "min_new_tokens": 4000}
-        with vlm._lock:
+        with vlm.runtime.lock:
             tickets = [hasty.submit(c, **options, **GREEDY) for c in chats()[:2]]
         hasty.close(0)
         for ticket in tickets:
@@ -671,7 +669,7 @@ def test_weights_that_change_between_two_chunks() -> None:
                     with torch.no_grad():
                         norm.mul_(1.5)
 
-            with vlm._lock:
+            with vlm.runtime.lock:
                 asked = together.submit(long, max_new_tokens=6, **GREEDY)
                 together.submit(chats()[1], on_piece=change, max_new_tokens=12, **GREEDY)
             reply = asked.result()
@@ -698,7 +696,7 @@ def test_a_prompt_that_is_begun_again_tells_where_its_features_came_from_then() 
                     with torch.no_grad():
                         weight.mul_(1.5)
 
-            with vlm._lock:
+            with vlm.runtime.lock:
                 ticket = together.submit(asked, max_new_tokens=2, **GREEDY)
                 together.submit(chats()[1], on_piece=change, max_new_tokens=12, **GREEDY)
             usage = ticket.result().usage
@@ -725,7 +723,7 @@ def test_decoded_state_of_two_weights_is_not_kept() -> None:
             with torch.no_grad():
                 norm.copy_(kept)
         vlm.explain(asked, exact=False)
-        assert all(node.end <= vlm.render(asked).ids.size for node in vlm.memory.tree.nodes())
+        assert all(node.end <= vlm.render(asked).ids.size for node in vlm.runtime.tree.nodes())
 
 
 def test_decoded_state_is_kept_where_exactness_is_given_up() -> None:
@@ -735,7 +733,7 @@ def test_decoded_state_is_kept_where_exactness_is_given_up() -> None:
             vlm = together._vlm
             options = {"max_new_tokens": 30, "min_new_tokens": 30, "exact": False, **GREEDY}
             if together_too:
-                with vlm._lock:
+                with vlm.runtime.lock:
                     both = [together.submit(first, **options) for first in (first, chats()[4])]
                 reply = both[0].result()
                 both[1].result()

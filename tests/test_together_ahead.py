@@ -47,7 +47,7 @@ def behind_the_answer(together: Together, reply: ks.Reply, text: str = "Why?") -
     """The last boundary of the next prompt before its question."""
     vlm, then = together._vlm, after(reply, text)
     history = len(vlm.render(then[:-1], False))
-    cuts = vlm.render(then).boundaries(vlm.memory.rule)
+    cuts = vlm.render(then).boundaries(vlm.runtime.rule)
     return max(cut for cut in cuts if cut <= history)
 
 
@@ -117,7 +117,7 @@ def test_what_was_deleted_does_not_come_back() -> None:
         vlm.delete(FIRST)
         assert until_quiet(together) == 0
         assert together.explain(after(reply)).cached_tokens == 0
-        assert vlm.memory.shelves.packages.nbytes == 0
+        assert vlm.runtime.shelves.packages.nbytes == 0
 
 
 def test_deleted_words_do_not_come_back_either() -> None:
@@ -157,7 +157,7 @@ def test_somebody_who_asks_meanwhile_goes_first(monkeypatch: pytest.MonkeyPatch)
     with served(ahead=0.3) as together:
         ahead = together._ahead
         reply = together.submit(FIRST, **GREEDY).result()
-        with together._vlm._lock:
+        with together._vlm.runtime.lock:
             ahead._begin(ahead._followers[-1])
             next(iter(ahead._followers[-1].work or ()))
         other = [turn("Words. " * 25)]
@@ -176,7 +176,7 @@ def test_an_error_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no memory")
 
         with monkeypatch.context() as broken:
-            broken.setattr(together._vlm.memory.engine, "start", fail)
+            broken.setattr(together._vlm.runtime.engine, "start", fail)
             assert until_quiet(together) == 0
         assert together.submit(FIRST, max_new_tokens=2).result().tokens
 

@@ -14,6 +14,7 @@ from models import build, picture, turn
 
 import keepsight as ks
 from keepsight import digests
+from keepsight.core.answer import turn_of
 from keepsight.core.call import Call
 from keepsight.scheduler import Together
 
@@ -50,36 +51,36 @@ def meanwhile(*work: Callable[[], Any]) -> Iterator[None]:
 
 def test_a_tenant_has_one_vision_however_many_threads_ask(vlm: Any) -> None:
     """A second one would know no names, and nobody would tell it of new weights."""
-    found = {vlm.memory.vision_of("a")}
-    vlm.memory.vision_of("b")
+    found = {vlm.runtime.vision_of("a")}
+    vlm.runtime.vision_of("b")
 
     def ask() -> None:
-        found.add(vlm.memory.vision_of("a"))
+        found.add(vlm.runtime.vision_of("a"))
 
     with meanwhile(ask, ask, ask):
         for _ in range(300):
-            with vlm._lock:
-                vlm.memory.refresh(tenant="a")
-                vlm.memory.refresh(tenant="b")
+            with vlm.runtime.lock:
+                vlm.runtime.refresh(tenant="a")
+                vlm.runtime.refresh(tenant="b")
     assert len(found) == 1
 
 
 def test_making_a_request_ready_makes_no_room_for_tenants(vlm: Any) -> None:
     """Room is made in the tree, which only whoever has the model may change."""
     has_it: list[bool] = []
-    make_room = vlm.memory._make_room_for_a_tenant
+    make_room = vlm.runtime._make_room_for_a_tenant
 
     def watched() -> None:
-        has_it.append(vlm._lock._owner == threading.get_ident())
+        has_it.append(vlm.runtime.lock._owner == threading.get_ident())
         make_room()
 
-    namer = vlm.memory.vision_of("x").namer
-    vlm.memory._make_room_for_a_tenant = watched
+    namer = vlm.runtime.vision_of("x").namer
+    vlm.runtime._make_room_for_a_tenant = watched
     look = namer.look
 
     def forgetful(*given: Any) -> Any:
         """While it looks, so many other tenants come that this one is let go of."""
-        vlm.memory._visions.pop("x", None)
+        vlm.runtime._visions.pop("x", None)
         return look(*given)
 
     namer.look = forgetful
@@ -92,17 +93,17 @@ def test_making_a_request_ready_makes_no_room_for_tenants(vlm: Any) -> None:
 
 def test_a_picture_that_is_explained_stops_nobody(vlm: Any) -> None:
     """It is decoded without the model, named as it will be, and not known afterwards."""
-    namer, asked = vlm.memory.vision.namer, [turn("Look.", picture(1))]
+    namer, asked = vlm.runtime.vision.namer, [turn("Look.", picture(1))]
     look, has_it = namer.look, []
 
     def watched(*given: Any) -> Any:
-        has_it.append(vlm._lock._owner is not None)
+        has_it.append(vlm.runtime.lock._owner is not None)
         return look(*given)
 
     with Together(vlm) as together:
         before, namer.look = vlm.stats()["features"], watched
         told = together.explain(asked)
-        assert has_it == [False] and not vlm.memory.shelves.aliases.nbytes
+        assert has_it == [False] and not vlm.runtime.shelves.aliases.nbytes
         assert vlm.stats()["features"] == before
         direct, given = vlm.explain(asked).to_dict(), told.to_dict()
         assert {**direct, "milliseconds": 0} == {**given, "milliseconds": 0}
@@ -112,7 +113,7 @@ def test_a_picture_that_is_explained_stops_nobody(vlm: Any) -> None:
 
 
 def test_a_picture_is_forgotten_while_others_are_named(vlm: Any) -> None:
-    namer, number = vlm.memory.vision.namer, iter(range(1 << 40))
+    namer, number = vlm.runtime.vision.namer, iter(range(1 << 40))
 
     def learn() -> None:
         namer._remember(digests.digest("a name", next(number)), {"key": "k" * 64})
@@ -127,7 +128,7 @@ def test_a_picture_is_forgotten_while_others_are_named(vlm: Any) -> None:
 def test_settings_that_change_during_a_look_are_not_remembered_as_they_were(
     vlm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processor, namer = vlm.processor.image_processor, vlm.memory.vision.namer
+    processor, namer = vlm.processor.image_processor, vlm.runtime.vision.namer
     namer._settings.clear()
     begun, go_on, told = threading.Event(), threading.Event(), type(processor).to_dict
 
@@ -145,8 +146,8 @@ def test_settings_that_change_during_a_look_are_not_remembered_as_they_were(
     before = processor.image_mean
     try:
         processor.image_mean = [0.1, 0.2, 0.3]
-        with vlm._lock:
-            vlm.memory.refresh()
+        with vlm.runtime.lock:
+            vlm.runtime.refresh()
         go_on.set()
         looking.join()
         late = namer.settings()
@@ -165,7 +166,7 @@ def test_what_a_turn_under_way_computes_does_not_come_back_after_a_reset(
     with ks.wrap(*build("qwen3_vl"), grain=4, store=tmp_path) as vlm:
         wanted = vlm.chat(asked, max_new_tokens=3, **GREEDY).tokens
         vlm.clear(store=True)
-        one = vlm._turn(asked, Call(True, "", {"max_new_tokens": 3, **GREEDY}, {}))
+        one = turn_of(vlm.runtime, asked, Call(True, "", {"max_new_tokens": 3, **GREEDY}, {}))
         one.begin()
         work = one.work()
         for _ in range(steps):
@@ -173,7 +174,7 @@ def test_what_a_turn_under_way_computes_does_not_come_back_after_a_reset(
         vlm.clear(store=True)
         for _ in work:
             pass
-        tree = vlm.memory.tree
+        tree = vlm.runtime.tree
         assert not list(tree.nodes()) and tree.check() is None
         assert int(one.run.logits.argmax()) == wanted[0]
         one.finish()

@@ -93,11 +93,11 @@ def test_losses_and_gradients_are_those_of_pixels(kind: str) -> None:
     with ks.wrap(model, processor, grain=16) as vlm:
         vlm.encode(pictures())
         batch = batch_of(PackageDataset(vlm, records()))
-        pixels = [vlm.memory.vision.name(image).recall() for image in pictures()]
-        assert_like_pixels(vlm, batch, vlm.memory.family.join_pixels(pixels))
-        wrong = [vlm.memory.vision.name(image).recall() for image in (picture(7), *pictures()[1:])]
+        pixels = [vlm.runtime.vision.name(image).recall() for image in pictures()]
+        assert_like_pixels(vlm, batch, vlm.runtime.family.join_pixels(pixels))
+        wrong = [vlm.runtime.vision.name(image).recall() for image in (picture(7), *pictures()[1:])]
         with pytest.raises(AssertionError):
-            assert_like_pixels(vlm, batch, vlm.memory.family.join_pixels(wrong))
+            assert_like_pixels(vlm, batch, vlm.runtime.family.join_pixels(wrong))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "gemma3"])

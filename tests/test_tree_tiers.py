@@ -850,12 +850,12 @@ def test_what_cannot_be_read_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) 
 def test_an_answer_from_the_host_tier_is_the_same(demo_parts: Any, name: str) -> None:
     model, processor = demo_parts[name]
     with ks.wrap(model, processor, grain=16) as vlm:
-        tree = vlm.memory.tree
+        tree = vlm.runtime.tree
         tree.host_budget = HUGE
         messages = [{"role": "user", "content": "Say something about shapes. " * 5}]
         wanted = vlm.chat(messages, max_new_tokens=4)
         tree.demote(tree.nbytes)
-        vlm.memory.engine.lanes.clear()
+        vlm.runtime.engine.lanes.clear()
         assert tree.nbytes == 0 < tree.host.nbytes
         longer = [*messages, {"role": "assistant", "content": "Yes."}, *messages]
         reply = vlm.chat(longer, max_new_tokens=4)

@@ -52,7 +52,7 @@ def test_warm_turn_touches_no_tower_no_processor_no_package(
     visual = demo.model.base_model.visual
     monkeypatch.setattr(visual, "forward", boom)
     monkeypatch.setattr(type(demo.processor.image_processor), "preprocess", boom)
-    monkeypatch.setattr(demo.memory.vision, "package", boom)
+    monkeypatch.setattr(demo.runtime.vision, "package", boom)
     reply = session.ask("And what colour is it?")
     again = demo.ask(picture(1), LONG)
     assert reply.usage.images_encoded == again.usage.images_encoded == 0
@@ -90,7 +90,7 @@ def test_a_client_that_hangs_up_loses_nothing(demo: Any) -> None:
     stream = demo.stream([turn(LONG, picture(1))], max_new_tokens=20)
     next(stream)
     stream.close()
-    tree = demo.memory.tree
+    tree = demo.runtime.tree
     tree.check()
     assert tree.held_bytes() == 0
     reply = demo.chat([turn(LONG, picture(1))], max_new_tokens=2)
@@ -99,11 +99,11 @@ def test_a_client_that_hangs_up_loses_nothing(demo: Any) -> None:
 
 def test_a_tower_that_fails_once(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(demo.memory.family, "encode", boom)
+        patch.setattr(demo.runtime.family, "encode", boom)
         with pytest.raises(AssertionError):
             demo.chat([turn(LONG, picture(1)), turn("Two.", picture(2))])
-    demo.memory.tree.check()
-    assert demo.memory.tree.held_bytes() == 0
+    demo.runtime.tree.check()
+    assert demo.runtime.tree.held_bytes() == 0
     assert demo.chat([turn(LONG, picture(1)), turn("Two.", picture(2))]).text
 
 
@@ -189,7 +189,7 @@ def test_reason_below_the_grain_and_no_snapshot_between(demo_parts: Any) -> None
 def test_reason_evicted(demo: Any) -> None:
     messages = [turn(LONG, picture(1))]
     demo.chat(messages, max_new_tokens=1)
-    demo.memory.tree.evict(demo.memory.tree.nbytes)
+    demo.runtime.tree.evict(demo.runtime.tree.nbytes)
     assert reasons(demo.explain(messages))[0] == (0, "evicted")
 
 
@@ -213,7 +213,7 @@ def test_weights_of_which_nothing_is_remembered_leave_nothing_behind(demo: Any) 
     messages = [turn("What is it?", picture(1))]
     weight = demo.model.get_decoder().layers[0].mlp.down_proj.weight
     kept = weight.detach().clone()
-    memory = demo.memory
+    memory = demo.runtime
     try:
         for step in range(8):
             if step % 4 == 0:
@@ -235,7 +235,7 @@ def test_nobody_asks_for_other_weights_where_the_whole_prompt_is_known(
     demo.prepare(messages, exact=False)
     demo.prepare(messages)
     asked: list[Any] = []
-    monkeypatch.setattr(demo.memory.tree, "elsewhere", lambda *a: asked.append(a) or (0, ""))
+    monkeypatch.setattr(demo.runtime.tree, "elsewhere", lambda *a: asked.append(a) or (0, ""))
     demo.explain(messages)
     assert not asked
 
@@ -282,7 +282,7 @@ def test_a_changed_package_never_changes_an_exact_answer(demo: Any) -> None:
     assert torch.equal(logits(demo, messages), expected)
     for tensor in package.tensors.values():
         tensor.zero_()
-    demo.memory.tree.evict(demo.memory.tree.nbytes)
+    demo.runtime.tree.evict(demo.runtime.tree.nbytes)
     assert torch.equal(logits(demo, messages), expected)
 
 
@@ -364,7 +364,7 @@ def test_bytes_are_the_unique_storages(demo_parts: Any, name: str) -> None:
             session.ask(LONG, images, max_new_tokens=3)
             session.fork().ask("Or not?", max_new_tokens=3)
         seen = {}
-        for node in vlm.memory.tree.nodes():
+        for node in vlm.runtime.tree.nodes():
             for tensor in node.tensors():
                 storage = tensor.untyped_storage()
                 seen[storage.data_ptr()] = storage.nbytes()
@@ -417,8 +417,8 @@ def test_tensor_paths_of_one_image_agree(demo: Any) -> None:
     messages = [turn(LONG, picture(1))]
     demo.chat(messages, max_new_tokens=1)
     inputs = demo.inputs(messages)
-    pixels = demo.memory.family.preprocess(
-        demo.processor, picture(1), demo.memory.image_options
+    pixels = demo.runtime.family.preprocess(
+        demo.processor, picture(1), demo.runtime.image_options
     ).tensors
     inputs.pop("mm_encoder_outputs")
     out = demo.generate(**{**inputs, **pixels}, max_new_tokens=1, return_dict_in_generate=True)

@@ -57,7 +57,7 @@ def test_packages_from_another_maker(demo_parts: Any, tmp_path: Path) -> None:
         package = vlm.encode(picture(1))
     foreign = dataclasses.replace(package, provenance=dict(package.provenance, maker="onnx"))
     with ks.wrap(model, processor, grain=16, store=tmp_path) as vlm:
-        store = vlm.memory.store
+        store = vlm.runtime.store
         store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
         store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
         vlm.flush()
@@ -68,7 +68,7 @@ def test_packages_from_another_maker(demo_parts: Any, tmp_path: Path) -> None:
         assert image.features == "tower"
     other = tmp_path / "other"
     with ks.wrap(model, processor, grain=16, store=other, accept_features="any") as vlm:
-        store = vlm.memory.store
+        store = vlm.runtime.store
         store.put("package", foreign.feature_id, foreign.tensors, foreign.record())
         store.put_note("made", foreign.identity, {"feature_id": foreign.feature_id})
         reply = vlm.chat(messages, max_new_tokens=1)
@@ -99,8 +99,8 @@ def test_several_threads_take_turns(demo_parts: Any) -> None:
         for thread in threads:
             thread.join()
         assert not errors and [found[i] for i in range(4)] == alone
-        vlm.memory.tree.check()
-        assert vlm.memory.tree.held_bytes() == 0
+        vlm.runtime.tree.check()
+        assert vlm.runtime.tree.held_bytes() == 0
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-hybrid"])

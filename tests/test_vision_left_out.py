@@ -35,7 +35,7 @@ def parts_of(kind: str, path: Path, dtype: str = "float32") -> tuple[Any, Any]:
 
 
 def same_names(one: Any, other: Any) -> bool:
-    return bool(one.memory.weights.record() == other.memory.weights.record())
+    return bool(one.runtime.weights.record() == other.runtime.weights.record())
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -122,14 +122,14 @@ def test_names_that_the_store_remembers_need_no_reading(
     folder, store = folder_of("qwen3_vl", tmp_path / "model"), tmp_path / "store"
     messages = [turn(TEXT, picture(1))]
     with ks.load(folder, dtype="float32", grain=16, store=store) as whole:
-        expected, names = logits(whole, messages), whole.memory.weights.record()
+        expected, names = logits(whole, messages), whole.runtime.weights.record()
 
     def read(self: Any) -> Any:
         raise UnreadableWeights("the tower was read")
 
     monkeypatch.setattr(without_tower.TowerFiles, "_read", read)
     with ks.load(folder, dtype="float32", grain=16, store=store, vision=False) as part:
-        assert part.memory.weights.record() == names
+        assert part.runtime.weights.record() == names
         assert torch.equal(logits(part, messages), expected)
     with pytest.raises(UnreadableWeights, match="was read"):
         ks.load(folder, dtype="float32", grain=16, vision=False)
@@ -143,8 +143,8 @@ def test_another_tower_has_another_name(tmp_path: Path) -> None:
     tensors[name].view(-1)[-1] += 1e-3
     save_file(tensors, file, {"format": "pt"})
     part = ks.wrap(without_tower.load_model(str(tmp_path), "float32", None, None), whole.processor)
-    assert part.memory.weights.vision != whole.memory.weights.vision
-    assert part.memory.weights.all != whole.memory.weights.all
+    assert part.runtime.weights.vision != whole.runtime.weights.vision
+    assert part.runtime.weights.all != whole.runtime.weights.all
 
 
 def test_changed_files_are_noticed_where_they_have_to_be_read(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_a_tower_put_back_is_noticed(tmp_path: Path) -> None:
     whole, part = parts_of("qwen3_vl", tmp_path)
     with torch.no_grad():
         whole.model.base_model.visual.merger.linear_fc2.weight.mul_(1.05)
-    whole.memory.refresh()
+    whole.runtime.refresh()
     part.model.base_model.visual = whole.model.base_model.visual
-    part.memory.refresh()
+    part.runtime.refresh()
     assert not absent_parts(part.model)
     assert same_names(whole, part)
 

@@ -43,7 +43,7 @@ def vlm(parts: tuple[Any, Any]) -> Iterator[Any]:
 
 
 def namespace(vlm: Any) -> str:
-    return str(vlm.memory.refresh())
+    return str(vlm.runtime.refresh())
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -202,7 +202,7 @@ def test_an_adapter_folder_is_bound_to_its_base_and_its_settings(tmp_path: Path)
         live, files = loading.load_named(str(adapter), "float32", None, None)
         assert files is not None
         with VLM(live, processor, files=files, grain=16, store=store) as vlm:
-            return vlm.memory.weights.all, logits(vlm, MESSAGES), cold(vlm, MESSAGES)
+            return vlm.runtime.weights.all, logits(vlm, MESSAGES), cold(vlm, MESSAGES)
 
     seen = [loaded()]
     settings.write_text(json.dumps(record | {"lora_alpha": 5 * record["lora_alpha"]}))

@@ -146,13 +146,13 @@ def test_loading_from_a_folder_agrees_with_wrapping(tmp_path: Path) -> None:
     folder = folder_of("qwen3_vl", tmp_path / "model")
     store = tmp_path / "store"
     with ks.wrap(model, processor, grain=16) as one:
-        wrapped = one.memory.weights
+        wrapped = one.runtime.weights
         with ks.load(folder, dtype="float32", grain=16, store=store) as two:
-            assert two.memory.weights.all == wrapped.all
-            assert two.memory.weights.vision == wrapped.vision
+            assert two.runtime.weights.all == wrapped.all
+            assert two.runtime.weights.vision == wrapped.vision
         # The second time the fingerprints come from the store, and are the same.
         with ks.load(folder, dtype="float32", grain=16, store=store) as three:
-            assert three.memory.weights.all == wrapped.all
+            assert three.runtime.weights.all == wrapped.all
             assert torch.equal(logits(three, MESSAGES), logits(one, MESSAGES))
     with pytest.raises(ModelError, match="cannot be loaded"):
         ks.load(tmp_path / "nothing")

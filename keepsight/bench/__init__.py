@@ -150,7 +150,7 @@ def _run(
             "size": options.size,
             "dtype": dtype,
             "parameters": vlm.model.num_parameters(),
-            "grain": vlm.memory.rule.grain,
+            "grain": vlm.runtime.rule.grain,
             "workloads": found,
         }
         if "cold" in names:

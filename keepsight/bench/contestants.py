@@ -162,9 +162,9 @@ class Limit:
 
     def __init__(self, vlm: VLM) -> None:
         # A memory of its own: naming a picture here must not spare Keepsight the work.
-        self._vlm = keepsight.wrap(vlm.model, vlm.processor, grain=vlm.memory.rule.grain)
+        self._vlm = keepsight.wrap(vlm.model, vlm.processor, grain=vlm.runtime.rule.grain)
         self._model: Any = vlm.model
-        self._family = self._vlm.memory.family
+        self._family = self._vlm.runtime.family
         ends = vlm.model.generation_config.eos_token_id
         self._ends = [ends] if isinstance(ends, int) else list(ends or [])
         self._prompts: dict[str, Prompt] = {}

@@ -79,7 +79,7 @@ def _cold_case(
 def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
     """What a new picture costs, stage by stage, and `encode` as a whole over the tower alone."""
     data = Path(path).read_bytes()
-    memory = vlm.memory
+    memory = vlm.runtime
     image = decode_bytes(data, path)
     pixels = memory.family.preprocess(vlm.processor, image, memory.image_options)
     stages: dict[str, Callable[[], Any]] = {
@@ -131,7 +131,7 @@ def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> dict[str, A
 
 def _again(vlm: VLM, folder: str | Path) -> VLM:
     """Another engine on the same model, with nothing in memory."""
-    rule = vlm.memory.rule
+    rule = vlm.runtime.rule
     return keepsight.wrap(vlm.model, vlm.processor, grain=rule.grain, store=folder)
 
 
@@ -167,7 +167,7 @@ def _one_restart(vlm: VLM, folder: Path, messages: list[Any], drop: bool) -> dic
 def files_of(vlm: VLM, folder: Path, cached_tokens: int) -> list[Path]:
     """What was read: the snapshots up to the match, and the fixed states where it ends."""
     files = []
-    for node in vlm.memory.tree.nodes():
+    for node in vlm.runtime.tree.nodes():
         if node.kv is not None and node.end <= cached_tokens:
             kinds = ["snapshot", "state"] if node.fixed else ["snapshot"]
             files += [f for kind in kinds for f in folder.glob(f"{kind}/*/{node.digest}.keep")]

@@ -237,7 +237,7 @@ def verify(
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
     question = prompt or "Describe the picture."
     with load(model, dtype, device_map, store, grain, (min_pixels, max_pixels)) as vlm:
-        checks = certify(vlm, images, question)
+        checks = certify(vlm.runtime, images, question)
     shown = table("looked at", "holds", "largest difference", "", right=("largest difference",))
     for check in checks:
         holds = "yes" if check.ok else "NO"

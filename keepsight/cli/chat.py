@@ -162,9 +162,9 @@ class Shell:
         if not name:
             raise InputError("/image wants a path or URL")
         image = open_image(name.strip("'\""))
-        with self.vlm._lock:
-            self.vlm.memory.refresh()
-            medium = self.vlm.memory.vision.name(image)
+        with self.vlm.runtime.lock:
+            self.vlm.runtime.refresh()
+            medium = self.vlm.runtime.vision.name(image)
         self.waiting.append(medium)
         self._say(f"{name}: {medium.tokens} tokens, waits for your next question")
 

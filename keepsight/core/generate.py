@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from keepsight.core.batch import Batch, decode_together
-from keepsight.core.runtime import Memory
+from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.core.sampling import known_options
 from keepsight.core.turn import Turn
@@ -33,7 +33,6 @@ from keepsight.models.families.pixels import embedding_of
 from keepsight.models.upstream import padding_of
 from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
-from keepsight.system.lock import FairLock
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)
@@ -73,40 +72,40 @@ class _Row:
 
 
 def generate(
-    memory: Memory, lock: FairLock, inputs: Any, options: dict[str, Any], tenant: str = ""
-) -> Any:
+    runtime: Runtime, inputs: Any, options: dict[str, Any], tenant: str = ""
+) -> torch.Tensor | Generated:
     """`model.generate` for a batch of prompts: prefilled one by one, decoded together."""
-    tensors, options = _sort(memory, inputs, options)
+    tensors, options = _sort(runtime, inputs, options)
     exact = options.pop("exact", True)
     streamer = options.pop("streamer", None)
     as_dict = options.pop("return_dict_in_generate", None)
     if as_dict is None:
-        as_dict = memory.model.generation_config.return_dict_in_generate
+        as_dict = runtime.model.generation_config.return_dict_in_generate
     options["return_dict_in_generate"] = bool(as_dict)  # what output_logits depends on
-    ids = _check_ids(memory, tensors)
+    ids = _check_ids(runtime, tensors)
     mask = _check_mask(tensors.get("attention_mask"), ids)
     if streamer is not None and len(ids) > 1:
         raise InputError("a streamer takes one prompt at a time, as in Transformers")
-    with lock:
-        memory.refresh(bool(exact), tenant)
-        prompts = _prompts(memory, memory.vision_of(tenant), tensors, ids, mask)
+    with runtime.lock:
+        runtime.refresh(bool(exact), tenant)
+        prompts = _prompts(runtime, runtime.vision_of(tenant), tensors, ids, mask)
     if streamer is not None:
         streamer.put(ids.cpu())
     turns = [
-        Turn(memory, lock, partial(_same, p), dict(options), bool(exact), _TOKENS, tenant)
+        Turn(runtime, partial(_same, p), dict(options), bool(exact), _TOKENS, tenant)
         for p in prompts
     ]
-    rows = _run(memory, lock, turns, streamer)
+    rows = _run(runtime, turns, streamer)
     if streamer is not None:
         streamer.end()
-    sequences = _join(ids, rows, memory)
+    sequences = _join(ids, rows, runtime)
     return _as_dict(sequences, rows) if as_dict else sequences
 
 
 def _sort(
-    memory: Memory, inputs: Any, options: dict[str, Any]
+    runtime: Runtime, inputs: Any, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    names = ("input_ids", *_CHECKED, *sorted(memory.family.tensor_inputs))
+    names = ("input_ids", *_CHECKED, *sorted(runtime.family.tensor_inputs))
     tensors = {name: options.pop(name) for name in names if name in options}
     if inputs is not None:
         tensors.setdefault("input_ids", inputs)
@@ -116,7 +115,7 @@ def _sort(
     for name in set(_OF_OTHER_MEDIA) - set(names):
         if options.pop(name, None) is not None:
             raise UnsupportedInput(
-                f"{name} is not supported for {memory.model.config.model_type}; images come as "
+                f"{name} is not supported for {runtime.model.config.model_type}; images come as "
                 "pixel_values"
             )
     known = [*known_options(), *_OWN, *names, "tenant"]
@@ -125,16 +124,16 @@ def _sort(
     return {name: value for name, value in tensors.items() if value is not None}, options
 
 
-def _check_ids(memory: Memory, tensors: dict[str, Any]) -> torch.Tensor:
+def _check_ids(runtime: Runtime, tensors: dict[str, Any]) -> torch.Tensor:
     ids = tensors.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise InputError("input_ids must be a tensor of int64, as a processor returns it")
     if ids.dim() != 2 or not ids.numel():
         raise InputError(f"input_ids has shape {tuple(ids.shape)}, expected (batch, tokens)")
-    size = embedding_of(memory.model).num_embeddings
+    size = embedding_of(runtime.model).num_embeddings
     if int(ids.min()) < 0 or int(ids.max()) >= size:
         raise InputError(f"input_ids has values outside of 0 to {size - 1}")
-    for name in memory.family.tensor_inputs & tensors.keys():
+    for name in runtime.family.tensor_inputs & tensors.keys():
         if not isinstance(tensors[name], torch.Tensor):
             raise InputError(f"{name} must be a tensor, not a {type(tensors[name]).__name__}")
     pixels, grid = tensors.get("pixel_values"), tensors.get("image_grid_thw")
@@ -161,14 +160,14 @@ def _check_mask(mask: Any, ids: torch.Tensor) -> np.ndarray:
 
 
 def _prompts(
-    memory: Memory, vision: Vision, tensors: dict[str, Any], ids: torch.Tensor, mask: np.ndarray
+    runtime: Runtime, vision: Vision, tensors: dict[str, Any], ids: torch.Tensor, mask: np.ndarray
 ) -> list[Prompt]:
-    family = memory.family
+    family = runtime.family
     all_ids = ids.cpu().numpy().astype(np.int64)
     rows = [row[keep] for row, keep in zip(all_ids, mask, strict=True)]
-    _check_placeholders(memory, tensors, np.concatenate(rows))
+    _check_placeholders(runtime, tensors, np.concatenate(rows))
     waiting: dict[str, list[Medium]] = {kind: [] for kind in family.placeholders}
-    for pixels in _split(memory, tensors, rows):
+    for pixels in _split(runtime, tensors, rows):
         waiting[pixels.modality].append(vision.name_pixels(pixels))
     prompts, used = [], dict.fromkeys(waiting, 0)
     for i, row in enumerate(rows):
@@ -180,20 +179,20 @@ def _prompts(
         placed.sort(key=lambda pair: pair[0])
         media_here = tuple(medium for _, medium in placed)
         prompts.append(Prompt(row, media_here, tuple(ranges for ranges, _ in placed)))
-        _check_claims(memory, tensors, prompts[i], mask[i], i)
+        _check_claims(runtime, tensors, prompts[i], mask[i], i)
     for kind, media in waiting.items():
         if used[kind] != len(media):
             raise PlaceholderMismatch(f"{len(media)} {kind}s for placeholders of {used[kind]}")
     return prompts
 
 
-def _split(memory: Memory, tensors: dict[str, Any], rows: list[np.ndarray]) -> list[Pixels]:
+def _split(runtime: Runtime, tensors: dict[str, Any], rows: list[np.ndarray]) -> list[Pixels]:
     try:
-        return memory.family.split(tensors, rows)
+        return runtime.family.split(tensors, rows)
     except KeepsightError:
         raise
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
-        shapes = {n: tuple(tensors[n].shape) for n in memory.family.tensor_inputs & tensors.keys()}
+        shapes = {n: tuple(tensors[n].shape) for n in runtime.family.tensor_inputs & tensors.keys()}
         raise InputError(
             f"these tensors are not what this model's processor makes ({error}): {shapes}"
         ) from error
@@ -227,8 +226,8 @@ def _runs(spots: np.ndarray) -> tuple[Range, ...]:
     return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
 
 
-def _check_placeholders(memory: Memory, tensors: dict[str, Any], flat: np.ndarray) -> None:
-    family = memory.family
+def _check_placeholders(runtime: Runtime, tensors: dict[str, Any], flat: np.ndarray) -> None:
+    family = runtime.family
     for kind, token in family.placeholders.items():
         count = int((flat == token).sum())
         if count and not family.tensor_inputs & tensors.keys():
@@ -239,17 +238,17 @@ def _check_placeholders(memory: Memory, tensors: dict[str, Any], flat: np.ndarra
     if video not in (None, *family.placeholders.values()) and (flat == video).any():
         raise UnsupportedInput(
             f"input_ids has video placeholders; video is not supported for "
-            f"{memory.model.config.model_type}"
+            f"{runtime.model.config.model_type}"
         )
     if family.mrope and "pixel_values" in tensors and "image_grid_thw" not in tensors:
         raise InputError("pixel_values came without image_grid_thw")
 
 
 def _check_claims(
-    memory: Memory, tensors: dict[str, Any], prompt: Prompt, keep: np.ndarray, row: int
+    runtime: Runtime, tensors: dict[str, Any], prompt: Prompt, keep: np.ndarray, row: int
 ) -> None:
     """Type ids and positions must be those that follow from the prompt."""
-    family = memory.family
+    family = runtime.family
     own = {"mm_token_type_ids": torch.from_numpy(prompt.types.astype(np.int64))[None]}
     own |= family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
     for name in _TYPES:
@@ -257,7 +256,7 @@ def _check_claims(
         if given is None:
             continue
         if name not in own:
-            raise UnsupportedInput(f"{name} is not an input of {memory.model.config.model_type}")
+            raise UnsupportedInput(f"{name} is not an input of {runtime.model.config.model_type}")
         if not torch.equal(given[row].cpu()[torch.from_numpy(keep)].long(), own[name][0].long()):
             raise UnsupportedInput(f"{name} differ from where the images stand")
     positions = tensors.get("position_ids")
@@ -272,9 +271,9 @@ def _check_claims(
             )
 
 
-def _run(memory: Memory, lock: FairLock, turns: list[Turn], streamer: Any) -> list[_Row]:
+def _run(runtime: Runtime, turns: list[Turn], streamer: Any) -> list[_Row]:
     if len(turns) > 1:
-        return _run_together(memory, lock, turns)
+        return _run_together(runtime, turns)
     tokens = []
     for token in turns[0].tokens():
         tokens.append(token)
@@ -287,30 +286,30 @@ def _same(prompt: Prompt) -> Prompt:
     return prompt
 
 
-def _run_together(memory: Memory, lock: FairLock, turns: list[Turn]) -> list[_Row]:
+def _run_together(runtime: Runtime, turns: list[Turn]) -> list[_Row]:
     try:
         runs = [turn.ready() for turn in turns]
         logits = torch.cat([run.logits for run in runs if run.logits is not None])
         room = max(turn.sampler.max_new_tokens for turn in turns if turn.sampler is not None)
-        with lock:
-            for some in _side_by_side(memory, len(turns)):
-                batch = Batch(memory.model, memory.family, runs[some], min(room, 4096))
+        with runtime.lock:
+            for some in _side_by_side(runtime, len(turns)):
+                batch = Batch(runtime.model, runtime.family, runs[some], min(room, 4096))
                 takers = [turn.taker() for turn in turns[some]]
-                memory.engine.decode_steps += decode_together(batch, takers, logits[some])
+                runtime.engine.decode_steps += decode_together(batch, takers, logits[some])
         return [_Row(turn.generated, turn) for turn in turns]
     finally:
         for turn in turns:
             turn.finish()
 
 
-def _side_by_side(memory: Memory, count: int) -> list[slice]:
+def _side_by_side(runtime: Runtime, count: int) -> list[slice]:
     """Which rows decode together: all, or each alone where padding would change a row."""
-    if memory.family.decodes_together:
+    if runtime.family.decodes_together:
         return [slice(0, count)]
     return [slice(row, row + 1) for row in range(count)]
 
 
-def _join(ids: torch.Tensor, rows: list[_Row], memory: Memory) -> torch.Tensor:
+def _join(ids: torch.Tensor, rows: list[_Row], runtime: Runtime) -> torch.Tensor:
     """Prompts and answers in one rectangle, shorter answers padded as upstream pads them."""
     longest = max(len(row.tokens) for row in rows)
     fill = padding_of(rows[0].turn.sampler.config) if rows[0].turn.sampler else 0

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from keepsight.core.call import Call
+from keepsight.core.runtime import Runtime
 from keepsight.core.turn import Turn
 from keepsight.errors import ImageError
 from keepsight.formats.package import Package
-from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.prefix.node import Node
@@ -24,14 +24,14 @@ from keepsight.report import Report
 from keepsight.store import Store
 
 
-def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:
+def pin(runtime: Runtime, what: Any, pinned: bool, call: Call) -> None:
     """Keep (or no longer keep) an image's features, or a conversation's features and prefix. What
     there is no room for is refused, and then nothing of it is kept."""
-    vision, shelf = vlm.memory.vision_of(call.tenant), vlm.memory.shelves.packages
-    vlm.memory.refresh(call.exact, call.tenant)
+    vision, shelf = runtime.vision_of(call.tenant), runtime.shelves.packages
+    runtime.refresh(call.exact, call.tenant)
     with contextlib.ExitStack() as undo:
         if _is_conversation(what):
-            media = _pin_path(vlm, what, pinned, call, undo)
+            media = _pin_path(runtime, what, pinned, call, undo)
         else:
             media = tuple(_named(vision, what))
         for medium in media:
@@ -46,18 +46,18 @@ def pin(vlm: Any, what: Any, pinned: bool, call: Call) -> None:
 
 
 def _pin_path(
-    vlm: Any, messages: Any, pinned: bool, call: Call, undo: contextlib.ExitStack
+    runtime: Runtime, messages: Any, pinned: bool, call: Call, undo: contextlib.ExitStack
 ) -> tuple[Medium, ...]:
     """Prefill a conversation's prompt and pin its path before anything else can take its place."""
-    memory, store = vlm.memory, vlm.memory.store_of(call.tenant)
-    turn = _turn(vlm, call, lambda: vlm._rendered(messages, call))
+    store = runtime.store_of(call.tenant)
+    turn = _turn(runtime, call, lambda: runtime.render(messages, call))
     try:
         turn.begin(sample=False)
         turn.prefill()
         reached = turn.reached
         if pinned and not reached.pinned:
-            undo.callback(_pin_nodes, memory.tree, store, reached, False)
-        _pin_nodes(memory.tree, store, reached, pinned)
+            undo.callback(_pin_nodes, runtime.tree, store, reached, False)
+        _pin_nodes(runtime.tree, store, reached, pinned)
     finally:
         turn.finish()
     return turn.prompt.media
@@ -70,35 +70,35 @@ def _pin_nodes(tree: Tree, store: Store | None, node: Node, pinned: bool) -> Non
             store.pin(kind, one.digest, pinned)  # type: ignore[union-attr]
 
 
-def _turn(vlm: Any, call: Call, render: Callable[[], Prompt]) -> Turn:
-    return Turn(vlm.memory, vlm._lock, render, {}, call.exact, tenant=call.tenant)
+def _turn(runtime: Runtime, call: Call, render: Callable[[], Prompt]) -> Turn:
+    return Turn(runtime, render, {}, call.exact, tenant=call.tenant)
 
 
-def delete(vlm: Any, what: Any, call: Call) -> int:
+def delete(runtime: Runtime, what: Any, call: Call) -> int:
     """Remove images and all that was computed from them; the bytes freed."""
-    memory, tenant = vlm.memory, call.tenant
-    memory.refresh(call.exact, tenant)
+    tenant = call.tenant
+    runtime.refresh(call.exact, tenant)
     if not _is_conversation(what):
-        media = list(_named(memory.vision_of(tenant), what))
-        return sum(memory.forget(medium, tenant) for medium in media)
-    prompt: Prompt = vlm._rendered(what, call)
-    freed: int = sum(memory.forget(medium, tenant) for medium in prompt.media)
-    return freed + _forget_path(vlm, prompt, call)
+        media = list(_named(runtime.vision_of(tenant), what))
+        return sum(runtime.forget(medium, tenant) for medium in media)
+    prompt = runtime.render(what, call)
+    freed: int = sum(runtime.forget(medium, tenant) for medium in prompt.media)
+    return freed + _forget_path(runtime, prompt, call)
 
 
-def _forget_path(vlm: Any, prompt: Prompt, call: Call) -> int:
+def _forget_path(runtime: Runtime, prompt: Prompt, call: Call) -> int:
     """The snapshots of a prompt that no other prompt goes through, deepest first."""
-    memory, freed = vlm.memory, 0
-    turn = _turn(vlm, call, lambda: prompt)
+    freed = 0
+    turn = _turn(runtime, call, lambda: prompt)
     try:
         turn.begin(sample=False)
         node: Node | None = turn.match.node
     finally:
         turn.finish()
-    store = memory.store_of(call.tenant)
+    store = runtime.store_of(call.tenant)
     while node is not None and node.parent is not None and not _stood_on(node):
         above = node.parent
-        freed += int(memory.tree.forget(node))
+        freed += int(runtime.tree.forget(node))
         if store is not None:
             freed += store.delete("snapshot", node.digest)
         node = above
@@ -123,21 +123,21 @@ def _is_conversation(what: Any) -> bool:
 # -- by key ----------------------------------------------------------------------------------------
 
 
-def is_known(vlm: Any, key: str, tenant: str) -> bool:
+def is_known(runtime: Runtime, key: str, tenant: str) -> bool:
     """Whether features of an image are held anywhere for a tenant."""
-    return bool(_features_of(vlm, key, tenant))
+    return bool(_features_of(runtime, key, tenant))
 
 
-def pin_image(vlm: Any, key: str, pinned: bool, tenant: str) -> bool:
+def pin_image(runtime: Runtime, key: str, pinned: bool, tenant: str) -> bool:
     """Keep (or no longer keep) the features of an image where they lie; False when nowhere."""
-    return bool(pin_images(vlm, [key], pinned, tenant))
+    return bool(pin_images(runtime, [key], pinned, tenant))
 
 
-def pin_images(vlm: Any, keys: list[str], pinned: bool, tenant: str) -> int:
+def pin_images(runtime: Runtime, keys: list[str], pinned: bool, tenant: str) -> int:
     """The same of several images, all of them or none; how many features are held."""
-    shelf, store, found = vlm.memory.shelves.packages, vlm.memory.store_of(tenant), 0
+    shelf, store, found = runtime.shelves.packages, runtime.store_of(tenant), 0
     with contextlib.ExitStack() as undo:
-        for made in (made for key in keys for made in _features_of(vlm, key, tenant)):
+        for made in (made for key in keys for made in _features_of(runtime, key, tenant)):
             new = pinned and not shelf.pinned(tenant, made)
             held = shelf.pin(tenant, made, pinned)
             if held and new:
@@ -152,20 +152,19 @@ def pin_images(vlm: Any, keys: list[str], pinned: bool, tenant: str) -> int:
     return found
 
 
-def delete_image(vlm: Any, key: str, tenant: str) -> int:
+def delete_image(runtime: Runtime, key: str, tenant: str) -> int:
     """Remove an image and all that was computed from it; the bytes freed."""
-    freed: int = vlm.memory.forget(Medium(key, "", "", {}, (), None, _no_pixels), tenant)
-    return freed
+    return runtime.forget(Medium(key, "", "", {}, (), None, _no_pixels), tenant)
 
 
 def _no_pixels() -> Pixels:
     raise ImageError("an image that is only named by its key has no pixels to encode")
 
 
-def _features_of(vlm: Any, key: str, tenant: str) -> list[str]:
+def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
     """The feature ids of an image, in whichever making. A store has no list of images, so it is
     walked through, but only where memory has none."""
-    shelf, store = vlm.memory.shelves.packages, vlm.memory.store_of(tenant)
+    shelf, store = runtime.shelves.packages, runtime.store_of(tenant)
     held = [made for made, package in shelf.items(tenant) if package.key == key]
     if held or store is None:
         return held
@@ -175,11 +174,11 @@ def _features_of(vlm: Any, key: str, tenant: str) -> list[str]:
 # -- only looking ----------------------------------------------------------------------------------
 
 
-def foresee(vlm: Any, messages: Any, call: Call) -> Report:
+def foresee(runtime: Runtime, messages: Any, call: Call) -> Report:
     """The report that a call would give. Nothing is computed with the model, brought from one tier
     to another, or made more useful; a picture that nobody knows is still not known afterwards."""
 
-    vision: Vision = vlm.memory.vision_of(call.tenant)
+    vision = runtime.vision_of(call.tenant)
 
     def name(image: Any, modality: str) -> Medium:
         if isinstance(image, Medium | Package):
@@ -187,7 +186,6 @@ def foresee(vlm: Any, messages: Any, call: Call) -> Report:
         return vision.medium_of(vision.namer.look(image, modality))
 
     def render() -> Prompt:
-        prompt: Prompt = vlm._renderer.render(messages, name, True, **call.template)
-        return prompt
+        return runtime.render(messages, call, name=name)
 
-    return _turn(vlm, call, render).foresee()
+    return _turn(runtime, call, render).foresee()

@@ -28,7 +28,7 @@ from PIL import Image
 
 from keepsight.core.generate import Generated, generate
 from keepsight.core.render import Renderer
-from keepsight.core.runtime import Memory
+from keepsight.core.runtime import Runtime
 from keepsight.core.settings import Settings
 from keepsight.core.turn import Turn
 from keepsight.errors import KeepsightError, UnsupportedModel
@@ -37,7 +37,6 @@ from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
-from keepsight.system.lock import FairLock
 
 logger = logging.getLogger(__name__)
 
@@ -232,21 +231,21 @@ def _near(model: Any) -> float:
     return _NEAR.get(model.dtype, 1e-4)
 
 
-def _memory(model: Any, family: Family, processor: Any, weights: Weights) -> Memory:
+def _runtime(model: Any, family: Family, processor: Any, weights: Weights) -> Runtime:
     """An empty one, with a boundary at every few tokens."""
-    memory = Memory(model, family, processor, weights, Settings(grain=1), None)
-    memory.rule = dataclasses.replace(memory.rule, run=_RUN)
-    return memory
+    runtime = Runtime(model, family, processor, weights, Settings(grain=1), None)
+    runtime.rule = dataclasses.replace(runtime.rule, run=_RUN)
+    return runtime
 
 
 def _first_difference(
     model: Any, family: Family, processor: Any, weights: Weights, cases: list[_Case]
 ) -> str:
     """What went wrong first, over all cases, each on top of the ones before; or nothing."""
-    memory = _memory(model, family, processor, weights)
+    runtime = _runtime(model, family, processor, weights)
     for case in cases:
         try:
-            found = generate(memory, FairLock(), None, {**case.inputs, **_OPTIONS})
+            found = generate(runtime, None, {**case.inputs, **_OPTIONS})
         except (KeepsightError, *_ODD) as error:
             return f"{case.name}: {_told(error)}"
         ours = (found.logits or ()) if isinstance(found, Generated) else ()
@@ -290,11 +289,11 @@ def _check_messages(model: Any, family: Family, processor: Any, weights: Weights
     try:
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
-        memory = _memory(model, family, processor, weights)
+        runtime = _runtime(model, family, processor, weights)
         renderer = Renderer(family, processor)
-        prompt = renderer.render(messages, _namer(memory))
+        prompt = renderer.render(messages, _namer(runtime))
         if prompt.ids.tolist() == inputs["input_ids"][0].tolist():
-            wrong = _difference(model, _stock(model, inputs), _answer(memory, prompt))
+            wrong = _difference(model, _stock(model, inputs), _answer(runtime, prompt))
     except (KeepsightError, *_ODD) as error:
         wrong = f"{wrong} ({_told(error)})"
     if wrong:
@@ -303,15 +302,15 @@ def _check_messages(model: Any, family: Family, processor: Any, weights: Weights
         )
 
 
-def _namer(memory: Memory) -> Callable[[Any, str], Medium]:
+def _namer(runtime: Runtime) -> Callable[[Any, str], Medium]:
     """Names pictures as a call on messages would."""
-    memory.refresh()
-    return memory.vision.name
+    runtime.refresh()
+    return runtime.vision.name
 
 
-def _answer(memory: Memory, prompt: Prompt) -> tuple[torch.Tensor, ...]:
+def _answer(runtime: Runtime, prompt: Prompt) -> tuple[torch.Tensor, ...]:
     """The logits of each step of an answer to a prompt of messages."""
-    turn = Turn(memory, FairLock(), lambda: prompt, dict(_OPTIONS), True, _TOKENS)
+    turn = Turn(runtime, lambda: prompt, dict(_OPTIONS), True, _TOKENS)
     for _ in turn.tokens():
         continue
     return tuple(turn.sampler.logits) if turn.sampler is not None else ()

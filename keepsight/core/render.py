@@ -31,6 +31,7 @@ from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
 
+Name = Callable[[Any, str], Medium]  # gives a medium for what a part holds, and its modality
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # Types of a part and the fields that hold it. Which modalities a model takes, its family says.
 _MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -47,7 +48,7 @@ class Renderer:
     def __init__(self, family: Family, processor: Any, chat_template: str | None = None) -> None:
         self._family, self._processor = family, processor
         self.tokenizer = processor.tokenizer
-        self._template = _template_of(processor, chat_template)
+        self.template = _template_of(processor, chat_template)
         to_token = self.tokenizer.convert_ids_to_tokens
         self._placeholders: dict[str, str] = {
             kind: to_token(token) for kind, token in family.placeholders.items()
@@ -55,7 +56,7 @@ class Renderer:
         # What the template writes for a medium: the processor's word for it.
         self._words = {kind: self._word(kind) for kind in self._placeholders}
         more = {*self._words.values(), *self._placeholders.values()}
-        self._chat = ChatTemplate(self._template, self.tokenizer, more)
+        self._chat = ChatTemplate(self.template, self.tokenizer, more)
         words = (f"(?P<{kind}>{re.escape(word)})" for kind, word in self._words.items())
         self._written = re.compile("|".join(words))
         self._bos = self._implicit_bos()
@@ -73,7 +74,7 @@ class Renderer:
     def render(
         self,
         messages: list[Message],
-        name: Callable[[Any, str], Medium],
+        name: Name,
         generate: bool = True,
         **template: Any,
     ) -> Prompt:

@@ -1,4 +1,4 @@
-"""All that is remembered for one live model, and the name under which it may be reused.
+"""One live model, all that is remembered of it, and the lock under which it is used.
 
 `refresh` runs before each call: it looks at the weights and the settings that change results, and
 gives the namespace. Two calls share a namespace only if a snapshot of one is bit for bit what the
@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 from keepsight import digests
 from keepsight.core import attention
+from keepsight.core.call import Call
 from keepsight.core.engine import Engine
+from keepsight.core.render import Message, Name, Renderer
 from keepsight.core.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.core.state import Shape
-from keepsight.errors import ModelError, PinsFull
+from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.media.caches import Shelves
 from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
@@ -34,9 +36,11 @@ from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 from keepsight.store import Store, parse_bytes
 from keepsight.system.accounts import account_of
+from keepsight.system.lock import FairLock
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
 _STATS_WAIT = 0.2  # seconds that statistics wait for a store to count what it has
+_NO_PROCESSOR = "this model was wrapped without a processor: use generate(**tensors)"
 MAX_TENANTS = 10_000  # known in memory at a time; a store knows them all
 MAX_SALTS = 1_000  # of one tenant, likewise
 HOST_BUDGET = "4GiB"  # for what falls out of an accelerator's memory
@@ -50,8 +54,11 @@ class Made:
     tenant: str
 
 
-class Memory:
-    """Tree, engine, vision and store of one model."""
+class Runtime:
+    """A model with its family, processor and weights; tree, engine, features and store; and a lock.
+
+    Whoever computes with the model, or changes what is remembered, holds `lock` meanwhile.
+    """
 
     def __init__(
         self,
@@ -61,9 +68,11 @@ class Memory:
         weights: Weights,
         settings: Settings,
         store: Store | None,
+        renderer: Renderer | None = None,
     ) -> None:
         settings.check()
         attention.begin()
+        self.lock, self.renderer, self.closed = FairLock(), renderer, False
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
         refuse_stretching_rope(model)
@@ -90,6 +99,57 @@ class Memory:
         self._quantised.check()
         self._read_at: tuple[str, ...] | None = None  # what the model was when it was last read
         self.made_under: dict[str, Made] = {}  # by namespace, to say why a path is not here
+
+    def fresh(self, family: Family | None = None) -> Runtime:
+        """The same model and settings under the same lock, with nothing remembered."""
+        own = (self.model, family or self.family, self.processor, self.weights, self.settings)
+        other = Runtime(*own, None, self.renderer)
+        other.lock, other.rule = self.lock, self.rule
+        return other
+
+    # -- what a call needs -----------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        """Refuse a call after `close`."""
+        if self.closed:
+            raise Closed("this VLM was closed; load or wrap the model again")
+
+    def require_answers(self) -> None:
+        """Refuse a call that needs a language model, where there is none."""
+        self.require_open()
+        if not self.family.answers:
+            raise UnsupportedInput(
+                f"{self.model.config.model_type} is a vision tower without a language model: it "
+                "makes packages, with encode(), and answers nothing"
+            )
+
+    def close(self) -> None:
+        """Finish writing and release everything but the model. Safe to call twice."""
+        if self.lock.unusable:  # a forked child that can use nothing of it has nothing to close
+            return
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                self.clear()
+                if self.store is not None:
+                    self.store.close()
+
+    def tokenizer(self) -> Any:
+        """The tokenizer; refused by name for a model that was wrapped without a processor."""
+        if self.processor is None:
+            raise InputError(_NO_PROCESSOR)
+        return self.processor.tokenizer
+
+    def render(
+        self, messages: list[Message], call: Call, generate: bool = True, name: Name | None = None
+    ) -> Prompt:
+        """The prompt of a conversation: token ids, media and their ranges. Nothing is encoded."""
+        if self.renderer is None:
+            raise InputError(_NO_PROCESSOR)
+        how = self.vision_of(call.tenant).name if name is None else name
+        return self.renderer.render(messages, how, generate, **call.template)
+
+    # -- tenants ---------------------------------------------------------------------------------
 
     def _tree(self, model: PreTrainedModel) -> Tree:
         host = self.settings.host_budget

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from keepsight.core.engine import Run
-from keepsight.core.runtime import Memory
+from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import Sampler, Taker, check_length, decode, sampler
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
@@ -26,7 +26,6 @@ from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Match
 from keepsight.report import Report, Segment, Usage
-from keepsight.system.lock import FairLock
 
 
 class Turn:
@@ -34,8 +33,7 @@ class Turn:
 
     def __init__(
         self,
-        memory: Memory,
-        lock: FairLock,
+        runtime: Runtime,
         render: Callable[[], Prompt],
         options: dict[str, Any],
         exact: bool = True,
@@ -43,7 +41,7 @@ class Turn:
         tenant: str = "",
     ) -> None:
         self._tenant = tenant
-        self._memory, self._lock, self._render = memory, lock, render
+        self._runtime, self._lock, self._render = runtime, runtime.lock, render
         self._options, self._exact, self._default_tokens = options, exact, default_tokens
         self.milliseconds: dict[str, float] = {}
         self._sources: dict[int, str] = {}
@@ -62,7 +60,7 @@ class Turn:
         """The seven hops. Each token is handed out before the next one is computed."""
         try:
             run = self.ready()  # 1 render, 2 match and hold, 3 prefill, 4 insert each snapshot
-            ids = torch.from_numpy(self.prompt.ids)[None].to(self._memory.model.device)
+            ids = torch.from_numpy(self.prompt.ids)[None].to(self._runtime.model.device)
             if self.sampler is None or run.logits is None:
                 return
             for token in decode(self.sampler, ids, run.logits, self._step):  # 5 decode
@@ -85,7 +83,7 @@ class Turn:
         """Hop 5 for somebody else to drive."""
         if self.sampler is None:
             raise KeepsightError("this turn was begun without sampling")
-        ids = torch.from_numpy(self.prompt.ids)[None].to(self._memory.model.device)
+        ids = torch.from_numpy(self.prompt.ids)[None].to(self._runtime.model.device)
         return Taker(self.sampler, ids, self._note_token)
 
     def begin(self, sample: bool = True) -> None:
@@ -93,13 +91,13 @@ class Turn:
         self._started = time.perf_counter() if self.asked is None else self.asked
         self._taken_over, self._sources = [], {}  # nothing of an earlier beginning
         self._notes, self._others = {}, set()
-        memory = self._memory
+        runtime = self._runtime
         self._name()
         if sample and self.sampler is None:
-            ids = torch.from_numpy(self.prompt.ids)[None].to(memory.model.device)
-            tokenizer = getattr(memory.processor, "tokenizer", None)
+            ids = torch.from_numpy(self.prompt.ids)[None].to(runtime.model.device)
+            tokenizer = getattr(runtime.processor, "tokenizer", None)
             more = (self._options, self._default_tokens)
-            self.sampler = sampler(memory.model, tokenizer, ids, *more)
+            self.sampler = sampler(runtime.model, tokenizer, ids, *more)
         with self._stage("match"):
             self._find()
         self.milliseconds["match"] -= self.milliseconds.get("load", 0.0)
@@ -116,19 +114,19 @@ class Turn:
     def _name(self) -> None:
         """Hop 1, under the weights and settings of now."""
         with self._stage("check"):
-            self.namespace = self._memory.refresh(self._exact, self._tenant)
-        self._vision = self._memory.vision_of(self._tenant)
+            self.namespace = self._runtime.refresh(self._exact, self._tenant)
+        self._vision = self._runtime.vision_of(self._tenant)
         with self._stage("render"):
             self.prompt = self._render()
-        check_length(self._memory.model, len(self.prompt))
+        check_length(self._runtime.model, len(self.prompt))
 
     @property
     def _loose(self) -> bool:
         """Whether snapshots of decoded state may be used, wherever they stand."""
-        return not self._exact and self._memory.rule.reuse == "prefix"
+        return not self._exact and self._runtime.rule.reuse == "prefix"
 
     def _find(self) -> None:
-        tree = self._memory.tree
+        tree = self._runtime.tree
         self._look()
         while True:
             self.match = self._deepest()
@@ -140,20 +138,20 @@ class Turn:
             # An entry on disk was damaged. It is marked now, and the next match ends before it.
             tree.release(self.match.node)
             self._waiting = None
-        self.cuts = self.prompt.boundaries(self._memory.rule, self.match.length)
+        self.cuts = self.prompt.boundaries(self._runtime.rule, self.match.length)
 
     def _look(self) -> None:
-        self.known = self._memory.tree.known(self.namespace, self.prompt)
+        self.known = self._runtime.tree.known(self.namespace, self.prompt)
         whole = self.known.until == len(self.prompt)  # then it need not be known elsewhere
-        self._other = None if whole else self._memory.elsewhere(self.namespace, self.prompt)
+        self._other = None if whole else self._runtime.elsewhere(self.namespace, self.prompt)
 
     def _deepest(self) -> Match:
-        find = self._memory.tree.match
+        find = self._runtime.tree.match
         return find(self.namespace, self.prompt, self._next_cut(), loose=self._loose)
 
     def from_boundary(self) -> None:
         """Where the whole prompt is remembered, step back to the boundary before its end."""
-        tree, whole = self._memory.tree, self.match.node
+        tree, whole = self._runtime.tree, self.match.node
         if whole.terminal and whole.parent is not None:
             tree.hold(whole.parent)
             tree.release(whole)
@@ -162,7 +160,7 @@ class Turn:
             tree.load(whole.parent, self.prompt)
 
     def _next_cut(self) -> Callable[[int], int | None]:
-        rule, prompt = self._memory.rule, self.prompt
+        rule, prompt = self._runtime.rule, self.prompt
         cuts = prompt.boundaries(rule)
 
         def next_cut(position: int) -> int | None:
@@ -186,7 +184,7 @@ class Turn:
 
     def out_of_date(self) -> bool:
         """Whether weights or settings were changed since the turn began."""
-        return self._memory.refresh(self._exact, self._tenant) != self.namespace
+        return self._runtime.refresh(self._exact, self._tenant) != self.namespace
 
     @property
     def stands(self) -> int:
@@ -204,7 +202,7 @@ class Turn:
         """Hops 3 and 4 in pieces: after each, a pass of the tower or of the language model over so
         many tokens, others may have the model. With `shared` they do, and what they put in the tree
         meanwhile is taken and not computed again."""
-        engine, end = self._memory.engine, len(self.prompt)
+        engine, end = self._runtime.engine, len(self.prompt)
         self._vision.require(self.prompt.shown(self.match.length))  # before anything is computed
         room = self.sampler.max_new_tokens if self.sampler is not None else 0
         with self._stage("restore"):
@@ -231,7 +229,7 @@ class Turn:
 
     def _catch_up(self, run: Run) -> bool:
         """Whether another turn has come further on this path meanwhile; then go on from there."""
-        tree, start = self._memory.tree, run.lane.length
+        tree, start = self._runtime.tree, run.lane.length
         match = self._deepest()
         begun = run.node.parent is not None
         if match.length <= start or (begun and run.node not in match.node.chain()):
@@ -242,7 +240,7 @@ class Turn:
                 tree.release(match.node)
                 return False
         with self._stage("restore"):
-            self._memory.engine.go_on(run, match)
+            self._runtime.engine.go_on(run, match)
         self._taken_over.append((start, match))
         return True
 
@@ -260,7 +258,7 @@ class Turn:
     def _may_keep(self, key: str) -> bool:
         """Whether features made just now may be remembered: not where their picture was deleted
         since the turn began, nor where another thread changed the model meanwhile."""
-        barred = self._memory.tree.is_barred(self.run.node, key, self.run.since)
+        barred = self._runtime.tree.is_barred(self.run.node, key, self.run.since)
         return not barred and not self.out_of_date()
 
     def _note_making(self, medium: int, package: Package) -> None:
@@ -273,7 +271,7 @@ class Turn:
         if self._run is None:
             raise KeepsightError("the turn was closed while it was being decoded")
         with self._lock, self._stage("decode"):
-            return self._memory.engine.step(self._run, token)
+            return self._runtime.engine.step(self._run, token)
 
     def _note_token(self, token: int) -> None:
         self.generated.append(token)
@@ -291,17 +289,17 @@ class Turn:
             length = self._run.lane.length - len(self.prompt)
             ids = np.concatenate([self.prompt.ids, self.generated[:length]]).astype(np.int64)
             whole = Prompt(ids, self.prompt.media, self.prompt.ranges)
-            self._memory.engine.keep_decoded(self._run, whole)
+            self._runtime.engine.keep_decoded(self._run, whole)
 
     def finish(self) -> None:
         """Let go of lane and path; safe to call at any time, and twice."""
         with self._lock:
-            self._memory.engine.let_go(*self._held())
+            self._runtime.engine.let_go(*self._held())
 
     def let_go(self) -> None:
         """The same without ever waiting: the collector may end a turn at any moment."""
         if self._run is not None or self._waiting is not None:
-            self._lock.leave(partial(self._memory.engine.let_go, *self._held()))
+            self._lock.leave(partial(self._runtime.engine.let_go, *self._held()))
 
     def __del__(self) -> None:
         self.let_go()
@@ -338,7 +336,7 @@ class Turn:
             milliseconds=dict(self.milliseconds),
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached_tokens,
-            grain=self._memory.rule.grain,
+            grain=self._runtime.rule.grain,
             exact=self._exact,
             notes=[self._notes[medium] for medium in sorted(self._notes)],
         )
@@ -373,7 +371,7 @@ class Turn:
         if self._other is not None and self._other[0] > max(at, known.until):
             return [(at, self._other[1])]
         if known.until > at:
-            reasons.append((at, known.why_not_usable(at, self.prompt, self._memory.rule)))
+            reasons.append((at, known.why_not_usable(at, self.prompt, self._runtime.rule)))
         behind = max(at, known.until)
         if behind < len(self.prompt):
             reasons.append((behind, known.why_unknown(behind, self.prompt)))

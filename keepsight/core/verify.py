@@ -6,6 +6,7 @@ from what is remembered, and the logits are compared bit for bit.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ import numpy as np
 import torch
 from PIL import Image
 
+from keepsight.core.call import Call
 from keepsight.core.render import user_message
-from keepsight.core.runtime import Memory
+from keepsight.core.runtime import Runtime
+from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.turn import Turn
 from keepsight.media.sources import open_source
+from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
 
 
@@ -65,7 +69,7 @@ class Check:
     note: str = ""
 
 
-def certify(vlm: Any, images: list[Any], question: str) -> list[Check]:
+def certify(runtime: Runtime, images: list[Any], question: str, tenant: str = "") -> list[Check]:
     """The ideas of `keepsight.testing.FamilyTests` on any checkpoint: prompts that go on with text
     and with a new picture, warm, cold and stock; and controls that must differ."""
     first = [_user(question, images[0])]
@@ -78,12 +82,12 @@ def certify(vlm: Any, images: list[Any], question: str) -> list[Check]:
         ("new pictures behind that", compared if images[1:] else []),
     ):
         if messages:
-            checks += _checked(name, vlm.verify(messages, stock=True))
-    before = vlm.stats()["features"]["encoded"]
-    vlm.verify([_user("Something new in front.", *images)])
-    again = vlm.stats()["features"]["encoded"] - before
+            checks += _checked(name, verify(runtime, messages, True, tenant))
+    before = runtime.stats()["features"]["encoded"]
+    verify(runtime, [_user("Something new in front.", *images)], False, tenant)
+    again = runtime.stats()["features"]["encoded"] - before
     checks.append(Check("known pictures are not encoded again", again == 0, float(again)))
-    return [*checks, *_controls(vlm, first, images[0], question)]
+    return [*checks, *_controls(runtime, first, images[0], question, tenant)]
 
 
 def _checked(name: str, found: Verification) -> list[Check]:
@@ -95,24 +99,23 @@ def _checked(name: str, found: Verification) -> list[Check]:
     ]
 
 
-def _controls(vlm: Any, first: list[Any], image: Any, question: str) -> list[Check]:
+def _controls(
+    runtime: Runtime, first: list[Any], image: Any, question: str, tenant: str
+) -> list[Check]:
     """What must matter: without these, everything above could hold by not looking."""
-    right = _fresh_logits(vlm, first)
+    right = _fresh_logits(runtime, first, tenant)
     turned = _upside_down(image)
-    other = float((right - _fresh_logits(vlm, [_user(question, turned)])).abs().max())
-    family = vlm.memory.family
-    true = family.positions
+    other = float((right - _fresh_logits(runtime, [_user(question, turned)], tenant)).abs().max())
+    family = copy.copy(runtime.family)
+    true = runtime.family.positions
 
     def shifted(ids: Any, types: Any, grids: Any) -> torch.Tensor:
         positions: torch.Tensor = true(ids, types, grids).clone()
         positions[..., len(ids) // 2 :] += 3
         return positions
 
-    family.positions = shifted
-    try:
-        moved = float((right - _fresh_logits(vlm, first)).abs().max())
-    finally:
-        del family.positions
+    family.positions = shifted  # type: ignore[method-assign]
+    moved = float((right - _fresh_logits(runtime, first, tenant, family)).abs().max())
     must = "must not be 0"
     return [
         Check("control: another picture changes the logits", other > 0, other, must),
@@ -120,13 +123,16 @@ def _controls(vlm: Any, first: list[Any], image: Any, question: str) -> list[Che
     ]
 
 
-def _fresh_logits(vlm: Any, messages: list[Any]) -> torch.Tensor:
-    mine: Memory = vlm.memory
-    fresh = Memory(mine.model, mine.family, mine.processor, mine.weights, mine.settings, None)
-    fresh.rule = mine.rule
-    fresh.refresh(tenant=vlm.tenant)
-    prompt = vlm._renderer.render(messages, fresh.vision_of(vlm.tenant).name)
-    return _last_logits(vlm, fresh, prompt)[0].float()
+def _fresh_logits(
+    runtime: Runtime, messages: list[Any], tenant: str, family: Family | None = None
+) -> torch.Tensor:
+    fresh = runtime.fresh(family)
+    fresh.refresh(tenant=tenant)
+    return _last_logits(fresh, fresh.render(messages, _call(tenant)), tenant)[0].float()
+
+
+def _call(tenant: str) -> Call:
+    return Call(True, tenant, {}, {})
 
 
 def _upside_down(image: Any) -> Any:
@@ -145,18 +151,15 @@ def _said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 
-def verify(vlm: Any, messages: list[Any], stock: bool) -> Verification:
-    """Prefill cold in a memory of its own, then warm from `vlm`'s, and compare."""
-    mine: Memory = vlm.memory
-    fresh = Memory(mine.model, mine.family, mine.processor, mine.weights, mine.settings, None)
-    fresh.rule = mine.rule
-    mine.refresh(tenant=vlm.tenant)
-    fresh.refresh(tenant=vlm.tenant)
-    prompt: Prompt = vlm.render(messages)
-    cold_prompt = vlm._renderer.render(messages, fresh.vision_of(vlm.tenant).name)
-    cold, _ = _last_logits(vlm, fresh, cold_prompt)
-    _last_logits(vlm, mine, prompt)  # whatever was remembered before, now it is
-    warm, cached = _last_logits(vlm, mine, prompt)
+def verify(runtime: Runtime, messages: list[Any], stock: bool, tenant: str = "") -> Verification:
+    """Prefill cold with nothing remembered, then warm, and compare."""
+    fresh = runtime.fresh()
+    runtime.refresh(tenant=tenant)
+    fresh.refresh(tenant=tenant)
+    prompt = runtime.render(messages, _call(tenant))
+    cold, _ = _last_logits(fresh, fresh.render(messages, _call(tenant)), tenant)
+    _last_logits(runtime, prompt, tenant)  # whatever was remembered before, now it is
+    warm, cached = _last_logits(runtime, prompt, tenant)
     found = Verification(
         equal=torch.equal(cold, warm),
         max_difference=float((cold.float() - warm.float()).abs().max()),
@@ -164,13 +167,13 @@ def verify(vlm: Any, messages: list[Any], stock: bool) -> Verification:
         cached_tokens=cached,
     )
     if stock:
-        _against_stock(vlm, prompt, warm, found)
+        _against_stock(runtime, prompt, warm, found, tenant)
     return found
 
 
-def _last_logits(vlm: Any, memory: Memory, prompt: Prompt) -> tuple[torch.Tensor, int]:
+def _last_logits(runtime: Runtime, prompt: Prompt, tenant: str) -> tuple[torch.Tensor, int]:
     """Logits behind the prompt, prefilled from the deepest boundary (never the whole prompt)."""
-    turn = Turn(memory, vlm._lock, lambda: prompt, {}, tenant=vlm.tenant)
+    turn = Turn(runtime, lambda: prompt, {}, tenant=tenant)
     try:
         turn.begin(sample=False)
         turn.from_boundary()
@@ -183,16 +186,18 @@ def _last_logits(vlm: Any, memory: Memory, prompt: Prompt) -> tuple[torch.Tensor
 
 
 @torch.no_grad()
-def _against_stock(vlm: Any, prompt: Prompt, warm: torch.Tensor, found: Verification) -> None:
+def _against_stock(
+    runtime: Runtime, prompt: Prompt, warm: torch.Tensor, found: Verification, tenant: str
+) -> None:
     """One plain forward of the whole prompt from pixels, as Transformers alone would do it."""
-    model = vlm.model
+    model = runtime.model
     if hasattr(model, "exported"):  # it has no weights of PyTorch's to compare with
         found.stock = "one pass of the same graphs"
     pixels = [medium.recall() for medium in prompt.media if callable(medium.recall)]
     from_pixels = len(pixels) == len(prompt.media)  # a package has none to go back to
-    inputs = vlm._stock_inputs(prompt, not from_pixels, vlm.tenant)
+    inputs = stock_inputs(runtime, prompt, not from_pixels, tenant)
     if from_pixels:
-        joined = vlm.memory.family.join_pixels(pixels)
+        joined = runtime.family.join_pixels(pixels)
         inputs |= {name: tensor.to(model.device) for name, tensor in joined.items()}
     output = model(**inputs, use_cache=False, logits_to_keep=1)
     logits = output.logits[:, -1]

@@ -67,9 +67,9 @@ class ToFiles:
         self._shelf = _Files(vlm, self._folder, tenant, codec)
 
     def _refresh(self) -> None:
-        with self._vlm._lock:
-            self._vlm.memory.refresh(tenant=self._tenant)
-            self._vision = self._vlm.memory.vision_of(self._tenant)
+        with self._vlm.runtime.lock:
+            self._vlm.runtime.refresh(tenant=self._tenant)
+            self._vision = self._vlm.runtime.vision_of(self._tenant)
 
     def look(self, item: Item) -> Opened:
         """Open, and where no file speaks of these bytes: decode and preprocess."""
@@ -90,13 +90,13 @@ class ToFiles:
         if found is not None:
             return _known(item, found)
         try:
-            with self._vlm._lock:
+            with self._vlm.runtime.lock:
                 return self._encode(item, source, look.looked)
         except InputError as error:
             return Encoded(item.name, "broken", error=str(error))
 
     def _encode(self, item: Item, source: Source, looked: Looked | None) -> Encoded:
-        self._vlm._open()
+        self._vlm.runtime.require_open()
         self._refresh()
         if looked is None:
             looked = self._vision.namer.look(source, item.modality)
@@ -188,7 +188,7 @@ class _Files:
             package = dataclasses.replace(
                 package, provenance={**package.provenance, "codec": EXACT}
             )
-        return self.vlm.memory.vision_of(self.tenant).fits(package)
+        return self.vlm.runtime.vision_of(self.tenant).fits(package)
 
     def add(self, item: Item, source: Source, package: Package) -> Encoded:
         """Write a package, named for people and without collisions."""

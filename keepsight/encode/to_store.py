@@ -54,8 +54,8 @@ class ToStore:
     ) -> None:
         self._vlm, self._tenant, self._most = vlm, tenant, most
         # Where the model's own store keeps packages packed, that is the form to look for.
-        self._codec = vlm.memory.settings.feature_codec if codec == EXACT else check_codec(codec)
-        store = vlm.memory.store_of(tenant)
+        self._codec = vlm.runtime.settings.feature_codec if codec == EXACT else check_codec(codec)
+        store = vlm.runtime.store_of(tenant)
         if store is None:
             raise InputError("this model has no store: load it with store=, or encode to files")
         self._store = store
@@ -64,9 +64,9 @@ class ToStore:
         self._refresh()
 
     def _refresh(self) -> None:
-        with self._vlm._lock:
-            self._vlm.memory.refresh(tenant=self._tenant)
-            self._vision = self._vlm.memory.vision_of(self._tenant)
+        with self._vlm.runtime.lock:
+            self._vlm.runtime.refresh(tenant=self._tenant)
+            self._vision = self._vlm.runtime.vision_of(self._tenant)
 
     # -- in a thread -------------------------------------------------------------------------------
 
@@ -119,12 +119,12 @@ class ToStore:
             if skipped is not None:
                 return Encoded(name, "skipped", tokens=look.medium.tokens, error=skipped)
             try:
-                with self._vlm._lock:
+                with self._vlm.runtime.lock:
                     return self._encode(name, look.looked)
             except InputError as error:
                 return Encoded(name, "broken", error=str(error))
         if look.looked.aliases:
-            with self._vlm._lock:
+            with self._vlm.runtime.lock:
                 self._vision.namer.learn(look.looked)
         return self._known(name, look.there, look.medium.tokens)
 
@@ -133,7 +133,7 @@ class ToStore:
         return Encoded(name, status, feature_id, tokens)
 
     def _encode(self, name: str, looked: Looked) -> Encoded:
-        self._vlm._open()
+        self._vlm.runtime.require_open()
         self._refresh()  # weights may be changed at any time, and that is noticed here
         medium = self._vision.admit_looked(looked)
         there = self._there(medium)  # its twin may have come in between

@@ -107,8 +107,7 @@ class Reception:
         check_length(self._vlm.model, len(order.prompt))
         chosen = self._sampler(order.prompt, call) if sample else None
         order.turn = turn = Turn(
-            self._vlm.memory,
-            self._vlm._lock,
+            self._vlm.runtime,
             order.current,
             call.decoding,
             call.exact,
@@ -132,14 +131,13 @@ class Reception:
         request are, in this thread, and nothing of that is remembered."""
         vlm = self._vlm
         call = Call.before_decoding(options, vlm.tenant, "explain")
-        vlm._answering()
+        vlm.runtime.require_answers()
         order = Order(vlm, messages, call)
         order.look(self._renderer)
         order.prompt = self.render(messages, order.media, call)
         order.forget()
-        memory = vlm.memory
-        with vlm._lock:
-            turn = Turn(memory, vlm._lock, order.current, {}, call.exact, tenant=call.tenant)
+        with vlm.runtime.lock:
+            turn = Turn(vlm.runtime, order.current, {}, call.exact, tenant=call.tenant)
             return turn.foresee()
 
     def named(self, messages: list[Message], tenant: str, learn: bool) -> list[Message]:
@@ -148,7 +146,7 @@ class Reception:
         order = Order(self._vlm, messages, Call(True, tenant, {}, {}))
         order.look(self._renderer)
         if learn:
-            with self._vlm._lock:
+            with self._vlm.runtime.lock:
                 order.learn()
         return with_media(messages, order.media)
 
@@ -173,15 +171,15 @@ class Order:
 
     @property
     def _vision(self) -> Vision:
-        return self._vlm.memory.vision_of(self.call.tenant)
+        return self._vlm.runtime.vision_of(self.call.tenant)
 
     def look(self, renderer: Renderer) -> None:
         """Look at the media of the messages."""
         clean, given = parse_messages(self.messages)
         renderer.lengths.check(clean, self.call.template)  # before anything of theirs is opened
         renderer._refuse_unseen(given)
-        with self._vlm._lock:
-            self._vlm.memory.refresh(self.call.exact, self.call.tenant)
+        with self._vlm.runtime.lock:
+            self._vlm.runtime.refresh(self.call.exact, self.call.tenant)
             vision = self._vision
             self.bound = vision.namer.bound
         self.media = [self._look_at(vision, medium, kind) for kind, medium in given]
@@ -202,7 +200,7 @@ class Order:
         vision = self._vision
         same = vision.namer.bound is self.bound
         if not same or not all(self._unchanged(vision, m) for m in self.prompt.media):
-            self.prompt = self._vlm._rendered(self.messages, self.call)
+            self.prompt = self._vlm.runtime.render(self.messages, self.call)
             self.bound, self.media = vision.namer.bound, []
             if self.turn is not None:
                 self.turn.sampler = None  # it was made for the length of the other prompt

@@ -94,7 +94,7 @@ class Ahead:
 
     def piece(self) -> None:
         """One chunk for the conversation that was answered last."""
-        with self._vlm._lock:
+        with self._vlm.runtime.lock:
             follower = self._followers[-1]
             try:
                 going_on = self._piece(follower)
@@ -109,7 +109,7 @@ class Ahead:
         """Somebody asks: lanes and paths are theirs."""
         begun = [follower for follower in self._followers if follower.turn is not None]
         if begun:
-            with self._vlm._lock:
+            with self._vlm.runtime.lock:
                 for follower in begun:
                     _let_go(follower)
 
@@ -130,7 +130,7 @@ class Ahead:
 
     def _begin(self, follower: Follower) -> None:
         """Find out how far the next prompt is certain, and go on from where memory stands."""
-        memory, call = self._vlm.memory, follower.call
+        memory, call = self._vlm.runtime, follower.call
         if memory.vision_of(call.tenant).namer.bound is not follower.bound:
             return
         one, other = (self._next_prompt(follower, question) for question in _QUESTIONS)
@@ -139,7 +139,7 @@ class Ahead:
         follower.until = cuts[-1] if cuts else 0
         options: dict[str, Any] = {}
         follower.turn = turn = Turn(
-            memory, self._vlm._lock, lambda: one, options, True, DEFAULT_CHAT_TOKENS, call.tenant
+            memory, lambda: one, options, True, DEFAULT_CHAT_TOKENS, call.tenant
         )
         turn.begin(sample=False)
         at = turn.match.length

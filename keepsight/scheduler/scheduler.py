@@ -56,21 +56,21 @@ class Together:
         asked for so many seconds, answers are prefilled for the turns that will follow them.
         """
         check_bounds(max_running, max_waiting, batch_tokens, ahead)
-        vlm._answering()
-        vlm._tokenizer()
-        if vlm._renderer is None:
+        vlm.runtime.require_answers()
+        vlm.runtime.tokenizer()
+        if vlm.runtime.renderer is None:
             raise InputError("requests are messages: wrap the model with its processor")
-        self._vlm, self._memory = vlm, vlm.memory
+        self._vlm, self._runtime = vlm, vlm.runtime
         self.max_running, self.max_waiting = max_running, max_waiting
         self._pause = ahead
-        with vlm._lock:
-            self._sizes = Sizes(vlm.model, self._memory.engine)
-        self._budget = parse_bytes(self._memory.settings.cache_budget)
+        with vlm.runtime.lock:
+            self._sizes = Sizes(vlm.model, self._runtime.engine)
+        self._budget = parse_bytes(self._runtime.settings.cache_budget)
         if batch_tokens is not None:
             self._budget = batch_tokens * self._sizes.column + max_running * self._sizes.state
-        self._reception = Reception(vlm, vlm._renderer)
-        engine = self._memory.engine
-        self._decoding = Decoding(vlm.model, self._memory.family, engine, self._sizes)
+        self._reception = Reception(vlm, vlm.runtime.renderer)
+        engine = self._runtime.engine
+        self._decoding = Decoding(vlm.model, self._runtime.family, engine, self._sizes)
         self.counts = Counts()
         self._ahead = Ahead(vlm, self._reception.render, self.counts)
         self._door = Door(max_running + max_waiting)
@@ -169,7 +169,7 @@ class Together:
         asked = time.perf_counter()
         self._take_place()
         try:
-            self._vlm._answering()
+            self._vlm.runtime.require_answers()
             request = self._reception.receive(messages, call, ticket, sample, asked)
             request.follow = follow if self._pause is not None else None
             ticket.awake_with(self._door.hang_up)
@@ -231,12 +231,12 @@ class Together:
         if self._prefilling:
             self._guarded(next_of(self._prefilling), self._prefill)
         if self._running:
-            with self._vlm._lock:
+            with self._vlm.runtime.lock:
                 self._step()
 
     def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
         """An error of one request ends that one, whatever it is."""
-        with self._vlm._lock:
+        with self._vlm.runtime.lock:
             try:
                 work(request)
             except Exception as error:
@@ -303,7 +303,7 @@ class Together:
             return
         self._running[turn.run] = request
         request.taker = turn.taker()
-        request.detokenizer = Detokenizer.of(turn.sampler, self._vlm._tokenizer())
+        request.detokenizer = Detokenizer.of(turn.sampler, self._vlm.runtime.tokenizer())
         self.counts.took(1)
         if turn.run.logits is not None and not self._take(request, turn.run.logits):
             self._decoding.join(turn.run, request.keeps_lane)
@@ -375,7 +375,7 @@ class Together:
     ) -> None:
         """Everything of a request is let go of, however it ends."""
         begun = request.work is not None
-        with self._vlm._lock:
+        with self._vlm.runtime.lock:
             for let_go in (self._leave, _close, lambda ended: ended.turn.finish()):
                 try:
                     let_go(request)

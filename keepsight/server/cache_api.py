@@ -176,7 +176,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         error says what is not. It is of everybody, so with API keys it is an administrator's."""
         if not visit_of(request).who().admin:
             raise ApiError(403, "flushing is of everybody: it needs an administrator's key")
-        stored = service.vlm._store is not None
+        stored = service.vlm.runtime.store is not None
         try:
             await service.desk.work(service.vlm.flush)
         except StoreError as error:
@@ -251,7 +251,7 @@ async def _on_images(
     whose = caller.salted(body.cache_salt) or service.vlm.tenant
 
     def work() -> tuple[int, list[str]]:
-        with service.vlm._lock:
+        with service.vlm.runtime.lock:
             return act(keys, whose), keys
 
     return await service.desk.work(work)
@@ -259,7 +259,7 @@ async def _on_images(
 
 def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
     for key in keys:  # all of them first: what is refused has changed nothing
-        if not pins.is_known(service.vlm, key, tenant):
+        if not pins.is_known(service.vlm.runtime, key, tenant):
             raise ApiError(
                 404,
                 f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
@@ -267,13 +267,13 @@ def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool)
                 param="images",
                 code="image_not_found",
             )
-    pins.pin_images(service.vlm, keys, pinned, tenant)
+    pins.pin_images(service.vlm.runtime, keys, pinned, tenant)
     return len(keys)
 
 
 def _delete_images(service: Service, keys: list[str], tenant: str) -> int:
     """A key of which nothing is remembered is as gone as one of which something was."""
-    return sum(pins.delete_image(service.vlm, key, tenant) for key in keys)
+    return sum(pins.delete_image(service.vlm.runtime, key, tenant) for key in keys)
 
 
 def _media_in(messages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -287,16 +287,16 @@ def _media_in(messages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
 def _keys(service: Service, messages: list[dict[str, Any]], tenant: str) -> list[str]:
     """The key of each medium, which is what /v1/cache/images calls it."""
     vlm, tenant = service.vlm, tenant or service.vlm.tenant
-    with vlm._lock:
-        vlm.memory.refresh(tenant=tenant)
-        vision = vlm.memory.vision_of(tenant)
+    with vlm.runtime.lock:
+        vlm.runtime.refresh(tenant=tenant)
+        vision = vlm.runtime.vision_of(tenant)
         return [vision.name(medium, kind).key for kind, medium in _media_in(messages)]
 
 
 def _held(service: Service, tenant: str) -> list[dict[str, Any]]:
     vlm = service.vlm
-    shelf = vlm.memory.shelves.packages
-    with vlm._lock:
+    shelf = vlm.runtime.shelves.packages
+    with vlm.runtime.lock:
         held = [(package, shelf.pinned(tenant, key)) for key, package in shelf.items(tenant)]
     return [
         {
@@ -313,7 +313,7 @@ def _held(service: Service, tenant: str) -> list[dict[str, Any]]:
 
 def _stored(service: Service, tenant: str, held: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What only the store has. Its books do not know tokens and kinds, and no file is opened."""
-    store = service.vlm.memory.store_of(tenant)
+    store = service.vlm.runtime.store_of(tenant)
     if store is None:
         return []
     nearer = {row["key"] for row in held}

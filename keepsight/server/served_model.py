@@ -38,15 +38,16 @@ class Subject:
     def __init__(self, vlm: VLM, name: str) -> None:
         self.vlm, self.name = vlm, name
         self.created = int(time.time())
-        self.tokenizer = copy.deepcopy(vlm._tokenizer())  # one that nobody else encodes with
-        self.template: str = vlm._renderer._template if vlm._renderer is not None else ""
+        self.tokenizer = copy.deepcopy(vlm.runtime.tokenizer())  # one that nobody else encodes with
+        renderer = vlm.runtime.renderer
+        self.template = renderer.template if renderer is not None else ""
         self.vocabulary = int(vlm.model.config.get_text_config().vocab_size)
         self.thinks = THINK in self.template or THINK_END in self.template
         self.tools = re.search(r"\btools\b", self.template) is not None
         self.calls_readable = CALL in self.template
         self.ends = _ends(vlm.model.generation_config.eos_token_id)
         self.sizes = Sizes(
-            getattr(vlm.memory.processor, "image_processor", None), vlm.memory.image_options
+            getattr(vlm.runtime.processor, "image_processor", None), vlm.runtime.image_options
         )
         self._opened: dict[str, bool] = {}
         self._named: dict[str, bool] = {}

@@ -51,7 +51,7 @@ class Service:
         self.active = 0  # requests that are being served
         self.threads = Threads(lambda: self.active)
         self.desk = Desk(together, self.threads)
-        contents = contents_for(vlm._store)
+        contents = contents_for(vlm.runtime.store)
         self.files = Files(
             config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
         )

@@ -83,7 +83,7 @@ class FamilyTests:
         """An empty memory around the model, with a boundary every `run` tokens at least."""
         vlm = ks.wrap(*self.parts, **{"grain": self.grain, **options})
         if run is not None:
-            vlm.memory.rule = dataclasses.replace(vlm.memory.rule, run=run)
+            vlm.runtime.rule = dataclasses.replace(vlm.runtime.rule, run=run)
         return vlm
 
     def conversation(self) -> list[Messages]:
@@ -155,7 +155,7 @@ class FamilyTests:
                 ours = self.expect_as_stock(vlm, messages, f"prompt {number}")
                 same = torch.equal(ours.logits[0], self.cold(messages))
                 expect(same, f"prompt {number}: warm equals cold bit for bit")
-                vlm.memory.tree.check()
+                vlm.runtime.tree.check()
 
     def test_it_reuses_what_it_says(self) -> None:
         """Tokens through the model are those not cached, and what cannot be reused is said."""
@@ -227,7 +227,7 @@ class FamilyTests:
             return
         messages = self.conversation()[1]
         with self.wrap() as vlm:
-            true, family = self.logits(vlm, messages), vlm.memory.family
+            true, family = self.logits(vlm, messages), vlm.runtime.family
             right = family.positions
 
             def shifted(ids: Any, types: Any, grids: Any) -> torch.Tensor:
@@ -242,7 +242,7 @@ class FamilyTests:
     def cold_with(self, family: Any, messages: Messages) -> torch.Tensor:
         """Cold logits, with a family that was tampered with."""
         with self.wrap() as vlm:
-            vlm.memory.family = vlm.memory.engine._family = family
+            vlm.runtime.family = vlm.runtime.engine._family = family
             return self.logits(vlm, messages)
 
     def test_neighbours_change_nothing(self) -> None:
@@ -260,7 +260,7 @@ class FamilyTests:
         messages = [turn("Something new in front of them.", b, a), turn("And now?")]
         with self.wrap() as vlm:
             self.ask(vlm, [turn("Look.", a, b)])
-            with swapped_in(vlm.memory.family, "encode", _gone):
+            with swapped_in(vlm.runtime.family, "encode", _gone):
                 self.expect_as_stock(vlm, messages, "features of known pictures")
 
     def test_cuts_anywhere_that_is_allowed(self) -> None:
@@ -330,7 +330,7 @@ class FamilyTests:
             packages = vlm.encode([a, wide])
             inputs = vlm.inputs(messages)
             stock = self.stock(messages)
-            with swapped_in(vlm.memory.family, "encode", _gone):
+            with swapped_in(vlm.runtime.family, "encode", _gone):
                 again = [turn("What is in these?", *packages)]
                 ours = self.ask_chat(vlm, again)
             out = self.from_features(model, inputs)

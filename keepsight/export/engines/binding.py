@@ -36,8 +36,8 @@ def connector_config(
         address = str(Path(address).expanduser().resolve())
     path = loading.model_path(os.fspath(name))
     with vlm.load(name) as live:
-        weights = live.memory.weights.vision
-        settings = live.memory.weights.settings
+        weights = live.runtime.weights.vision
+        settings = live.runtime.weights.settings
     extra = {
         "store": address,
         "tenant": tenant,

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from keepsight.core.generate import Generated
+from keepsight.core.stock_inputs import stock_inputs
 from keepsight.vlm import VLM, load
 
 _SIZES = ((96, 96), (160, 96), (96, 224))
@@ -21,7 +22,7 @@ _TOKENS = 4
 
 def deviation(vlm: VLM, folder: Path) -> dict[str, Any]:
     """How far features and logits are off, as parts of their scale, and how many tokens agree."""
-    exported = load(str(folder), grain=vlm.memory.rule.grain, store="", remote="")
+    exported = load(str(folder), grain=vlm.runtime.rule.grain, store="", remote="")
     features, logits, same, count = 0.0, 0.0, 0, 0
     with exported:
         for images in _pictures():
@@ -64,7 +65,7 @@ def _logits(vlm: VLM, images: list[Image.Image]) -> list[torch.Tensor]:
     """Those behind a prompt, and behind each token of what `vlm` itself would answer."""
     prompt = vlm.render([_message(images)])
     pixels: Any = [medium.recall() for medium in prompt.media]  # type: ignore[operator]
-    inputs = {**vlm._stock_inputs(prompt, False), **vlm.memory.family.join_pixels(pixels)}
+    inputs = {**stock_inputs(vlm.runtime, prompt, False), **vlm.runtime.family.join_pixels(pixels)}
     out = vlm.generate(
         **inputs,
         max_new_tokens=_TOKENS,

@@ -165,10 +165,10 @@ def _free_memory() -> int | None:
 
 
 def _check(vlm: VLM, max_patches: int | None) -> None:
-    unknown = sorted(set(vlm.memory.engine.shape.kinds) - KINDS)
+    unknown = sorted(set(vlm.runtime.engine.shape.kinds) - KINDS)
     if unknown:
         raise UnsupportedModel(f"layers of kind {', '.join(unknown)} cannot be exported yet")
-    if max_patches is not None and not vlm.memory.family.mrope:
+    if max_patches is not None and not vlm.runtime.family.mrope:
         raise UnsupportedInput(
             f"--max-patches {max_patches}: all pictures of {vlm.model.config.model_type} have one "
             "size; leave it out"
@@ -186,12 +186,12 @@ def _write(
     max_patches: int | None,
     tell: Tell,
 ) -> Manifest:
-    family = vlm.memory.family
+    family = vlm.runtime.family
     appends = runtime == "onnx" and not family.sees_whole_media
     parts = {
         "tower": tower_of(family, vlm.processor, blocks=runtime == "onnx"),
         "embedding": Embedding(family),
-        "decoder": Decoder(family, vlm.memory.engine.shape, appends),
+        "decoder": Decoder(family, vlm.runtime.engine.shape, appends),
         "head": Head(family),
     }
     for name, part in parts.items():
@@ -208,7 +208,7 @@ def _write(
         model_type=vlm.model.config.model_type,
         quantised=quantised,
         appends=appends,
-        weights=vlm.memory.weights.record(),
+        weights=vlm.runtime.weights.record(),
         # The pictures of the comparison are small, and a bound may be smaller.
         most_patches=max(most, MAX_PATCHES) if family.mrope else None,
         versions=_versions(runtime),

@@ -1,0 +1,35 @@
+"""Messages in, pieces of the answer out: the way of every call that answers.
+
+`chat`, `ask`, sessions and the server all come through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from keepsight.core.call import Call
+from keepsight.core.render import Message
+from keepsight.core.runtime import Runtime
+from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
+from keepsight.core.text import pieces
+from keepsight.core.turn import Turn
+from keepsight.report import Piece
+
+
+def turn_of(runtime: Runtime, messages: list[Message], call: Call) -> Turn:
+    """Make the turn that answers messages; nothing is computed yet."""
+    runtime.require_answers()
+    runtime.tokenizer()
+    return Turn(
+        runtime,
+        lambda: runtime.render(messages, call),
+        call.decoding,
+        call.exact,
+        DEFAULT_CHAT_TOKENS,
+        call.tenant,
+    )
+
+
+def answer(runtime: Runtime, messages: list[Message], call: Call) -> Iterator[Piece]:
+    """Yield the answer piece by piece; the last piece carries usage and report."""
+    return pieces(turn_of(runtime, messages, call), runtime.tokenizer())

@@ -1,0 +1,29 @@
+"""What stock Transformers takes for a prompt, with features in place of pixels.
+
+The tensors are made anew on each call, for stock `generate` changes those that it is handed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepsight.core.runtime import Runtime
+from keepsight.prefix.prompt import Prompt
+
+
+def stock_inputs(
+    runtime: Runtime, prompt: Prompt, features: bool = True, tenant: str = ""
+) -> dict[str, Any]:
+    """Return the keyword arguments of a stock forward pass over the whole prompt."""
+    family, vision = runtime.family, runtime.vision_of(tenant)
+    device = runtime.model.device
+    ids = torch.from_numpy(prompt.ids)[None].to(device)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
+    inputs |= {name: tensor.to(device) for name, tensor in more.items()}
+    if prompt.media and features:
+        parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
+        inputs |= family.feature_inputs(parts, ids)
+    return inputs
