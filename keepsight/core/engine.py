@@ -110,6 +110,12 @@ class Run:
     open: bool = True
     left: bool = False  # its lane is for others, it goes on in a batch or not at all
 
+    def last_logits(self) -> torch.Tensor:
+        """The logits behind the prompt."""
+        if self.logits is None:
+            raise KeepsightError("a prompt that is not prefilled to its end has no logits")
+        return self.logits
+
 
 class Engine:
     """Runs one model. Callers take turns; the lock is theirs."""

@@ -7,7 +7,6 @@ package. Each snapshot is in the tree as soon as it stands, so a client who hang
 from __future__ import annotations
 
 import bisect
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from keepsight.core.engine import Run
+from keepsight.core.explain import Findings, Origin, explain
 from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import Sampler, Taker, check_length, decode, sampler
 from keepsight.errors import KeepsightError
@@ -25,7 +25,7 @@ from keepsight.formats.package import Package
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Match
-from keepsight.report import Report, Segment, Usage
+from keepsight.report import Report, Usage
 
 
 class Turn:
@@ -47,7 +47,6 @@ class Turn:
         self._sources: dict[int, str] = {}
         self._notes: dict[int, str] = {}
         self._others: set[int] = set()
-        self._taken_over: list[tuple[int, Match]] = []  # (from, what was taken) behind the match
         self.asked: float | None = None  # when the caller asked, where that was before `begin`
         self.generated: list[int] = []
         self.sampler: Sampler | None = None
@@ -59,14 +58,17 @@ class Turn:
     def tokens(self) -> Iterator[int]:
         """The seven hops. Each token is handed out before the next one is computed."""
         try:
-            run = self.ready()  # 1 render, 2 match and hold, 3 prefill, 4 insert each snapshot
-            ids = torch.from_numpy(self.prompt.ids)[None].to(self._runtime.model.device)
-            if self.sampler is None or run.logits is None:
-                return
-            for token in decode(self.sampler, ids, run.logits, self._step):  # 5 decode
+            with self._lock:
+                self._name()  # 1 media are named; nothing is encoded
+                sampler = self._choose_sampler()
+                self._hold_match()  # 2 the longest remembered prefix is found and held
+                for _ in self.work():  # 3 only what is new is encoded and prefilled,
+                    pass  # 4 and each snapshot is in the tree as soon as it is complete
+            logits = self.run.last_logits()
+            for token in decode(sampler, self._ids(), logits, self._step):  # 5 decode
                 self._note_token(token)
-                yield token  # 6 emit
-            self.keep_decoded()  # 7 remember the turn: prefilled with the next, or kept as it is
+                yield token  # 6 handed out before the next one is computed
+            self.keep_decoded()  # 7 the answer is prefilled with the next turn, or kept as decoded
             self.finish()
         finally:
             self.let_go()
@@ -83,21 +85,29 @@ class Turn:
         """Hop 5 for somebody else to drive."""
         if self.sampler is None:
             raise KeepsightError("this turn was begun without sampling")
-        ids = torch.from_numpy(self.prompt.ids)[None].to(self._runtime.model.device)
-        return Taker(self.sampler, ids, self._note_token)
+        return Taker(self.sampler, self._ids(), self._note_token)
 
     def begin(self, sample: bool = True) -> None:
         """Hops 1 and 2."""
-        self._started = time.perf_counter() if self.asked is None else self.asked
-        self._taken_over, self._sources = [], {}  # nothing of an earlier beginning
-        self._notes, self._others = {}, set()
-        runtime = self._runtime
         self._name()
-        if sample and self.sampler is None:
-            ids = torch.from_numpy(self.prompt.ids)[None].to(runtime.model.device)
-            tokenizer = getattr(runtime.processor, "tokenizer", None)
+        if sample:
+            self._choose_sampler()
+        self._hold_match()
+
+    def _choose_sampler(self) -> Sampler:
+        if self.sampler is None:
+            model, processor = self._runtime.model, self._runtime.processor
+            tokenizer = getattr(processor, "tokenizer", None)
             more = (self._options, self._default_tokens)
-            self.sampler = sampler(runtime.model, tokenizer, ids, *more)
+            self.sampler = sampler(model, tokenizer, self._ids(), *more)
+        return self.sampler
+
+    def _ids(self) -> torch.Tensor:
+        """The prompt as a batch of one, where the model is."""
+        return torch.from_numpy(self.prompt.ids)[None].to(self._runtime.model.device)
+
+    def _hold_match(self) -> None:
+        """Hop 2."""
         with self._stage("match"):
             self._find()
         self.milliseconds["match"] -= self.milliseconds.get("load", 0.0)
@@ -107,12 +117,13 @@ class Turn:
         self._name()
         with self._stage("match"):
             self._look()
-            self.match = self._deepest()
         self._vision.require(self.prompt.shown(self.match.length))
         return self.report()
 
     def _name(self) -> None:
         """Hop 1, under the weights and settings of now."""
+        self._started = time.perf_counter() if self.asked is None else self.asked
+        self._sources, self._notes, self._others = {}, {}, set()  # nothing of an earlier beginning
         with self._stage("check"):
             self.namespace = self._runtime.refresh(self._exact, self._tenant)
         self._vision = self._runtime.vision_of(self._tenant)
@@ -129,7 +140,6 @@ class Turn:
         tree = self._runtime.tree
         self._look()
         while True:
-            self.match = self._deepest()
             tree.hold(self.match.node)
             self._waiting = self.match.node
             with self._stage("load"):
@@ -138,12 +148,19 @@ class Turn:
             # An entry on disk was damaged. It is marked now, and the next match ends before it.
             tree.release(self.match.node)
             self._waiting = None
+            self.found.match = self._deepest()
         self.cuts = self.prompt.boundaries(self._runtime.rule, self.match.length)
 
     def _look(self) -> None:
-        self.known = self._runtime.tree.known(self.namespace, self.prompt)
-        whole = self.known.until == len(self.prompt)  # then it need not be known elsewhere
-        self._other = None if whole else self._runtime.elsewhere(self.namespace, self.prompt)
+        known = self._runtime.tree.known(self.namespace, self.prompt)
+        whole = known.until == len(self.prompt)  # then it need not be known elsewhere
+        other = None if whole else self._runtime.elsewhere(self.namespace, self.prompt)
+        self.found = Findings(self._deepest(), known, other)
+
+    @property
+    def match(self) -> Match:
+        """The longest remembered prefix, as it was found at first."""
+        return self.found.match
 
     def _deepest(self) -> Match:
         find = self._runtime.tree.match
@@ -156,7 +173,7 @@ class Turn:
             tree.hold(whole.parent)
             tree.release(whole)
             self._waiting = whole.parent
-            self.match = Match(whole.parent)
+            self.found.match = Match(whole.parent)
             tree.load(whole.parent, self.prompt)
 
     def _next_cut(self) -> Callable[[int], int | None]:
@@ -241,7 +258,7 @@ class Turn:
                 return False
         with self._stage("restore"):
             self._runtime.engine.go_on(run, match)
-        self._taken_over.append((start, match))
+        self.found.taken_over.append((start, match))
         return True
 
     def _fetch(self, medium: int) -> Package:
@@ -311,11 +328,6 @@ class Turn:
 
     # -- telling ---------------------------------------------------------------------------------
 
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were remembered, at first or by the time they were needed."""
-        return self.match.length + sum(match.length - start for start, match in self._taken_over)
-
     def usage(self) -> Usage:
         """Counts so far."""
         images = len(self.prompt.media)
@@ -323,7 +335,7 @@ class Turn:
         return Usage(
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.generated),
-            cached_tokens=self.cached_tokens,
+            cached_tokens=self.found.cached_tokens,
             images=images,
             images_encoded=encoded,
             images_reused=images - encoded,
@@ -331,51 +343,24 @@ class Turn:
 
     def report(self) -> Report:
         """Why each stretch of the prompt was reused or computed."""
+        rule = self._runtime.rule
         return Report(
-            segments=list(self._segments()),
+            segments=explain(self.prompt, rule, self.found, self._origin),
             milliseconds=dict(self.milliseconds),
             prompt_tokens=len(self.prompt),
-            cached_tokens=self.cached_tokens,
-            grain=self._runtime.rule.grain,
+            cached_tokens=self.found.cached_tokens,
+            grain=rule.grain,
             exact=self._exact,
             notes=[self._notes[medium] for medium in sorted(self._notes)],
         )
 
-    def _segments(self) -> Iterator[Segment]:
-        reasons, reused = self._reasons(), [(0, self.match), *self._taken_over]
-        edges = {0, len(self.prompt), *(start for start, _ in reasons)}
-        edges |= {edge for start, match in reused for edge in (start, match.length)}
-        for start, end in itertools.pairwise(sorted(edges)):
-            match = next((m for at, m in reused if at <= start and end <= m.length), None)
-            tier, why = None, next((r for s, r in reversed(reasons) if s <= start), "")
-            if match is not None:
-                tier, why = match.tier, "whole prompt" if match.node.terminal else match.tier
-            for a, b, medium in self.prompt.pieces(start, end):
-                yield self._segment(a, b, medium, tier, why)
-
-    def _segment(self, a: int, b: int, medium: int | None, tier: str | None, why: str) -> Segment:
-        status = "computed" if tier is None else "reused"
-        if medium is None:
-            return Segment("text", a, b, status, why, tier=tier)
-        its, features = self.prompt.media[medium], None
-        if tier is None:
-            features = self._sources.get(medium) or self._vision.where(its)
-            if features == "tower" and (medium in self._others or self._vision.made_elsewhere(its)):
-                why = "made elsewhere"
-        return Segment(its.modality, a, b, status, why, medium, features, tier, its.key)
-
-    def _reasons(self) -> list[tuple[int, str]]:
-        """(from token, reason) for what is behind the match, in order."""
-        at, known = self.match.length, self.known
-        reasons: list[tuple[int, str]] = []
-        if self._other is not None and self._other[0] > max(at, known.until):
-            return [(at, self._other[1])]
-        if known.until > at:
-            reasons.append((at, known.why_not_usable(at, self.prompt, self._runtime.rule)))
-        behind = max(at, known.until)
-        if behind < len(self.prompt):
-            reasons.append((behind, known.why_unknown(behind, self.prompt)))
-        return reasons or [(at, "new")]
+    def _origin(self, medium: int) -> Origin:
+        its = self.prompt.media[medium]
+        where = self._sources.get(medium) or self._vision.where(its)
+        elsewhere = where == "tower" and (
+            medium in self._others or self._vision.made_elsewhere(its)
+        )
+        return Origin(where, elsewhere)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

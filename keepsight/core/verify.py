@@ -177,10 +177,7 @@ def _last_logits(runtime: Runtime, prompt: Prompt, tenant: str) -> tuple[torch.T
     try:
         turn.begin(sample=False)
         turn.from_boundary()
-        run = turn.prefill()
-        if run.logits is None:
-            raise RuntimeError("prefill ended without logits")
-        return run.logits.clone(), turn.match.length
+        return turn.prefill().last_logits().clone(), turn.match.length
     finally:
         turn.finish()
 
