@@ -24,9 +24,10 @@ from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
+from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.node import LOGITS, Node, Received
 from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.tree import Match, Tree
+from keepsight.prefix.tree import Match
 from keepsight.system.devices import Order
 
 MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
@@ -121,9 +122,14 @@ class Engine:
     """Runs one model. Callers take turns; the lock is theirs."""
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, tree: Tree, shape: Shape, budget: int
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        prefixes: PrefixCache,
+        shape: Shape,
+        budget: int,
     ) -> None:
-        self._model, self._family, self._tree = model, family, tree
+        self._model, self._family, self._prefixes = model, family, prefixes
         self._core: Any = model.base_model
         self.lanes = Lanes(model, shape, budget)
         self.shape = shape
@@ -132,7 +138,6 @@ class Engine:
         self._patterns: dict[str, dict[str, Any]] = {}  # by making
         self._placement: Placement | None = None
         self._order = Order()
-        tree.receive, tree.on_forget = self.receive, self.lanes.clear
 
     def bind(self, making: str) -> None:
         """Say what the model is now; called before each turn. What this caller queues on a device
@@ -160,14 +165,15 @@ class Engine:
             self._placement = Placement(self._model, self.shape)
         return self._placement
 
-    def look_again(self) -> None:
+    def look_again(self) -> bool:
         """The weights are not what they were. Where they have moved, what lies beside their old
-        place is let go of."""
+        place is dropped, and True says that snapshots lie there too."""
         self._core = self._model.base_model
         before, self._placement = self._placement, None
         if before is not None and before != self.placement:
             self.lanes.clear()
-            self._tree.evict(self._tree.device.nbytes + self._tree.host.nbytes)
+            return True
+        return False
 
     def snapshot_pattern(self) -> dict[str, Any]:
         """What all snapshots of one making have in common; it costs one small pass, once."""
@@ -224,7 +230,7 @@ class Engine:
                 if not node.terminal:
                     run.lane.marks.append((node.end, node))
         run.lane.restore_fixed(match.length, match.node.fixed or {})
-        self._tree.release(run.node)
+        self._prefixes.release(run.node)
         run.node, run.logits = match.node, match.logits
 
     def prefill(
@@ -288,10 +294,10 @@ class Engine:
     ) -> None:
         kv, fixed = run.lane.capture(start, end)
         previous = run.node
-        node = self._tree.insert(
+        node = self._prefixes.insert(
             previous, run.prompt, end, kv, fixed, logits, cost=cost, since=run.since
         )
-        self._tree.release(previous)
+        self._prefixes.release(previous)
         run.node = node
         if logits is None:
             run.lane.marks.append((end, node))
@@ -320,7 +326,7 @@ class Engine:
     def again(self, run: Run, tokens: Sequence[int]) -> None:
         """Compute a sequence once more on a lane of its own, from its prompt's snapshot on."""
         self.leave_lane(run)
-        if not self._tree.load(run.node, run.prompt):
+        if not self._prefixes.load(run.node, run.prompt):
             raise KeepsightError("the prompt was forgotten while its answer was being computed")
         fresh = self.start(run.prompt, Match(run.node, since=run.since), len(tokens))
         run.lane, run.next_positions, run.left = fresh.lane, fresh.next_positions, False
@@ -334,23 +340,23 @@ class Engine:
         if node.terminal and node.parent is not None:
             node = node.parent
         end = run.lane.length
-        if end <= node.end or self._tree.is_forgotten(run.node, prompt, run.since):
+        if end <= node.end or self._prefixes.is_forgotten(run.node, prompt, run.since):
             return
-        self._tree.hold(node)
+        self._prefixes.hold(node)
         kv, fixed = run.lane.capture(node.end, end)
-        decoded = self._tree.insert(
+        decoded = self._prefixes.insert(
             node, prompt, end, kv, fixed, keep_on_disk=False, since=run.since
         )
-        self._tree.release(node)
+        self._prefixes.release(node)
         run.lane.marks.append((end, decoded))
-        self._tree.release(decoded)
+        self._prefixes.release(decoded)
 
     def leave_lane(self, run: Run) -> None:
         """The sequence goes on elsewhere, or ends: its lane is for others."""
         if run.lane.busy and not run.left:
             run.left = True
             run.lane.busy = False
-            if not self._tree.is_forgotten(run.node, run.prompt, run.since):
+            if not self._prefixes.is_forgotten(run.node, run.prompt, run.since):
                 self.lanes.give_back(run.lane)  # else it still holds what must not be kept
 
     def let_go(self, run: Run | None, node: Node | None) -> None:
@@ -358,12 +364,12 @@ class Engine:
         if run is not None:
             self.finish(run)
         elif node is not None:
-            self._tree.release(node)
+            self._prefixes.release(node)
 
     def finish(self, run: Run) -> None:
         """Let go of the path and the lane; safe to call twice."""
         if run.open:
             run.open = False
             self.leave_lane(run)
-            self._tree.release(run.node)
-            self._tree.settle()  # what fell out of the device goes now, not before an answer
+            self._prefixes.release(run.node)
+            self._prefixes.settle()  # what fell out of the device goes now, not before an answer

@@ -31,6 +31,7 @@ from keepsight.models.environment import backend_version, circumstances
 from keepsight.models.families import Family
 from keepsight.models.quantised import Quantised, named_weights
 from keepsight.models.weights import Weights
+from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.pins import pinning
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
@@ -69,6 +70,7 @@ class Runtime:
         settings: Settings,
         store: Store | None,
         renderer: Renderer | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         settings.check()
         attention.begin()
@@ -83,7 +85,10 @@ class Runtime:
         self._visions: OrderedDict[str, Vision] = OrderedDict()  # the latest refreshed is last
         self.tree = self._tree(model)
         shape = Shape.of(model)
-        self.engine = Engine(model, family, self.tree, shape, parse_bytes(settings.cache_budget))
+        self.prefixes: PrefixCache = self.tree if prefixes is None else prefixes
+        budget = parse_bytes(settings.cache_budget)
+        self.engine = Engine(model, family, self.prefixes, shape, budget)
+        self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.clear
         default = CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
         tokenizer = getattr(processor, "tokenizer", None)
         self.rule = Rule(
@@ -100,10 +105,10 @@ class Runtime:
         self._read_at: tuple[str, ...] | None = None  # what the model was when it was last read
         self.made_under: dict[str, Made] = {}  # by namespace, to say why a path is not here
 
-    def fresh(self, family: Family | None = None) -> Runtime:
+    def fresh(self, family: Family | None = None, prefixes: PrefixCache | None = None) -> Runtime:
         """The same model and settings under the same lock, with nothing remembered."""
         own = (self.model, family or self.family, self.processor, self.weights, self.settings)
-        other = Runtime(*own, None, self.renderer)
+        other = Runtime(*own, None, self.renderer, prefixes)
         other.lock, other.rule = self.lock, self.rule
         return other
 
@@ -241,7 +246,8 @@ class Runtime:
         if changed:
             self._compiled.gather()
             self._quantised.check()
-            self.engine.look_again()
+            if self.engine.look_again():
+                self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
         if weights.state != self._read_at:
             self._read_again()
         now = self._now()

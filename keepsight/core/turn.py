@@ -137,7 +137,7 @@ class Turn:
         return not self._exact and self._runtime.rule.reuse == "prefix"
 
     def _find(self) -> None:
-        tree = self._runtime.tree
+        tree = self._runtime.prefixes
         self._look()
         while True:
             tree.hold(self.match.node)
@@ -152,7 +152,7 @@ class Turn:
         self.cuts = self.prompt.boundaries(self._runtime.rule, self.match.length)
 
     def _look(self) -> None:
-        known = self._runtime.tree.known(self.namespace, self.prompt)
+        known = self._runtime.prefixes.known(self.namespace, self.prompt)
         whole = known.until == len(self.prompt)  # then it need not be known elsewhere
         other = None if whole else self._runtime.elsewhere(self.namespace, self.prompt)
         self.found = Findings(self._deepest(), known, other)
@@ -163,12 +163,12 @@ class Turn:
         return self.found.match
 
     def _deepest(self) -> Match:
-        find = self._runtime.tree.match
+        find = self._runtime.prefixes.match
         return find(self.namespace, self.prompt, self._next_cut(), loose=self._loose)
 
     def from_boundary(self) -> None:
         """Where the whole prompt is remembered, step back to the boundary before its end."""
-        tree, whole = self._runtime.tree, self.match.node
+        tree, whole = self._runtime.prefixes, self.match.node
         if whole.terminal and whole.parent is not None:
             tree.hold(whole.parent)
             tree.release(whole)
@@ -246,7 +246,7 @@ class Turn:
 
     def _catch_up(self, run: Run) -> bool:
         """Whether another turn has come further on this path meanwhile; then go on from there."""
-        tree, start = self._runtime.tree, run.lane.length
+        tree, start = self._runtime.prefixes, run.lane.length
         match = self._deepest()
         begun = run.node.parent is not None
         if match.length <= start or (begun and run.node not in match.node.chain()):
@@ -275,7 +275,7 @@ class Turn:
     def _may_keep(self, key: str) -> bool:
         """Whether features made just now may be remembered: not where their picture was deleted
         since the turn began, nor where another thread changed the model meanwhile."""
-        barred = self._runtime.tree.is_barred(self.run.node, key, self.run.since)
+        barred = self._runtime.prefixes.is_barred(self.run.node, key, self.run.since)
         return not barred and not self.out_of_date()
 
     def _note_making(self, medium: int, package: Package) -> None:

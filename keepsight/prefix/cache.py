@@ -1,0 +1,120 @@
+"""What one turn asks of a prefix cache, as a protocol, and a cache that remembers nothing.
+
+With the second in place of the tree every answer stays the same; only nothing is reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from keepsight.prefix.node import Node, Tensors
+from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.tree import Known, Match
+
+
+class PrefixCache(Protocol):
+    """Finds the longest remembered prefix of a prompt, and remembers new ones."""
+
+    def match(
+        self,
+        namespace: str,
+        prompt: Prompt,
+        next_cut: Callable[[int], int | None],
+        loose: bool = False,
+    ) -> Match:
+        """Return the deepest usable snapshot of a prompt."""
+
+    def known(self, namespace: str, prompt: Prompt) -> Known:
+        """Return how far the prompt agrees with anything seen before."""
+
+    def hold(self, node: Node) -> None:
+        """Keep a path in memory while a turn uses it."""
+
+    def release(self, node: Node) -> None:
+        """End one hold of a path."""
+
+    def load(self, node: Node, prompt: Prompt) -> bool:
+        """Bring a held path to the model's device; False where an entry is damaged."""
+
+    def insert(
+        self,
+        parent: Node,
+        prompt: Prompt,
+        end: int,
+        kv: Tensors,
+        fixed: Tensors | None,
+        logits: torch.Tensor | None = None,
+        keep_on_disk: bool = True,
+        cost: float = 0.0,
+        since: int | None = None,
+    ) -> Node:
+        """Remember a snapshot behind `parent`; the node comes back held."""
+
+    def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
+        """Return whether anything on the way of a turn was deleted after it began."""
+
+    def is_barred(self, node: Node, image_key: str, since: int) -> bool:
+        """Return whether an image was deleted after a turn began."""
+
+    def settle(self) -> None:
+        """Do what waited for the end of a turn."""
+
+
+class NothingRemembered:
+    """A prefix cache that matches nothing and keeps nothing."""
+
+    def match(
+        self,
+        namespace: str,
+        prompt: Prompt,
+        next_cut: Callable[[int], int | None],
+        loose: bool = False,
+    ) -> Match:
+        """Return an empty path."""
+        return Match(Node(None, 0, 0, namespace))
+
+    def known(self, namespace: str, prompt: Prompt) -> Known:
+        """Nothing was seen before."""
+        return Known(0, False)
+
+    def hold(self, node: Node) -> None:
+        """Nothing is evicted, so nothing is held."""
+
+    def release(self, node: Node) -> None:
+        """Nothing was held."""
+
+    def load(self, node: Node, prompt: Prompt) -> bool:
+        """An empty path is loaded."""
+        return True
+
+    def insert(
+        self,
+        parent: Node,
+        prompt: Prompt,
+        end: int,
+        kv: Tensors,
+        fixed: Tensors | None,
+        logits: torch.Tensor | None = None,
+        keep_on_disk: bool = True,
+        cost: float = 0.0,
+        since: int | None = None,
+    ) -> Node:
+        """Return a node that holds nothing and that nothing leads to."""
+        kind = "segment" if logits is None else "terminal"
+        digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
+        ids = prompt.ids[parent.end : end]
+        return Node(parent, parent.end, end, digest, ids, terminal=logits is not None, gone=True)
+
+    def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
+        """Nothing was remembered."""
+        return False
+
+    def is_barred(self, node: Node, image_key: str, since: int) -> bool:
+        """Nothing was deleted."""
+        return False
+
+    def settle(self) -> None:
+        """Nothing waits."""
