@@ -17,7 +17,7 @@ import torch
 
 import keepsight
 from keepsight.bench.workloads import Pictures, user, words
-from keepsight.core.render import Message
+from keepsight.kinds import Message
 from keepsight.report import Piece
 from keepsight.vlm import VLM
 

@@ -32,7 +32,8 @@ from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.contestants import Answer, Keepsight, Limit, Stock, agreement, now
 from keepsight.bench.measure import TOKENS, quiet_heap
-from keepsight.bench.workloads import Message, Pictures, user, words
+from keepsight.bench.workloads import Pictures, user, words
+from keepsight.kinds import Message
 from keepsight.vlm import VLM
 
 FORMAT = 1

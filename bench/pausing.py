@@ -28,8 +28,9 @@ from bench.serving import sent
 from bench.serving_sums import Heard
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
-from keepsight.bench.workloads import Message, Pictures, assistant, user, words
+from keepsight.bench.workloads import Pictures, assistant, user, words
 from keepsight.cli.terminal import table
+from keepsight.kinds import Message
 
 FORMAT = 1
 AHEAD, NEVER = "ahead", "never"

@@ -38,7 +38,6 @@ from bench.serving_tables import show
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.workloads import (
-    Message,
     Pictures,
     Scale,
     Step,
@@ -48,6 +47,7 @@ from keepsight.bench.workloads import (
     words,
     workloads,
 )
+from keepsight.kinds import Message
 from keepsight.models.loading import model_path
 from keepsight.vlm import VLM
 

@@ -31,7 +31,7 @@ import keepsight
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.workloads import Pictures, user, words
-from keepsight.core.render import Message
+from keepsight.kinds import Message
 from keepsight.report import Piece, Report
 from keepsight.scheduler import Together
 from keepsight.vlm import VLM

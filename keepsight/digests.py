@@ -1,4 +1,4 @@
-"""Identity: full 256-bit digests over framed, typed records. May import nothing.
+"""Identity: full 256-bit digests over framed, typed records. May import kinds.
 
 A digest is 64 hex characters of BLAKE3. Every part is framed as `tag, length, bytes`, so no two
 different lists of parts can run together into the same bytes, and the kind of record is the first
@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
+
+from keepsight.kinds import Record
 
 SCHEMA = "keepsight-1"
 
@@ -138,7 +140,7 @@ def _plain(value: Any) -> Any:
     return text
 
 
-def _sorted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _sorted(pairs: list[tuple[str, Any]]) -> Record:
     found = dict(sorted(pairs, key=lambda pair: pair[0]))
     if len(found) < len(pairs):
         raise TypeError("two keys of a mapping have one spelling")

@@ -1,4 +1,4 @@
-"""What a call returns beside its text: usage and a report. May import errors.
+"""What a call returns beside its text: usage and a report. May import errors and kinds.
 
 The report is the answer to "why was this slow?": for each stretch of the prompt it says what was
 reused and from where, or that it was computed, and why (law 6: no silent miss).
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from keepsight.errors import InputError
+from keepsight.kinds import Record
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Report:
         """Prompt tokens that passed through the language model."""
         return self.prompt_tokens - self.cached_tokens
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Plain data for JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,

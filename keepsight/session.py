@@ -18,11 +18,12 @@ import torch
 
 from keepsight.core.answer import answer
 from keepsight.core.call import Call
-from keepsight.core.render import Message, user_message
+from keepsight.core.render import user_message
 from keepsight.core.runtime import Runtime
 from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
 from keepsight.formats import tensorfile
 from keepsight.formats.package import Package
+from keepsight.kinds import Message, Options, Record
 from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
 from keepsight.prefix.node import Node
@@ -88,7 +89,7 @@ class Session:
         other.notes = list(self.notes)
         return other
 
-    def _answer(self, asked: list[Message], options: dict[str, Any]) -> Iterator[Piece]:
+    def _answer(self, asked: list[Message], options: Options) -> Iterator[Piece]:
         whose = options.pop("tenant", None)
         if whose is not None and whose != self.tenant:
             raise InputError(f"this session is of tenant {self.tenant!r}, not of {whose!r}")
@@ -169,11 +170,11 @@ class Session:
 
     def _flat_part(
         self,
-        part: dict[str, Any],
+        part: Message,
         numbers: dict[str, int],
         media: list[Any],
         tensors: dict[str, torch.Tensor],
-    ) -> dict[str, Any]:
+    ) -> Record:
         if part.get("type") != "image":
             return part
         medium = self.vision.name(part["image"])
@@ -233,7 +234,7 @@ class Session:
         return session
 
 
-def _other_circumstances(memory: Runtime, record: dict[str, Any]) -> str:
+def _other_circumstances(memory: Runtime, record: Record) -> str:
     """What is not as it was where the file was written; empty when all is the same."""
     if record["weights"] != memory.weights.all:
         return "made under other weights"
@@ -249,7 +250,7 @@ def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _put_node(node: Node, number: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _put_node(node: Node, number: int, tensors: dict[str, torch.Tensor]) -> Record:
     name = f"snapshot/{number}"
     tensors |= {f"{name}/kv/{k}": t for k, t in (node.kv or {}).items()}
     tensors |= {f"{name}/fixed/{k}": t for k, t in (node.fixed or {}).items()}
@@ -261,7 +262,7 @@ def _put_node(node: Node, number: int, tensors: dict[str, torch.Tensor]) -> dict
 def _media_of(
     session: Session,
     tensors: dict[str, torch.Tensor],
-    record: dict[str, Any],
+    record: Record,
     path: Path,
     accept_features: str | None,
 ) -> list[Medium]:
@@ -322,7 +323,7 @@ def _belongs(
     prompt: Prompt,
     start: int,
     end: int,
-    described: dict[str, Any],
+    described: Record,
     ids: torch.Tensor,
     kv: dict[str, torch.Tensor],
 ) -> bool:

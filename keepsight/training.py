@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from keepsight.core.render import Message
 from keepsight.core.sampling import check_length
 from keepsight.errors import (
     FileError,
@@ -36,6 +35,7 @@ from keepsight.errors import (
 )
 from keepsight.formats import tensorfile
 from keepsight.formats.package import KIND, Package, feature_id, identity
+from keepsight.kinds import Inputs, Message, Options, Record
 from keepsight.media.medium import Medium
 from keepsight.media.sources import open_source
 from keepsight.models.families import Family
@@ -45,7 +45,7 @@ from keepsight.store import open_store
 from keepsight.vlm import VLM
 
 IGNORED = -100  # what upstream's losses leave out
-Record = tuple[list[Message], str]  # a conversation, and the answer to learn
+Labelled = tuple[list[Message], str]  # a conversation, and the answer to learn
 # One value for each token of a row; everything else describes media, and is put end to end.
 _PER_TOKEN = ("mm_token_type_ids", "moe_mm_token_type_ids", "position_ids", "token_type_ids")
 _NOT_SHOWN = {
@@ -116,12 +116,12 @@ class PackageDataset(Dataset[Loaded]):
     def __init__(
         self,
         vlm: VLM,
-        records: Iterable[Record],
+        records: Iterable[Labelled],
         *,
         packages: str | os.PathLike[str] | None = None,
         store: str | os.PathLike[str] | None = None,
         tenant: str | None = None,
-        template_kwargs: dict[str, Any] | None = None,
+        template_kwargs: Options | None = None,
     ) -> None:
         _check_family(vlm.runtime.family)
         self._address = (None if store is None else os.fspath(store), tenant)
@@ -180,7 +180,7 @@ class PackageDataset(Dataset[Loaded]):
             self._opened.close()
             self._opened = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Record:
         return {**vars(self), "_opened": None}
 
 
@@ -190,7 +190,7 @@ class Shelf:
 
     by_identity: dict[str, Path] = field(default_factory=dict)
     by_file: dict[str, Path] = field(default_factory=dict)
-    records: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    records: dict[Path, Record] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str] | None) -> Shelf:
@@ -210,7 +210,7 @@ class Shelf:
                 continue  # damaged, or not ours: an image that needs it is reported as missing
         return shelf
 
-    def read(self, path: Path) -> dict[str, Any]:
+    def read(self, path: Path) -> Record:
         """The record of one file, and its names on the shelf."""
         if path not in self.records:
             record = tensorfile.read_record(path)
@@ -228,13 +228,13 @@ class Shelf:
 class _Layout:
     """Records to examples; the only place that asks anything of the model."""
 
-    def __init__(self, vlm: VLM, shelf: Shelf, store: Any, template: dict[str, Any]) -> None:
+    def __init__(self, vlm: VLM, shelf: Shelf, store: Any, template: Options) -> None:
         self._vlm, self._shelf, self._store, self._template = vlm, shelf, store, template
         self._family, self._vision = vlm.runtime.family, vlm.runtime.vision
         self._places: dict[int, Place] = {}
         self._fits: set[str] = set()  # kinds of making that were compared with the model
 
-    def example(self, number: int, record: Record) -> Example:
+    def example(self, number: int, record: Labelled) -> Example:
         """One record, laid out."""
         try:
             messages, answer = record
@@ -337,7 +337,7 @@ class Collator:
     family: Family  # without its model
     pad: int
 
-    def __call__(self, rows: Sequence[Loaded]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Loaded]) -> Record:
         """What `model(**batch)` takes, with a loss."""
         examples = [row.example for row in rows]
         length = max(len(example.ids) for example in examples)
@@ -349,7 +349,7 @@ class Collator:
             ids[i, :n] = torch.from_numpy(example.ids.astype(np.int64))
             labels[i, example.answer : n] = ids[i, example.answer : n]
             mask[i, :n] = 1
-        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        batch: Inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         batch |= _joined([example.inputs for example in examples], length)
         parts = [(package, 0, package.tokens) for row in rows for package in row.packages]
         given = self.family.feature_inputs(parts, ids) if parts else {}

@@ -21,13 +21,14 @@ from keepsight.core.call import Call
 from keepsight.core.generate import Generated, generate
 from keepsight.core.pins import delete, foresee, pin
 from keepsight.core.probe import settle, try_again
-from keepsight.core.render import Message, Renderer, user_message
+from keepsight.core.render import Renderer, user_message
 from keepsight.core.runtime import Runtime
 from keepsight.core.settings import Settings, chosen_store, tenant_name
 from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.verify import Verification, verify
 from keepsight.errors import ModelError, UnknownOption, UnsupportedInput
 from keepsight.formats.package import Package
+from keepsight.kinds import Message, Options, Record
 from keepsight.models import loading, without_tower
 from keepsight.models.families import family_of
 from keepsight.models.upstream import newer_than_tested
@@ -97,7 +98,7 @@ _WRAP_OPTIONS = (
 )
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _check_options(options: Options) -> None:
     if set(options) - set(_WRAP_OPTIONS):
         raise UnknownOption.among(options, _WRAP_OPTIONS, "load")
 
@@ -114,7 +115,7 @@ class VLM:
         store: str | os.PathLike[str] | None = None,
         store_budget: int | str | None = None,
         remote: str | None = None,
-        image_options: dict[str, Any] | None = None,
+        image_options: Options | None = None,
         tenant: str | None = None,
         files: str | None = None,
         **settings: Any,
@@ -217,7 +218,7 @@ class VLM:
         whose = self._whose(options.pop("tenant", None))
         return generate(self.runtime, inputs, options, whose)
 
-    def inputs(self, messages: list[Message], **options: Any) -> dict[str, Any]:
+    def inputs(self, messages: list[Message], **options: Any) -> Record:
         """For stock `model.generate`: processor outputs, with features from packages.
 
         The vision tower stays untouched for images that were seen before. New wrappers are made on
@@ -252,7 +253,7 @@ class VLM:
 
     # -- housekeeping ----------------------------------------------------------------------------
 
-    def stats(self, tenant: str | None = None) -> dict[str, Any]:
+    def stats(self, tenant: str | None = None) -> Record:
         """Bytes and counts per tier: of all that this object serves, or of one tenant alone.
 
         It waits for nothing that runs, and for no disk: what a store has is as it was counted last.

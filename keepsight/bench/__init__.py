@@ -23,6 +23,7 @@ from keepsight.bench import ambitions, extremes, machine, rivals, tables
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
 from keepsight.bench.measure import Bench, Say, quiet_heap, run_workload
 from keepsight.bench.workloads import SCALES, Pictures, Scale, Step, Workload, user, workloads
+from keepsight.kinds import Record
 
 WORKLOADS = ("W1", "W4", "W5", "W7", "peers", "cold", "restart")
 FORMAT = 1
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     console = Console()
     console.width = max(console.width, _WIDTH)
     say: Say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
-    result: dict[str, Any] = {
+    result: Record = {
         "benchmark": "keepsight",
         "format": FORMAT,
         "command": " ".join(["keepsight", "bench", *_told(argv, options.model)]),
@@ -132,9 +133,7 @@ def _scale(options: argparse.Namespace) -> Scale:
     return chosen
 
 
-def _run(
-    shape: str, dtype: str, names: list[str], options: argparse.Namespace, say: Say
-) -> dict[str, Any]:
+def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, say: Say) -> Record:
     """Everything that was asked for on one checkpoint."""
     path = options.model or checkpoint(shape, options.size, options.folder)
     scale = _scale(options)
@@ -145,7 +144,7 @@ def _run(
         _warm_up(bench, pictures, scale, say)
         chosen = workloads(names, pictures, scale)
         found = [run_workload(bench, workload, say) for workload in chosen]
-        run: dict[str, Any] = {
+        run: Record = {
             "shape": shape,
             "size": options.size,
             "dtype": dtype,

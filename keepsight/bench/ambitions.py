@@ -6,16 +6,15 @@ turn of a workload counts, not the average.
 
 from __future__ import annotations
 
-from typing import Any
-
 from keepsight.bench.rivals import GOALS
+from keepsight.kinds import Record
 
 OVER_LIMIT, FASTER, OVER_COLD, OVER_READ = 1.3, 20.0, 1.03, 2.0
 
 
-def judge(run: dict[str, Any]) -> list[dict[str, Any]]:
+def judge(run: Record) -> list[Record]:
     """One row for each ambition that this run says something about."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     for workload in run["workloads"]:
         name, steps = workload["name"], workload["steps"]
         if name.startswith("W1"):
@@ -30,11 +29,11 @@ def judge(run: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(what: str, goal: str, measured: float | None, held: bool, note: str) -> dict[str, Any]:
+def _row(what: str, goal: str, measured: float | None, held: bool, note: str) -> Record:
     return {"what": what, "goal": goal, "measured": measured, "held": held, "note": note}
 
 
-def _most(what: str, steps: list[dict[str, Any]], goal: float) -> list[dict[str, Any]]:
+def _most(what: str, steps: list[Record], goal: float) -> list[Record]:
     """The highest ratio to the limit must not pass the goal."""
     told = [step for step in steps if step["keepsight_over_limit"] is not None]
     if not told:
@@ -44,7 +43,7 @@ def _most(what: str, steps: list[dict[str, Any]], goal: float) -> list[dict[str,
     return [_row(what, f"<= {goal}x", measured, measured <= goal, _where(worst))]
 
 
-def _least(what: str, steps: list[dict[str, Any]], goal: float) -> list[dict[str, Any]]:
+def _least(what: str, steps: list[Record], goal: float) -> list[Record]:
     """The lowest speed-up over stock must reach the goal."""
     if not steps:
         return []
@@ -53,7 +52,7 @@ def _least(what: str, steps: list[dict[str, Any]], goal: float) -> list[dict[str
     return [_row(what, f">= {goal:g}x", measured, measured >= goal, _where(worst))]
 
 
-def _where(step: dict[str, Any]) -> str:
+def _where(step: Record) -> str:
     """Where the time of a step went, the largest stages first."""
     stages = {k: v for k, v in step["stages"].items() if k not in ("first_token", "decode")}
     top = sorted(stages.items(), key=lambda item: -item[1])[:4]
@@ -65,7 +64,7 @@ def _where(step: dict[str, Any]) -> str:
     )
 
 
-def _cold(run: dict[str, Any]) -> list[dict[str, Any]]:
+def _cold(run: Record) -> list[Record]:
     rows = []
     for case in run.get("cold", {}).get("cases", []):
         measured = case["keepsight_over_stock"]
@@ -75,7 +74,7 @@ def _cold(run: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _restart(run: dict[str, Any]) -> list[dict[str, Any]]:
+def _restart(run: Record) -> list[Record]:
     rows = []
     for place in ("disk", "page cache"):
         found = run.get("restart", {}).get(place)
@@ -91,7 +90,7 @@ def _restart(run: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _peers(run: dict[str, Any]) -> list[dict[str, Any]]:
+def _peers(run: Record) -> list[Record]:
     rows = []
     for step in run.get("peers", []):
         if step["name"] == "T1":

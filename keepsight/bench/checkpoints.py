@@ -25,6 +25,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from keepsight.errors import InputError
+from keepsight.kinds import Record
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +87,11 @@ class Shape:
     config: str
     processor: str
     patch: int
-    text: Callable[[Size], dict[str, Any]]
-    vision: Callable[[Size], dict[str, Any]]
+    text: Callable[[Size], Record]
+    vision: Callable[[Size], Record]
 
 
-def _text(size: Size) -> dict[str, Any]:
+def _text(size: Size) -> Record:
     return {
         "hidden_size": size.hidden,
         "intermediate_size": 3 * size.hidden,
@@ -102,7 +103,7 @@ def _text(size: Size) -> dict[str, Any]:
     }
 
 
-def _vision(size: Size) -> dict[str, Any]:
+def _vision(size: Size) -> Record:
     return {
         "depth": size.depth,
         "hidden_size": size.tower,
@@ -116,25 +117,25 @@ def _vision(size: Size) -> dict[str, Any]:
     }
 
 
-def _rope(head: int, interleaved: bool, rotary: float = 1.0) -> dict[str, Any]:
+def _rope(head: int, interleaved: bool, rotary: float = 1.0) -> Record:
     half = int(head * rotary) // 2
     a, b = half - 2 * (half // 3), half // 3
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [a, b, b]}
+    rope: Record = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [a, b, b]}
     if interleaved:
         rope |= {"mrope_interleaved": True}
     return rope | ({"partial_rotary_factor": rotary} if rotary < 1 else {})
 
 
-def _qwen3_text(size: Size) -> dict[str, Any]:
+def _qwen3_text(size: Size) -> Record:
     return {**_text(size), "head_dim": size.head, "rope_parameters": _rope(size.head, True)}
 
 
-def _qwen3_vision(size: Size) -> dict[str, Any]:
+def _qwen3_vision(size: Size) -> Record:
     levels = [1, 3, 5] if size.depth > 5 else [0, 1]
     return {**_vision(size), "deepstack_visual_indexes": levels}
 
 
-def _qwen2_5_text(size: Size) -> dict[str, Any]:
+def _qwen2_5_text(size: Size) -> Record:
     heads = size.hidden // size.head
     return {
         **_text(size),
@@ -143,7 +144,7 @@ def _qwen2_5_text(size: Size) -> dict[str, Any]:
     }
 
 
-def _qwen2_5_vision(size: Size) -> dict[str, Any]:
+def _qwen2_5_vision(size: Size) -> Record:
     vision = _vision(size)
     del vision["num_position_embeddings"]
     last = size.depth - 1
@@ -156,7 +157,7 @@ def _qwen2_5_vision(size: Size) -> dict[str, Any]:
     }
 
 
-def _hybrid_text(size: Size) -> dict[str, Any]:
+def _hybrid_text(size: Size) -> Record:
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(size.layers)]
     return {
         **_text(size),

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.generation import BaseStreamer
 
 import keepsight
-from keepsight.bench.workloads import Message
+from keepsight.kinds import Inputs, Message, Record
 from keepsight.prefix.prompt import Prompt, common
 from keepsight.report import Report, Usage
 from keepsight.vlm import VLM
@@ -173,11 +173,11 @@ class Limit:
     def reset(self) -> None:
         """A new round: nothing was asked before."""
         self._asked: list[Prompt] = []
-        self._seen: dict[str, Any] = {}  # features by medium
+        self._seen: Record = {}  # features by medium
         self._cache: Any = None
         self._cached = 0
 
-    def know(self, features: dict[str, Any]) -> None:
+    def know(self, features: Inputs) -> None:
         """Have the features of some media, by their feature ids, as if they had been seen."""
         self._seen.update(features)
 
@@ -228,7 +228,7 @@ class Limit:
     def _forward(self, start: int, end: int) -> int:
         """Tokens `start` to `end` through the model; the best next token."""
         prompt = self.prompt
-        inputs: dict[str, Any] = {}
+        inputs: Inputs = {}
         spans = prompt.clip(start, end)
         if spans:
             parts = [

@@ -23,6 +23,7 @@ from keepsight import digests
 from keepsight.bench.contestants import now
 from keepsight.bench.measure import TOKENS, Bench, Round, Say, guard, ratio
 from keepsight.bench.workloads import Pictures, Scale, assistant, user, words
+from keepsight.kinds import Record
 from keepsight.media.sources import decode_bytes
 from keepsight.vlm import VLM
 
@@ -31,7 +32,7 @@ _PLACES = ("page cache", "disk") if hasattr(os, "posix_fadvise") else ("page cac
 _COLD_REPETITIONS = 9  # three per cent is little; it takes more pairs to see
 
 
-def cold(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> dict[str, Any]:
+def cold(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> Record:
     """First requests on an empty memory, for some numbers and sizes of pictures."""
     small = scale.small
     cases = {"one small image": [small], "one image": [scale.picture], "two images": [small, small]}
@@ -49,9 +50,7 @@ def cold(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> dict[str, 
     }
 
 
-def _cold_case(
-    bench: Bench, name: str, paths: list[str], scale: Scale, repetitions: int
-) -> dict[str, Any]:
+def _cold_case(bench: Bench, name: str, paths: list[str], scale: Scale, repetitions: int) -> Record:
     messages = [user(words(9, scale.question), *paths)]
     met = []
     for repetition in range(repetitions):
@@ -63,7 +62,7 @@ def _cold_case(
             answers[contestant.name] = contestant.answer(messages, TOKENS)
         met.append(Round(answers, 0, len(paths), 0))
     usage = met[0].answers["keepsight"].usage
-    result: dict[str, Any] = {
+    result: Record = {
         "name": name,
         "prompt_tokens": usage.prompt_tokens if usage else 0,
         "guard": guard(met),
@@ -103,7 +102,7 @@ def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
     return {**found, "encode_over_tower": round(median(a / b for a, b in pairs), 3)}
 
 
-def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> dict[str, Any]:
+def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> Record:
     """The third turn of a chat on one image, from the disk, with other questions each time."""
     picture = pictures.path(960, *scale.picture)
     history = []
@@ -123,7 +122,7 @@ def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> dict[str, A
                 question = words(80 + 100 * place + repetition, scale.question)
                 messages = [*history, user(question)]
                 rows[name].append(_one_restart(vlm, Path(folder), messages, name == "disk"))
-    found: dict[str, Any] = {"repetitions": scale.repetitions}
+    found: Record = {"repetitions": scale.repetitions}
     for name, measured in rows.items():
         found[name] = {k: round(median(row[k] for row in measured), 3) for k in measured[0]}
     return found

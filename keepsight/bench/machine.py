@@ -10,15 +10,15 @@ import os
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 import keepsight
+from keepsight.kinds import Record
 
 
-def describe() -> dict[str, Any]:
+def describe() -> Record:
     """Plain data for the result."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -16,6 +16,7 @@ from typing import Any
 
 from keepsight.bench.contestants import Answer, Keepsight, Limit, Stock, agreement
 from keepsight.bench.workloads import Step, Workload
+from keepsight.kinds import Record
 from keepsight.vlm import VLM
 
 TOKENS = 8  # greedy tokens compared and timed behind each prompt
@@ -47,7 +48,7 @@ class Bench:
         self.limit = Limit(self.vlm)
 
 
-def run_workload(bench: Bench, workload: Workload, say: Say) -> dict[str, Any]:
+def run_workload(bench: Bench, workload: Workload, say: Say) -> Record:
     """All repetitions of one workload, summed up."""
     repetitions = workload.repetitions
     rounds: list[list[Round]] = [[] for _ in workload.steps]
@@ -99,13 +100,13 @@ def _meet(bench: Bench, step: Step, key: str, shift: int) -> Round:
     return Round(answers, bench.limit.new_tokens, bench.limit.new_images, bench.limit.shared)
 
 
-def _sum_up(name: str, met: list[Round]) -> dict[str, Any]:
+def _sum_up(name: str, met: list[Round]) -> Record:
     """One step over all repetitions."""
     mine = [r.answers["keepsight"] for r in met]
     usage = mine[0].usage
     if usage is None:
         raise RuntimeError("an answer came without its usage")
-    result: dict[str, Any] = {
+    result: Record = {
         "name": name,
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,

@@ -8,7 +8,7 @@ with a run on such a machine; the page says which machine a run was made on.
 
 from __future__ import annotations
 
-from typing import Any
+from keepsight.kinds import Record
 
 STEPS = ("T1", "T1r", "T2", "T3", "X", "C")
 # How many times faster than the best rival each step should be.
@@ -44,14 +44,14 @@ RECORDED: dict[tuple[str, str], _Table] = {
 }
 
 
-def compare(shape: str, dtype: str, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare(shape: str, dtype: str, steps: list[Record]) -> list[Record]:
     """Each step beside the recorded figures and how much faster than the best of them it was."""
     table = RECORDED.get((shape, dtype), {})
     rows = []
     for step in steps:
         name, mine = step["name"], step["keepsight_ms"]
         figures = {engine: times[STEPS.index(name)] for engine, times in table.items()}
-        row: dict[str, Any] = {
+        row: Record = {
             "name": name,
             "keepsight_ms": mine,
             "stock_ms": step["stock_ms"],

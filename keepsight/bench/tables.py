@@ -5,16 +5,16 @@ Every time stands beside what it has to be compared with; a time alone says noth
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from keepsight.kinds import Record
+
 Row = list[str]
 
 
-def show(result: dict[str, Any], console: Console) -> None:
+def show(result: Record, console: Console) -> None:
     """All tables of one result."""
     console.print(machine(result))
     for run in result["runs"]:
@@ -25,7 +25,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             console.print(f"[bold red]{warning}[/]")
 
 
-def machine(result: dict[str, Any]) -> str:
+def machine(result: Record) -> str:
     """On what a result was made, in one line."""
     m = result["machine"]
     amx = ", AMX" if m["amx"] else ""
@@ -37,13 +37,13 @@ def machine(result: dict[str, Any]) -> str:
     )
 
 
-def title(run: dict[str, Any]) -> str:
+def title(run: Record) -> str:
     """Which model a run was made with."""
     size = f"{run['parameters'] / 1e6:.0f} M parameters" if run["parameters"] else "an export"
     return f"{run['shape']}, {size}, {run['dtype']}, grain {run['grain']}"
 
 
-def tables(run: dict[str, Any]) -> list[tuple[str, Row, list[Row]]]:
+def tables(run: Record) -> list[tuple[str, Row, list[Row]]]:
     """(heading, columns, rows) of everything that a run measured."""
     found = [_workload(workload) for workload in run["workloads"]]
     if found:
@@ -58,7 +58,7 @@ def tables(run: dict[str, Any]) -> list[tuple[str, Row, list[Row]]]:
     return found
 
 
-def warnings(run: dict[str, Any]) -> list[str]:
+def warnings(run: Record) -> list[str]:
     """What the guard found: times behind wrong answers are worth nothing."""
     told = []
     for workload in run["workloads"]:
@@ -68,7 +68,7 @@ def warnings(run: dict[str, Any]) -> list[str]:
     return told + _guards("cold", run.get("cold", {}).get("cases", []), run["dtype"])
 
 
-def _guards(name: str, steps: list[dict[str, Any]], dtype: str) -> list[str]:
+def _guards(name: str, steps: list[Record], dtype: str) -> list[str]:
     """Greedy tokens equal to stock are promised in float32 only; repeating oneself always is."""
     return [
         f"{name}, {step['name']}: TOKENS {step['guard']}"
@@ -78,7 +78,7 @@ def _guards(name: str, steps: list[dict[str, Any]], dtype: str) -> list[str]:
     ]
 
 
-def _workload(workload: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+def _workload(workload: Record) -> tuple[str, Row, list[Row]]:
     columns = ["", "prompt", "reused", "new", "again", "images", "ms", "limit ms", "stock ms"]
     columns += ["x limit", "x faster", "ms/tok", "tokens"]
     rows = []
@@ -98,7 +98,7 @@ def _workload(workload: dict[str, Any]) -> tuple[str, Row, list[Row]]:
 _STAGES = ("check", "render", "match", "load", "restore", "encode", "prefill", "first_token")
 
 
-def _stages(workloads: list[dict[str, Any]]) -> tuple[str, Row, list[Row]]:
+def _stages(workloads: list[Record]) -> tuple[str, Row, list[Row]]:
     """Where the time of the last step of each workload went."""
     rows = []
     for workload in workloads:
@@ -114,7 +114,7 @@ def times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _peers(steps: list[dict[str, Any]]) -> tuple[str, Row, list[Row]]:
+def _peers(steps: list[Record]) -> tuple[str, Row, list[Row]]:
     engines = list(steps[0]["recorded"])
     names = [engine.replace("transformers", "HF") for engine in engines]
     columns = ["", "keepsight ms", "stock ms", *names, "x best rival", "goal"]
@@ -128,7 +128,7 @@ def _peers(steps: list[dict[str, Any]]) -> tuple[str, Row, list[Row]]:
     return f"the peers' conversation, first token ({recorded})", columns, rows
 
 
-def _cold(cold: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+def _cold(cold: Record) -> tuple[str, Row, list[Row]]:
     columns = ["", "prompt", "keepsight ms", "stock ms", "x stock", "tokens"]
     rows = [
         [
@@ -144,7 +144,7 @@ def _cold(cold: dict[str, Any]) -> tuple[str, Row, list[Row]]:
     return "cold: the first request on an empty memory", columns, rows
 
 
-def _anatomy(cold: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+def _anatomy(cold: Record) -> tuple[str, Row, list[Row]]:
     found = {k.removesuffix("_ms"): v for k, v in cold["anatomy"].items()}
     over = found.pop("encode_over_tower")
     columns = [f"{name} ms" for name in found] + ["encode x tower"]
@@ -152,7 +152,7 @@ def _anatomy(cold: dict[str, Any]) -> tuple[str, Row, list[Row]]:
     return "one new picture, stage by stage", columns, [row]
 
 
-def _restart(restart: dict[str, Any]) -> tuple[str, Row, list[Row]]:
+def _restart(restart: Record) -> tuple[str, Row, list[Row]]:
     columns = ["files in the", "prompt", "reused", "MB read", "load ms", "bare read ms", "x read"]
     columns += ["restore ms", "first token ms"]
     rows = []
@@ -166,7 +166,7 @@ def _restart(restart: dict[str, Any]) -> tuple[str, Row, list[Row]]:
     return "restart: a new engine answers the next turn from files", columns, rows
 
 
-def _ambitions(rows: list[dict[str, Any]]) -> tuple[str, Row, list[Row]]:
+def _ambitions(rows: list[Record]) -> tuple[str, Row, list[Row]]:
     told = []
     for row in rows:
         measured = "-" if row["measured"] is None else f"{row['measured']:.2f}x"

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from keepsight.kinds import Message
+
 _TEXT = (
     "the page shows a table with names and values in the upper left part next to a small red "
     "button that opens another list of files where each row has a date an owner and a size"
 )
-Message = dict[str, Any]
 
 
 class Pictures:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from keepsight.cli.terminal import age_text, bytes_text, console, json_line, plain, table
 from keepsight.errors import FileError, InputError, StoreError
+from keepsight.kinds import Record
 
 if TYPE_CHECKING:
     from keepsight.store import Entry
@@ -67,7 +68,7 @@ def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> No
             console().print(shown)
 
 
-def _show_totals(told: dict[str, Any]) -> None:
+def _show_totals(told: Record) -> None:
     shown = table("kind", "entries", "bytes", right=("entries", "bytes"))
     for kind, counted in sorted(told["kinds"].items()):
         shown.add_row(kind, str(counted["entries"]), bytes_text(counted["bytes"]))
@@ -113,16 +114,16 @@ def list_entries(
         console().print(shown)
 
 
-def _plain(entry: Entry) -> dict[str, Any]:
+def _plain(entry: Entry) -> Record:
     """One entry as JSON has it; `age_s` counts from its last use."""
-    told: dict[str, Any] = {"kind": entry.kind, "key": entry.key, "bytes": entry.nbytes}
+    told: Record = {"kind": entry.kind, "key": entry.key, "bytes": entry.nbytes}
     told |= {"age_s": round(time.time() - entry.used, 1), "created": entry.created}
     told |= {"uses": entry.uses, "cost_ms": entry.cost, "pinned": entry.pinned}
     told |= {"stands_on": entry.stands_on, "media": list(entry.media), "expires": entry.expires}
     return told
 
 
-def _about(store: Kept, entry: Entry) -> dict[str, Any]:
+def _about(store: Kept, entry: Entry) -> Record:
     """Whose features a package holds, from its record alone; only where the file is at hand."""
     from keepsight.formats import tensorfile
     from keepsight.store import layout

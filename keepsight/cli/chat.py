@@ -21,6 +21,7 @@ from rich.text import Text
 from keepsight.cli.terminal import plain, report_table
 from keepsight.errors import InputError, KeepsightError
 from keepsight.formats.package import Package
+from keepsight.kinds import Options
 from keepsight.system import private_files
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Shell:
 
     vlm: VLM
     console: Console
-    options: dict[str, Any]
+    options: Options
     waiting: list[Any] = field(default_factory=list)  # pictures for the next question
     history: Path | None = None
     reports: bool = False  # a report after every answer

@@ -29,6 +29,7 @@ from keepsight.cli.options import (
 )
 from keepsight.cli.terminal import console, json_line, plain
 from keepsight.errors import InputError, MissingExtra, StoreError
+from keepsight.kinds import Record
 from keepsight.system import private_files
 
 # Packages in memory are of no use to a run that looks at each image once.
@@ -179,7 +180,7 @@ def _results(asked: Asked, pieces: Any, reading: Any, shard: Any) -> Iterator[An
         yield from room.run(room.items(pieces, reading), target, shard, asked.threads)
 
 
-def _worker(asked: Asked) -> dict[str, Any]:
+def _worker(asked: Asked) -> Record:
     """What a worker on another machine needs to load the same model."""
     sized = {"size": pixel_limits(asked.model, *asked.pixels)} if any(asked.pixels) else None
     return {

@@ -22,13 +22,12 @@ import typer
 
 from keepsight.cli.options import Json
 from keepsight.cli.terminal import bytes_text, console, json_line, plain, table
+from keepsight.kinds import Record
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from keepsight.runtimes.manifest import Manifest
-
-Record = dict[str, Any]
 
 
 def export(

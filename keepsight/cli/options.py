@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keepsight.errors import InputError, UnsupportedInput
+from keepsight.kinds import Options, Record
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -102,11 +103,11 @@ def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, i
 
 def decoding(
     max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None
-) -> dict[str, Any]:
+) -> Record:
     """Options of decoding as the library takes them."""
     if temperature == 0 and top_p is not None:
         raise InputError("--top-p has no effect at --temperature 0, which is greedy")
-    options: dict[str, Any] = {}
+    options: Options = {}
     if temperature is not None or top_p is not None:
         options["do_sample"] = temperature != 0
     if temperature:

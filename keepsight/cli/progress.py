@@ -10,12 +10,13 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from keepsight.cli.terminal import bytes_text
+from keepsight.kinds import Record
 
 if TYPE_CHECKING:
     from keepsight.encode import Encoded
@@ -69,7 +70,7 @@ class Tally:
             return None
         return max(0, self.total - self.done) * self.seconds / self.done
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Plain data for JSON."""
         images, tokens = self.rates()
         left = self.left()

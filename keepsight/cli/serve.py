@@ -16,6 +16,7 @@ import typer
 
 from keepsight.cli import options
 from keepsight.errors import InputError, MissingExtra
+from keepsight.kinds import Options, Record
 
 if TYPE_CHECKING:
     from keepsight.server.config import ServerConfig
@@ -112,13 +113,13 @@ def serve(
     run(given)
 
 
-def run(given: dict[str, Any]) -> None:
+def run(given: Options) -> None:
     """Settings from flags and file to a listening server."""
     with _ending_at_once():
         _run(given)
 
 
-def _run(given: dict[str, Any]) -> None:
+def _run(given: Options) -> None:
     _check_libraries()
     from keepsight.server.running import serve as listen
 
@@ -156,7 +157,7 @@ def _check_libraries() -> None:
             raise MissingExtra.named(library.replace("_", "-"), "server")
 
 
-def _sorted(given: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig]:
+def _sorted(given: Options) -> tuple[Record, ServerConfig]:
     """What the model is told, and what the server is told."""
     from keepsight.server.config import ApiKey, ServerConfig, read_config
 
@@ -172,7 +173,7 @@ def _sorted(given: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig]:
     return of_model, ServerConfig(**settings)
 
 
-def _loaded(name: str, settings: dict[str, Any]) -> Any:
+def _loaded(name: str, settings: Options) -> Any:
     pixels = (settings.pop("min_pixels", None), settings.pop("max_pixels", None))
     settings.setdefault("dtype", "auto")
     try:

@@ -20,8 +20,8 @@ from keepsight.cli.terminal import bytes_text, plain, table
 from keepsight.errors import DamagedFile, InputError, NotKeepsightFile
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
+from keepsight.kinds import Record
 
-Record = dict[str, Any]
 _FORMATS = {
     package.KIND: package.FORMAT,
     session.KIND: session.FORMAT,

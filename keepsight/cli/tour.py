@@ -31,6 +31,7 @@ from keepsight.cli.tour_stage import Ask, Stage, Turn, scenes_of, script, times
 from keepsight.cli.tour_stock import Heard, Outcome, Stock, answer, judge, question
 from keepsight.demo.scene import Scene
 from keepsight.errors import KeepsightError
+from keepsight.kinds import Message
 from keepsight.report import Reply
 from keepsight.store import DiskStore
 
@@ -128,7 +129,7 @@ def _play(
     stage: Stage, session: Any, stock: Stock, asks: Sequence[Ask]
 ) -> Iterator[tuple[Ask, Turn]]:
     """The conversation, turn by turn, by both sides."""
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     for ask in asks:
         pictures = [stage.pictures[i] for i in ask.new]
         reply, ms = _timed(session, ask.text, pictures)
@@ -180,9 +181,7 @@ def _one_more_picture(stage: Stage, vlm: VLM, stock: Stock) -> None:
     _attempt(stage, stock.interrupted(first, third, between))
 
 
-def _keepsight(
-    stage: Stage, vlm: VLM, stock: Stock, messages: list[dict[str, Any]], fresh: Heard
-) -> None:
+def _keepsight(stage: Stage, vlm: VLM, stock: Stock, messages: list[Message], fresh: Heard) -> None:
     """Keepsight's answer to the very tensors that stock was given."""
     output: Any = vlm.generate(
         **stock.inputs(messages),

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-Message = dict[str, Any]
+from keepsight.kinds import Inputs, Message
+
 _TOKENS = 96  # more than any answer of the demo models has
 _MEDIA = ("pixel_values", "image_grid_thw")
 CLOSE = 1e-3  # logits this close come from the same computation in another order
@@ -123,7 +124,7 @@ class Stock:
     def _try(
         self,
         attempt: str,
-        inputs: dict[str, Any],
+        inputs: Inputs,
         kept: Heard,
         whole: dict[str, torch.Tensor],
         fresh: Heard,

@@ -6,11 +6,11 @@ Each call goes through here before anything else happens, so that no option is t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from keepsight.core.sampling import known_options
 from keepsight.core.settings import tenant_name
 from keepsight.errors import UnknownOption
+from keepsight.kinds import Options
 
 CHAT_OPTIONS = ("exact", "tenant", "tools", "template_kwargs")
 
@@ -21,11 +21,11 @@ class Call:
 
     exact: bool
     tenant: str
-    template: dict[str, Any]
-    decoding: dict[str, Any]
+    template: Options
+    decoding: Options
 
     @classmethod
-    def of(cls, options: dict[str, Any], tenant: str) -> Call:
+    def of(cls, options: Options, tenant: str) -> Call:
         """Of a call that answers. `tenant` is whose call it is where the options do not say."""
         known = [*known_options(), *CHAT_OPTIONS]
         if set(options) - set(known):
@@ -40,7 +40,7 @@ class Call:
         return cls(bool(exact), whose, template, options)
 
     @classmethod
-    def before_decoding(cls, options: dict[str, Any], tenant: str, where: str) -> Call:
+    def before_decoding(cls, options: Options, tenant: str, where: str) -> Call:
         """For calls that decode nothing: what only decoding listens to is refused, not ignored."""
         if set(options) - set(CHAT_OPTIONS):
             raise UnknownOption.among(options, CHAT_OPTIONS, where)

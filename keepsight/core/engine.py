@@ -22,6 +22,7 @@ from keepsight.core.placement import Placement
 from keepsight.core.state import Lane, Shape, Tensors, pattern
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
+from keepsight.kinds import Inputs, Record
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.prefix.cache import PrefixCache
@@ -135,7 +136,7 @@ class Engine:
         self.shape = shape
         self.prefill_tokens = 0
         self.decode_steps = 0
-        self._patterns: dict[str, dict[str, Any]] = {}  # by making
+        self._patterns: dict[str, Record] = {}  # by making
         self._placement: Placement | None = None
         self._order = Order()
 
@@ -175,7 +176,7 @@ class Engine:
             return True
         return False
 
-    def snapshot_pattern(self) -> dict[str, Any]:
+    def snapshot_pattern(self) -> Record:
         """What all snapshots of one making have in common; it costs one small pass, once."""
         making = self.lanes.making
         if making not in self._patterns:
@@ -185,7 +186,7 @@ class Engine:
         return self._patterns[making]
 
     @quietly
-    def _look_at_a_snapshot(self) -> dict[str, Any]:
+    def _look_at_a_snapshot(self) -> Record:
         """The pattern of all snapshots, from one of two tokens that is thrown away."""
         ids = np.zeros(2, dtype=np.int64)
         lane = Lane(self._model, self.shape, self.lanes.making)
@@ -260,7 +261,7 @@ class Engine:
         self, run: Run, start: int, end: int, parts: list[tuple[Package, int, int]]
     ) -> torch.Tensor | None:
         device = self._model.device
-        inputs: dict[str, Any] = {
+        inputs: Inputs = {
             "input_ids": torch.from_numpy(run.prompt.ids[start:end])[None].to(device),
             "position_ids": run.positions[..., start:end].to(device),
             "past_key_values": run.lane.cache,

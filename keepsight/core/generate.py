@@ -26,6 +26,7 @@ from keepsight.errors import (
     UnknownOption,
     UnsupportedInput,
 )
+from keepsight.kinds import Inputs, Options, Record
 from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family, Pixels
@@ -72,7 +73,7 @@ class _Row:
 
 
 def generate(
-    runtime: Runtime, inputs: Any, options: dict[str, Any], tenant: str = ""
+    runtime: Runtime, inputs: Any, options: Options, tenant: str = ""
 ) -> torch.Tensor | Generated:
     """`model.generate` for a batch of prompts: prefilled one by one, decoded together."""
     tensors, options = _sort(runtime, inputs, options)
@@ -102,9 +103,7 @@ def generate(
     return _as_dict(sequences, rows) if as_dict else sequences
 
 
-def _sort(
-    runtime: Runtime, inputs: Any, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _sort(runtime: Runtime, inputs: Any, options: Options) -> tuple[Record, Record]:
     names = ("input_ids", *_CHECKED, *sorted(runtime.family.tensor_inputs))
     tensors = {name: options.pop(name) for name in names if name in options}
     if inputs is not None:
@@ -124,7 +123,7 @@ def _sort(
     return {name: value for name, value in tensors.items() if value is not None}, options
 
 
-def _check_ids(runtime: Runtime, tensors: dict[str, Any]) -> torch.Tensor:
+def _check_ids(runtime: Runtime, tensors: Inputs) -> torch.Tensor:
     ids = tensors.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise InputError("input_ids must be a tensor of int64, as a processor returns it")
@@ -160,7 +159,7 @@ def _check_mask(mask: Any, ids: torch.Tensor) -> np.ndarray:
 
 
 def _prompts(
-    runtime: Runtime, vision: Vision, tensors: dict[str, Any], ids: torch.Tensor, mask: np.ndarray
+    runtime: Runtime, vision: Vision, tensors: Inputs, ids: torch.Tensor, mask: np.ndarray
 ) -> list[Prompt]:
     family = runtime.family
     all_ids = ids.cpu().numpy().astype(np.int64)
@@ -186,7 +185,7 @@ def _prompts(
     return prompts
 
 
-def _split(runtime: Runtime, tensors: dict[str, Any], rows: list[np.ndarray]) -> list[Pixels]:
+def _split(runtime: Runtime, tensors: Inputs, rows: list[np.ndarray]) -> list[Pixels]:
     try:
         return runtime.family.split(tensors, rows)
     except KeepsightError:
@@ -226,7 +225,7 @@ def _runs(spots: np.ndarray) -> tuple[Range, ...]:
     return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
 
 
-def _check_placeholders(runtime: Runtime, tensors: dict[str, Any], flat: np.ndarray) -> None:
+def _check_placeholders(runtime: Runtime, tensors: Inputs, flat: np.ndarray) -> None:
     family = runtime.family
     for kind, token in family.placeholders.items():
         count = int((flat == token).sum())
@@ -245,7 +244,7 @@ def _check_placeholders(runtime: Runtime, tensors: dict[str, Any], flat: np.ndar
 
 
 def _check_claims(
-    runtime: Runtime, tensors: dict[str, Any], prompt: Prompt, keep: np.ndarray, row: int
+    runtime: Runtime, tensors: Inputs, prompt: Prompt, keep: np.ndarray, row: int
 ) -> None:
     """Type ids and positions must be those that follow from the prompt."""
     family = runtime.family

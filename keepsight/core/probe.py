@@ -32,6 +32,7 @@ from keepsight.core.runtime import Runtime
 from keepsight.core.settings import Settings
 from keepsight.core.turn import Turn
 from keepsight.errors import KeepsightError, UnsupportedModel
+from keepsight.kinds import Inputs, Record
 from keepsight.media.medium import Medium
 from keepsight.models import upstream
 from keepsight.models.families import Family
@@ -49,7 +50,7 @@ _CHANCES = (
 )
 _RUN = 7  # tokens between cuts: some fall into every picture
 _TOKENS = 3
-_OPTIONS: dict[str, Any] = {
+_OPTIONS: Record = {
     "max_new_tokens": _TOKENS,
     "min_new_tokens": _TOKENS,
     "do_sample": False,
@@ -66,7 +67,7 @@ class _Case:
     """One prompt or batch as the processor gives it, and what stock Transformers makes of it."""
 
     name: str
-    inputs: dict[str, Any]
+    inputs: Inputs
     stock: tuple[torch.Tensor, ...]
 
 
@@ -164,14 +165,14 @@ def _prompts(token: str) -> Iterator[tuple[str, str, list[Image.Image]]]:
     yield "pictures of other shapes", three, [a, tall, large]
 
 
-def _more(processor: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def _more(processor: Any) -> Iterator[tuple[str, Callable[[], Record]]]:
     """Pictures side by side, no picture, and prompts with unlike numbers of pictures together."""
     token = processor.image_token
     a, b, c = _noise(1, (96, 96)), _noise(6, (60, 150)), _noise(7, (160, 96))
     both = f"Here: {token}{token} Which of them is larger?"
     texts = [f"Look at this: {token} What do you see in it?", both]
 
-    def together(images: list[Any]) -> dict[str, Any]:
+    def together(images: list[Any]) -> Record:
         side, processor.tokenizer.padding_side = processor.tokenizer.padding_side, "left"
         try:
             return dict(processor(text=texts, images=images, padding=True, return_tensors="pt"))
@@ -185,7 +186,7 @@ def _more(processor: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "two prompts together, nested", lambda: together([[a], [b, c]])
 
 
-def _varied(inputs: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _varied(inputs: Inputs) -> Iterator[tuple[str, Record]]:
     """The same inputs with zeros in a corner of one mask: processors pad there, or they do not."""
     ids = inputs["input_ids"]
     for name, tensor in inputs.items():
@@ -205,7 +206,7 @@ def _noise(seed: int, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(small).resize(size, Image.Resampling.NEAREST)
 
 
-def _stock(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _stock(model: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     tensors = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():

@@ -18,7 +18,6 @@ import numpy as np
 from keepsight.core.control_tokens import Rendered
 from keepsight.core.lengths import Lengths
 from keepsight.core.template import ChatTemplate
-from keepsight.core.template import Message as Message
 from keepsight.errors import (
     ImageError,
     InputError,
@@ -27,6 +26,7 @@ from keepsight.errors import (
     PlaceholderMismatch,
     UnsupportedInput,
 )
+from keepsight.kinds import Message, Record
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
@@ -196,7 +196,7 @@ def parse_messages(messages: Any) -> tuple[list[Message], list[tuple[str, Any]]]
     return clean, media
 
 
-def _parse_part(part: Any, i: int, media: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_part(part: Any, i: int, media: list[tuple[str, Any]]) -> Record:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
@@ -218,7 +218,7 @@ def _parse_part(part: Any, i: int, media: list[tuple[str, Any]]) -> dict[str, An
     )
 
 
-def _medium_of(part: dict[str, Any], i: int, modality: str, fields: tuple[str, ...]) -> Any:
+def _medium_of(part: Message, i: int, modality: str, fields: tuple[str, ...]) -> Any:
     for field in (*fields, *_ANY):
         value = part.get(field)
         if isinstance(value, dict) and "url" in value:

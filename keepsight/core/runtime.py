@@ -18,10 +18,11 @@ from keepsight import digests
 from keepsight.core import attention
 from keepsight.core.call import Call
 from keepsight.core.engine import Engine
-from keepsight.core.render import Message, Name, Renderer
+from keepsight.core.render import Name, Renderer
 from keepsight.core.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.core.state import Shape
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
+from keepsight.kinds import Message, Record
 from keepsight.media.caches import Shelves
 from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
@@ -224,7 +225,7 @@ class Runtime:
         """The store as one tenant sees it."""
         return self.store.tenant(tenant) if self.store is not None and tenant else self.store
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> Record:
         config: Any = self.model.config
         return {
             "model_type": config.model_type,
@@ -293,16 +294,16 @@ class Runtime:
             return None
         return until, "other settings" if made.weights == self.weights.all else "other weights"
 
-    def _now(self) -> dict[str, Any]:
+    def _now(self) -> Record:
         """The circumstances of this moment, in this thread."""
         now = circumstances(self.model, self.weights.dtype)
         return {**now, "compiled": self._compiled.look()}
 
-    def circumstances(self) -> dict[str, Any]:
+    def circumstances(self) -> Record:
         """All that a snapshot depends on beside weights and input, as plain data for a file."""
         return {**self._now(), "rule": self.rule.record(), "config": self.weights.config}
 
-    def _provenance(self, now: dict[str, Any]) -> dict[str, Any]:
+    def _provenance(self, now: Record) -> Record:
         """How features made under the circumstances of now are made."""
         processor = getattr(self.processor, "image_processor", None)
         backend = str(getattr(processor, "backend", None) or "tensors")
@@ -331,7 +332,7 @@ class Runtime:
             if tenant in (None, name):
                 vision.clear()
 
-    def stats(self, tenant: str | None = None) -> dict[str, Any]:
+    def stats(self, tenant: str | None = None) -> Record:
         """Bytes and counts per tier: of everyone, or of one tenant alone.
 
         Safe in any thread, and the model need not be had for it: these are counters in memory, each
@@ -357,7 +358,7 @@ class Runtime:
         }
         return {**told, "store": _stats_of(self.store)}
 
-    def _feature_stats(self, tenant: str | None) -> dict[str, Any]:
+    def _feature_stats(self, tenant: str | None) -> Record:
         of = list(self._visions) if tenant is None else [tenant]
         counts = dict.fromkeys(COUNTS, 0)
         for vision in filter(None, map(self._visions.get, of)):  # who is not known is not made so
@@ -370,5 +371,5 @@ class Runtime:
         self.shelves.check()
 
 
-def _stats_of(store: Store | None) -> dict[str, Any] | None:
+def _stats_of(store: Store | None) -> Record | None:
     return None if store is None else store.stats(_STATS_WAIT)

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from keepsight.core.lengths import context_length
 from keepsight.core.stops import StopStrings, stop_strings
 from keepsight.errors import InputError, PromptTooLong, UnknownOption
+from keepsight.kinds import Options
 from keepsight.models import upstream
 
 # Options of GenerationConfig that this engine cannot serve, with their harmless values.
@@ -91,7 +92,7 @@ def sampler(
     model: PreTrainedModel,
     tokenizer: Any,
     ids: torch.Tensor,
-    options: dict[str, Any],
+    options: Options,
     default_tokens: int,
 ) -> Sampler:
     """Resolve the options of one call; unknown or impossible ones are refused by name."""
@@ -151,7 +152,7 @@ def known_options() -> list[str]:
 
 
 def _asked_length(
-    options: dict[str, Any], given: GenerationConfig | None, model: PreTrainedModel
+    options: Options, given: GenerationConfig | None, model: PreTrainedModel
 ) -> tuple[str, int] | None:
     """What the caller, or else the checkpoint, asked for."""
     for source in (options, vars(given) if given else {}, vars(model.generation_config)):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from keepsight.errors import InputError, UnknownOption, UnsupportedModel
 from keepsight.formats.codecs import check_codec
+from keepsight.kinds import Options, Record
 from keepsight.models import upstream
 from keepsight.store import Store, open_store, parse_bytes
 
@@ -106,7 +107,7 @@ def refuse_stretching_rope(model: PreTrainedModel) -> None:
             )
 
 
-def image_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
+def image_options(processor: Any, given: Options) -> Record:
     """The image processor's options as the composite processor passes them, and the caller's."""
     if processor is None:
         return given

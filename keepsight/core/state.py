@@ -20,6 +20,7 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from keepsight.errors import ModelError, UnsupportedModel
 from keepsight.formats.package import storage_bytes
+from keepsight.kinds import Record
 from keepsight.models.upstream import (
     DummyLayer,
     DynamicSlidingWindowLayer,
@@ -362,10 +363,10 @@ def layered(rows: Tensors) -> Tensors:
     return {name: tensor for name, tensor in rows.items() if name != "kv"} | apart
 
 
-def pattern(kv: Tensors, fixed: Tensors) -> dict[str, Any]:
+def pattern(kv: Tensors, fixed: Tensors) -> Record:
     """What every snapshot of one model has in common, however its rows are stacked: names, dtypes,
     and sizes but for rows."""
-    found: dict[str, Any] = {}
+    found: Record = {}
     for name, tensor in layered(kv).items():
         if not name.startswith("cross."):  # there only where the prompt begins with media
             found[f"kv {name}"] = (tensor.dtype, *tensor.shape[:-2], tensor.shape[-1])

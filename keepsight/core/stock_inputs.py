@@ -5,22 +5,21 @@ The tensors are made anew on each call, for stock `generate` changes those that 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from keepsight.core.runtime import Runtime
+from keepsight.kinds import Inputs, Record
 from keepsight.prefix.prompt import Prompt
 
 
 def stock_inputs(
     runtime: Runtime, prompt: Prompt, features: bool = True, tenant: str = ""
-) -> dict[str, Any]:
+) -> Record:
     """Return the keyword arguments of a stock forward pass over the whole prompt."""
     family, vision = runtime.family, runtime.vision_of(tenant)
     device = runtime.model.device
     ids = torch.from_numpy(prompt.ids)[None].to(device)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs: Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
     inputs |= {name: tensor.to(device) for name, tensor in more.items()}
     if prompt.media and features:

@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerBase
 from keepsight.core.control_tokens import Code, ControlTokens, Rendered, marks_of, rare_characters
 from keepsight.core.template_source import TemplateSource
 from keepsight.errors import InputError, MessagesError
+from keepsight.kinds import Message
 from keepsight.models import upstream
 
-Message = dict[str, Any]
 Spans = set[tuple[int, int]]
 
 # Who speaks. Templates may build tokens of such a name, as Phi's does: '<|' + message.role + '|>'.

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import Sampler, Taker, check_length, decode, sampler
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
+from keepsight.kinds import Options
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Match
@@ -35,7 +35,7 @@ class Turn:
         self,
         runtime: Runtime,
         render: Callable[[], Prompt],
-        options: dict[str, Any],
+        options: Options,
         exact: bool = True,
         default_tokens: int = 1,
         tenant: str = "",

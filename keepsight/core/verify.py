@@ -19,6 +19,7 @@ from keepsight.core.render import user_message
 from keepsight.core.runtime import Runtime
 from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.turn import Turn
+from keepsight.kinds import Record
 from keepsight.media.sources import open_source
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
@@ -37,7 +38,7 @@ class Verification:
     stock_same_tokens: bool | None = None
     stock: str = "stock Transformers"  # what it was compared with
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Plain data for JSON."""
         return dict(vars(self))
 
@@ -143,11 +144,11 @@ def _upside_down(image: Any) -> Any:
     return Image.fromarray(255 - pixels[::-1]) if pixels.shape[-1] == 3 else 255 - pixels
 
 
-def _user(text: str, *images: Any) -> dict[str, Any]:
+def _user(text: str, *images: Any) -> Record:
     return user_message(text, list(images))
 
 
-def _said(text: str) -> dict[str, Any]:
+def _said(text: str) -> Record:
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 

@@ -19,6 +19,7 @@ from keepsight.encode.mapping import Encoder
 from keepsight.encode.results import Encoded
 from keepsight.encode.sources import Piece, items
 from keepsight.errors import InputError, KeepsightError, MissingExtra, StoreError
+from keepsight.kinds import Inputs, Options, Record
 
 _TOGETHER = 32  # files or lines that are given out at once; an archive or a table goes alone
 _SMALL = ("image", "text", "broken")
@@ -28,11 +29,11 @@ Shard = tuple[int, int] | None
 class Worker:
     """One process of the cluster: a model, and what it makes of the pieces it is given."""
 
-    def __init__(self, options: dict[str, Any], reading: dict[str, Any], shard: Shard) -> None:
+    def __init__(self, options: Options, reading: Record, shard: Shard) -> None:
         self._encoder = Encoder(**options)
         self._reading, self._shard = Reading(**reading), shard
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+    def __call__(self, batch: Inputs) -> dict[str, list[str]]:
         """What became of every image in some pieces."""
         pieces = [Piece(**piece) for group in batch["pieces"] for piece in json.loads(group)]
         mine = (item for item in items(pieces, self._reading) if item.in_shard(self._shard))
@@ -42,7 +43,7 @@ class Worker:
 def run_on_ray(
     pieces: Iterable[Piece],
     reading: Reading,
-    options: dict[str, Any],
+    options: Options,
     *,
     shard: Shard = None,
     workers: int | None = None,

@@ -20,13 +20,14 @@ from keepsight.encode.results import Encoded, Target
 from keepsight.encode.run import run
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import InputError
+from keepsight.kinds import Options, Record
 from keepsight.media.sources import open_source
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
 COLUMNS = ("feature_id", "tokens", "status", "error")
-Batch = dict[str, Any]
+Batch = Record
 _BACK = 256  # packages of earlier batches that are looked for after each
 
 
@@ -89,7 +90,7 @@ class Encoder:
 
             if self._torch_threads is not None:
                 torch.set_num_threads(self._torch_threads)
-            options: dict[str, Any] = dict(self._load)
+            options: Options = dict(self._load)
             self._vlm = load(options.pop("name"), **options)
             self._target = ToStore(self._vlm, self._tenant, self._codec, self._most)
         return self._target
@@ -100,7 +101,7 @@ class Encoder:
             self._vlm.close()
         self._vlm = self._target = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Record:
         """The options alone: a model is not sent anywhere, and does not change what this is."""
         return {**vars(self), "_vlm": None, "_target": None}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from keepsight.encode.items import Item
+from keepsight.kinds import Record
 
 STATUSES = ("encoded", "kept", "duplicate", "skipped", "refused", "broken")
 
@@ -29,7 +30,7 @@ class Encoded:
     error: str | None = None
     package: Path | None = None  # where packages are files
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Plain data for JSON."""
         package = None if self.package is None else str(self.package)
         return {**vars(self), "package": package}

@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keepsight import digests
 from keepsight.encode.items import Item
@@ -20,6 +20,7 @@ from keepsight.errors import FileError, InputError, KeepsightError, StoreError
 from keepsight.formats import tensorfile
 from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import KIND, Package
+from keepsight.kinds import Record
 from keepsight.media.naming import Looked
 from keepsight.media.sources import Source
 from keepsight.system import private_files
@@ -153,7 +154,7 @@ class _Files:
             if record.get("kind") == KIND:
                 self._list(path, record)
 
-    def _list(self, path: Path, record: dict[str, Any]) -> None:
+    def _list(self, path: Path, record: Record) -> None:
         about = record.get("about")
         file = about.get("file") if isinstance(about, dict) else None
         self.by_file.setdefault(str(file), []).append(path)

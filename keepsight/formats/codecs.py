@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
+from keepsight.kinds import Record
 
 EXACT = "exact"
 CODECS = (EXACT, "bf16", "int8")
@@ -56,14 +57,14 @@ def describe(codec: Any) -> str:
 # -- packing -----------------------------------------------------------------------------------
 
 
-def pack(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[Tensors, dict[str, Any]]:
+def pack(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[Tensors, Record]:
     """What to keep in place of some tensors, and the record that unpacking needs.
 
     Tensors that the codec would not make smaller are kept as they are; where that is all of them,
     the record is empty and nothing is lost.
     """
     kept: Tensors = {}
-    said: dict[str, Any] = {}
+    said: Record = {}
     for title, tensor in tensors.items():
         if not _shrinks(tensor, check_codec(name)):
             kept[title] = tensor
@@ -158,7 +159,7 @@ def _unpack_one(title: str, parts: Tensors, name: str, dtype: torch.dtype) -> to
     return rows.add_(parts[f"{title}.offset"][..., None]).to(dtype)
 
 
-def _checked(codec: Any, where: str) -> tuple[str, dict[str, dict[str, Any]]]:
+def _checked(codec: Any, where: str) -> tuple[str, dict[str, Record]]:
     name, said = codec.get("name"), codec.get("tensors")
     if isinstance(name, str) and name not in CODECS:
         raise WrongFormatVersion(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from keepsight.errors import InputError, UnsupportedInput
+from keepsight.kinds import Record
 
 VLLM_READ = "0.32.0"
 SGLANG_READ = "0.5.23"
@@ -36,7 +37,7 @@ class Features(Protocol):
     @property
     def modality(self) -> str: ...
     @property
-    def about(self) -> dict[str, Any]: ...
+    def about(self) -> Record: ...
     @property
     def feature_id(self) -> str: ...
 
@@ -68,7 +69,7 @@ _SGLANG_REFUSES: dict[str, str] = {
 }
 
 
-def to_vllm(packages: Sequence[Features]) -> dict[str, Any]:
+def to_vllm(packages: Sequence[Features]) -> Record:
     """The `multi_modal_data` of a vLLM request whose images, in prompt order, are these packages.
 
     The prompt holds one placeholder for each image, as with pixels. The engine must run with
@@ -80,7 +81,7 @@ def to_vllm(packages: Sequence[Features]) -> dict[str, Any]:
     return {"image": {"image_embeds": torch.cat(list(map(rows, packages))), **_grids(packages)}}
 
 
-def named_for_vllm(packages: Sequence[Features]) -> dict[str, Any]:
+def named_for_vllm(packages: Sequence[Features]) -> Record:
     """The same by name only, for a vLLM that reads a store which has these packages.
 
     What the request carries is the grids, from which vLLM counts tokens, and the names.
@@ -103,7 +104,7 @@ def identifier(package: Features) -> str:
     return PREFIX + package.feature_id
 
 
-def to_sglang(packages: Sequence[Features]) -> dict[str, Any]:
+def to_sglang(packages: Sequence[Features]) -> Record:
     """The `image_data` of an SGLang request whose images, in prompt order, are these packages.
 
     All images travel in one item, which is the only form that SGLang takes them in. The request

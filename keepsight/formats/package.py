@@ -21,6 +21,7 @@ import torch
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError
 from keepsight.formats import codecs, engine_inputs, tensorfile
+from keepsight.kinds import Record
 from keepsight.system.devices import to_devices
 
 FORMAT = 1
@@ -38,13 +39,13 @@ class Package:
     key: str  # digest of what the tower took in
     weights: str  # fingerprint of the vision weights
     settings: str  # digest of the configuration that the tower runs under
-    provenance: dict[str, Any]  # device class, dtype, attention, versions, codec, maker
+    provenance: Record  # device class, dtype, attention, versions, codec, maker
     grid: dict[str, list[Any]]  # what the processor said beside pixels, e.g. image_grid_thw
     layout: Layout
     container: str = "list"  # how the model wants several of these: "list" or "tensor"
     modality: str = "image"
     source: str | None = None
-    about: dict[str, Any] = field(default_factory=dict)  # for people: model type, hub id, settings
+    about: Record = field(default_factory=dict)  # for people: model type, hub id, settings
     packed: dict[str, torch.Tensor] | None = None  # what a lossy codec made of `tensors`
 
     @property
@@ -122,15 +123,15 @@ class Package:
             return self
         return replace(self, tensors=to_devices(self.tensors, lambda name: device))
 
-    def to_vllm(self) -> dict[str, Any]:
+    def to_vllm(self) -> Record:
         """The `multi_modal_data` of a vLLM request with this image (several: `fleet.to_vllm`)."""
         return engine_inputs.to_vllm([self])
 
-    def to_sglang(self) -> dict[str, Any]:
+    def to_sglang(self) -> Record:
         """The `image_data` of an SGLang request with this image (several: `fleet.to_sglang`)."""
         return engine_inputs.to_sglang([self])
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """All but the tensors, as JSON."""
         return {
             "key": self.key,
@@ -153,9 +154,7 @@ class Package:
         return cls.from_record(tensors, record, str(path))
 
     @classmethod
-    def from_record(
-        cls, tensors: dict[str, torch.Tensor], record: dict[str, Any], where: str
-    ) -> Package:
+    def from_record(cls, tensors: dict[str, torch.Tensor], record: Record, where: str) -> Package:
         """A package from its parts, after checking that they agree with each other."""
         _check_record(record, where)
         codec, packed = record["provenance"].get("codec"), None
@@ -188,7 +187,7 @@ def identity(key: str, weights: str, settings: str) -> str:
     return digests.digest("identity", key, weights, settings, FORMAT)
 
 
-def feature_id(identity: str, provenance: dict[str, Any]) -> str:
+def feature_id(identity: str, provenance: Record) -> str:
     """The digest of one making of the features of one identity."""
     return digests.digest("feature", identity, provenance)
 
@@ -220,7 +219,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _check_record(record: dict[str, Any], where: str) -> None:
+def _check_record(record: Record, where: str) -> None:
     for name, kind in _FIELDS.items():
         if name not in record or not isinstance(record[name], kind):
             raise DamagedFile(f"{where}: the record's {name!r} is missing or of the wrong type")

@@ -33,6 +33,7 @@ from keepsight.errors import (
     StoreError,
     WrongFormatVersion,
 )
+from keepsight.kinds import Record
 from keepsight.system import private_files
 
 Where = Path | str
@@ -58,14 +59,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write(
-    path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
+    path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> int:
     """Write atomically; the size in bytes. The data is on the disk when this returns."""
     return write_whole(path, spelled(kind, version, tensors, record))
 
 
 def spelled(
-    kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
+    kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> Iterator[bytes | memoryview]:
     """The parts of the file in their order; one content has one spelling."""
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
@@ -106,7 +107,7 @@ def _spell(
     """The header, and the tensors in the order of their bytes: widest elements first, so that each
     tensor begins at a multiple of its element size, then by name."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: Record = {"__metadata__": metadata}
     end = 0
     for name in order:
         tensor, start = tensors[name], end
@@ -121,7 +122,7 @@ def _spell(
 
 
 def save(
-    path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: dict[str, Any]
+    path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> None:
     """`write` for a file that a person named: where it cannot be written, the error says so."""
     try:
@@ -140,7 +141,7 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], Record]:
     """Tensors and record, every byte checked. The tensors are views of one buffer."""
     with open(path, "rb") as file:
         return _read(file, os.fstat(file.fileno()).st_size, path, kind, version)
@@ -148,19 +149,19 @@ def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], 
 
 def parse(
     data: bytes | bytearray | memoryview, where: str, kind: str, version: int
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor], Record]:
     """The same from the bytes of a whole file; the tensors do not share them."""
     return _read(io.BytesIO(data), len(data), where, kind, version)
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Record:
     """The record alone, whatever its kind; tensors are neither read nor checked."""
     with open(path, "rb") as file:
         header, _ = _header(file, os.fstat(file.fileno()).st_size, path)
     return _record(header.get("__metadata__"), path, None, None)
 
 
-def parse_record(data: bytes, size: int, where: str) -> dict[str, Any] | int:
+def parse_record(data: bytes, size: int, where: str) -> Record | int:
     """The record alone from the first bytes of a file of that size, or how many bytes it takes."""
     if len(data) < size:
         needed = 8 + int.from_bytes(data[:8], "little") if len(data) >= 8 else 8
@@ -172,7 +173,7 @@ def parse_record(data: bytes, size: int, where: str) -> dict[str, Any] | int:
 
 def _read(
     file: BinaryIO, size: int, where: Where, kind: str, version: int
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor], Record]:
     header, start = _header(file, size, where)
     record = _record(header.pop("__metadata__", None), where, kind, version)
     places = _places(header, size - start, where)
@@ -204,7 +205,7 @@ def _room(size: int) -> torch.Tensor:
     return torch.frombuffer(room, dtype=torch.uint8)
 
 
-def _header(file: BinaryIO, size: int, path: Where) -> tuple[dict[str, Any], int]:
+def _header(file: BinaryIO, size: int, path: Where) -> tuple[Record, int]:
     prefix = file.read(8)
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > MAX_HEADER or length < 2:
@@ -220,7 +221,7 @@ def _header(file: BinaryIO, size: int, path: Where) -> tuple[dict[str, Any], int
     return header, 8 + length
 
 
-def _record(metadata: Any, path: Where, kind: str | None, version: int | None) -> dict[str, Any]:
+def _record(metadata: Any, path: Where, kind: str | None, version: int | None) -> Record:
     text = metadata.get(_KEY) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise NotKeepsightFile(f"{path}: a safetensors file, but without a Keepsight record")
@@ -243,7 +244,7 @@ def _record(metadata: Any, path: Where, kind: str | None, version: int | None) -
 
 
 def _places(
-    header: dict[str, Any], data: int, path: Where
+    header: Record, data: int, path: Where
 ) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
     """Where each tensor lies. The ranges must tile the data exactly: no gaps, no overlaps."""
     places = {}

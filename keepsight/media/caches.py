@@ -7,9 +7,9 @@ URLs gave, and names. The budget of the caller is for the first three; names hav
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from keepsight.formats.package import Package
+from keepsight.kinds import Record
 from keepsight.media.cache import SharedShelf, Shelf
 from keepsight.media.downloads import Downloads
 from keepsight.models.families import Pixels
@@ -26,7 +26,7 @@ class Shelves:
 
     pixels: Shelf[Pixels]
     packages: Shelf[Package]
-    aliases: SharedShelf[dict[str, Any]]
+    aliases: SharedShelf[Record]
     downloads: SharedShelf[bytes]
     urls: SharedShelf[str]
     given: SharedShelf[str]  # contents of packages that were given out, by feature id

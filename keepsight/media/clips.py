@@ -16,6 +16,7 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.errors import ImageError, MissingExtra
+from keepsight.kinds import Record
 from keepsight.media.sources import Fetched, Source, read_bytes
 
 DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
@@ -34,7 +35,7 @@ def open_clip(clip: Any, modality: str, fetched: Fetched | None = None) -> Sourc
     return Source(name, lambda: decoded, label, [], modality)
 
 
-def _video(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, dict[str, Any]]:
+def _video(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, Record]:
     """Frames of shape (frames, height, width, 3), and what a processor wants to know of them."""
     fps: float | None = None
     if isinstance(clip, dict):
@@ -103,7 +104,7 @@ def _decode_video(data: bytes) -> tuple[np.ndarray, float]:
         raise ImageError(f"the video cannot be decoded: {error}") from error
 
 
-def _sound(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, dict[str, Any]]:
+def _sound(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, Record]:
     """One channel of float32, and its sampling rate (None: that of the model)."""
     rate: int | None = None
     if isinstance(clip, dict):

@@ -17,6 +17,7 @@ import torch
 from keepsight import digests
 from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
 from keepsight.formats.package import Package, check_shapes, feature_id, identity
+from keepsight.kinds import Record
 from keepsight.media.caches import Shelves
 from keepsight.media.medium import Medium, entry_of, medium_in
 from keepsight.media.naming import Looked, Namer
@@ -48,17 +49,15 @@ class Vision:
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
         self._weights = self._vision_settings = ""
         self._shared = True
-        self._provenance: dict[str, Any] = {}
-        self.about: dict[str, Any] = {}
+        self._provenance: Record = {}
+        self.about: Record = {}
 
     @property
     def counts(self) -> dict[str, int]:
         """How often what was done."""
         return {**self._counts, "preprocessed": self.namer.preprocessed}
 
-    def bind(
-        self, weights: str, settings: str, provenance: dict[str, Any], shared: bool = True
-    ) -> None:
+    def bind(self, weights: str, settings: str, provenance: Record, shared: bool = True) -> None:
         """Say whose features these are; called before each use with the current truth.
 
         Those that are not `shared` are of a model that only this process knows, and stay in memory.
@@ -143,7 +142,7 @@ class Vision:
             package.modality,
         )
 
-    def _medium(self, entry: dict[str, Any], recall: Callable[[], Pixels]) -> Medium:
+    def _medium(self, entry: Record, recall: Callable[[], Pixels]) -> Medium:
         what = identity(entry["key"], self._weights, self._vision_settings)
         made = feature_id(what, self._provenance)
         if self._accept == "any" and self._store is not None:

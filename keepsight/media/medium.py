@@ -11,6 +11,7 @@ from typing import Any
 
 from keepsight.errors import ImageError
 from keepsight.formats.package import Layout, Package
+from keepsight.kinds import Message, Record
 from keepsight.models.families import Pixels
 
 # The part of a composite processor that prepares each modality.
@@ -40,13 +41,13 @@ class Medium:
         return sum(part for part in self.layout if isinstance(part, int))
 
 
-def entry_of(what: Pixels | Medium, **more: Any) -> dict[str, Any]:
+def entry_of(what: Pixels | Medium, **more: Any) -> Record:
     """What is remembered of a medium once it was looked at."""
     known = {"key": what.key, "grid": what.grid, "layout": list(what.layout)}
     return {**known, "modality": what.modality, **more}
 
 
-def is_entry(entry: dict[str, Any]) -> bool:
+def is_entry(entry: Record) -> bool:
     """Whether a note has what naming an image needs."""
     grid, layout = entry.get("grid"), entry.get("layout")
     if not isinstance(entry.get("key"), str) or not isinstance(grid, dict):
@@ -67,12 +68,12 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def without_arrays(part: Any) -> dict[str, Any]:
+def without_arrays(part: Any) -> Record:
     """The attributes of a processor, but for tables it computed from the others (mel filters)."""
     return {k: v for k, v in vars(part).items() if not hasattr(v, "__array__")}
 
 
-def medium_in(part: dict[str, Any]) -> tuple[str, Any]:
+def medium_in(part: Message) -> tuple[str, Any]:
     """The medium in a part like `{"type": "video", "video": ...}`."""
     for modality in PROCESSORS:
         if part.get("type", modality) == modality and modality in part:

@@ -13,6 +13,7 @@ from typing import Any
 
 from keepsight import digests
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
+from keepsight.kinds import Options, Record
 from keepsight.media.cache import SharedShelf
 from keepsight.media.clips import open_clip
 from keepsight.media.downloads import Downloads
@@ -21,7 +22,7 @@ from keepsight.media.sources import Source, open_source
 from keepsight.models.families import Family, Pixels
 from keepsight.store import About, Store
 
-Entry = dict[str, Any]
+Entry = Record
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Looked:
     """What a look at a medium found: its entry, and what is new of it."""
 
     source: Source
-    entry: dict[str, Any]
+    entry: Record
     aliases: tuple[str, ...] = ()  # names that lead to the entry and were not known
     pixels: Pixels | None = None  # where it had to be preprocessed
 
@@ -41,7 +42,7 @@ class Namer:
         self,
         family: Family,
         processor: Any,
-        options: dict[str, Any],
+        options: Options,
         store: Store | None,
         aliases: SharedShelf[Entry],
         downloads: Downloads,
@@ -53,11 +54,11 @@ class Namer:
         self._aliases, self._downloads = aliases, downloads
         self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
         self._makers_of: dict[str, str] = {}
-        self._made_by: dict[str, Any] = {}  # library versions, which change pixels
+        self._made_by: Record = {}  # library versions, which change pixels
         self.bound: Any = None  # what the processor's settings were when they were digested
         self.preprocessed = 0
 
-    def bind(self, provenance: dict[str, Any]) -> None:
+    def bind(self, provenance: Record) -> None:
         """Look at the processor's settings, which may be changed at any time."""
         now: Any = None
         if self._processor is not None:
@@ -97,7 +98,7 @@ class Namer:
             )
         return known[modality]
 
-    def _own_settings(self) -> dict[str, Any]:
+    def _own_settings(self) -> Record:
         """Plain settings of the composite processor: some shape pixels, some an image's text."""
         own = vars(self._processor).items()
         return {k: v for k, v in own if k != "chat_template" and is_plain(v)}
@@ -164,7 +165,7 @@ class Namer:
 
     # -- aliases ---------------------------------------------------------------------------------
 
-    def _alias(self, digest: str) -> dict[str, Any] | None:
+    def _alias(self, digest: str) -> Record | None:
         entry = self._aliases.get(self._tenant, digest)
         if entry is None and self._store is not None:
             entry = self._store.note("alias", digest)
@@ -175,7 +176,7 @@ class Namer:
                 self._aliases.put(self._tenant, digest, entry)
         return entry
 
-    def _remember(self, digest: str, entry: dict[str, Any]) -> None:
+    def _remember(self, digest: str, entry: Record) -> None:
         self._aliases.put(self._tenant, digest, entry)
         if self._store is not None:
             about = About(cost=1.0, media=(entry["key"],), ttl=self._ttl)

@@ -14,6 +14,7 @@ import PIL
 import torch
 import transformers
 
+from keepsight.kinds import Record
 from keepsight.models.switches import switches
 
 # Where a configuration keeps by which of Transformers' functions its part of a model runs.
@@ -23,7 +24,7 @@ _CHOSEN = {
 }
 
 
-def circumstances(model: Any, dtype: str) -> dict[str, Any]:
+def circumstances(model: Any, dtype: str) -> Record:
     """Those that hold for a live model whose weights are of a dtype, in this thread."""
     device: torch.device = model.device
     functions = _functions(model.config)

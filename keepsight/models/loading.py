@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
+from keepsight.kinds import Record
 from keepsight.models.partial_processor import partial_processor
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
@@ -51,7 +52,7 @@ def load_named(
     return model, files_name(path, model, before, found)
 
 
-def files_name(path: str, model: Any, before: Any, found: dict[str, Any]) -> str | None:
+def files_name(path: str, model: Any, before: Any, found: Record) -> str | None:
     """The name of the files of a model just loaded, by which its digests may be remembered.
 
     None where they do not say all: for weights that no file had, which are of chance, and for files
@@ -62,7 +63,7 @@ def files_name(path: str, model: Any, before: Any, found: dict[str, Any]) -> str
     return files_digest(path, model.dtype, commit=getattr(model.config, "_commit_hash", None))
 
 
-def load_options(dtype: Any, device_map: Any, revision: str | None) -> dict[str, Any]:
+def load_options(dtype: Any, device_map: Any, revision: str | None) -> Record:
     """What `from_pretrained` is told."""
     given = {"device_map": device_map, "revision": revision}
     told = {name: value for name, value in given.items() if value is not None}
@@ -171,7 +172,7 @@ def _rows(folder: Path, files: Iterable[Path]) -> list[list[Any]]:
     return rows
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> Record:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -17,9 +17,8 @@ import transformers
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from keepsight.errors import MissingExtra
+from keepsight.kinds import Record
 from keepsight.models import upstream
-
-Record = dict[str, Any]
 
 
 class NotLoaded:

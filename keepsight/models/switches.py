@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
+from keepsight.kinds import Record
 from keepsight.models import upstream
 
 # Functions of `torch._C` that read a switch, without the leading "_get_", and what they give in a
 # new process. A test names those of the installed torch that stand in no table here.
-ANYWHERE: dict[str, Any] = {
+ANYWHERE: Record = {
     "flash_sdp_enabled": True,
     "mem_efficient_sdp_enabled": True,
     "math_sdp_enabled": True,
@@ -44,7 +45,7 @@ ANYWHERE: dict[str, Any] = {
     "cpu_allow_fp16_reduced_precision_reduction": False,
     "linalg_preferred_backend": "_LinalgBackend.Default",
 }
-ON_CUDA: dict[str, Any] = {
+ON_CUDA: Record = {
     "cublas_allow_bf16_reduced_precision_reduction": (True, True),
     "cublas_allow_fp16_reduced_precision_reduction": (True, True),
     "cublas_allow_fp16_accumulation": False,

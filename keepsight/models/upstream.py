@@ -20,6 +20,7 @@ from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.errors import UpstreamChanged
+from keepsight.kinds import Inputs, Options, Record
 
 # The newest versions that all tests were run with.
 TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
@@ -138,14 +139,14 @@ _IGNORED = Private(
 )
 
 
-def checkpoint_file(path: str, file: str, options: dict[str, Any]) -> str | None:
+def checkpoint_file(path: str, file: str, options: Options) -> str | None:
     """Where a file of a checkpoint lies, fetched if need be; None where the checkpoint has none."""
     given = {**options, "_raise_exceptions_for_missing_entries": False}
     found: str | None = _FILE.needed()(path, file, **given)
     return found
 
 
-def unfinished(kind: Any) -> dict[str, Any]:
+def unfinished(kind: Any) -> Record:
     """What a class of models overrides so that nothing is done with it once its weights are in."""
     _FINISH.needed(kind)
 
@@ -201,10 +202,10 @@ def process_audio(processor: Any, sounds: list[Any], **options: Any) -> Processe
     return found
 
 
-def merged_options(processor: Any, given: dict[str, Any]) -> dict[str, Any]:
+def merged_options(processor: Any, given: Options) -> Record:
     """The options of each part of a composite processor, a caller's among them."""
     known = processor.tokenizer.init_kwargs
-    merged: dict[str, Any] = _MERGE.needed(processor)(tokenizer_init_kwargs=known, **given)
+    merged: Record = _MERGE.needed(processor)(tokenizer_init_kwargs=known, **given)
     return merged
 
 
@@ -234,7 +235,7 @@ _CONFIG, _SPECIAL, _PROCESSORS, _CRITERIA = (
 )
 
 
-def generation_config(model: Any, given: Any, options: dict[str, Any]) -> Any:
+def generation_config(model: Any, given: Any, options: Options) -> Any:
     """The settings of one call, and a record of the options that are none."""
     return _CONFIG.needed(model)(given, **options)
 
@@ -318,7 +319,7 @@ def ask_first(ours: Callable[[], bool]) -> None:
     setattr(importlib.import_module(_GROUPED.owner), _GROUPED.name, answer)
 
 
-def precompute(tower: Any, inputs: dict[str, Any]) -> None:
+def precompute(tower: Any, inputs: Inputs) -> None:
     """Add to a tower's inputs what follows from their sizes, as upstream's exporter does."""
     make = _PRECOMPUTE.found()
     if make is not None:

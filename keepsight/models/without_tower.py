@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from keepsight import digests
 from keepsight.errors import UnreadableWeights, UnsupportedModel
+from keepsight.kinds import Record
 from keepsight.models import upstream
 from keepsight.models.families import Family, family_of
 from keepsight.models.families.tower_absent import AbsentTower, AbsentWeight, tower_parts
@@ -127,7 +128,7 @@ def _shaped(kind: Any, change: Callable[[Any], None], unfinished: bool = False) 
         kind.__init__(self, config, *arguments, **options)
         change(self)
 
-    body: dict[str, Any] = {"__init__": build, "__module__": kind.__module__}
+    body: Record = {"__init__": build, "__module__": kind.__module__}
     if unfinished:  # nothing of it is used, so nothing is initialised, tied or reported
         body |= upstream.unfinished(kind)
     return type(kind.__name__, (kind,), body)
@@ -156,10 +157,10 @@ def _proven_family(model: Any) -> Family:
     return family
 
 
-class _Named(dict[str, Any]):
+class _Named(Record):
     """The weights of one module: each that is put in is named, and not kept."""
 
-    def __init__(self, weights: dict[str, Any], prefix: str, found: dict[str, Any]) -> None:
+    def __init__(self, weights: Record, prefix: str, found: Record) -> None:
         super().__init__(weights)
         self._prefix, self._found = prefix, found
 

@@ -6,11 +6,10 @@ before its snapshot, so that a snapshot that is there has all that it needs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
+from keepsight.kinds import Record
 from keepsight.prefix.node import LOGITS, Node, Tensors
 from keepsight.store import About, Store
 
@@ -66,7 +65,7 @@ def read_state(store: Store, node: Node) -> Tensors | None:
     return found[0] if found is not None and found[1].get("end") == node.end else None
 
 
-def path_of(node: Node) -> dict[str, Any]:
+def path_of(node: Node) -> Record:
     """What a snapshot in a store says of its place, to be compared when it is read."""
     return {
         "parent": node.parent.digest if node.parent is not None else "",
@@ -76,7 +75,7 @@ def path_of(node: Node) -> dict[str, Any]:
     }
 
 
-def _belongs(node: Node, tensors: Tensors, record: dict[str, Any]) -> bool:
+def _belongs(node: Node, tensors: Tensors, record: Record) -> bool:
     """Whether what was read is what stands at this node: its path, and a row for every token."""
     ids, path = tensors.get("ids"), path_of(node)
     if ids is None or not np.array_equal(ids.numpy(), node.ids):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from keepsight import digests
+from keepsight.kinds import Record
 from keepsight.media.medium import Medium
 
 RUN = 2048  # the longest stretch without a boundary, in tokens
@@ -77,7 +78,7 @@ class Prompt:
     media: tuple[Medium, ...] = ()
     ranges: tuple[tuple[Range, ...], ...] = ()
     text: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Record = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.ids)

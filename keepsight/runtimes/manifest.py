@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from keepsight import digests
 from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
+from keepsight.kinds import Record
 from keepsight.runtimes.marks import marks
 
 NAME = "keepsight.json"
@@ -56,7 +57,7 @@ class Manifest:
     most_patches: int | None  # of one picture; None where all pictures have one size
     versions: dict[str, str]
     files: dict[str, File]
-    deviation: dict[str, Any] = field(default_factory=dict)  # from the model, as measured
+    deviation: Record = field(default_factory=dict)  # from the model, as measured
     format: int = FORMAT
 
     @property
@@ -79,7 +80,7 @@ class Manifest:
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def seal_of(told: dict[str, Any]) -> str:
+def seal_of(told: Record) -> str:
     """The digest of a record without its seal."""
     plain = {name: value for name, value in told.items() if name != "seal"}
     return digests.digest("export record", digests.canonical_json(plain))
@@ -150,7 +151,7 @@ def read(folder: Path, contents: bool = True) -> Manifest:
     return manifest
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path) -> Record:
     """An object of JSON, whatever somebody wrote there."""
 
     def refuse(word: str) -> Any:
@@ -170,7 +171,7 @@ def _object(path: Path) -> dict[str, Any]:
     return told
 
 
-def _parsed(told: dict[str, Any], path: Path) -> Manifest:
+def _parsed(told: Record, path: Path) -> Manifest:
     names = [each.name for each in fields(Manifest)]
     unknown = sorted(set(told) - {*names, "seal"})
     wrong = [name for name in (*names, "seal") if not _has_sense(name, told.get(name))]

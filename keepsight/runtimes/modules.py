@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keepsight.core.state import LaneLayer, Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
+from keepsight.kinds import Options
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
 from keepsight.runtimes.states import (
@@ -281,7 +282,7 @@ def _check_inputs(session: Session, given: set[str], part: str) -> None:
         )
 
 
-def _refuse_unknown(cache: Any, options: dict[str, Any]) -> None:
+def _refuse_unknown(cache: Any, options: Options) -> None:
     """What upstream's decoder could do, and a graph cannot."""
     asked = [name for name in ("output_hidden_states", "output_attentions") if options.get(name)]
     if asked:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import ModelError
+from keepsight.kinds import Record
 from keepsight.runtimes import imports
 
 # float32 throughout: on processors that have it the runtime would take bfloat16, would keep keys
@@ -56,7 +57,7 @@ class OpenVinoSession:
         self._name = path.name
         self._tensor: Any = openvino.Tensor
         self._request: Any = compiled.create_infer_request()
-        self._rooms: dict[str, Any] = {}  # where inputs are put together
+        self._rooms: Record = {}  # where inputs are put together
         self._alone = threading.Lock()  # a request serves one caller at a time
         # Named as in the file: what is compiled has names of fused operators besides.
         self.inputs = frozenset(port.get_any_name() for port in graph.inputs)

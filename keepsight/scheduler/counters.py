@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+
+from keepsight.kinds import Record
 
 _WINDOW = 10.0  # seconds that the rate of tokens looks back
 
@@ -40,7 +41,7 @@ class Counts:
         """Seconds until one of so many requests ahead has probably left its place."""
         return max(1.0, self._seconds * (1 + ahead // max(1, places)))
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Record:
         """As plain data."""
         recent = list(self._recent)
         now = time.monotonic()
@@ -48,7 +49,7 @@ class Counts:
         span = max(1e-3, now - fresh[0][0]) if fresh else 1.0
         names = ["finished", "cancelled", "failed", "refused", "chunks", "towers", "steps"]
         names.append("ahead_tokens")
-        told: dict[str, Any] = {name: getattr(self, name) for name in names}
+        told: Record = {name: getattr(self, name) for name in names}
         told["tokens"] = self.tokens
         told["tokens_per_second"] = round(sum(tokens for _, tokens in fresh) / span, 2)
         return told

@@ -18,11 +18,12 @@ import torch
 
 from keepsight.core.call import Call
 from keepsight.core.lengths import characters
-from keepsight.core.render import Message, Renderer, parse_messages
+from keepsight.core.render import Renderer, parse_messages
 from keepsight.core.sampling import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
 from keepsight.core.sampling import Taker as TokenTaker
 from keepsight.core.turn import Turn
 from keepsight.formats.package import Package
+from keepsight.kinds import Message, Options
 from keepsight.media.features import Vision
 from keepsight.media.medium import PROCESSORS, Medium
 from keepsight.media.naming import Looked
@@ -126,7 +127,7 @@ class Reception:
         with self._long if long else self._short as renderer:
             return renderer.render(messages, lambda image, kind: next(waiting), **call.template)
 
-    def explain(self, messages: list[Message], options: dict[str, Any]) -> Report:
+    def explain(self, messages: list[Message], options: Options) -> Report:
         """The report that such a request would get. Its pictures are looked at as those of a
         request are, in this thread, and nothing of that is remembered."""
         vlm = self._vlm

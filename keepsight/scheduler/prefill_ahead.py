@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keepsight.core.call import Call
-from keepsight.core.render import Message, parse_messages
+from keepsight.core.render import parse_messages
 from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
 from keepsight.core.turn import Turn
 from keepsight.errors import ImageError
+from keepsight.kinds import Message, Options
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.prefix.prompt import Prompt, common
@@ -137,7 +138,7 @@ class Ahead:
         certain = common(one.ids, one.spans, other.ids, other.spans)
         cuts = [cut for cut in one.boundaries(memory.rule) if cut <= certain]
         follower.until = cuts[-1] if cuts else 0
-        options: dict[str, Any] = {}
+        options: Options = {}
         follower.turn = turn = Turn(
             memory, lambda: one, options, True, DEFAULT_CHAT_TOKENS, call.tenant
         )

@@ -19,9 +19,9 @@ import torch
 
 from keepsight.core.call import Call
 from keepsight.core.engine import Run
-from keepsight.core.render import Message
 from keepsight.core.sampling import Detokenizer
 from keepsight.errors import Closed, InputError
+from keepsight.kinds import Message, Record
 from keepsight.report import Piece, Report
 from keepsight.scheduler.admission import Door, News, begin_serving, closed
 from keepsight.scheduler.counters import Counts
@@ -124,7 +124,7 @@ class Together:
         """The same messages with their media looked at, in the caller's thread."""
         return self._reception.named(messages, tenant, learn)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Record:
         """How many requests are where, and what was done so far."""
         decoding, inside = self._decoding, self._door.in_flight
         return {

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from keepsight.errors import Closed
+from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket, Together
 from keepsight.server.output_parser import Said, Speech, spoken_message
@@ -28,11 +29,11 @@ T = TypeVar("T")
 class Ask:
     """What a request comes to, whichever API it came by."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     tenant: str
     sampling: Sampling
-    template: dict[str, Any] = field(default_factory=dict)
-    tools: list[dict[str, Any]] | None = None
+    template: Options = field(default_factory=dict)
+    tools: list[Record] | None = None
     one_call: bool = False  # no more than one tool call in an answer
     thinking: bool = False  # the template opened a thought
     thinks: bool = False
@@ -46,12 +47,12 @@ class Ask:
         """The tenant, as the library wants it."""
         return self.tenant or None
 
-    def rendering(self) -> dict[str, Any]:
+    def rendering(self) -> Record:
         """The options that decide the prompt."""
-        options: dict[str, Any] = {} if self.tools is None else {"tools": self.tools}
+        options: Options = {} if self.tools is None else {"tools": self.tools}
         return {**options, "template_kwargs": self.template} if self.template else options
 
-    def follow(self, text: str) -> dict[str, Any] | None:
+    def follow(self, text: str) -> Record | None:
         """The message that an answer becomes when its client sends it back."""
         if self.choices > 1 or self.continued:  # nobody knows which of them, or joined to what
             return None

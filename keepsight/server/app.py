@@ -6,8 +6,6 @@ check bodies with.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -17,6 +15,7 @@ from starlette.types import ASGIApp
 
 from keepsight import __version__
 from keepsight.errors import KeepsightError
+from keepsight.kinds import Record
 from keepsight.server import cache_api, chat_api, files_api, responses_api, responses_schema, site
 from keepsight.server import schema as schemas
 from keepsight.server.errors import ApiError, from_validation, unknown
@@ -60,7 +59,7 @@ def build(service: Service) -> ASGIApp:
     return door
 
 
-def _schema(app: FastAPI, model: str) -> dict[str, Any]:
+def _schema(app: FastAPI, model: str) -> Record:
     """The schema, which names the one model that is served."""
     schema = app.openapi()
     for part in schema["components"]["schemas"].values():
@@ -100,12 +99,12 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         return Response(await service.desk.count(service.metrics.text), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
-    async def models() -> dict[str, Any]:
+    async def models() -> Record:
         """The one model that is served."""
         return {"object": "list", "data": [service.subject.told()]}
 
     @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSALS)
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str) -> Record:
         """The model by its name."""
         service.subject.check_name(name)
         return service.subject.told()
@@ -127,7 +126,7 @@ _ERROR = {
         }
     },
 }
-_REFUSALS: dict[int | str, dict[str, Any]] = {
+_REFUSALS: dict[int | str, Record] = {
     code: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
     for code, text in {
         400: "Something in the request cannot be used.",
@@ -143,7 +142,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-_CLOSING: dict[int | str, dict[str, Any]] = {
+_CLOSING: dict[int | str, Record] = {
     503: {"description": "The server is shutting down.", "content": {"application/json": {}}}
 }
 

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field
 
 from keepsight.core import pins
 from keepsight.errors import StoreError
+from keepsight.kinds import Options, Record
 from keepsight.report import Report
 from keepsight.server.body import BodyRoute
 from keepsight.server.callers import Caller
@@ -72,12 +73,12 @@ def routes(service: Service) -> APIRouter:
 def _add_reports(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/prepare", operation_id="prepare")
-    async def prepare(body: Rendering, request: Request) -> dict[str, Any]:
+    async def prepare(body: Rendering, request: Request) -> Record:
         """Encode and prefill now: the same messages are then answered at once."""
         return await _reported(service, body, request, service.prepare)
 
     @router.post("/v1/cache/explain", operation_id="explain")
-    async def explain(body: Rendering, request: Request) -> dict[str, Any]:
+    async def explain(body: Rendering, request: Request) -> Record:
         """The report that an answer would get, computing nothing with the model."""
 
         def look(messages: Any, **options: Any) -> Awaitable[Report]:
@@ -93,19 +94,19 @@ def _add_held(router: APIRouter, service: Service) -> None:
         request: Request,
         cache_salt: Annotated[Salt | None, Query()] = None,
         stored: bool = False,
-    ) -> dict[str, Any]:
+    ) -> Record:
         """The pictures whose features are in memory, by key, for one tenant; with `stored` also
         those that only the store has, the last used first, at most a thousand of them."""
         tenant = visit_of(request).who().salted(cache_salt) or service.vlm.tenant
 
-        def work() -> list[dict[str, Any]]:
+        def work() -> list[Record]:
             held = _held(service, tenant)
             return held + (_stored(service, tenant, held) if stored else [])
 
         return {"object": "list", "data": await service.desk.work(work)}
 
     @router.post("/v1/cache/pin", operation_id="cache_pin")
-    async def pin(body: PinRequest, request: Request) -> dict[str, Any]:
+    async def pin(body: PinRequest, request: Request) -> Record:
         """Keep pictures, or a whole conversation. Of messages, what is not there yet is computed;
         a picture that is named by its key must be remembered."""
 
@@ -122,7 +123,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
         return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 
     @router.post("/v1/cache/delete", operation_id="cache_delete")
-    async def delete(body: HeldRequest, request: Request) -> dict[str, Any]:
+    async def delete(body: HeldRequest, request: Request) -> Record:
         """Remove pictures, or a whole conversation, and all that was computed from them."""
 
         def forget(what: Any, whose: dict[str, str]) -> int:
@@ -138,15 +139,13 @@ def _add_held(router: APIRouter, service: Service) -> None:
 
 def _add_whole(router: APIRouter, service: Service) -> None:
     @router.get("/v1/cache/stats", operation_id="cache_stats")
-    async def stats(
-        request: Request, cache_salt: Annotated[Salt | None, Query()] = None
-    ) -> dict[str, Any]:
+    async def stats(request: Request, cache_salt: Annotated[Salt | None, Query()] = None) -> Record:
         """Bytes and counts: a tenant's own; of everybody for an administrator without a salt."""
         caller = visit_of(request).who()
         everyone = caller.admin and cache_salt is None
         whose = None if everyone else caller.salted(cache_salt)
 
-        def work() -> dict[str, Any]:
+        def work() -> Record:
             told = service.vlm.stats() if everyone else service.vlm.stats(whose or None)
             files = [f.nbytes for f in service.files.of(caller.tenant)]
             told["files"] = {"bytes": sum(files), "files": len(files)}
@@ -154,14 +153,14 @@ def _add_whole(router: APIRouter, service: Service) -> None:
                 told["scheduler"] = service.desk.together.stats()
             return {"object": "cache.stats", "everyone": everyone, **_plain(told)}
 
-        told: dict[str, Any] = await service.desk.count(work)
+        told: Record = await service.desk.count(work)
         return told
 
     @router.post("/v1/cache/reset", operation_id="cache_reset")
     async def reset(
         request: Request,
         body: ResetRequest = ResetRequest(),  # noqa: B008
-    ) -> dict[str, Any]:
+    ) -> Record:
         """Forget what is remembered in memory; with `store`, also on disk."""
         caller = visit_of(request).who()
         whose = _whose_to_forget(caller, body)
@@ -171,7 +170,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         return {"object": "cache.reset", "everyone": whose is None}
 
     @router.post("/v1/cache/flush", operation_id="cache_flush")
-    async def flush(request: Request) -> dict[str, Any]:
+    async def flush(request: Request) -> Record:
         """Answer when all that was remembered so far is on the disk, so that no crash takes it; an
         error says what is not. It is of everybody, so with API keys it is an administrator's."""
         if not visit_of(request).who().admin:
@@ -276,7 +275,7 @@ def _delete_images(service: Service, keys: list[str], tenant: str) -> int:
     return sum(pins.delete_image(service.vlm.runtime, key, tenant) for key in keys)
 
 
-def _media_in(messages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _media_in(messages: list[Record]) -> Iterator[tuple[str, Any]]:
     """(kind, medium) for each medium of gathered messages."""
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
@@ -284,7 +283,7 @@ def _media_in(messages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
                 yield part["type"], part[part["type"]]
 
 
-def _keys(service: Service, messages: list[dict[str, Any]], tenant: str) -> list[str]:
+def _keys(service: Service, messages: list[Record], tenant: str) -> list[str]:
     """The key of each medium, which is what /v1/cache/images calls it."""
     vlm, tenant = service.vlm, tenant or service.vlm.tenant
     with vlm.runtime.lock:
@@ -293,7 +292,7 @@ def _keys(service: Service, messages: list[dict[str, Any]], tenant: str) -> list
         return [vision.name(medium, kind).key for kind, medium in _media_in(messages)]
 
 
-def _held(service: Service, tenant: str) -> list[dict[str, Any]]:
+def _held(service: Service, tenant: str) -> list[Record]:
     vlm = service.vlm
     shelf = vlm.runtime.shelves.packages
     with vlm.runtime.lock:
@@ -311,7 +310,7 @@ def _held(service: Service, tenant: str) -> list[dict[str, Any]]:
     ]
 
 
-def _stored(service: Service, tenant: str, held: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
     """What only the store has. Its books do not know tokens and kinds, and no file is opened."""
     store = service.vlm.runtime.store_of(tenant)
     if store is None:
@@ -338,13 +337,13 @@ def _used(entry: Entry) -> float:
 
 async def _reported(
     service: Service, body: Rendering, request: Request, call: Callable[..., Awaitable[Report]]
-) -> dict[str, Any]:
+) -> Record:
     visit = visit_of(request)
     visit.unused.sift(body)
 
-    async def work() -> dict[str, Any]:
+    async def work() -> Record:
         messages, template, tenant = await service.rendering(body, visit)
-        options: dict[str, Any] = {"tenant": tenant} if tenant else {}
+        options: Options = {"tenant": tenant} if tenant else {}
         if template:
             options["template_kwargs"] = template
         if body.tools:

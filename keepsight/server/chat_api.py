@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from keepsight.kinds import Record
 from keepsight.server.answers import Answer, Ask, Delta, End, Scored
 from keepsight.server.body import BodyRoute
 from keepsight.server.middleware import Visit
@@ -59,14 +60,14 @@ class Choice:
 
     text: str = ""
     thought: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    scored: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[Record] = field(default_factory=list)
+    scored: list[Record] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     end: End | None = None
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Record:
         """The answer as a message that may come back."""
-        made: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        made: Record = {"role": "assistant", "content": self.text, "refusal": None}
         if self.thought:
             made["reasoning_content"] = self.thought
         if self.calls:
@@ -99,7 +100,7 @@ class Chat:
                 self._choices[number].tokens += delta.tokens
                 yield number, delta
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Record:
         """The response when it is not streamed."""
         async for number, delta in self._deltas():
             choice = self._choices[number]
@@ -124,7 +125,7 @@ class Chat:
         head = {**self._head, **self._prompt_ids()}
         return {**head, "object": "chat.completion", "choices": choices, **self._told()}
 
-    def _prompt_ids(self) -> dict[str, Any]:
+    def _prompt_ids(self) -> Record:
         """The tokens of the prompt, where they were asked for."""
         if not self._ask.shows_tokens:
             return {}
@@ -163,8 +164,8 @@ class Chat:
         yield None, "[DONE]"
 
     def _chunk(
-        self, number: int, delta: dict[str, Any], reason: str | None, logprobs: Any = None
-    ) -> dict[str, Any]:
+        self, number: int, delta: Record, reason: str | None, logprobs: Any = None
+    ) -> Record:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._head, "object": _CHUNK, "choices": [choice]}
         options = self._body.stream_options
@@ -184,7 +185,7 @@ class Chat:
             "total_tokens": prompt + written,
         }
 
-    def _told(self) -> dict[str, Any]:
+    def _told(self) -> Record:
         """Usage, timings and, when asked, the report; of several choices the first one's prompt."""
         ends = [choice.end for choice in self._choices if choice.end is not None]
         if not ends:
@@ -195,19 +196,19 @@ class Chat:
             told["keepsight"] = {"report": report_of(first.report)}
         return told
 
-    def _logprobs(self, scored: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _logprobs(self, scored: list[Record]) -> Record | None:
         if not self._ask.sampling.logprobs or not scored:
             return None
         return {"content": scored, "refusal": None}
 
-    def _scored(self, scored: Scored) -> dict[str, Any]:
+    def _scored(self, scored: Scored) -> Record:
         return scored_of(scored, self._service)
 
 
 _CHUNK = "chat.completion.chunk"
 
 
-def scored_of(scored: Scored, service: Service) -> dict[str, Any]:
+def scored_of(scored: Scored, service: Service) -> Record:
     """A token with its log probability and those of its rivals."""
     rows = []
     for likely in (scored.chosen, *scored.likeliest):
@@ -216,7 +217,7 @@ def scored_of(scored: Scored, service: Service) -> dict[str, Any]:
     return {**rows[0], "top_logprobs": rows[1:]}
 
 
-def usage_of(ends: list[End]) -> dict[str, Any]:
+def usage_of(ends: list[End]) -> Record:
     """What it cost: the prompt counts once, however many answers it got."""
     usage, written = ends[0].usage, sum(end.usage.completion_tokens for end in ends)
     return {
@@ -229,12 +230,12 @@ def usage_of(ends: list[End]) -> dict[str, Any]:
     }
 
 
-def _call(said: Said) -> dict[str, Any]:
+def _call(said: Said) -> Record:
     function = {"name": said.name, "arguments": said.text}
     return {"id": said.id, "type": "function", "function": function}
 
 
-def _part(said: Said, choice: Choice) -> dict[str, Any]:
+def _part(said: Said, choice: Choice) -> Record:
     """What is said, as the delta of a chunk."""
     if said.kind == "thought":
         return {"reasoning_content": said.text}

@@ -16,6 +16,7 @@ from typing import Any
 
 from keepsight.core.settings import parse_seconds
 from keepsight.errors import InputError, MissingExtra, UnknownOption
+from keepsight.kinds import Record
 from keepsight.store import parse_bytes
 
 _MAX_CONFIG = 1 << 20
@@ -155,7 +156,7 @@ class ServerConfig:
 FLAGS = tuple(f.name for f in dataclasses.fields(ServerConfig))
 
 
-def read_config(path: str, others: tuple[str, ...] = ()) -> dict[str, Any]:
+def read_config(path: str, others: tuple[str, ...] = ()) -> Record:
     """The settings in a file. `others` are names that somebody else listens to (of the model)."""
     given = _parsed(Path(path))
     settings = {str(name).replace("-", "_"): value for name, value in given.items()}
@@ -167,7 +168,7 @@ def read_config(path: str, others: tuple[str, ...] = ()) -> dict[str, Any]:
     return {name: _checked(name, value, path) for name, value in settings.items()}
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _parsed(path: Path) -> Record:
     try:
         data = path.read_bytes()[: _MAX_CONFIG + 1]
         text = data.decode("utf-8")
@@ -197,13 +198,13 @@ def _yaml(text: str) -> Any:
         raise ValueError(error) from None
 
 
-def _rows(keys: Any, path: str) -> list[dict[str, Any]]:
+def _rows(keys: Any, path: str) -> list[Record]:
     if not isinstance(keys, list) or not all(isinstance(row, dict) for row in keys):
         raise InputError(f"{path}: keys must be a list of tables with at least name and key")
     return keys
 
 
-def _key(row: dict[str, Any], path: str) -> ApiKey:
+def _key(row: Record, path: str) -> ApiKey:
     known = [f.name for f in dataclasses.fields(ApiKey)]
     row = {str(name).replace("-", "_"): value for name, value in row.items()}
     if set(row) - set(known):

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.core.lengths import characters
-from keepsight.core.render import Message as Rendered
 from keepsight.errors import ImageError
+from keepsight.kinds import Message as Rendered
+from keepsight.kinds import Record
 from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import from_base64
 from keepsight.server import parts, schema
@@ -147,7 +148,7 @@ class Gatherer:
             return "".join(part["text"] for part in made)
         return made or [_text("")]
 
-    def _part(self, part: parts.Part, place: str) -> list[dict[str, Any]]:
+    def _part(self, part: parts.Part, place: str) -> list[Record]:
         if isinstance(part, parts.TextPart):
             self._uncached(part, place)
             return [_text(sound(part.text, f"{place}.text"))]
@@ -171,9 +172,7 @@ class Gatherer:
             return [{"type": "audio", "audio": self._bound(part.uuid, data, place)}]
         return self._file(part, place)
 
-    def _image(
-        self, part: parts.PicturePart, where: Any, inside: str, place: str
-    ) -> list[dict[str, Any]]:
+    def _image(self, part: parts.PicturePart, where: Any, inside: str, place: str) -> list[Record]:
         """A picture, from whichever field holds it."""
         detail = part.detail
         if isinstance(where, parts.Encoded):
@@ -190,7 +189,7 @@ class Gatherer:
             data = self._bytes(where, inside)
         return self._pictures(data, self._shown(part, detail, place), place, part)
 
-    def _bare(self, images: list[Any], place: str) -> list[dict[str, Any]]:
+    def _bare(self, images: list[Any], place: str) -> list[Record]:
         """Pictures beside a text, as Ollama has them: base64 alone, data URIs or addresses."""
         made = []
         for i, image in enumerate(images):
@@ -203,7 +202,7 @@ class Gatherer:
                 made += self._pictures(data, self._shown(None, None, here), here)
         return made
 
-    def _video(self, data: bytes) -> dict[str, Any]:
+    def _video(self, data: bytes) -> Record:
         check_video(data, self.config.bytes("clip_bytes"))
         return {"type": "video", "video": data}
 
@@ -227,7 +226,7 @@ class Gatherer:
             self.bindings.bind(self.tenant, self.whose, uuid, data, f"{place}.uuid")
         return data
 
-    def _file(self, part: parts.FilePart, place: str) -> list[dict[str, Any]]:
+    def _file(self, part: parts.FilePart, place: str) -> list[Record]:
         file = part.file
         # The items of a response have these fields in the part itself.
         inside = place if place.startswith("input[") else f"{place}.file"
@@ -241,7 +240,7 @@ class Gatherer:
 
     def _pictures(
         self, data: bytes, shown: Shown, place: str, part: parts.PicturePart | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[Record]:
         """One picture, all pages of a PDF, or a video, by what the bytes are."""
         if part is not None:
             self._uncached(part, place)
@@ -362,7 +361,7 @@ def sound(text: str, place: str) -> str:
     return text
 
 
-def _text(text: str) -> dict[str, Any]:
+def _text(text: str) -> Record:
     return {"type": "text", "text": text}
 
 
@@ -384,7 +383,7 @@ def _decoded(text: str, place: str) -> bytes:
         ) from None
 
 
-def _call(call: schema.ToolCall, place: str) -> dict[str, Any]:
+def _call(call: schema.ToolCall, place: str) -> Record:
     """A call as templates want it: arguments as a record, where they are one."""
     given = call.function.arguments
     arguments = given if isinstance(given, dict) else arguments_of(sound(given, place))

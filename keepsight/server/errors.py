@@ -22,6 +22,7 @@ from keepsight.errors import (
     UnknownOption,
     UnsupportedInput,
 )
+from keepsight.kinds import Record
 from keepsight.server.places import place_in
 
 _TYPES = {
@@ -73,7 +74,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Record:
         """The JSON of the refusal."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}

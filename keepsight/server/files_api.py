@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from keepsight.kinds import Record
 from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, invalid, refused, unknown
 from keepsight.server.files import Upload
@@ -76,7 +77,7 @@ def routes(service: Service) -> APIRouter:
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
         order: Literal["asc", "desc"] = "desc",
-    ) -> dict[str, Any]:
+    ) -> Record:
         """The files of this key, newest first; oldest first with `order=asc`."""
         tenant = visit_of(request).who().tenant
         found: list[Upload] = await service.desk.work(lambda: files.of(tenant))

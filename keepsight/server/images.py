@@ -17,6 +17,7 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.errors import ImageError
+from keepsight.kinds import Options
 from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import Source, decode_bytes
 from keepsight.server.errors import ApiError, invalid, refused
@@ -36,7 +37,7 @@ class Shown:
 class Sizes:
     """How the processor of the model sizes pictures, and what requests may say about it."""
 
-    def __init__(self, image_processor: Any, given: dict[str, Any]) -> None:
+    def __init__(self, image_processor: Any, given: Options) -> None:
         """`given`: what of the processor's options the server was started with."""
         known = getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", {})
         size = dict(given.get("size") or getattr(image_processor, "size", None) or {})

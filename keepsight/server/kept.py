@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from keepsight import digests
+from keepsight.kinds import Options, Record
 from keepsight.server.errors import ApiError
 from keepsight.server.items import Item, Reference
 from keepsight.server.responses_schema import Placed, ResponsesRequest, items_of
@@ -45,9 +46,9 @@ class Kept:
         """Bytes that it holds."""
         return len(self.asked) + len(self.response)
 
-    def items(self) -> list[dict[str, Any]]:
+    def items(self) -> list[Record]:
         """The items asked and answered, in their order."""
-        asked: list[dict[str, Any]] = json.loads(self.asked)
+        asked: list[Options] = json.loads(self.asked)
         return asked + list(json.loads(self.response)["output"])
 
 
@@ -71,7 +72,7 @@ class Responses:
         ] = {}  # (tenant, item) -> (key, response)
         self._lock = threading.Lock()
 
-    def put(self, owner: str, whose: str, asked: list[Item], response: dict[str, Any]) -> bool:
+    def put(self, owner: str, whose: str, asked: list[Item], response: Record) -> bool:
         """Keep a response and the items it was asked with; false where it is too large for its
         key's share."""
         new = Kept(
@@ -189,7 +190,7 @@ class Responses:
         raise _unknown("item", item.id, f"{place}.id")
 
 
-def _output(kept: Kept | None) -> Iterator[dict[str, Any]]:
+def _output(kept: Kept | None) -> Iterator[Record]:
     yield from () if kept is None else json.loads(kept.response)["output"]
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -24,7 +25,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        make: dict[str, Any] = {"namespace": "keepsight", "registry": self.registry}
+        make: Record = {"namespace": "keepsight", "registry": self.registry}
         self._requests = Counter("requests", "Requests.", ["path", "status"], **make)
         self.active = Gauge("requests_active", "Requests being answered.", **make)
         self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **make)
@@ -34,7 +35,7 @@ class Metrics:
         self._mm_queries = Counter("mm_cache_queries", "Images looked up.", **make)
         self._mm_hits = Counter("mm_cache_hits", "Images that were not encoded again.", **make)
         self._cancelled = Counter("requests_cancelled", "Clients that hung up.", **make)
-        times: dict[str, Any] = {**make, "buckets": _SECONDS}
+        times: Record = {**make, "buckets": _SECONDS}
         self._first = Histogram("time_to_first_token_seconds", "Until the first token.", **times)
         self._whole = Histogram("request_duration_seconds", "Until the last byte.", **times)
         self._queued = Histogram("request_queue_time_seconds", "Until work begins.", **times)
@@ -62,7 +63,7 @@ class Metrics:
         if "queued" in times:
             self._queued.observe(times["queued"] / 1e3)
 
-    def watch(self, caches: Callable[[], dict[str, Any]], engine: Callable[[], Any]) -> None:
+    def watch(self, caches: Callable[[], Record], engine: Callable[[], Any]) -> None:
         """Where the state of caches and scheduler is read when somebody asks."""
         self.registry.register(_State(caches, engine))
 
@@ -74,7 +75,7 @@ class Metrics:
 class _State(Collector):
     """Caches and scheduler, read when they are asked for."""
 
-    def __init__(self, caches: Callable[[], dict[str, Any]], engine: Callable[[], Any]) -> None:
+    def __init__(self, caches: Callable[[], Record], engine: Callable[[], Any]) -> None:
         self._caches, self._engine = caches, engine
 
     def describe(self) -> Iterator[Any]:
@@ -107,7 +108,7 @@ class _State(Collector):
                 yield gauge
 
 
-def _of_store(told: dict[str, Any] | None) -> Iterator[Any]:
+def _of_store(told: Record | None) -> Iterator[Any]:
     """What the store refuses at the moment, and what it has refused."""
     if told is None:
         return

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, from_error
@@ -54,7 +55,7 @@ class Visit:
     caller: Caller | None = None
     begun: float = field(default_factory=time.perf_counter)
     status: int = 0
-    told: dict[str, Any] = field(default_factory=dict)
+    told: Record = field(default_factory=dict)
     gone: bool = False  # the client hung up
     size: int = 0  # of its body
     unused: Unused = field(default_factory=Unused)  # what it asked for that has no effect

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from keepsight.kinds import Message, Record
+
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
@@ -115,11 +117,11 @@ class Speech:
             yield Said(self._in, text)
 
 
-def spoken_message(speech: Speech, text: str, most_calls: int | None = None) -> dict[str, Any]:
+def spoken_message(speech: Speech, text: str, most_calls: int | None = None) -> Record:
     """A whole answer as templates want it in a history: without its thoughts."""
     said = [*speech.push(text), *speech.finish()]
     words = "".join(one.text for one in said if one.kind == "text")
-    message: dict[str, Any] = {"role": "assistant", "content": [{"type": "text", "text": words}]}
+    message: Message = {"role": "assistant", "content": [{"type": "text", "text": words}]}
     calls = [one for one in said if one.kind == "call"][:most_calls]
     if calls:
         message["tool_calls"] = [

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, Tag
 
+from keepsight.kinds import Record
+
 
 def place_in(body: Any, location: Sequence[Any]) -> tuple[str, set[str]]:
     """`messages[0].content`, and the names of the fields there. `body` is the type of all of it;
@@ -66,7 +68,7 @@ def _inside(kind: Any, part: Any) -> Any:
     return arguments[-1] if get_origin(kind) in (list, dict) and arguments else None
 
 
-def _fields(kind: Any) -> dict[str, Any]:
+def _fields(kind: Any) -> Record:
     """The names that clients write, with their types."""
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
+from keepsight.kinds import Record
 from keepsight.server.answers import Answer, Ask, Delta, End
 from keepsight.server.body import BodyRoute
 from keepsight.server.chat_api import scored_of
@@ -36,7 +37,7 @@ from keepsight.server.streaming import (
     unless_gone,
 )
 
-Event = dict[str, Any]
+Event = Record
 Salt = Annotated[str | None, Query(min_length=1, max_length=1024)]
 _TYPES = {"text": "message", "thought": "reasoning"}
 
@@ -90,7 +91,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
         return Response(kept.response, media_type="application/json")
 
     @router.get("/v1/responses/{response_id}/input_items", operation_id="response_input")
-    async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> dict[str, Any]:
+    async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
         """The items that a response was asked with."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
@@ -101,7 +102,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
         return {"object": "list", "data": items, "has_more": False}
 
     @router.delete("/v1/responses/{response_id}", operation_id="delete_response")
-    async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> dict[str, Any]:
+    async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
         """Forget a response. What went on from it can go on no longer."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
@@ -123,17 +124,17 @@ class Writer:
         self._asked = asked
         self._service, self._body, self._answer, self._visit = service, body, answer, visit
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
-        self._output: list[dict[str, Any]] = []
+        self._output: list[Record] = []
         self._open: str | None = None  # the kind of the item that is being written
         self._number = -1
-        self._scored: list[dict[str, Any]] = []
+        self._scored: list[Record] = []
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Record:
         """The response when it is not streamed."""
         last: Event = {}
         async for event in self._events():
             last = event
-        response: dict[str, Any] = last["response"]
+        response: Record = last["response"]
         return response
 
     async def lines(self) -> AsyncGenerator[tuple[str | None, Any], None]:
@@ -163,7 +164,7 @@ class Writer:
         status = "incomplete" if end.reason == "length" else "completed"
         yield self._event(f"response.{status}", response=await self._kept(status, end))
 
-    async def _kept(self, status: str, end: End) -> dict[str, Any]:
+    async def _kept(self, status: str, end: End) -> Record:
         """The whole response, kept where it is to be before its client hears of its end."""
         body, responses = self._body, self._service.responses
         keeps = body.store is not False and responses.share > 0
@@ -197,7 +198,7 @@ class Writer:
 
     def _begin(self, kind: str) -> Iterator[Event]:
         self._open, self._scored = kind, []
-        item: dict[str, Any] = {"type": _TYPES[kind], "status": "in_progress", "content": []}
+        item: Record = {"type": _TYPES[kind], "status": "in_progress", "content": []}
         if kind == "text":
             item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
         else:
@@ -208,7 +209,7 @@ class Writer:
         place = self._place()
         yield self._event("response.content_part.added", **place, part=_content(kind, "", []))
 
-    def _grow(self, said: Said, scored: list[dict[str, Any]]) -> Event:
+    def _grow(self, said: Said, scored: list[Record]) -> Event:
         self._output[-1]["content"][0]["text"] += said.text
         if said.kind == "thought":
             return self._event("response.reasoning_text.delta", **self._place(), delta=said.text)
@@ -252,7 +253,7 @@ class Writer:
     def _spot(self) -> dict[str, int]:
         return {"output_index": len(self._output) - 1}
 
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> Record:
         return {**self._spot(), "item_id": self._output[-1]["id"], "content_index": 0}
 
     # -- the response ----------------------------------------------------------------------------
@@ -264,9 +265,9 @@ class Writer:
         response["error"] = {"code": problem.code or "server_error", "message": problem.message}
         yield self._event("response.failed", response=response)
 
-    def _response(self, status: str, end: End | None = None) -> dict[str, Any]:
+    def _response(self, status: str, end: End | None = None) -> Record:
         body = self._body
-        made: dict[str, Any] = {
+        made: Record = {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
@@ -297,7 +298,7 @@ class Writer:
             made |= {"completed_at": int(time.time()), **self._measured(end)}
         return made
 
-    def _measured(self, end: End) -> dict[str, Any]:
+    def _measured(self, end: End) -> Record:
         usage = end.usage
         counts = {
             "input_tokens": usage.prompt_tokens,
@@ -313,7 +314,7 @@ class Writer:
         return made
 
 
-def _content(kind: str, text: str, scored: list[dict[str, Any]]) -> dict[str, Any]:
+def _content(kind: str, text: str, scored: list[Record]) -> Record:
     if kind == "thought":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": scored}

@@ -20,6 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keepsight.errors import InputError, KeepsightError
+from keepsight.kinds import Options
 from keepsight.scheduler import Together
 from keepsight.server.app import build
 from keepsight.server.config import ServerConfig
@@ -55,7 +56,7 @@ def warm_up(vlm: VLM) -> None:
     from PIL import Image
 
     whose = "keepsight warm-up"
-    asked: list[dict[str, Any]] = [{"type": "text", "text": "x"}]
+    asked: list[Options] = [{"type": "text", "text": "x"}]
     with contextlib.suppress(KeepsightError):  # a model that takes no picture is warm without
         image = Image.new("RGB", (64, 64), "white")
         content = [{"type": "image", "image": image}, *asked]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from keepsight.kinds import Options, Record
 from keepsight.server.errors import invalid, refused
 
 
@@ -81,14 +82,14 @@ def _finite(value: torch.Tensor) -> float:
 class Sampling:
     """The choices of one request."""
 
-    options: dict[str, Any]
+    options: Options
     presence: float = 0.0
     frequency: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
 
-    def of(self, choice: int) -> tuple[dict[str, Any], Recorder | None]:
+    def of(self, choice: int) -> tuple[Record, Recorder | None]:
         """Options of one of the choices, and who notes its log probabilities."""
         options = dict(self.options)
         if "seed" in options:
@@ -109,7 +110,7 @@ def sampling(
 ) -> Sampling:
     """The choices in a body of either API; fields that one of them lacks count as not given.
     `ends` are the tokens that end an answer of the model."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     temperature = getattr(body, "temperature", None)
     cuts = {name: getattr(body, name, None) for name in ("top_p", "top_k", "min_p")}
     if cuts["top_k"] == -1:
@@ -160,9 +161,9 @@ def _limit(body: Any, longest: int | None) -> int | None:
     return longest
 
 
-def _ends(body: Any, vocabulary: int, ends: tuple[int, ...]) -> dict[str, Any]:
+def _ends(body: Any, vocabulary: int, ends: tuple[int, ...]) -> Record:
     """What ends an answer beside its length and its stop texts, and what may not end it yet."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     more = getattr(body, "stop_token_ids", None) or []
     for number, token in enumerate(more):
         if token >= vocabulary:

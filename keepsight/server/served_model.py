@@ -9,10 +9,11 @@ import copy
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keepsight import digests
 from keepsight.errors import MessagesError
+from keepsight.kinds import Options, Record
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.images import Sizes
 from keepsight.server.output_parser import CALL, THINK, THINK_END
@@ -63,9 +64,9 @@ class Subject:
                 code="model_not_found",
             )
 
-    def template_options(self, body: Rendering, unused: Unused) -> dict[str, Any]:
+    def template_options(self, body: Rendering, unused: Unused) -> Record:
         """What the template is told beside the messages; what it has no place for is named."""
-        told: dict[str, Any] = {}
+        told: Record = {}
         for name, value in (body.chat_template_kwargs or {}).items():
             if name in _RESERVED or not name.isidentifier():
                 raise refused("chat_template_kwargs", f"{name[:100]!r} is not the client's to set")
@@ -81,10 +82,10 @@ class Subject:
     def _has(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
-    def _thoughts(self, body: Rendering, unused: Unused) -> dict[str, Any]:
+    def _thoughts(self, body: Rendering, unused: Unused) -> Record:
         """How much to think, in the words of the template; what it cannot be told is named."""
         effort, switch = _wishes(body, unused)
-        told: dict[str, Any] = {}
+        told: Record = {}
         for place, wish in effort.items():
             if self._has("reasoning_effort"):
                 told["reasoning_effort"] = wish
@@ -121,7 +122,7 @@ class Subject:
                     self._named[role] = True
             return self._named[role]
 
-    def opens_thinking(self, template: dict[str, Any]) -> bool:
+    def opens_thinking(self, template: Options) -> bool:
         """Whether the template itself opens a thought at the start of an answer."""
         if not self.thinks:
             return False
@@ -135,7 +136,7 @@ class Subject:
                 self._opened[key] = text.rstrip().endswith(THINK)
             return self._opened[key]
 
-    def _prompt(self, asked: list[dict[str, Any]], template: dict[str, Any]) -> str:
+    def _prompt(self, asked: list[Options], template: Options) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
                 asked,
@@ -153,7 +154,7 @@ class Subject:
         text: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text, None if "\ufffd" in text else list(text.encode())
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Record:
         """As OpenAI describes a model."""
         return {
             "id": self.name,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from keepsight.core.lengths import characters
+from keepsight.kinds import Message, Record
 from keepsight.report import Report
 from keepsight.scheduler import Together
 from keepsight.server import schema
@@ -70,7 +71,7 @@ class Service:
 
     async def rendering(
         self, body: schema.Rendering, visit: Visit
-    ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+    ) -> tuple[list[Record], Record, str]:
         """Messages, template options and tenant of anything that makes a prompt."""
         caller, unused = visit.who(), visit.unused
         self.subject.check_name(body.model)
@@ -173,7 +174,7 @@ class Service:
             raise
         return answers
 
-    async def prepare(self, messages: list[dict[str, Any]], **options: Any) -> Report:
+    async def prepare(self, messages: list[Message], **options: Any) -> Report:
         """Encode and prefill; the report when it is done."""
         seconds = self.config.seconds("request_timeout")
         try:
@@ -260,7 +261,7 @@ def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
         unused.add("stream_options.include_obfuscation", "events are not padded here")
 
 
-def tools_of(tools: list[schema.Tool] | None) -> list[dict[str, Any]] | None:
+def tools_of(tools: list[schema.Tool] | None) -> list[Record] | None:
     """Tools as templates want them; `strict` is a word to the server."""
     left_out: Any = {"function": {"strict"}}
     return [t.model_dump(exclude_none=True, exclude=left_out) for t in tools] if tools else None

@@ -15,13 +15,14 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 from keepsight.server.answers import Answer, End
 from keepsight.server.errors import ApiError
 from keepsight.server.middleware import Visit, told
 
 T = TypeVar("T")
-STREAMED: dict[int | str, dict[str, Any]] = {
+STREAMED: dict[int | str, Record] = {
     200: {
         "description": "The answer, whole or as server-sent events.",
         "content": {"application/json": {}, "text/event-stream": {}},
@@ -131,9 +132,9 @@ def _rate(count: int, milliseconds: float) -> float:
     return round(1e3 * count / milliseconds, 3) if milliseconds > 0 else 0.0
 
 
-def report_of(report: Report) -> dict[str, Any]:
+def report_of(report: Report) -> Record:
     """The report, and what became of each picture in one line each."""
-    images: dict[int, dict[str, Any]] = {}
+    images: dict[int, Record] = {}
     for segment in report.segments:
         if segment.medium is None:
             continue

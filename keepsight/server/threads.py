@@ -17,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from keepsight.kinds import Record
+
 T = TypeVar("T")
 
 LARGE_BODY = 1 << 18  # bytes
@@ -27,7 +29,7 @@ _NICE = 10
 _LONGEST_REST = 2.0  # seconds
 
 
-class Gathered(list[dict[str, Any]]):
+class Gathered(list[Record]):
     """Messages for the library; `large` says that there is much to do for them."""
 
     large = False

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.formats import tensorfile
+from keepsight.kinds import Options, Record
 from keepsight.system.exits import begin
 from keepsight.system.lock import Mutex
 
@@ -62,7 +63,7 @@ class Found(NamedTuple):
 class Address:
     """Read, write, remove and list objects below one address."""
 
-    def __init__(self, address: str, options: dict[str, Any] | None, timeout: float) -> None:
+    def __init__(self, address: str, options: Options | None, timeout: float) -> None:
         if not isinstance(address, str) or "://" not in address:
             raise InputError(f"{address!r} is no address; expected one such as s3://bucket/name")
         self.shown = re.sub(r"//[^/@]*@", "//", address)  # never a password
@@ -189,12 +190,12 @@ class Address:
     def _below(self, folder: str) -> list[Found]:
         return [_found(name, info) for name, info in self._ls(folder) if _is_file(info)]
 
-    def _ls(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+    def _ls(self, folder: str) -> list[tuple[str, Record]]:
         path, root = self._path(folder), f"{self.root}/"
 
-        def work() -> list[dict[str, Any]]:
+        def work() -> list[Record]:
             try:
-                told: list[dict[str, Any]] = self.fs.ls(path, detail=True)
+                told: list[Record] = self.fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
             return told
@@ -293,15 +294,15 @@ def _missing(protocol: str, error: ImportError) -> MissingExtra:
     return MissingExtra(f"{protocol}:// needs another library: {error}")
 
 
-def _is_file(info: dict[str, Any]) -> bool:
+def _is_file(info: Record) -> bool:
     return bool(info.get("type", "file") == "file")
 
 
-def _found(name: str, info: dict[str, Any]) -> Found:
+def _found(name: str, info: Record) -> Found:
     return Found(name, int(info.get("size") or 0), _moment(info))
 
 
-def _moment(info: dict[str, Any]) -> float:
+def _moment(info: Record) -> float:
     """When an object was written; each file system has its own name and type for it."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
         told = info.get(name)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+
+from keepsight.kinds import Record
 
 Tensors = dict[str, torch.Tensor]
 Name = tuple[str, str]  # kind and key
@@ -59,10 +61,10 @@ class Store(Protocol):
     def has(self, kind: str, key: str) -> bool:
         """Whether a read of this entry can be expected to work."""
 
-    def get(self, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+    def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
         """Tensors and record, or None when absent, expired or damaged."""
 
-    def note(self, kind: str, key: str) -> dict[str, Any] | None:
+    def note(self, kind: str, key: str) -> Record | None:
         """A small JSON record, or None when absent, expired or damaged."""
 
     def entry(self, kind: str, key: str) -> Entry | None:
@@ -73,7 +75,7 @@ class Store(Protocol):
         kind: str,
         key: str,
         tensors: Tensors,
-        record: dict[str, Any],
+        record: Record,
         about: About = NOTHING,
     ) -> None:
         """Hand an entry over; the tensors must not change afterwards. It is readable at once.
@@ -83,7 +85,7 @@ class Store(Protocol):
         stands on its own key may come before its base. Tensors may lie on a device (`devices.py`).
         """
 
-    def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
+    def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
         """Hand a small JSON record over."""
 
     def reject(self, kind: str, key: str, why: str) -> None:
@@ -111,7 +113,7 @@ class Store(Protocol):
     def entries(self) -> Iterator[Entry]:
         """All entries of this tenant, in no order."""
 
-    def stats(self, wait: float = 5.0) -> dict[str, Any]:
+    def stats(self, wait: float = 5.0) -> Record:
         """At least entries, bytes, kinds (entries and bytes of each), counted (when they were, in
         seconds since the epoch, or None), hits, misses, evictions, written, refused (all since it
         was opened), budget, quota, state ("ok", or what is wrong), since (when) and broken (why).

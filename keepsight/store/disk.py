@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
+from keepsight.kinds import Record
 from keepsight.store import check, entryfile, layout
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
 from keepsight.store.entryfile import FORMAT
@@ -125,7 +126,7 @@ class DiskStore:
         """Where a read would find it: "disk", or None."""
         return "disk" if self.has(kind, key) else None
 
-    def get(self, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+    def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
         """Tensors and record, or None when absent, expired or damaged."""
         place = self._place(kind, key)
         job = self._waiting(place)
@@ -139,7 +140,7 @@ class DiskStore:
         self._writer.used(place)
         return found
 
-    def note(self, kind: str, key: str) -> dict[str, Any] | None:
+    def note(self, kind: str, key: str) -> Record | None:
         """A small JSON record, or None when absent, expired or damaged."""
         place = self._place(kind, key)
         job = self._waiting(place)
@@ -215,18 +216,18 @@ class DiskStore:
         kind: str,
         key: str,
         tensors: Tensors,
-        record: dict[str, Any],
+        record: Record,
         about: About = NOTHING,
     ) -> None:
         """Hand an entry to the writer; the tensors must not change afterwards."""
         self._hand_over(self._place(kind, key), record, tensors, about)
 
-    def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
+    def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
         """Hand a small JSON record to the writer."""
         self._hand_over(self._place(kind, key), body, None, about)
 
     def _hand_over(
-        self, place: Place, record: dict[str, Any], tensors: Tensors | None, about: About
+        self, place: Place, record: Record, tensors: Tensors | None, about: About
     ) -> None:
         if (tensors is None) != (place.kind in layout.NOTES):
             expected = "a note: use put_note" if tensors is not None else "tensors: use put"
@@ -275,7 +276,7 @@ class DiskStore:
         self._catch_up()
         yield from self._book.pages(self._tenant)
 
-    def stats(self, wait: float = 5.0) -> dict[str, Any]:
+    def stats(self, wait: float = 5.0) -> Record:
         """Entries and bytes per kind; what happened since it was opened, and `ever`.
 
         Nobody waits longer than that for a disk; `counted` says when entries and bytes were counted

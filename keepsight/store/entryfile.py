@@ -15,6 +15,7 @@ from typing import Any
 
 from keepsight.errors import DamagedFile
 from keepsight.formats import tensorfile
+from keepsight.kinds import Record
 from keepsight.store import layout
 from keepsight.store.contract import NOTHING, About, Tensors
 
@@ -22,9 +23,7 @@ FORMAT = 1
 Parts = Iterable[bytes | memoryview]
 
 
-def spelled(
-    kind: str, key: str, tensors: Tensors | None, record: dict[str, Any], told: dict[str, Any]
-) -> Parts:
+def spelled(kind: str, key: str, tensors: Tensors | None, record: Record, told: Record) -> Parts:
     """The parts of the file. A note has no tensors."""
     if tensors is None:
         return [layout.note_bytes(kind, key, record, told)]
@@ -32,7 +31,7 @@ def spelled(
     return tensorfile.spelled(kind, FORMAT, tensors, record)
 
 
-def read(path: Path, kind: str, key: str) -> tuple[Tensors, dict[str, Any]]:
+def read(path: Path, kind: str, key: str) -> tuple[Tensors, Record]:
     """Tensors and record, every byte checked, and the key with them."""
     _refuse_pipes(path)
     tensors, record = tensorfile.read(path, kind, FORMAT)
@@ -41,7 +40,7 @@ def read(path: Path, kind: str, key: str) -> tuple[Tensors, dict[str, Any]]:
     return tensors, record
 
 
-def read_note(path: Path, kind: str, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_note(path: Path, kind: str, key: str) -> tuple[Record, Record]:
     """Body and keeping of a note."""
     _refuse_pipes(path)
     return layout.read_note(kind, key, path.read_bytes(), str(path))
@@ -54,7 +53,7 @@ def _refuse_pipes(path: Path) -> None:
         raise DamagedFile(f"{path} is a pipe or a device and no file")
 
 
-def keeping(path: Path, kind: str, key: str) -> dict[str, Any]:
+def keeping(path: Path, kind: str, key: str) -> Record:
     """What the file says of its keeping; tensors are neither read nor checked."""
     if kind in layout.NOTES:
         data = path.read_bytes()
@@ -86,12 +85,12 @@ def live(status: os.stat_result, now: float) -> bool:
     return now < status.st_mtime <= now + lifetime
 
 
-def about(told: dict[str, Any], cost: float = 0.0) -> About:
+def about(told: Record, cost: float = 0.0) -> About:
     """The keeping as it was handed over."""
     return layout.told_about(told, cost) if told else NOTHING
 
 
-def older(kind: str, key: str, record: dict[str, Any]) -> dict[str, Any]:
+def older(kind: str, key: str, record: Record) -> Record:
     """The keeping of entries from before files told it, as far as their content shows it."""
     media: list[Any] = []
     base: list[Any] | None = None
@@ -108,7 +107,7 @@ def older(kind: str, key: str, record: dict[str, Any]) -> dict[str, Any]:
         media = [row[2] for row in rows if isinstance(row, list) and len(row) > 2]
         if record.get("start"):
             base = ["snapshot", record.get("parent")]
-    told: dict[str, Any] = {"media": [name for name in media if isinstance(name, str)]}
+    told: Record = {"media": [name for name in media if isinstance(name, str)]}
     if base is not None and layout.is_name(*base):
         told["stands_on"] = base
     return told

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
+from keepsight.kinds import Record
 from keepsight.store.contract import About
 
 # What ends a name: notes are JSON alone, the others are files of tensors.
@@ -91,13 +92,13 @@ def parse(name: str) -> Place | None:
 # -- what stands in a file beside its content ----------------------------------------------------
 
 
-def kept(about: About, now: float | None = None) -> dict[str, Any]:
+def kept(about: About, now: float | None = None) -> Record:
     """What an entry's file says of its keeping, so that no book is needed to read it.
 
     Times and costs differ with each making, and are left out where nothing is lost without them:
     so equal content is equal files, whoever writes them.
     """
-    told: dict[str, Any] = {}
+    told: Record = {}
     if about.stands_on is not None:
         told["stands_on"] = list(about.stands_on)
     if about.media:
@@ -155,15 +156,13 @@ def expired(told: Any, now: float | None = None) -> bool:
 # -- notes ---------------------------------------------------------------------------------------
 
 
-def note_bytes(kind: str, key: str, body: dict[str, Any], told: dict[str, Any]) -> bytes:
+def note_bytes(kind: str, key: str, body: Record, told: Record) -> bytes:
     """A note as it lies in its file."""
     wrapped = {"body": body, "kept": told, "digest": _note_digest(kind, key, body, told)}
     return digests.canonical_json(wrapped).encode()
 
 
-def read_note(
-    kind: str, key: str, data: bytes, where: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_note(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Record]:
     """Body and keeping of a note; its digest is checked, and the key is part of it."""
     try:
         wrapped = json.loads(data)
@@ -175,7 +174,7 @@ def read_note(
     return body, told
 
 
-def _note_digest(kind: str, key: str, body: dict[str, Any], told: dict[str, Any]) -> str:
+def _note_digest(kind: str, key: str, body: Record, told: Record) -> str:
     """The key is part of it, so that no note can pass for another. Notes of the first format say
     nothing of their keeping, and have the digest they always had."""
     parts = [digests.canonical_json(body)] + ([digests.canonical_json(told)] if told else [])

@@ -12,10 +12,11 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keepsight.errors import DamagedFile, FileError
 from keepsight.formats import tensorfile
+from keepsight.kinds import Record
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Found
 from keepsight.store.contract import Entry, Name
@@ -30,7 +31,7 @@ _PINS = "pins"
 class Head(NamedTuple):
     """What a file says of itself."""
 
-    told: dict[str, Any]
+    told: Record
     cost: float = 0.0  # only known to the process that made it
 
 
@@ -49,13 +50,13 @@ def head(link: Address, name: str, kind: str, key: str) -> Head:
     return Head(keeping_in(kind, key, record))
 
 
-def keeping_in(kind: str, key: str, record: dict[str, Any]) -> dict[str, Any]:
+def keeping_in(kind: str, key: str, record: Record) -> Record:
     """What a record says of the keeping of its entry."""
     told = record.get("kept")
     return told if isinstance(told, dict) else entryfile.older(kind, key, record)
 
 
-def note_in(kind: str, key: str, data: bytes, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def note_in(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Record]:
     """Body and keeping of a note from its bytes."""
     body, told = layout.read_note(kind, key, data, where)
     if not told and "kept" not in json.loads(data):

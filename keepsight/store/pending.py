@@ -9,8 +9,8 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
+from keepsight.kinds import Record
 from keepsight.store.contract import About, Entry, Tensors
 from keepsight.store.layout import Place
 from keepsight.store.losses import Losses
@@ -26,10 +26,10 @@ class Job:
     """One write that has not reached the disk yet."""
 
     place: Place
-    record: dict[str, Any]
+    record: Record
     tensors: Tensors | None  # None: a note, JSON alone
     about: About
-    told: dict[str, Any] = field(default_factory=dict)  # what the file says of its keeping
+    told: Record = field(default_factory=dict)  # what the file says of its keeping
     nbytes: int = 0
     ready: Fence = COMPLETE  # before it, tensors that came from a device are not here yet
 

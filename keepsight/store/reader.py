@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from keepsight.errors import DamagedFile, FileError, WrongFormatVersion
 from keepsight.formats import tensorfile
+from keepsight.kinds import Record
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import Tensors
@@ -52,18 +53,18 @@ class Reader:
         self._seen.there(name, found, since)
         return found
 
-    def _is_over(self, name: str, told: dict[str, Any]) -> bool:
+    def _is_over(self, name: str, told: Record) -> bool:
         if not layout.expired(told):
             return False
         self._seen.absent(name)
         self._ended(name)
         return True
 
-    def tensors(self, name: str, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+    def tensors(self, name: str, kind: str, key: str) -> tuple[Tensors, Record] | None:
         """Tensors and record, every byte checked."""
         return self._fetch(name, lambda data: self._parse(name, kind, key, data))
 
-    def note(self, name: str, kind: str, key: str) -> dict[str, Any] | None:
+    def note(self, name: str, kind: str, key: str) -> Record | None:
         """The body of a note."""
         return self._fetch(name, lambda data: self._parse_note(name, kind, key, data))
 
@@ -102,19 +103,17 @@ class Reader:
 
     def _parse(
         self, name: str, kind: str, key: str, data: bytes
-    ) -> tuple[tuple[Tensors, dict[str, Any]], dict[str, Any]]:
+    ) -> tuple[tuple[Tensors, Record], Record]:
         where = f"{self._link.shown}/{name}"
         tensors, record = tensorfile.parse(data, where, kind, entryfile.FORMAT)
         if record.get("entry") != key:
             raise DamagedFile(f"{where}: this is the entry {record.get('entry')!r}")
         return (tensors, record), keeping_in(kind, key, record)
 
-    def _parse_note(
-        self, name: str, kind: str, key: str, data: bytes
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _parse_note(self, name: str, kind: str, key: str, data: bytes) -> tuple[Record, Record]:
         return note_in(kind, key, data, f"{self._link.shown}/{name}")
 
-    def _fetch(self, name: str, parse: Callable[[bytes], tuple[T, dict[str, Any]]]) -> T | None:
+    def _fetch(self, name: str, parse: Callable[[bytes], tuple[T, Record]]) -> T | None:
         known, found = self._seen.find(name)
         if known and found is None:
             return None

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from keepsight import digests
 from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVersion
+from keepsight.kinds import Options, Record
 from keepsight.store import claims, entryfile, layout, ranking
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
@@ -53,7 +54,7 @@ class RemoteStore:
         budget: int | None = None,
         *,
         quota: int | None = None,
-        options: dict[str, Any] | None = None,
+        options: Options | None = None,
         timeout: float = 30.0,
     ) -> None:
         self._link = Address(address, options, timeout)
@@ -99,7 +100,7 @@ class RemoteStore:
         name = self._name(kind, key)
         return self._waiting(name) is not None or self._reader.look(name, kind, key) is not None
 
-    def get(self, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+    def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
         """Tensors and record, or None when absent, expired or damaged."""
         name = self._name(kind, key)
         job = self._waiting(name)
@@ -108,7 +109,7 @@ class RemoteStore:
             return self._counted((tensors, job.record))
         return self._counted(self._reader.tensors(name, kind, key))
 
-    def note(self, kind: str, key: str) -> dict[str, Any] | None:
+    def note(self, kind: str, key: str) -> Record | None:
         """A small JSON record, or None when absent, expired or damaged."""
         name = self._name(kind, key)
         job = self._waiting(name)
@@ -157,14 +158,14 @@ class RemoteStore:
         kind: str,
         key: str,
         tensors: Tensors,
-        record: dict[str, Any],
+        record: Record,
         about: About = NOTHING,
     ) -> None:
         """Hand an entry over; the tensors must not change afterwards. It is readable at once."""
         nbytes = sum(tensor.nbytes for tensor in tensors.values()) + 1024
         self._hand_over(kind, key, tensors, record, about, nbytes)
 
-    def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
+    def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
         """Hand a small JSON record over."""
         self._hand_over(kind, key, None, body, about, len(digests.canonical_json(body)))
 
@@ -173,7 +174,7 @@ class RemoteStore:
         kind: str,
         key: str,
         tensors: Tensors | None,
-        record: dict[str, Any],
+        record: Record,
         about: About,
         nbytes: int,
     ) -> None:
@@ -285,7 +286,7 @@ class RemoteStore:
             entry.expires is not None and (entry.expires <= time.time())
         )
 
-    def stats(self, wait: float = 10.0) -> dict[str, Any]:
+    def stats(self, wait: float = 10.0) -> Record:
         """Entries and bytes as they were counted not long ago (when: `counted`), and what happened
         since it was opened. Counting lists the address; nobody waits longer than that for it."""
         kinds, at, _ = self._counting.of(self._tenant, wait)

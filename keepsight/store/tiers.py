@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from keepsight.errors import InputError, NotStored, StoreError
+from keepsight.kinds import Record
 from keepsight.store import ranking
 from keepsight.store.contract import NOTHING, About, Entry, Name, Store, Tensors
 from keepsight.store.health import OK
@@ -39,7 +40,7 @@ class _Promotion:
 
     kind: str
     key: str
-    content: tuple[Tensors, dict[str, Any]] | dict[str, Any]
+    content: tuple[Tensors, Record] | Record
     source: Store
     nearer: tuple[Store, ...]
     epoch: int
@@ -162,11 +163,11 @@ class TieredStore:
         """Whether a read of this entry can be expected to work."""
         return any(store.has(kind, key) for store in self.tiers)
 
-    def get(self, kind: str, key: str) -> tuple[Tensors, dict[str, Any]] | None:
+    def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
         """Tensors and record from the nearest that has them."""
         return self._find(kind, key, lambda store: store.get(kind, key))
 
-    def note(self, kind: str, key: str) -> dict[str, Any] | None:
+    def note(self, kind: str, key: str) -> Record | None:
         """A small JSON record from the nearest that has it."""
         return self._find(kind, key, lambda store: store.note(kind, key))
 
@@ -207,14 +208,14 @@ class TieredStore:
         kind: str,
         key: str,
         tensors: Tensors,
-        record: dict[str, Any],
+        record: Record,
         about: About = NOTHING,
     ) -> None:
         """Hand an entry over to every store; each writes in its own background."""
         for store in self.tiers:
             store.put(kind, key, tensors, record, about)
 
-    def put_note(self, kind: str, key: str, body: dict[str, Any], about: About = NOTHING) -> None:
+    def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
         """Hand a small JSON record over to every store."""
         for store in self.tiers:
             store.put_note(kind, key, body, about)
@@ -260,7 +261,7 @@ class TieredStore:
                     table[name] = _merged(table[name], entry) if name in table else entry
         return table
 
-    def stats(self, wait: float = 10.0) -> dict[str, Any]:
+    def stats(self, wait: float = 10.0) -> Record:
         """Of each store, nearest first, under "tiers"; above them each entry is counted once, as
         it is where the nearer hold a part of what the far one holds."""
         until = time.monotonic() + wait
@@ -345,7 +346,7 @@ class TieredStore:
             logger.warning("%s is left out: %s", label(store), error)
 
 
-def _first_trouble(tiers: list[dict[str, Any]]) -> dict[str, Any]:
+def _first_trouble(tiers: list[Record]) -> Record:
     """The state of the nearest in which anything is wrong."""
     wrong = (told for told in tiers if told.get("state", OK) != OK)
     found = next(wrong, {"state": OK, "since": None})

@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from keepsight.kinds import Record
 from keepsight.store import layout
 from keepsight.store.contract import About, Entry, Tensors
 from keepsight.store.losses import TOO_MUCH, Losses
@@ -38,10 +38,10 @@ class Job:
     kind: str
     key: str
     tensors: Tensors | None  # None: a note
-    record: dict[str, Any]
+    record: Record
     about: About
     base: str | None  # the name of what it stands on
-    told: dict[str, Any]  # what its file will say of its keeping
+    told: Record  # what its file will say of its keeping
     nbytes: int
     tenant: str
     after: list[Job] = field(default_factory=list)

@@ -17,9 +17,10 @@ import torch
 from PIL import Image
 
 import keepsight as ks
+from keepsight.kinds import Inputs, Record
 from keepsight.testing.common import expect, swapped_in
 
-Messages = list[dict[str, Any]]
+Messages = list[Record]
 _MADE: dict[type, tuple[Any, Any]] = {}
 
 
@@ -343,7 +344,7 @@ class FamilyTests:
         first: int = vlm.chat(messages, max_new_tokens=1, do_sample=False).tokens[0]
         return first
 
-    def from_features(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def from_features(self, model: Any, inputs: Inputs) -> torch.Tensor:
         """Stock `generate` on features."""
         out = model.generate(
             **inputs,
@@ -381,13 +382,13 @@ def noise(seed: int, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(small).resize(size, Image.Resampling.NEAREST)
 
 
-def turn(text: str, *images: Any) -> dict[str, Any]:
+def turn(text: str, *images: Any) -> Record:
     """What a user says, pictures first."""
     parts: list[Any] = [{"type": "image", "image": image} for image in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def said(text: str) -> dict[str, Any]:
+def said(text: str) -> Record:
     """What the model said."""
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 

@@ -1,8 +1,7 @@
 """The suite for whatever keeps tensors and notes under keys.
 
-A store may lose what it has (and then says "absent"); it may never give back something else. What
-is asked here goes through the contract alone, but for the few tests that damage files: they look
-for them under `files(folder)`.
+A store may lose what it has (and then says "absent"); it may never give back something else. Only
+the contract is used, but for the few tests that damage files, found under `files(folder)`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 
 from keepsight.core.state import Tensors
 from keepsight.errors import InputError, NotStored
+from keepsight.kinds import Record
 from keepsight.store import About, Store
 from keepsight.testing.common import expect, raised, same_tensors
 
@@ -36,7 +36,7 @@ class StoreTests:
         """Where the files of a store over this folder lie, `package` and others below it."""
         return folder
 
-    def entry(self, number: int) -> tuple[Tensors, dict[str, Any]]:
+    def entry(self, number: int) -> tuple[Tensors, Record]:
         """Some tensors and a record, different for each number."""
         tensors = {"a": torch.full((3, 2), float(number)), "b": torch.tensor([number])}
         return tensors, {"number": number, "text": "é"}

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from keepsight import vlm
 from keepsight.export.engines.checkpoint import checkpoint_digest
+from keepsight.kinds import Record
 from keepsight.models import loading
 
 CONNECTOR = "KeepsightConnector"
@@ -26,7 +26,7 @@ def connector_config(
     *,
     tenant: str | None = None,
     lossy: bool = False,
-) -> dict[str, Any]:
+) -> Record:
     """The `--ec-transfer-config` under which vLLM takes features of this checkpoint from a store.
 
     Loads the model once. `lossy` also admits packages that a codec made smaller.

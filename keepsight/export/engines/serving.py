@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 
 from keepsight.errors import FileError, InputError, UnknownOption, UnsupportedInput
 from keepsight.formats import codecs, engine_inputs
 from keepsight.formats.package import Package
+from keepsight.kinds import Options
 from keepsight.store import Recent, Store
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Binding:
     lossy: bool = False
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Binding:
+    def of(cls, given: Options) -> Binding:
         """From the engine's configuration; a missing or unknown field is named."""
         known = [field.name for field in fields(cls)]
         if set(given) - set(known):

@@ -14,13 +14,14 @@ from PIL import Image
 
 from keepsight.core.generate import Generated
 from keepsight.core.stock_inputs import stock_inputs
+from keepsight.kinds import Message, Record
 from keepsight.vlm import VLM, load
 
 _SIZES = ((96, 96), (160, 96), (96, 224))
 _TOKENS = 4
 
 
-def deviation(vlm: VLM, folder: Path) -> dict[str, Any]:
+def deviation(vlm: VLM, folder: Path) -> Record:
     """How far features and logits are off, as parts of their scale, and how many tokens agree."""
     exported = load(str(folder), grain=vlm.runtime.rule.grain, store="", remote="")
     features, logits, same, count = 0.0, 0.0, 0, 0
@@ -77,6 +78,6 @@ def _logits(vlm: VLM, images: list[Image.Image]) -> list[torch.Tensor]:
     return list(out.logits or ()) if isinstance(out, Generated) else []
 
 
-def _message(images: list[Image.Image]) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+def _message(images: list[Image.Image]) -> Record:
+    parts: list[Message] = [{"type": "image", "image": image} for image in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": "What do you see?"}]}

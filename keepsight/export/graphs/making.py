@@ -31,6 +31,7 @@ from keepsight.export.graphs.parts import Decoder, Embedding, Head
 from keepsight.export.graphs.target import Target, check_room, size_text
 from keepsight.export.graphs.towers import tower_of
 from keepsight.export.graphs.write import write_graph
+from keepsight.kinds import Record
 from keepsight.models import loading
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import GRAPHS, RUNTIMES, Manifest, files_in, is_export, unfinished
@@ -246,7 +247,7 @@ def _named(path: Path, model_type: str) -> Iterator[None]:
         ) from error
 
 
-def _check_deviation(measured: dict[str, Any], quantised: str | None) -> None:
+def _check_deviation(measured: Record, quantised: str | None) -> None:
     for what in ("features", "logits"):
         off, exact = measured[what], quantised is None or what == "features"
         near = off <= _NEAR if exact else off < float("inf")

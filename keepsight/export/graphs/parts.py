@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from keepsight.core.state import Shape
 from keepsight.export.graphs import tracing
+from keepsight.kinds import Inputs
 from keepsight.models.families import Family
 from keepsight.runtimes.states import (
     BIAS,
@@ -28,7 +29,6 @@ from keepsight.runtimes.states import (
     state_sizes,
 )
 
-Inputs = dict[str, Any]
 AUTO = torch.export.Dim.AUTO
 _TOKENS, _PAST, _ROOM = 7, 5, 32  # of a sample: all different, and none of them one
 _ROWS = 2

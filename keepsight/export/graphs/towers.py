@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from keepsight.errors import UnsupportedModel
-from keepsight.export.graphs.parts import Inputs, Sample
+from keepsight.export.graphs.parts import Sample
+from keepsight.kinds import Inputs
 from keepsight.models import upstream
 from keepsight.models.families import Family
 

@@ -26,6 +26,7 @@ from keepsight.errors import (
     WrongIdentity,
 )
 from keepsight.formats.package import Layout, Package
+from keepsight.kinds import Inputs, Options, Record
 from keepsight.models.families.pixels import (
     SWITCHES,
     Part,
@@ -160,12 +161,12 @@ class Family:
         return layout
 
     def preprocess_other(
-        self, processor: Any, medium: Any, options: dict[str, Any], modality: str
+        self, processor: Any, medium: Any, options: Options, modality: str
     ) -> Pixels:
         """One video or audio clip through its processor, where the family takes such."""
         raise UnsupportedInput(f"{self.model.config.model_type} takes no {modality} here")
 
-    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
         """One image through the checkpoint's own image processor."""
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         text = processor.replace_image_token(processed, 0, **options)
@@ -179,7 +180,7 @@ class Family:
         """
         return text
 
-    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+    def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
         tensors = {
             name: torch.as_tensor(value)
             for name, value in processed.items()
@@ -312,14 +313,14 @@ class Family:
                 return t * (h // merge) * (w // merge)
         return None
 
-    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> Record:
         """What forward takes in place of pixels. `ids` are those of the chunk, shape (1, n).
 
         `parts` is empty for a chunk of text.
         """
         return {"mm_encoder_outputs": self.encoder_outputs(parts)} if parts else {}
 
-    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         """`mm_encoder_outputs` from rows a to b of some packages.
 
         A new wrapper each time: upstream's `generate` replaces attributes of the one it is given.

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.errors import PlaceholderMismatch, UnsupportedModel
+from keepsight.kinds import Inputs
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels
 
@@ -67,7 +68,7 @@ class Gemma4(Gemma3):
     ) -> dict[str, torch.Tensor]:
         return super().chunk_inputs(ids, types, start, end) if self.sees_whole_media else {}
 
-    def _pixels(self, processed: dict[str, Any], layout: Any) -> Pixels:
+    def _pixels(self, processed: Inputs, layout: Any) -> Pixels:
         """Without a grid: nothing but the tower asks where the patches stand."""
         names = [name for name in processed if name in self._encoder_inputs]
         return Pixels({name: torch.as_tensor(processed[name]) for name in names}, {}, layout)

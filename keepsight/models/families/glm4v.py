@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from keepsight.kinds import Record
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Part
 from keepsight.models.families.qwen_vl import QwenVL
@@ -30,5 +31,5 @@ class Glm4v(QwenVL):
         inside = opened > np.cumsum(row == config.video_end_token_id)
         return np.flatnonzero((row == self.image_token_id) & (inside == (kind == "video")))
 
-    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         return Family.encoder_outputs(self, parts)

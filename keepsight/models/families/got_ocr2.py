@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from keepsight.kinds import Options
 from keepsight.models.families.internvl import InternVL
 from keepsight.models.families.pixels import Pixels, parse_layout
 
@@ -17,7 +18,7 @@ from keepsight.models.families.pixels import Pixels, parse_layout
 class GotOcr2(InternVL):
     """Tiled as InternVL is; the text of an image depends on pages and on tokens for a tile."""
 
-    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
         """One page through the checkpoint's own image processor."""
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         text = processor.replace_image_token(

@@ -17,6 +17,7 @@ import torch
 
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch
 from keepsight.formats.package import Layout
+from keepsight.kinds import Options, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels, own, parse_layout
@@ -44,13 +45,13 @@ class Marked(Family):
         """What the tower takes in for some tiles, and nothing of others."""
         raise NotImplementedError
 
-    def settings(self, processor: Any) -> dict[str, Any]:
+    def settings(self, processor: Any) -> Record:
         """What the processor itself adds to the options of an image."""
         return dict(processor.images_kwargs)
 
     # -- images in -------------------------------------------------------------------------------
 
-    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
         """By way of the processor, which knows how many rows, columns and tokens there are."""
         given = {**self.settings(processor), **options, "return_tensors": "pt"}
         processed, texts = upstream.process_images(processor, [image], **given)
@@ -170,7 +171,7 @@ class Idefics2(Idefics3):
     image of its own: the same answers, less shared.
     """
 
-    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
         """The token behind the image is left to `prompt_text`, which knows what follows."""
         processed = processor.image_processor([[image]], **{**options, "return_tensors": "pt"})
         tensors = {name: processed[name] for name in self.names if name in processed}
@@ -225,7 +226,7 @@ class Lfm2Vl(Marked):
 
     names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 
-    def settings(self, processor: Any) -> dict[str, Any]:
+    def settings(self, processor: Any) -> Record:
         marks = {"use_image_special_tokens": processor.use_image_special_tokens}
         return {**super().settings(processor), **marks}
 
@@ -282,7 +283,7 @@ class MiniCpmV(Marked):
 
     names = ("pixel_values", "target_sizes")
 
-    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
         """The text begins with two pieces where a number belongs between them."""
         pixels = super().preprocess(processor, image, options)
         numbered = processor.use_image_id

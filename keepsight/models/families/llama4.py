@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from keepsight.kinds import Record
 from keepsight.models.families.aya_vision import AyaVision
 from keepsight.models.families.pixels import Part, Pixels, own, rows_of
 
@@ -44,7 +45,7 @@ class Llama4(AyaVision):
         output = self.encoder(tiles, return_dict=True)
         return {"features": own(output.last_hidden_state)}, "tensor"
 
-    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         """Rows of features, where this model looks for them."""
         device, dtype = self.model.device, self.model.dtype
         rows = [rows_of(p.tensors["features"], a, b).to(device, dtype) for p, a, b in parts]

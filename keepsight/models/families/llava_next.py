@@ -15,6 +15,7 @@ import torch
 
 from keepsight.errors import PlaceholderMismatch
 from keepsight.formats.package import Layout
+from keepsight.kinds import Inputs
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels, with_sizes
@@ -29,7 +30,7 @@ class LlavaNext(Family):
     first. (The processor does so with a flat list of images; its `apply_chat_template` nests them.)
     """
 
-    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+    def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
         tensors = {
             name: torch.as_tensor(processed[name]) for name in ("pixel_values", "image_sizes")
         }

@@ -14,6 +14,7 @@ import torch
 
 from keepsight.errors import InputError
 from keepsight.formats.package import Layout
+from keepsight.kinds import Inputs, Options
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels, parse_layout, with_sizes
@@ -29,14 +30,14 @@ class Mistral3(Family):
         patch: int = self.core.vision_tower.patch_size
         return patch * int(getattr(config, "spatial_merge_size", 1))
 
-    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
         """By way of the processor: it tells its image processor how large a cell is."""
         given = {**processor.images_kwargs, **options, "return_tensors": "pt"}
         processed, texts = upstream.process_images(processor, [image], **given)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return self._pixels(dict(processed), parse_layout(texts[0], placeholder))
 
-    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+    def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
         names = ("pixel_values", "image_sizes")
         tensors = {name: torch.as_tensor(processed[name]) for name in names}
         return Pixels(tensors, {"image_sizes": tensors["image_sizes"].tolist()}, layout)

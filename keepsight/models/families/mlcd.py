@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from keepsight.kinds import Options
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels, all_tensors, own
 
@@ -46,7 +47,7 @@ class Mlcd(Family):
             return given
         return SimpleNamespace(image_processor=given, tokenizer=None)
 
-    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         side = int(self.model.config.patch_size)
         height, width = processed["pixel_values"].shape[-2:]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import PlaceholderMismatch, UnsupportedInput, UnsupportedModel, WrongIdentity
 from keepsight.formats.package import Layout, Package
+from keepsight.kinds import Inputs, Options, Record
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Part, Pixels
 
@@ -58,11 +59,11 @@ class Mllama(Family):
         inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
         return {"features": self._look(**inputs).detach().reshape(1, -1)}, "tensor"
 
-    def preprocess(self, processor: Any, image: Any, options: dict[str, Any]) -> Pixels:
+    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         return self._pixels(dict(processed), (1,))
 
-    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+    def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
         tensors = {name: torch.as_tensor(processed[name]) for name in sorted(self._encoder_inputs)}
         tiles = int(tensors["aspect_ratio_mask"].sum())
         return Pixels(tensors, {"num_tiles": [tiles]}, layout)
@@ -131,7 +132,7 @@ class Mllama(Family):
             return text
         return f"{text[:behind]}{bos}{text[behind:]}"
 
-    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> Record:
         if not parts:
             return {}
         device, dtype = self.model.device, self.model.dtype

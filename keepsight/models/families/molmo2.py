@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import DamagedFile, PlaceholderMismatch
 from keepsight.formats.package import Layout, Package
+from keepsight.kinds import Inputs
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels
 
@@ -64,7 +65,7 @@ class Molmo2(Family):
 
     # -- images ----------------------------------------------------------------------------------
 
-    def _pixels(self, processed: dict[str, Any], layout: Layout) -> Pixels:
+    def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
         tensors = {n: torch.as_tensor(processed[n]) for n in sorted(self._encoder_inputs)}
         return Pixels(tensors, {"image_grids": tensors["image_grids"].tolist()}, layout)
 

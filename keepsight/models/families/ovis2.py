@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.errors import UnsupportedInput, UnsupportedModel
+from keepsight.kinds import Record
 from keepsight.models.families.aya_vision import AyaVision
 from keepsight.models.families.pixels import Part, Pixels
 
@@ -48,13 +49,13 @@ class Ovis2(AyaVision):
                 raise UnsupportedInput("input_ids has tokens that frame an image, but no image")
         return super().split_tensors(tensors, rows)
 
-    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> Record:
         """Features of the tiles in this chunk, and of its frame tokens, with or without tiles."""
         if not parts and not torch.isin(ids.cpu(), self._frame).any():
             return {}
         return {"mm_encoder_outputs": self.encoder_outputs(parts)}
 
-    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         """As for any family, and the embeddings of the frame tokens."""
         table = self.core.visual_embeddings_table.weight
         outputs = super().encoder_outputs(parts) if parts else {"image": SimpleNamespace()}

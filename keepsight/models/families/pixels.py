@@ -16,6 +16,7 @@ import torch
 from keepsight import digests
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Layout, Package
+from keepsight.kinds import Record
 
 Part = tuple[Package, int, int]  # rows a to b of a package
 # Parameters of upstream's encoders that say how to run, not what to look at.
@@ -40,7 +41,7 @@ class Pixels:
     grid: dict[str, list[Any]]
     layout: Layout
     modality: str = "image"
-    times: dict[str, Any] = field(default_factory=dict)  # what lays out positions, beside the grid
+    times: Record = field(default_factory=dict)  # what lays out positions, beside the grid
 
     @property
     def key(self) -> str:
@@ -137,7 +138,7 @@ def refuse_dropped(
             )
 
 
-def settled(config: dict[str, Any]) -> dict[str, Any]:
+def settled(config: Record) -> Record:
     """A configuration without what the language model, a version or a dtype puts in it."""
     drop = ("text_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
     kept = {name: value for name, value in config.items() if name not in drop}

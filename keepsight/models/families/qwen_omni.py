@@ -15,6 +15,7 @@ import torch
 
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Package
+from keepsight.kinds import Options, Record
 from keepsight.models import upstream
 from keepsight.models.families.pixels import Part, Pixels, own, parse_layout, rows_of
 from keepsight.models.families.qwen_vl import VIDEO, QwenVL
@@ -36,7 +37,7 @@ class QwenOmni(QwenVL):
     # -- sound in --------------------------------------------------------------------------------
 
     def preprocess_other(
-        self, processor: Any, medium: Any, options: dict[str, Any], modality: str
+        self, processor: Any, medium: Any, options: Options, modality: str
     ) -> Pixels:
         if modality != "audio":
             return super().preprocess_other(processor, medium, options, modality)
@@ -56,8 +57,8 @@ class QwenOmni(QwenVL):
         return Pixels(clip.tensors, clip.grid, parse_layout(texts[0], placeholder), "audio")
 
     def _process_video(
-        self, processor: Any, frames: np.ndarray, about: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[dict[str, Any], str]:
+        self, processor: Any, frames: np.ndarray, about: Record, options: Options
+    ) -> tuple[Record, str]:
         given = {
             "videos_kwargs": {
                 **getattr(processor, "videos_kwargs", {}),
@@ -138,7 +139,7 @@ class QwenOmni(QwenVL):
 
     # -- sound in a prompt -----------------------------------------------------------------------
 
-    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> dict[str, Any]:
+    def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> Record:
         seen = [part for part in parts if part[0].modality != "audio"]
         heard = [part for part in parts if part[0].modality == "audio"]
         inputs = super().feature_inputs(seen, ids)

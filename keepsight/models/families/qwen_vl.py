@@ -14,6 +14,7 @@ import torch
 
 from keepsight.errors import InputError, PlaceholderMismatch
 from keepsight.formats.package import Layout, Package
+from keepsight.kinds import Options, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Part, Pixels, parse_layout
@@ -34,7 +35,7 @@ class QwenVL(Family):
         return {**super().placeholders, "video": self.video_token_id}
 
     def preprocess_other(
-        self, processor: Any, medium: Any, options: dict[str, Any], modality: str
+        self, processor: Any, medium: Any, options: Options, modality: str
     ) -> Pixels:
         if modality != "video" or self.video_token_id is None:
             return super().preprocess_other(processor, medium, options, modality)
@@ -47,8 +48,8 @@ class QwenVL(Family):
         return self._video(pixels, grid, layout, seconds)
 
     def _process_video(
-        self, processor: Any, frames: np.ndarray, about: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[dict[str, Any], str]:
+        self, processor: Any, frames: np.ndarray, about: Record, options: Options
+    ) -> tuple[Record, str]:
         """By way of the processor: it works out how many seconds a step in time takes."""
         given = {**options, "return_tensors": "pt", "return_metadata": True}
         processed, texts = upstream.process_videos(
@@ -112,7 +113,7 @@ class QwenVL(Family):
                 found[name] = rows
         return found
 
-    def encoder_outputs(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         """Images and videos apart, as upstream scatters them apart."""
         by_kind: dict[str, list[tuple[Package, int, int]]] = {}
         for part in parts:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from keepsight.kinds import Inputs, Record
 from keepsight.models import upstream
 from keepsight.store import Recent
 
@@ -65,7 +66,7 @@ class _Tower:
 class _Kept:
     """What is remembered for one size."""
 
-    inputs: dict[str, Any]
+    inputs: Inputs
     chunks: list[int] = field(default_factory=list)  # frames of each chunk of audio
 
     @property
@@ -81,7 +82,7 @@ class TowerTensors:
         self._towers = {name: tower for name in _TELLING if (tower := _tower(core, name))}
         self._open = {name for name in (*_SIZES, _AUDIO[0]) if _passes_on(core, name)}
 
-    def of(self, tensors: Mapping[str, torch.Tensor], device: Any = None) -> dict[str, Any]:
+    def of(self, tensors: Mapping[str, torch.Tensor], device: Any = None) -> Record:
         """What the encoder takes beside the `tensors` of one medium; often nothing.
 
         Made on `device`, where stock would make them: a floating tensor's last bit depends on it.
@@ -120,7 +121,7 @@ def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Kept:
     Not in inference mode: who trains a tower may be given them too.
     """
     with torch.inference_mode(False), torch.no_grad():
-        inputs: dict[str, Any] = dict(sizes)
+        inputs: Inputs = dict(sizes)
         lengths = sizes.get("feature_lens")
         if lengths is not None:  # sound is cut into chunks by its length alone
             inputs["input_features"] = torch.empty(0, int(lengths.sum()), device=lengths.device)

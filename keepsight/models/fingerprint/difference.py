@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from keepsight.errors import ModelError
+from keepsight.kinds import Record
 from keepsight.models import upstream
 from keepsight.models.families.tower_absent import AbsentTower
 from keepsight.models.fingerprint import functions
@@ -115,9 +116,7 @@ class Difference:
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def _hooks(
-        self, home: dict[str, Any], name: str, flags: tuple[str, ...], path: str
-    ) -> Iterator[Plain]:
+    def _hooks(self, home: Record, name: str, flags: tuple[str, ...], path: str) -> Iterator[Plain]:
         for key, hook in home[name].items():
             how = tuple(flag for flag in flags if key in home[flag])
             if _is_silent(hook):

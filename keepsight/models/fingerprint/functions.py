@@ -18,6 +18,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from keepsight import digests
+from keepsight.kinds import Record
 
 # Installed in place, a library lies outside of the folders for libraries.
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "torchao", "optimum", "keepsight")
@@ -135,7 +136,7 @@ def _constant(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def globals_read(function: FunctionType) -> dict[str, Any]:
+def globals_read(function: FunctionType) -> Record:
     """The globals that a function may read, by name."""
     home = function.__globals__
     return {name: home[name] for name in sorted(names_in(function.__code__)) if name in home}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from keepsight import digests
+from keepsight.kinds import Record
 from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.describe import CALLED, Describer, Plain
 from keepsight.models.fingerprint.evidence import Belief, Proof
@@ -54,7 +55,7 @@ class LibraryCode:
         self._kinds, self._watch = kinds, None
         watch = self._reading = Watch()
         self.replaced, self._all, self.beliefs = {}, list[Plain](), []
-        self._names: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._names: dict[int, tuple[Record, set[str]]] = {}
         self._seen: dict[int, Any] = {}
         self._describer = Describer(watch, {}, _unread, self._private)
         bases = {base for kind in kinds for base in kind.__mro__}
@@ -154,9 +155,7 @@ class LibraryCode:
         home = function.__globals__
         self._read_names(home, str(home.get("__name__", "")), names, watch)
 
-    def _read_names(
-        self, home: dict[str, Any], place: str, names: Iterable[str], watch: Watch
-    ) -> None:
+    def _read_names(self, home: Record, place: str, names: Iterable[str], watch: Watch) -> None:
         found = {name for name in names if name in home}
         self._names.setdefault(id(home), (home, set()))[1].update(found)
         for name in sorted(found):

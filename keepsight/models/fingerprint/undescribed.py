@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from keepsight.kinds import Record
 from keepsight.models.fingerprint.functions import (
     globals_read,
     is_builtin,
@@ -156,6 +157,6 @@ def _contents(value: Any, number: int, watch: Watch) -> list[Any] | None:
     return parts
 
 
-def class_dict(kind: type) -> dict[str, Any]:
+def class_dict(kind: type) -> Record:
     """The dict behind the view that a class gives of its own."""
     return next(found for found in gc.get_referents(vars(kind)) if type(found) is dict)
