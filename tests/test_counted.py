@@ -23,7 +23,7 @@ from keepsight.formats.package import storage_bytes
 from keepsight.media.cache import SharedShelf
 from keepsight.media.caches import Shelves
 from keepsight.media.downloads import Downloads
-from keepsight.server.served_model import Subject
+from keepsight.server.served_model import ServedModel
 from keepsight.store import sizes
 from keepsight.store.tally import Tally
 from keepsight.system.accounts import under_salt
@@ -257,7 +257,7 @@ def test_a_tenant_over_its_quota_of_small_things_loses_its_own() -> None:
 
 
 def test_template_options_are_remembered_by_their_digest(demo: Any) -> None:
-    subject = Subject(demo, "demo")
+    subject = ServedModel(demo, "demo")
     subject.thinks = True
     for number in range(100):
         subject.opens_thinking({"enable_thinking": "x" * 100_000 + str(number)})

@@ -13,8 +13,8 @@ import keepsight as ks
 from keepsight.errors import InputError
 from keepsight.scheduler import Together
 from keepsight.server.config import ServerConfig
-from keepsight.server.content import Gatherer
-from keepsight.server.output_parser import Speech, spoken_message
+from keepsight.server.content import MessageReader
+from keepsight.server.output_parser import OutputParser, spoken_message
 
 QUESTION = "Describe the picture."
 SOON = 20.0  # seconds
@@ -86,7 +86,7 @@ def test_an_answer_becomes_what_its_client_sends_back(text: str) -> None:
     """Compared with the way that a body goes; only the ids of calls are anybody's."""
     from keepsight.server import schema
 
-    speech = Speech(False, True, True)
+    speech = OutputParser(False, True, True)
     said = [*speech.push(text), *speech.finish()]
     words = "".join(one.text for one in said if one.kind == "text")
     calls = [
@@ -95,17 +95,17 @@ def test_an_answer_becomes_what_its_client_sends_back(text: str) -> None:
         if c.kind == "call"
     ]
     sent = {"role": "assistant", "content": words or None, "tool_calls": calls or None}
-    gatherer = Gatherer(ServerConfig(), None, "", None)  # type: ignore[arg-type]
-    body = schema.Message.model_validate(sent)
+    gatherer = MessageReader(ServerConfig(), None, "", None)  # type: ignore[arg-type]
+    body = schema.ChatMessage.model_validate(sent)
     wanted = gatherer._message(body, *body.places(0))
-    found = spoken_message(Speech(False, True, True), text)
+    found = spoken_message(OutputParser(False, True, True), text)
     for call in found.get("tool_calls", []):
         call["id"] = "x"
     assert json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)
 
 
 def test_one_call_where_one_was_asked_for() -> None:
-    found = spoken_message(Speech(False, False, True), f"{CALL}\n{CALL}", 1)
+    found = spoken_message(OutputParser(False, False, True), f"{CALL}\n{CALL}", 1)
     assert len(found["tool_calls"]) == 1
 
 

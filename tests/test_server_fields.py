@@ -11,9 +11,9 @@ import pytest
 from server_harness import QUESTION, Live, Scripted, asked, live, png, scene, uri
 
 import keepsight as ks
-from keepsight.server.content import Gatherer
+from keepsight.server.content import MessageReader
 from keepsight.server.errors import ApiError
-from keepsight.server.images import Sizes
+from keepsight.server.images import ImageSizes
 from keepsight.server.schema import ChatRequest
 from keepsight.server.served_model import _wishes
 from keepsight.server.unused import Unused
@@ -187,7 +187,7 @@ def test_sizes_of_one_picture_are_the_processors_own(server: Live, demo_parts: A
 
 def test_limits_that_a_processor_does_not_know_are_named() -> None:
     unused = Unused()
-    assert Sizes(None, {}).shown(5000, 9000, "x", unused).most == 9000
+    assert ImageSizes(None, {}).shown(5000, 9000, "x", unused).most == 9000
     assert unused.names() == ["x.min_pixels"]
 
 
@@ -304,5 +304,5 @@ def test_what_is_unknown_never_reaches_the_template(server: Live) -> None:
     request = ChatRequest.model_validate(body)
     Unused().sift(request)
     config, files = server.service.config, server.service.files
-    [message] = Gatherer(config, files, "").messages(request.messages, "")
+    [message] = MessageReader(config, files, "").messages(request.messages, "")
     assert set(message) == {"role", "content"}

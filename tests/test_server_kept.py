@@ -15,7 +15,7 @@ import keepsight as ks
 from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
 from keepsight.server.items import MessageItem
-from keepsight.server.kept import Responses
+from keepsight.server.kept import ResponseStore
 
 PATH = "/v1/responses"
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"))
@@ -136,7 +136,7 @@ def made(number: int, size: int = 10, previous: str | None = None) -> dict[str, 
 
 def test_bytes_and_numbers_are_bounded_for_each_key_alone() -> None:
     asked = [MessageItem(role="user", content="x")]
-    kept = Responses(2 * 10_000, 60, owners=2, most=5)
+    kept = ResponseStore(2 * 10_000, 60, owners=2, most=5)
     assert kept.put("bob", "bob", asked, made(0))
     for number in range(1, 8):
         assert kept.put("ann", "ann", asked, made(number))
@@ -154,7 +154,7 @@ def test_bytes_and_numbers_are_bounded_for_each_key_alone() -> None:
 
 def test_what_expires_is_gone_and_its_items_with_it() -> None:
     now = [1000.0]
-    kept = Responses(1 << 20, 60, clock=lambda: now[0])
+    kept = ResponseStore(1 << 20, 60, clock=lambda: now[0])
     kept.put("", "", [MessageItem(role="user", content="x")], made(1))
     now[0] += 59
     kept.get("", "", "resp_1")

@@ -22,11 +22,11 @@ from keepsight.errors import InputError, UnknownOption
 from keepsight.server import fetch, schema
 from keepsight.server.callers import Bucket, Caller, Callers
 from keepsight.server.config import ApiKey, ServerConfig, read_config
-from keepsight.server.content import Gatherer
+from keepsight.server.content import MessageReader
 from keepsight.server.errors import ApiError
 from keepsight.server.fetch import Fetcher, is_public
 from keepsight.server.files import Files
-from keepsight.server.output_parser import Speech
+from keepsight.server.output_parser import OutputParser
 from keepsight.server.responses_schema import ResponsesRequest, as_chat
 from keepsight.server.sampling import Penalties
 
@@ -39,7 +39,7 @@ CODED = (
 
 
 def heard(pieces: list[str], thinking: bool = False, tools: bool = True) -> list[tuple[str, ...]]:
-    speech = Speech(thinking, True, tools)
+    speech = OutputParser(thinking, True, tools)
     said = [one for piece in pieces for one in speech.push(piece)] + list(speech.finish())
     joined: list[tuple[str, ...]] = []
     for one in said:
@@ -335,8 +335,8 @@ def gathered(part: dict[str, Any], **options: Any) -> Any:
 
 def gathered_all(part: dict[str, Any], **options: Any) -> list[Any]:
     """All that one part of a message becomes."""
-    message = schema.Message.model_validate({"role": "user", "content": [part]})
-    gatherer = Gatherer(ServerConfig(**options), Files(1 << 20, 60), "")
+    message = schema.ChatMessage.model_validate({"role": "user", "content": [part]})
+    gatherer = MessageReader(ServerConfig(**options), Files(1 << 20, 60), "")
     return list(gatherer.messages([message], "")[0]["content"])
 
 

@@ -25,7 +25,7 @@ from keepsight.core.turn import Turn
 from keepsight.errors import Busy, Closed, ImageError, InputError, PromptTooLong, UnknownOption
 from keepsight.scheduler import Ticket, Together
 from keepsight.scheduler.decoding import Decoding
-from keepsight.scheduler.policy import Sizes, had_its_turn, next_of
+from keepsight.scheduler.policy import SequenceSizes, had_its_turn, next_of
 from keepsight.system.lock import FairLock
 
 GREEDY = {"do_sample": False}
@@ -115,7 +115,7 @@ def test_whoever_joins_and_leaves(kind: str) -> None:
         @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
         @given(SCHEDULES, st.sampled_from([0, 20_000, 1 << 40]))
         def try_one(schedule: list[tuple[int, int]], dear: int) -> None:
-            sizes = Sizes(memory.model, memory.engine)
+            sizes = SequenceSizes(memory.model, memory.engine)
             sizes.pass_ = dear
             decoding = Decoding(memory.model, memory.family, memory.engine, sizes)
             follow(vlm, decoding, schedule, wanted)
@@ -153,7 +153,7 @@ def test_a_long_one_goes_by_itself_and_comes_back() -> None:
     """One long sequence among short ones would make all of them read its length in padding."""
     with ks.wrap(*build("qwen3_vl"), grain=16) as vlm:
         memory = vlm.runtime
-        sizes = Sizes(memory.model, memory.engine)
+        sizes = SequenceSizes(memory.model, memory.engine)
         sizes.pass_ = 60 * sizes.column
         decoding = Decoding(memory.model, memory.family, memory.engine, sizes)
         with prefilled(vlm, [0, 1, 4]) as turns:

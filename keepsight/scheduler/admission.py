@@ -19,7 +19,7 @@ _POLL = 0.05  # seconds; while a request is being made ready there is nothing to
 _LONG = 60.0  # seconds; a bell that the collector rings at the wrong moment may go unheard
 
 
-class News(NamedTuple):
+class Arrivals(NamedTuple):
     """What has happened since somebody looked."""
 
     asked: bool  # somebody wants something; else the time given is over
@@ -28,7 +28,7 @@ class News(NamedTuple):
     stopped: bool
 
 
-class Door:
+class Admission:
     """So many places, and a bell."""
 
     def __init__(self, places: int) -> None:
@@ -79,7 +79,7 @@ class Door:
             self._hung_up = True
             self._bell.notify_all()
 
-    def wait(self, active: bool, quiet: float | None) -> News:
+    def wait(self, active: bool, quiet: float | None) -> Arrivals:
         """Until there is something to do, or nobody has been inside for `quiet` seconds."""
 
         def something() -> bool:
@@ -88,7 +88,7 @@ class Door:
         with self._bell:
             while not (asked := something()) and not self._is_quiet(quiet):
                 self._bell.wait(self._until(quiet))
-            news = News(asked, self._came, self._hung_up, self._stopped)
+            news = Arrivals(asked, self._came, self._hung_up, self._stopped)
             self._came, self._hung_up = [], False
             return news
 
@@ -130,11 +130,11 @@ class Served(Protocol):
     def waits(self) -> tuple[bool, float | None]:
         """Whether there is anything to do, and how long a quiet it waits for."""
 
-    def go_on(self, news: News) -> bool:
+    def go_on(self, news: Arrivals) -> bool:
         """Do what there is to do now; False at the end."""
 
 
-def begin_serving(served: Served, door: Door) -> threading.Thread:
+def begin_serving(served: Served, door: Admission) -> threading.Thread:
     """The thread that serves who comes in by this door."""
     thread = threading.Thread(
         target=_serve, args=(ref(served), door), name="keepsight-together", daemon=True
@@ -144,7 +144,7 @@ def begin_serving(served: Served, door: Door) -> threading.Thread:
     return thread
 
 
-def _serve(found: ref[Served], door: Door) -> None:
+def _serve(found: ref[Served], door: Admission) -> None:
     """While the thread waits it has nothing but the door, so that whoever serves can be dropped."""
     while (served := found()) is not None:
         active, quiet = served.waits()

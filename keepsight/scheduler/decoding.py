@@ -18,7 +18,7 @@ from keepsight.core.batch import Batch
 from keepsight.core.engine import Engine, Run
 from keepsight.errors import KeepsightError
 from keepsight.models.families import Family
-from keepsight.scheduler.policy import Sizes
+from keepsight.scheduler.policy import SequenceSizes
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Decoding:
     """The sequences that decode now."""
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, engine: Engine, sizes: Sizes
+        self, model: PreTrainedModel, family: Family, engine: Engine, sizes: SequenceSizes
     ) -> None:
         self._model, self._family, self._engine, self._sizes = model, family, engine, sizes
         self.groups: list[Group] = []

@@ -56,7 +56,7 @@ class Request:
     looked_at: int = 0  # the round in which weights and settings were compared last
     token: int = 0  # the last one, which the next step takes in
     keeps_lane: bool = False  # decoded state is remembered (`exact=False`)
-    order: Order | None = None  # what was asked, for who makes the next turn ready
+    order: PromptOrder | None = None  # what was asked, for who makes the next turn ready
     follow: Follow | None = None
     said: list[str] = field(default_factory=list)  # the answer so far
 
@@ -73,7 +73,7 @@ class Request:
         return self.tokens + min(self.room, _LONGEST_ROOM)
 
 
-class Tokenizing:
+class SharedRenderer:
     """A renderer whose tokenizer one thread has at a time: it is changed while it encodes text with
     control tokens in it."""
 
@@ -90,19 +90,19 @@ class Tokenizing:
         self._turn.release()
 
 
-class Reception:
+class Intake:
     """Makes requests to one model ready. Its methods may be called in many threads."""
 
     def __init__(self, vlm: VLM, renderer: Renderer) -> None:
         self._vlm, self._renderer = vlm, renderer
         # Long texts have a tokenizer of their own, so that no short one waits for them.
-        self._short, self._long = Tokenizing(renderer), Tokenizing(renderer)
+        self._short, self._long = SharedRenderer(renderer), SharedRenderer(renderer)
 
     def receive(
         self, messages: list[Message], call: Call, ticket: Ticket, sample: bool, asked: float
     ) -> Request:
         """A request that is ready to wait for its turn."""
-        order = Order(self._vlm, messages, call)
+        order = PromptOrder(self._vlm, messages, call)
         order.look(self._renderer)
         order.prompt = self.render(messages, order.media, call)
         check_length(self._vlm.model, len(order.prompt))
@@ -133,7 +133,7 @@ class Reception:
         vlm = self._vlm
         call = Call.before_decoding(options, vlm.tenant, "explain")
         vlm.runtime.require_answers()
-        order = Order(vlm, messages, call)
+        order = PromptOrder(vlm, messages, call)
         order.look(self._renderer)
         order.prompt = self.render(messages, order.media, call)
         order.forget()
@@ -144,7 +144,7 @@ class Reception:
     def named(self, messages: list[Message], tenant: str, learn: bool) -> list[Message]:
         """The same messages with their media looked at, in this thread; with `learn` who shows them
         again need not."""
-        order = Order(self._vlm, messages, Call(True, tenant, {}, {}))
+        order = PromptOrder(self._vlm, messages, Call(True, tenant, {}, {}))
         order.look(self._renderer)
         if learn:
             with self._vlm.runtime.lock:
@@ -158,7 +158,7 @@ class Reception:
             return sampler(model, renderer.tokenizer, ids, call.decoding, DEFAULT_CHAT_TOKENS)
 
 
-class Order:
+class PromptOrder:
     """The rendering of one request: done when it comes, looked at again when it begins."""
 
     def __init__(self, vlm: VLM, messages: list[Message], call: Call) -> None:

@@ -48,7 +48,7 @@ def had_its_turn(chosen: Waiting, others: Iterable[Waiting], tokens: int) -> Non
                 chosen.passed = 0
 
 
-class Sizes:
+class SequenceSizes:
     """What sequences of one model weigh."""
 
     def __init__(self, model: PreTrainedModel, engine: Engine) -> None:

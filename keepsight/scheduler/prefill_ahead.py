@@ -62,7 +62,7 @@ class Follower:
                 turn.finish()
 
 
-class Ahead:
+class PrefillAhead:
     """What can be done for conversations that may go on. It is the scheduler's thread's."""
 
     def __init__(self, vlm: VLM, render: Render, counts: Counts) -> None:

@@ -23,12 +23,12 @@ from keepsight.core.sampling import Detokenizer
 from keepsight.errors import Closed, InputError
 from keepsight.kinds import Message, Record
 from keepsight.report import Piece, Report
-from keepsight.scheduler.admission import Door, News, begin_serving, closed
+from keepsight.scheduler.admission import Admission, Arrivals, begin_serving, closed
 from keepsight.scheduler.counters import Counts
 from keepsight.scheduler.decoding import Decoding
-from keepsight.scheduler.intake import Follow, Reception, Request
-from keepsight.scheduler.policy import Sizes, check_bounds, had_its_turn, next_of
-from keepsight.scheduler.prefill_ahead import Ahead, plain_answer
+from keepsight.scheduler.intake import Follow, Intake, Request
+from keepsight.scheduler.policy import SequenceSizes, check_bounds, had_its_turn, next_of
+from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
 from keepsight.scheduler.ticket import Listener, Ticket
 from keepsight.store import parse_bytes
 from keepsight.system.exits import SCHEDULERS, finish_before_exit
@@ -64,16 +64,16 @@ class Together:
         self.max_running, self.max_waiting = max_running, max_waiting
         self._pause = ahead
         with vlm.runtime.lock:
-            self._sizes = Sizes(vlm.model, self._runtime.engine)
+            self._sizes = SequenceSizes(vlm.model, self._runtime.engine)
         self._budget = parse_bytes(self._runtime.settings.cache_budget)
         if batch_tokens is not None:
             self._budget = batch_tokens * self._sizes.column + max_running * self._sizes.state
-        self._reception = Reception(vlm, vlm.runtime.renderer)
+        self._reception = Intake(vlm, vlm.runtime.renderer)
         engine = self._runtime.engine
         self._decoding = Decoding(vlm.model, self._runtime.family, engine, self._sizes)
         self.counts = Counts()
-        self._ahead = Ahead(vlm, self._reception.render, self.counts)
-        self._door = Door(max_running + max_waiting)
+        self._ahead = PrefillAhead(vlm, self._reception.render, self.counts)
+        self._door = Admission(max_running + max_waiting)
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         self._running: dict[Run, Request] = {}
@@ -196,7 +196,7 @@ class Together:
         active = bool(self._waiting or self._prefilling or self._running)
         return active, self._pause if len(self._ahead) else None
 
-    def go_on(self, news: News) -> bool:
+    def go_on(self, news: Arrivals) -> bool:
         """Do what there is to do now; False at the end."""
         self._waiting += news.came
         if news.stopped:

@@ -18,15 +18,15 @@ from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket, Together
-from keepsight.server.output_parser import Said, Speech, spoken_message
-from keepsight.server.sampling import Likely, Recorder, Sampling
+from keepsight.server.output_parser import OutputParser, OutputPiece, spoken_message
+from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
 from keepsight.server.threads import Threads, is_large
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ask:
+class AnswerRequest:
     """What a request comes to, whichever API it came by."""
 
     messages: list[Message]
@@ -56,30 +56,30 @@ class Ask:
         """The message that an answer becomes when its client sends it back."""
         if self.choices > 1 or self.continued:  # nobody knows which of them, or joined to what
             return None
-        speech = Speech(self.thinking, self.thinks, self.tools is not None)
+        speech = OutputParser(self.thinking, self.thinks, self.tools is not None)
         return spoken_message(speech, text, 1 if self.one_call else None)
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredToken:
     """A token of the answer with its log probability."""
 
-    chosen: Likely
-    likeliest: list[Likely]
+    chosen: TokenLogprob
+    likeliest: list[TokenLogprob]
 
 
 @dataclass
 class Delta:
     """What one step added to an answer."""
 
-    said: list[Said] = field(default_factory=list)
-    scored: list[Scored] = field(default_factory=list)
+    said: list[OutputPiece] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    end: End | None = None
+    end: AnswerEnd | None = None
 
 
 @dataclass(frozen=True)
-class End:
+class AnswerEnd:
     """How an answer ended, and what it cost."""
 
     reason: str  # "stop", "length" or "tool_calls"
@@ -89,7 +89,7 @@ class End:
     seconds: float
 
 
-class Desk:
+class SchedulerClient:
     """Takes requests to the scheduler and brings back what it says."""
 
     def __init__(self, together: Together, threads: Threads) -> None:
@@ -97,7 +97,7 @@ class Desk:
         self._others = ThreadPoolExecutor(8, "keepsight-desk")  # nobody's answer waits for them
         self._counters = ThreadPoolExecutor(2, "keepsight-stats")  # nor does who only counts
 
-    async def submit(self, ask: Ask, choice: int = 0) -> Answer:
+    async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
         """Hand in one choice; bad input and a full queue are refused here."""
         options, recorder = ask.sampling.of(choice)
         options |= ask.rendering()
@@ -112,7 +112,7 @@ class Desk:
                 **options,
             )
 
-        return Answer(*await self._handed_in(work, is_large(ask.messages)), ask, recorder)
+        return AnswerStream(*await self._handed_in(work, is_large(ask.messages)), ask, recorder)
 
     async def prepare(self, messages: Any, **options: Any) -> Report:
         """Prefill in turn with the others; the report when it is done. No thread waits for it:
@@ -173,18 +173,18 @@ def _cancel_late(future: Any) -> None:
         future.result().cancel()
 
 
-class Answer:
+class AnswerStream:
     """One choice of one request, as it comes."""
 
     def __init__(
         self,
         ticket: Ticket,
         arrived: asyncio.Queue[Piece | Ticket],
-        ask: Ask,
+        ask: AnswerRequest,
         recorder: Recorder | None,
     ) -> None:
         self._ticket, self._arrived, self._ask, self._recorder = ticket, arrived, ask, recorder
-        self._speech = Speech(ask.thinking, ask.thinks, ask.tools is not None)
+        self._speech = OutputParser(ask.thinking, ask.thinks, ask.tools is not None)
         self._begun = time.perf_counter()
         self._reasoning = self._calls = 0
         self.unpaid = 0  # tokens written that no measurements have told of
@@ -224,7 +224,7 @@ class Answer:
             self.unpaid += 1
             self._reasoning += self._speech.thinking
             if self._recorder is not None:
-                delta.scored.append(Scored(*self._recorder.take(piece.token)))
+                delta.scored.append(ScoredToken(*self._recorder.take(piece.token)))
         delta.said += self._kept(self._speech.push(piece.text))
         if piece.usage is not None and piece.report is not None:
             delta.said += self._kept(self._speech.finish())
@@ -232,10 +232,10 @@ class Answer:
             seconds = time.perf_counter() - self._begun
             piece.report.notes += self._ask.notes
             self.unpaid = 0
-            delta.end = End(reason, piece.usage, piece.report, self._reasoning, seconds)
+            delta.end = AnswerEnd(reason, piece.usage, piece.report, self._reasoning, seconds)
         return delta
 
-    def _kept(self, said: Any) -> list[Said]:
+    def _kept(self, said: Any) -> list[OutputPiece]:
         kept = []
         for one in said:
             self._calls += one.kind == "call"

@@ -20,7 +20,7 @@ from keepsight.server import cache_api, chat_api, files_api, responses_api, resp
 from keepsight.server import schema as schemas
 from keepsight.server.errors import ApiError, from_validation, unknown
 from keepsight.server.metrics import CONTENT_TYPE
-from keepsight.server.middleware import Door, told
+from keepsight.server.middleware import RequestMiddleware, told
 from keepsight.server.responses_schema import in_its_words
 from keepsight.server.service import Service, visit_of
 from keepsight.server.unused import HEADER
@@ -47,7 +47,7 @@ def build(service: Service) -> ASGIApp:
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     paths = {"/", *site.FILES, "/docs", "/openapi.json", *app.openapi()["paths"]}
-    door: ASGIApp = Door(app, service, paths)
+    door: ASGIApp = RequestMiddleware(app, service, paths)
     if service.config.allow_origin:
         door = CORSMiddleware(
             door,

@@ -76,7 +76,7 @@ def parsed(body: bytes) -> Any:
     try:
         if len(body) <= _SMALL and sum(map(body.count, _BEFORE_A_VALUE)) <= MOST_VALUES:
             return json.loads(body)
-        return _parsed_in_pieces(body, Survey(body).long_texts())
+        return _parsed_in_pieces(body, BodyScan(body).long_texts())
     except RecursionError:
         raise _refusal("its values are nested too deep") from None
 
@@ -133,7 +133,7 @@ def _cut(body: bytes, start: int, end: int, stop: int) -> int:
 
 
 @dataclass
-class Survey:
+class BodyScan:
     """What a body is made of, found out without parsing it."""
 
     body: bytes

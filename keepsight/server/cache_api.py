@@ -22,7 +22,7 @@ from keepsight.server.body import BodyRoute
 from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.parts import Name, PixelLimits
-from keepsight.server.schema import Message, Rendering
+from keepsight.server.schema import ChatMessage, Rendering
 from keepsight.server.service import Service, tools_of, visit_of
 from keepsight.server.streaming import report_of, unless_gone
 from keepsight.server.threads import is_large
@@ -49,7 +49,7 @@ class HeldRequest(PixelLimits):
     model_config = ConfigDict(extra="forbid")  # what is meant here is not for guessing
 
     model: Name
-    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
     images: Annotated[list[Key] | None, Field(min_length=1, max_length=1000)] = None
     pictures_only: bool = False
     cache_salt: Salt | None = None

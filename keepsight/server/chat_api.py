@@ -17,10 +17,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from keepsight.kinds import Record
-from keepsight.server.answers import Answer, Ask, Delta, End, Scored
+from keepsight.server.answers import AnswerEnd, AnswerRequest, AnswerStream, Delta, ScoredToken
 from keepsight.server.body import BodyRoute
 from keepsight.server.middleware import Visit
-from keepsight.server.output_parser import Said
+from keepsight.server.output_parser import OutputPiece
 from keepsight.server.schema import ChatRequest
 from keepsight.server.service import Service, visit_of
 from keepsight.server.streaming import (
@@ -46,7 +46,7 @@ def routes(service: Service) -> APIRouter:
         ask = await unless_gone(request, service.ask(body, visit), visit)
         # Before the first byte goes out, so that bad input has a status of its own.
         answers = await unless_gone(request, service.submit(ask), visit)
-        chat = Chat(service, body, ask, answers, visit)
+        chat = ChatResponse(service, body, ask, answers, visit)
         if body.stream:
             return EventStream(chat.events(), visit, answers)
         return JSONResponse(await unless_gone(request, chat.whole(), visit))
@@ -55,7 +55,7 @@ def routes(service: Service) -> APIRouter:
 
 
 @dataclass
-class Choice:
+class ChatChoice:
     """One answer as it grows."""
 
     text: str = ""
@@ -63,7 +63,7 @@ class Choice:
     calls: list[Record] = field(default_factory=list)
     scored: list[Record] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    end: End | None = None
+    end: AnswerEnd | None = None
 
     def message(self) -> Record:
         """The answer as a message that may come back."""
@@ -75,15 +75,20 @@ class Choice:
         return made
 
 
-class Chat:
+class ChatResponse:
     """One request's way to its response."""
 
     def __init__(
-        self, service: Service, body: ChatRequest, ask: Ask, answers: list[Answer], visit: Visit
+        self,
+        service: Service,
+        body: ChatRequest,
+        ask: AnswerRequest,
+        answers: list[AnswerStream],
+        visit: Visit,
     ) -> None:
         self._service, self._body, self._ask, self._visit = service, body, ask, visit
         self._answers = answers
-        self._choices = [Choice() for _ in answers]
+        self._choices = [ChatChoice() for _ in answers]
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -201,14 +206,14 @@ class Chat:
             return None
         return {"content": scored, "refusal": None}
 
-    def _scored(self, scored: Scored) -> Record:
+    def _scored(self, scored: ScoredToken) -> Record:
         return scored_of(scored, self._service)
 
 
 _CHUNK = "chat.completion.chunk"
 
 
-def scored_of(scored: Scored, service: Service) -> Record:
+def scored_of(scored: ScoredToken, service: Service) -> Record:
     """A token with its log probability and those of its rivals."""
     rows = []
     for likely in (scored.chosen, *scored.likeliest):
@@ -217,7 +222,7 @@ def scored_of(scored: Scored, service: Service) -> Record:
     return {**rows[0], "top_logprobs": rows[1:]}
 
 
-def usage_of(ends: list[End]) -> Record:
+def usage_of(ends: list[AnswerEnd]) -> Record:
     """What it cost: the prompt counts once, however many answers it got."""
     usage, written = ends[0].usage, sum(end.usage.completion_tokens for end in ends)
     return {
@@ -230,12 +235,12 @@ def usage_of(ends: list[End]) -> Record:
     }
 
 
-def _call(said: Said) -> Record:
+def _call(said: OutputPiece) -> Record:
     function = {"name": said.name, "arguments": said.text}
     return {"id": said.id, "type": "function", "function": function}
 
 
-def _part(said: Said, choice: Choice) -> Record:
+def _part(said: OutputPiece, choice: ChatChoice) -> Record:
     """What is said, as the delta of a chunk."""
     if said.kind == "thought":
         return {"reasoning_content": said.text}

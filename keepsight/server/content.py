@@ -29,10 +29,10 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
-from keepsight.server.images import LOW, Shown, Sizes, is_pdf, pages, picture
+from keepsight.server.images import LOW, ImageSizes, SentImage, is_pdf, pages, picture
 from keepsight.server.media_limits import check_sound, check_video, is_video
 from keepsight.server.output_parser import arguments_of
-from keepsight.server.threads import LARGE_PICTURES, LARGE_TEXT, Gathered
+from keepsight.server.threads import LARGE_PICTURES, LARGE_TEXT, RenderedMessages
 from keepsight.server.unused import Unused, is_empty
 
 _WORDS = (parts.TextPart, parts.RefusalPart, parts.ThoughtPart)
@@ -41,14 +41,14 @@ _FETCHED = ("http", "https")
 
 
 @dataclass
-class Gatherer:
+class MessageReader:
     """Gathers what one request speaks of. `tenant` is whose files may be meant."""
 
     config: ServerConfig
     files: Files
     tenant: str
     limits: tuple[int | None, int | None] = (None, None)  # the request's own, in pixels
-    sizes: Sizes = field(default_factory=lambda: Sizes(None, {}))
+    sizes: ImageSizes = field(default_factory=lambda: ImageSizes(None, {}))
     unused: Unused = field(default_factory=Unused)
     bindings: Bindings | None = None  # the names that clients gave to pictures
     whose: str = ""  # the tenant under the request's salt, whose names these are
@@ -56,7 +56,7 @@ class Gatherer:
     pixels: int = 0
     _fetched: dict[str, bytes] = field(default_factory=dict)
 
-    def messages(self, messages: list[schema.Message], template: str) -> Gathered:
+    def messages(self, messages: list[schema.ChatMessage], template: str) -> RenderedMessages:
         """All messages, for a template that must have a place for what they hold."""
         if len(messages) > self.config.max_messages:
             raise invalid(
@@ -69,11 +69,11 @@ class Gatherer:
                     "messages", "the chat template of this model has no place for tool_calls"
                 )
         self._check_number(messages)
-        made = Gathered(self._message(m, *m.places(i)) for i, m in enumerate(messages))
+        made = RenderedMessages(self._message(m, *m.places(i)) for i, m in enumerate(messages))
         made.large = self.pixels > LARGE_PICTURES or characters(made) > LARGE_TEXT
         return made
 
-    def _check_number(self, messages: list[schema.Message]) -> None:
+    def _check_number(self, messages: list[schema.ChatMessage]) -> None:
         """Before any is read: each part that is no text shows a picture at least."""
         shown = 0
         for number, message in enumerate(messages):
@@ -91,7 +91,7 @@ class Gatherer:
         what = f"more than {self.config.max_images} images in one request"
         return ApiError(400, what, param=place, code="too_many_images")
 
-    def _message(self, message: schema.Message, place: str, content: str) -> Rendered:
+    def _message(self, message: schema.ChatMessage, place: str, content: str) -> Rendered:
         role = "system" if message.role == "developer" else message.role
         made: Rendered = {"role": role, "content": self._content(message, content)}
         if message.images and message.role == "user":
@@ -113,7 +113,7 @@ class Gatherer:
         self._name_unused(message, place)
         return made
 
-    def _name_unused(self, message: schema.Message, place: str) -> None:
+    def _name_unused(self, message: schema.ChatMessage, place: str) -> None:
         """Of what is not rendered, what could have been a part of the conversation."""
         if not is_empty(message.function_call):
             raise refused(f"{place}.function_call", "deprecated; send it as tool_calls")
@@ -122,7 +122,7 @@ class Gatherer:
         if message.images and message.role != "user":
             self.unused.add(f"{place}.images", "pictures are read in messages of the user")
 
-    def _content(self, message: schema.Message, place: str) -> Any:
+    def _content(self, message: schema.ChatMessage, place: str) -> Any:
         content = message.content
         if content is None or (content == [] and message.role == "assistant"):
             if message.refusal is not None:
@@ -175,11 +175,11 @@ class Gatherer:
     def _image(self, part: parts.PicturePart, where: Any, inside: str, place: str) -> list[Record]:
         """A picture, from whichever field holds it."""
         detail = part.detail
-        if isinstance(where, parts.Encoded):
+        if isinstance(where, parts.EncodedSource):
             if (where.data is None) == (where.url is None):
                 raise invalid(inside, f"{inside}: give either data or url")
             where = where.data or where.url
-        if isinstance(where, parts.Address):
+        if isinstance(where, parts.ImageAddress):
             detail, where = where.detail or detail, where.url
         if inside.endswith((".base64", ".data", ".source")) and _scheme(where) not in _FETCHED:
             data = _decoded(where, inside)
@@ -206,7 +206,7 @@ class Gatherer:
         check_video(data, self.config.bytes("clip_bytes"))
         return {"type": "video", "video": data}
 
-    def _shown(self, part: parts.PicturePart | None, detail: str | None, place: str) -> Shown:
+    def _shown(self, part: parts.PicturePart | None, detail: str | None, place: str) -> SentImage:
         """How large a picture is shown: a part's own least size, and the smallest of all caps."""
         least, most = part.limits() if part is not None else (None, None)
         caps = [self.limits[1], most, LOW if detail == "low" else None]
@@ -239,7 +239,7 @@ class Gatherer:
         return self._pictures(data, self._shown(part, part.detail, place), place, part)
 
     def _pictures(
-        self, data: bytes, shown: Shown, place: str, part: parts.PicturePart | None = None
+        self, data: bytes, shown: SentImage, place: str, part: parts.PicturePart | None = None
     ) -> list[Record]:
         """One picture, all pages of a PDF, or a video, by what the bytes are."""
         if part is not None:
@@ -331,12 +331,12 @@ def one_of(part: Any, names: tuple[str, ...], place: str) -> tuple[Any, str]:
 _HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")
 
 
-def fetches(messages: list[schema.Message]) -> bool:
+def fetches(messages: list[schema.ChatMessage]) -> bool:
     """Whether anything in some messages would be fetched from elsewhere."""
     return any(_scheme(url) in _FETCHED for message in messages for url in _addresses(message))
 
 
-def _addresses(message: schema.Message) -> Iterator[str]:
+def _addresses(message: schema.ChatMessage) -> Iterator[str]:
     for image in message.images or ():
         if isinstance(image, str):
             yield image

@@ -27,14 +27,14 @@ LOW = 512 * 512  # what `detail: "low"` comes to
 
 
 @dataclass(frozen=True)
-class Shown:
+class SentImage:
     """How large a picture is shown: at most so many pixels, or by options of the processor."""
 
     most: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
 
-class Sizes:
+class ImageSizes:
     """How the processor of the model sizes pictures, and what requests may say about it."""
 
     def __init__(self, image_processor: Any, given: Options) -> None:
@@ -46,23 +46,23 @@ class Sizes:
         self._older = [(name, None) for name in ("min_pixels", "max_pixels") if name in given]
         self.by_pixels = {"min_pixels", "max_pixels"} <= set(known) and self._most > 0
 
-    def shown(self, least: int | None, most: int | None, place: str, unused: Unused) -> Shown:
+    def shown(self, least: int | None, most: int | None, place: str, unused: Unused) -> SentImage:
         """What limits of a request come to: the processor's own rule, with these limits in it."""
         if least is not None and most is not None and least > most:
             raise invalid(place, f"{place}: min_pixels {least} is more than max_pixels {most}")
         if not self.by_pixels:
             if least is not None:
                 unused.add(f"{place}.min_pixels", "this model's processor has sizes of its own")
-            return Shown(most)
+            return SentImage(most)
         if least is None and most is None:
-            return Shown()
+            return SentImage()
         if least is not None and least > self._most:
             why = f"{least} pixels; this server shows at most {self._most} of a picture"
             raise refused(f"{place}.min_pixels", why)
         most = self._most if most is None else min(most, self._most)
         least = min(self._least, most) if least is None else least
         size = {"shortest_edge": least, "longest_edge": most}
-        return Shown(most, (("size", size), *self._older))
+        return SentImage(most, (("size", size), *self._older))
 
 
 def is_pdf(data: bytes) -> bool:
@@ -70,7 +70,7 @@ def is_pdf(data: bytes) -> bool:
     return data[:1024].lstrip()[:5] == b"%PDF-"
 
 
-def picture(data: bytes, shown: Shown, largest: int) -> bytes | Source:
+def picture(data: bytes, shown: SentImage, largest: int) -> bytes | Source:
     """A picture for the library, as large as it is to be shown; only its header is read here."""
     width, height = size_of(data, "it")
     if width * height > largest:
@@ -102,7 +102,7 @@ def _too_large(what: str, largest: int, hint: str) -> ApiError:
     )
 
 
-def pages(data: bytes, shown: Shown, dpi: int, most: int, largest: int) -> Iterator[Source]:
+def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> Iterator[Source]:
     """The pages of a PDF, each at most `largest` pixels large and drawn only if nobody knows it."""
     from keepsight.encode import documents  # the library is not thread-safe: one lock for all
 

@@ -30,7 +30,7 @@ _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredResponse:
     """One response: what was asked, what was answered, and what it goes on from."""
 
     id: str
@@ -52,7 +52,7 @@ class Kept:
         return asked + list(json.loads(self.response)["output"])
 
 
-class Responses:
+class ResponseStore:
     """All that are kept. `owners`: among how many keys the bytes are divided."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Responses:
         self.share = budget // max(1, owners)
         self._ttl, self._clock, self._most = ttl, clock, most
         # By key, and there by tenant and id; what was used least lately goes first.
-        self._kept: dict[str, OrderedDict[tuple[str, str], Kept]] = {}
+        self._kept: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
         self._items: dict[
             tuple[str, str], tuple[str, str]
         ] = {}  # (tenant, item) -> (key, response)
@@ -75,7 +75,7 @@ class Responses:
     def put(self, owner: str, whose: str, asked: list[Item], response: Record) -> bool:
         """Keep a response and the items it was asked with; false where it is too large for its
         key's share."""
-        new = Kept(
+        new = StoredResponse(
             response["id"],
             _digest(whose),
             response["previous_response_id"],
@@ -94,7 +94,7 @@ class Responses:
             self._make_room(owner, own)
         return True
 
-    def _make_room(self, owner: str, own: OrderedDict[tuple[str, str], Kept]) -> None:
+    def _make_room(self, owner: str, own: OrderedDict[tuple[str, str], StoredResponse]) -> None:
         held = sum(kept.nbytes for kept in own.values())
         while own and (held > self.share or len(own) > self._most):
             oldest = next(iter(own.values()))
@@ -109,7 +109,7 @@ class Responses:
                 for kept in [kept for kept in own.values() if kept.expires <= now]:
                     self._drop(owner, kept)
 
-    def _drop(self, owner: str, kept: Kept) -> None:
+    def _drop(self, owner: str, kept: StoredResponse) -> None:
         self._kept[owner].pop((kept.whose, kept.id), None)
         for item_id in kept.item_ids:
             if self._items.get((kept.whose, item_id)) == (owner, kept.id):
@@ -117,7 +117,9 @@ class Responses:
 
     # -- finding -----------------------------------------------------------------------------------
 
-    def get(self, owner: str, whose: str, response_id: str, param: str = "response_id") -> Kept:
+    def get(
+        self, owner: str, whose: str, response_id: str, param: str = "response_id"
+    ) -> StoredResponse:
         """A response of this tenant; anything else is unknown, whoever else may have it."""
         with self._lock:
             kept = self._find(owner, _digest(whose), response_id)
@@ -125,7 +127,7 @@ class Responses:
             raise _unknown("response", response_id, param)
         return kept
 
-    def _find(self, owner: str, whose: str, response_id: str) -> Kept | None:
+    def _find(self, owner: str, whose: str, response_id: str) -> StoredResponse | None:
         own = self._kept.get(owner, OrderedDict())
         kept = own.get((whose, response_id))
         if kept is not None and kept.expires <= self._clock():
@@ -168,8 +170,8 @@ class Responses:
         found = [self._resolved(owner, whose, placed) for placed in items_of(body)]
         return before + found
 
-    def _chain(self, owner: str, whose: str, last: str | None) -> list[Kept]:
-        chain: list[Kept] = []
+    def _chain(self, owner: str, whose: str, last: str | None) -> list[StoredResponse]:
+        chain: list[StoredResponse] = []
         while last is not None:
             if len(chain) == _LONGEST:
                 raise _unknown("response", last, BEFORE)
@@ -190,7 +192,7 @@ class Responses:
         raise _unknown("item", item.id, f"{place}.id")
 
 
-def _output(kept: Kept | None) -> Iterator[Record]:
+def _output(kept: StoredResponse | None) -> Iterator[Record]:
     yield from () if kept is None else json.loads(kept.response)["output"]
 
 

@@ -133,7 +133,7 @@ class Pace:
             await asyncio.sleep(self._next - now)
 
 
-class Door:
+class RequestMiddleware:
     """ASGI around the application."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:

@@ -22,7 +22,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 
 @dataclass(frozen=True)
-class Said:
+class OutputPiece:
     """One piece of an answer: `kind` is `text`, `thought` or `call`."""
 
     kind: str
@@ -31,7 +31,7 @@ class Said:
     id: str = ""
 
 
-class Speech:
+class OutputParser:
     """Takes one answer apart."""
 
     def __init__(self, thinking: bool, thinks: bool, tools: bool) -> None:
@@ -47,7 +47,7 @@ class Speech:
         """Whether a thought is going on."""
         return self._in == "thought"
 
-    def push(self, text: str) -> Iterator[Said]:
+    def push(self, text: str) -> Iterator[OutputPiece]:
         """What becomes certain with more text."""
         self._held += text
         while self._held:
@@ -56,7 +56,7 @@ class Speech:
             if (self._held, self._in) == before:
                 return
 
-    def finish(self) -> Iterator[Said]:
+    def finish(self) -> Iterator[OutputPiece]:
         """What is left; a call that was cut short is text, because nobody could run it."""
         rest, self._held = self._held, ""
         if self._in == "call":
@@ -68,14 +68,14 @@ class Speech:
         if rest:
             yield from self._say(rest)
 
-    def _advance(self) -> Iterator[Said]:
+    def _advance(self) -> Iterator[OutputPiece]:
         if self._in == "call":
             inside, end, rest = self._held.partition(CALL_END)
             if end:
                 call = read_call(inside)
                 self._held, self._in = rest, "text"
                 self._after_thought = call is not None
-                yield call or Said("text", CALL + inside + CALL_END)
+                yield call or OutputPiece("text", CALL + inside + CALL_END)
             return
         tags = self._tags()
         spot, tag = min(
@@ -103,7 +103,7 @@ class Speech:
         begins = self._thinks and self._fresh and THINK.startswith(before)
         return {**tags, THINK: "thought"} if begins else tags
 
-    def _say(self, text: str, tag: str = "") -> Iterator[Said]:
+    def _say(self, text: str, tag: str = "") -> Iterator[OutputPiece]:
         if self._in == "thought":
             text = text.lstrip("\n") if self._fresh else text
         elif self._after_thought:
@@ -114,10 +114,10 @@ class Speech:
             if self._in == "text":
                 self._after_thought = False
             self._fresh = self._fresh and not text.strip()
-            yield Said(self._in, text)
+            yield OutputPiece(self._in, text)
 
 
-def spoken_message(speech: Speech, text: str, most_calls: int | None = None) -> Record:
+def spoken_message(speech: OutputParser, text: str, most_calls: int | None = None) -> Record:
     """A whole answer as templates want it in a history: without its thoughts."""
     said = [*speech.push(text), *speech.finish()]
     words = "".join(one.text for one in said if one.kind == "text")
@@ -146,7 +146,7 @@ def arguments_of(text: str) -> Any:
     return arguments if isinstance(arguments, dict) else text
 
 
-def read_call(text: str) -> Said | None:
+def read_call(text: str) -> OutputPiece | None:
     """A call as JSON (Hermes, Qwen) or as tags (Qwen Coder, Qwen3.5); None where it is neither."""
     try:
         record = json.loads(text)
@@ -157,15 +157,15 @@ def read_call(text: str) -> Said | None:
     arguments = record.get("arguments", record.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return Said("call", arguments, record["name"], new_call_id())
+    return OutputPiece("call", arguments, record["name"], new_call_id())
 
 
-def _tagged(text: str) -> Said | None:
+def _tagged(text: str) -> OutputPiece | None:
     found = _FUNCTION.fullmatch(text)
     if found is None:
         return None
     arguments = {name: _value(value) for name, value in _PARAMETER.findall(found[2])}
-    return Said("call", json.dumps(arguments, ensure_ascii=False), found[1], new_call_id())
+    return OutputPiece("call", json.dumps(arguments, ensure_ascii=False), found[1], new_call_id())
 
 
 def _value(text: str) -> Any:

@@ -55,7 +55,7 @@ class ThoughtPart(Open):
         return True
 
 
-class Address(Open):
+class ImageAddress(Open):
     """Where a picture is: http(s), a data URI, or a path under an allowed folder."""
 
     url: Where
@@ -63,7 +63,7 @@ class Address(Open):
 
 
 Place = Annotated[
-    Annotated[Address, Tag("as record")] | Annotated[Where, Tag("as text")],
+    Annotated[ImageAddress, Tag("as record")] | Annotated[Where, Tag("as text")],
     Discriminator(_address_kind),
 ]
 
@@ -117,7 +117,7 @@ class ImagePart(PicturePart):
     image_url: Place
 
 
-class Encoded(Open):
+class EncodedSource(Open):
     """A picture in the body itself or at an address, as Anthropic's API has it."""
 
     type: Literal["base64", "url"]
@@ -137,7 +137,7 @@ class BareImagePart(PicturePart):
     path: Where | None = None
     base64: Where | None = None
     data: Where | None = None
-    source: Encoded | None = None
+    source: EncodedSource | None = None
     file_id: Name | None = None
     mime_type: JsonValue = None  # what it is is seen from its bytes
 

@@ -17,14 +17,14 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from keepsight.kinds import Record
-from keepsight.server.answers import Answer, Ask, Delta, End
+from keepsight.server.answers import AnswerEnd, AnswerRequest, AnswerStream, Delta
 from keepsight.server.body import BodyRoute
 from keepsight.server.chat_api import scored_of
 from keepsight.server.errors import ApiError
 from keepsight.server.items import Item
 from keepsight.server.kept import BEFORE
 from keepsight.server.middleware import Visit, told
-from keepsight.server.output_parser import Said
+from keepsight.server.output_parser import OutputPiece
 from keepsight.server.responses_schema import ResponsesRequest, as_chat
 from keepsight.server.service import Service, refuse_stream_options, visit_of
 from keepsight.server.streaming import (
@@ -58,7 +58,7 @@ def routes(service: Service) -> APIRouter:
 
         asked: list[Item] = []
 
-        async def asking() -> Ask:
+        async def asking() -> AnswerRequest:
             whose = caller.salted(body.cache_salt)
             items = await service.desk.work(
                 lambda: service.responses.conversation(caller.tenant, whose, body)
@@ -68,7 +68,7 @@ def routes(service: Service) -> APIRouter:
 
         ask = await unless_gone(request, asking(), visit)
         [answer] = await unless_gone(request, service.submit(ask), visit)
-        writer = Writer(service, body, asked, answer, visit)
+        writer = ResponseWriter(service, body, asked, answer, visit)
         if body.stream:
             return EventStream(writer.lines(), visit, [answer])
         return JSONResponse(await unless_gone(request, writer.whole(), visit))
@@ -110,7 +110,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
         return {"id": response_id, "object": "response", "deleted": True}
 
 
-class Writer:
+class ResponseWriter:
     """One response as it grows."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Writer:
         service: Service,
         body: ResponsesRequest,
         asked: list[Item],
-        answer: Answer,
+        answer: AnswerStream,
         visit: Visit,
     ) -> None:
         self._asked = asked
@@ -151,7 +151,7 @@ class Writer:
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
         merged = self._service.merged([self._answer], self._visit.who(), self._visit)
-        end: End | None = None
+        end: AnswerEnd | None = None
         async with aclosing(merged) as deltas:
             async for _, delta in deltas:
                 end = delta.end or end
@@ -164,7 +164,7 @@ class Writer:
         status = "incomplete" if end.reason == "length" else "completed"
         yield self._event(f"response.{status}", response=await self._kept(status, end))
 
-    async def _kept(self, status: str, end: End) -> Record:
+    async def _kept(self, status: str, end: AnswerEnd) -> Record:
         """The whole response, kept where it is to be before its client hears of its end."""
         body, responses = self._body, self._service.responses
         keeps = body.store is not False and responses.share > 0
@@ -209,7 +209,7 @@ class Writer:
         place = self._place()
         yield self._event("response.content_part.added", **place, part=_content(kind, "", []))
 
-    def _grow(self, said: Said, scored: list[Record]) -> Event:
+    def _grow(self, said: OutputPiece, scored: list[Record]) -> Event:
         self._output[-1]["content"][0]["text"] += said.text
         if said.kind == "thought":
             return self._event("response.reasoning_text.delta", **self._place(), delta=said.text)
@@ -232,7 +232,7 @@ class Writer:
         yield self._event("response.output_item.done", **self._spot(), item=item)
         self._open = None
 
-    def _call(self, said: Said) -> Iterator[Event]:
+    def _call(self, said: OutputPiece) -> Iterator[Event]:
         item = {
             "type": "function_call",
             "id": f"fc_{uuid.uuid4().hex}",
@@ -265,7 +265,7 @@ class Writer:
         response["error"] = {"code": problem.code or "server_error", "message": problem.message}
         yield self._event("response.failed", response=response)
 
-    def _response(self, status: str, end: End | None = None) -> Record:
+    def _response(self, status: str, end: AnswerEnd | None = None) -> Record:
         body = self._body
         made: Record = {
             "id": self._id,
@@ -298,7 +298,7 @@ class Writer:
             made |= {"completed_at": int(time.time()), **self._measured(end)}
         return made
 
-    def _measured(self, end: End) -> Record:
+    def _measured(self, end: AnswerEnd) -> Record:
         usage = end.usage
         counts = {
             "input_tokens": usage.prompt_tokens,

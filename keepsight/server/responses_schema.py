@@ -24,7 +24,7 @@ from keepsight.server.items import (
     ThoughtItem,
 )
 from keepsight.server.parts import Name, PixelLimits, Text, kind_of
-from keepsight.server.schema import Own, Reasoning, Tokens, Unit
+from keepsight.server.schema import KeepsightOptions, Reasoning, Tokens, Unit
 from keepsight.server.unused import Open, Unused, is_empty
 
 
@@ -38,7 +38,7 @@ class FunctionTool(Open):
     strict: bool | None = None
 
 
-class NamedTool(Open):
+class ResponsesToolChoice(Open):
     """A forced choice; it is known, and refused by name."""
 
     type: Literal["function"]
@@ -47,7 +47,7 @@ class NamedTool(Open):
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("as text")]
-    | Annotated[NamedTool, Tag("as function")],
+    | Annotated[ResponsesToolChoice, Tag("as function")],
     Discriminator(
         schema.choice_kind,
         custom_error_type="tool_choice",
@@ -119,7 +119,7 @@ class ResponsesRequest(PixelLimits):
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
-    keepsight: Own | None = None
+    keepsight: KeepsightOptions | None = None
     # Refused, see UNSUPPORTED.
     background: JsonValue = None
     conversation: JsonValue = None
@@ -190,7 +190,7 @@ def as_chat(
     _name_unused(body, unused)
     same = {name: getattr(body, name) for name in _SAME}
     choice = body.tool_choice
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, ResponsesToolChoice):
         choice = "required"  # refused with it
     return schema.ChatRequest(
         **same,
@@ -229,13 +229,13 @@ def _tool(tool: FunctionTool, number: int, unused: Unused) -> schema.Tool:
     return schema.Tool(type="function", function=schema.Function(**told))
 
 
-def _messages(body: ResponsesRequest, items: Sequence[Placed]) -> list[schema.Message]:
-    made: list[schema.Message] = []
+def _messages(body: ResponsesRequest, items: Sequence[Placed]) -> list[schema.ChatMessage]:
+    made: list[schema.ChatMessage] = []
     if body.instructions is not None:
-        told = schema.Message(role="system", content=body.instructions)
+        told = schema.ChatMessage(role="system", content=body.instructions)
         made.append(told.called("instructions", "instructions"))
     if isinstance(body.input, str) and len(items) == 1:
-        asked = schema.Message(role="user", content=body.input)
+        asked = schema.ChatMessage(role="user", content=body.input)
         return [*made, asked.called("input", "input")]
     thought: str | None = None
     for item, place in items:
@@ -262,16 +262,16 @@ def _answers(item: Any) -> bool:
     return isinstance(item, CallItem) or getattr(item, "role", None) == "assistant"
 
 
-def _only_thought(thought: str) -> schema.Message:
+def _only_thought(thought: str) -> schema.ChatMessage:
     """An answer that was cut off before it said anything."""
-    return schema.Message(role="assistant", content="", reasoning_content=thought)
+    return schema.ChatMessage(role="assistant", content="", reasoning_content=thought)
 
 
-def _append(made: list[schema.Message], item: Any, thought: str | None, place: str) -> None:
+def _append(made: list[schema.ChatMessage], item: Any, thought: str | None, place: str) -> None:
     """An item as a message; calls of tools join the answer that made them."""
     if isinstance(item, ResultItem):
         content = item.output if isinstance(item.output, str) else _parts(item.output)
-        said = schema.Message(role="tool", content=content, tool_call_id=item.call_id)
+        said = schema.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
         made.append(said.called(place, f"{place}.output"))
     elif isinstance(item, CallItem):
         function = schema.CalledFunction(name=item.name, arguments=item.arguments)
@@ -279,12 +279,14 @@ def _append(made: list[schema.Message], item: Any, thought: str | None, place: s
         if made and made[-1].role == "assistant" and thought is None:
             made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
         else:
-            said = schema.Message(role="assistant", tool_calls=[call], reasoning_content=thought)
+            said = schema.ChatMessage(
+                role="assistant", tool_calls=[call], reasoning_content=thought
+            )
             made.append(said.called(place, f"{place}.content"))
     else:
         content = item.content if isinstance(item.content, str) else _parts(item.content)
         reasoning = thought if item.role == "assistant" else None
-        said = schema.Message(role=item.role, content=content, reasoning_content=reasoning)
+        said = schema.ChatMessage(role=item.role, content=content, reasoning_content=reasoning)
         made.append(said.called(place, f"{place}.content"))
 
 

@@ -40,7 +40,7 @@ class Penalties(LogitsProcessor):
 
 
 @dataclass(frozen=True)
-class Likely:
+class TokenLogprob:
     """The log probability of a token that may follow."""
 
     token: int
@@ -64,13 +64,13 @@ class Recorder(LogitsProcessor):
         self._rows.append(scores[0].detach().float().log_softmax(-1).cpu())
         return scores
 
-    def take(self, token: int) -> tuple[Likely, list[Likely]]:
+    def take(self, token: int) -> tuple[TokenLogprob, list[TokenLogprob]]:
         """The chosen token of the next row, and the likeliest ones there."""
         row, self._rows[self._taken] = self._rows[self._taken], torch.empty(0)
         self._taken += 1
         best, tokens = row.topk(min(self._top, len(row)))
-        likeliest = [Likely(int(t), _finite(p)) for p, t in zip(best, tokens, strict=True)]
-        return Likely(token, _finite(row[token])), likeliest
+        likeliest = [TokenLogprob(int(t), _finite(p)) for p, t in zip(best, tokens, strict=True)]
+        return TokenLogprob(token, _finite(row[token])), likeliest
 
 
 def _finite(value: torch.Tensor) -> float:

@@ -75,7 +75,7 @@ class NamedFunction(Open):
     name: Name
 
 
-class NamedTool(Open):
+class ChatToolChoice(Open):
     """A forced choice; it is known, and refused by name."""
 
     type: Literal["function"]
@@ -92,7 +92,7 @@ def choice_kind(value: Any) -> str | None:
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("as text")]
-    | Annotated[NamedTool, Tag("as function")],
+    | Annotated[ChatToolChoice, Tag("as function")],
     Discriminator(
         choice_kind,
         custom_error_type="tool_choice",
@@ -105,7 +105,7 @@ ToolChoice = Annotated[
 # -- messages ----------------------------------------------------------------------------------
 
 
-class Message(Open):
+class ChatMessage(Open):
     """One message, also as an answer comes back from a client."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -134,7 +134,7 @@ class Message(Open):
             return self.reasoning
         return self.reasoning_content
 
-    def called(self, place: str, content: str) -> Message:
+    def called(self, place: str, content: str) -> ChatMessage:
         """The message, with what the client calls it and its content."""
         self._place, self._content_place = place, content
         return self
@@ -153,14 +153,14 @@ class StreamOptions(Open):
     continuous_usage_stats: bool | None = None
 
 
-class Plain(Open):
+class ResponseFormat(Open):
     """The one format of answers that is not constrained."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonValue = None
 
 
-class Own(Strict):
+class KeepsightOptions(Strict):
     """What only this server knows."""
 
     report: bool = False
@@ -198,7 +198,7 @@ class Rendering(PixelLimits):
     CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
 
     model: Name
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -258,12 +258,12 @@ class ChatRequest(Rendering):
     stream_options: StreamOptions | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Plain | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[Literal["text", "audio"]] | None = None
     service_tier: Annotated[str, Field(max_length=64)] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
-    keepsight: Own | None = None
+    keepsight: KeepsightOptions | None = None
     # Refused, see UNSUPPORTED.
     audio: JsonValue = None
     function_call: JsonValue = None

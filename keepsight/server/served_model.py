@@ -15,7 +15,7 @@ from keepsight import digests
 from keepsight.errors import MessagesError
 from keepsight.kinds import Options, Record
 from keepsight.server.errors import ApiError, invalid, refused
-from keepsight.server.images import Sizes
+from keepsight.server.images import ImageSizes
 from keepsight.server.output_parser import CALL, THINK, THINK_END
 from keepsight.server.schema import Rendering
 from keepsight.server.unused import Unused, is_empty
@@ -33,7 +33,7 @@ _RESERVED = {
 _MOST_KINDS = 64  # of ways to open an answer that are remembered
 
 
-class Subject:
+class ServedModel:
     """One model, named and looked at."""
 
     def __init__(self, vlm: VLM, name: str) -> None:
@@ -47,7 +47,7 @@ class Subject:
         self.tools = re.search(r"\btools\b", self.template) is not None
         self.calls_readable = CALL in self.template
         self.ends = _ends(vlm.model.generation_config.eos_token_id)
-        self.sizes = Sizes(
+        self.sizes = ImageSizes(
             getattr(vlm.runtime.processor, "image_processor", None), vlm.runtime.image_options
         )
         self._opened: dict[str, bool] = {}

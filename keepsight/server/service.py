@@ -1,7 +1,7 @@
-"""What all routes share: the model, who may ask, uploads, the desk, metrics.
+"""What all routes share: the model, callers, uploads, the client of the scheduler, metrics.
 
-A request is admitted, gathered into an `Ask` and answered; the routes only put it in the words of
-their API.
+A request is admitted, made into an `AnswerRequest` and answered; the routes only translate between
+that and the words of their API.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from keepsight.kinds import Message, Record
 from keepsight.report import Report
 from keepsight.scheduler import Together
 from keepsight.server import schema
-from keepsight.server.answers import Answer, Ask, Delta, Desk
+from keepsight.server.answers import AnswerRequest, AnswerStream, Delta, SchedulerClient
 from keepsight.server.bindings import Bindings
 from keepsight.server.callers import Caller, Callers
 from keepsight.server.config import ServerConfig
-from keepsight.server.content import Gatherer, fetches
+from keepsight.server.content import MessageReader, fetches
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files
-from keepsight.server.kept import Responses
+from keepsight.server.kept import ResponseStore
 from keepsight.server.metrics import Metrics
 from keepsight.server.middleware import Visit
 from keepsight.server.parts import PixelLimits
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.sampling import sampling
-from keepsight.server.served_model import Subject
-from keepsight.server.threads import LARGE_BODY, LARGE_TEXT, Gathered, Threads
+from keepsight.server.served_model import ServedModel
+from keepsight.server.threads import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
 from keepsight.server.unused import Unused, is_empty
 from keepsight.server.uploads import contents_for
 
@@ -48,10 +48,10 @@ class Service:
 
     def __init__(self, vlm: VLM, together: Together, name: str, config: ServerConfig) -> None:
         self.vlm, self.config = vlm, config
-        self.subject = Subject(vlm, config.model_name or name)
+        self.subject = ServedModel(vlm, config.model_name or name)
         self.active = 0  # requests that are being served
         self.threads = Threads(lambda: self.active)
-        self.desk = Desk(together, self.threads)
+        self.desk = SchedulerClient(together, self.threads)
         contents = contents_for(vlm.runtime.store)
         self.files = Files(
             config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
@@ -59,7 +59,7 @@ class Service:
         self.bindings = Bindings()
         owners = len({key.whose for key in config.keys})
         budget, ttl = config.bytes("responses_budget"), config.seconds("file_ttl")
-        self.responses = Responses(budget, ttl, owners)
+        self.responses = ResponseStore(budget, ttl, owners)
         self.callers = Callers(config.keys)
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)
@@ -89,10 +89,10 @@ class Service:
         return messages, template, tenant
 
     async def gathered(
-        self, body: PixelLimits, messages: list[schema.Message], visit: Visit, tenant: str
-    ) -> Gathered:
+        self, body: PixelLimits, messages: list[schema.ChatMessage], visit: Visit, tenant: str
+    ) -> RenderedMessages:
         """Messages for the library, with all that they speak of. `tenant` is the salted one."""
-        gatherer = Gatherer(
+        gatherer = MessageReader(
             self.config,
             self.files,
             visit.who().tenant,
@@ -103,14 +103,14 @@ class Service:
             tenant,
         )
 
-        def work() -> Gathered:
+        def work() -> RenderedMessages:
             return gatherer.messages(messages, self.subject.template)
 
         if fetches(messages):
             return await asyncio.get_running_loop().run_in_executor(self._fetching, work)
         return await self.threads.run(work, large=visit.size > LARGE_BODY)
 
-    def _check_names(self, messages: list[schema.Message], unused: Unused) -> None:
+    def _check_names(self, messages: list[schema.ChatMessage], unused: Unused) -> None:
         """Name names that the model is never told of."""
         for number, said in enumerate(messages):
             role = "system" if said.role == "developer" else said.role
@@ -119,7 +119,7 @@ class Service:
                 why = "the chat template of this model has no place for the names of speakers"
                 unused.add(f"{said.places(number)[0]}.name", why)
 
-    async def ask(self, body: schema.ChatRequest, visit: Visit) -> Ask:
+    async def ask(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
         """All that a body asks for, or a refusal of what cannot be had."""
         self._refuse(body)
         _name_unused(body, visit.unused)
@@ -132,7 +132,7 @@ class Service:
         use_tools = bool(body.tools) and body.tool_choice != "none"
         continued = bool(body.continue_final_message) or body.add_generation_prompt is False
         notes = (_KEY_NOTE,) if body.prompt_cache_key is not None else ()
-        return Ask(
+        return AnswerRequest(
             messages,
             tenant,
             chosen,
@@ -156,15 +156,15 @@ class Service:
             raise refused("response_format", "only {'type': 'text'} can be honoured here")
         if body.modalities and body.modalities != ["text"]:
             raise refused("modalities", "answers are text; expected ['text']")
-        if body.tool_choice == "required" or isinstance(body.tool_choice, schema.NamedTool):
+        if body.tool_choice == "required" or isinstance(body.tool_choice, schema.ChatToolChoice):
             raise refused("tool_choice", "a call cannot be forced here; expected 'auto' or 'none'")
         refuse_stream_options(body)
 
     # -- from asks to answers --------------------------------------------------------------------
 
-    async def submit(self, ask: Ask) -> list[Answer]:
+    async def submit(self, ask: AnswerRequest) -> list[AnswerStream]:
         """All choices of an ask, or none of them."""
-        answers: list[Answer] = []
+        answers: list[AnswerStream] = []
         try:
             for choice in range(ask.choices):
                 answers.append(await self.desk.submit(ask, choice))
@@ -184,12 +184,12 @@ class Service:
             raise _too_long(seconds) from None
 
     async def merged(
-        self, answers: list[Answer], caller: Caller, visit: Visit
+        self, answers: list[AnswerStream], caller: Caller, visit: Visit
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """The deltas of all choices as they come, with the number of the choice."""
         arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue()
 
-        async def read(number: int, answer: Answer) -> None:
+        async def read(number: int, answer: AnswerStream) -> None:
             try:
                 async with aclosing(answer.deltas()) as deltas:
                     async for delta in deltas:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from keepsight.kinds import Record
 from keepsight.report import Report, Usage
-from keepsight.server.answers import Answer, End
+from keepsight.server.answers import AnswerEnd, AnswerStream
 from keepsight.server.errors import ApiError
 from keepsight.server.middleware import Visit, told
 
@@ -59,7 +59,7 @@ class EventStream(StreamingResponse):
         self,
         events: AsyncGenerator[tuple[str | None, Any], None],
         visit: Visit,
-        answers: Sequence[Answer],
+        answers: Sequence[AnswerStream],
     ) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(_lines(events, visit), media_type="text/event-stream", headers=headers)
@@ -107,7 +107,7 @@ def images_of(usage: Usage) -> dict[str, int]:
     }
 
 
-def timings(end: End) -> dict[str, float | int]:
+def timings(end: AnswerEnd) -> dict[str, float | int]:
     """Times and rates as llama.cpp tells them: the prompt's own, and those of the answer."""
     stages, usage = end.report.milliseconds, end.usage
     queued = stages.get("queued", 0.0)

@@ -29,7 +29,7 @@ _NICE = 10
 _LONGEST_REST = 2.0  # seconds
 
 
-class Gathered(list[Record]):
+class RenderedMessages(list[Record]):
     """Messages for the library; `large` says that there is much to do for them."""
 
     large = False
@@ -37,7 +37,7 @@ class Gathered(list[Record]):
 
 def is_large(messages: Any) -> bool:
     """Whether it takes long to make a prompt of some messages."""
-    return isinstance(messages, Gathered) and messages.large
+    return isinstance(messages, RenderedMessages) and messages.large
 
 
 class Threads:
