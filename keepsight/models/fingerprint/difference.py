@@ -46,6 +46,8 @@ _GLOBAL_HOOKS = {
 }
 _ELSEWHERE = frozenset({"_compiled_call_impl"})  # seen by `compiled.py`
 _PLACED = frozenset({"_hf_hook", "_old_forward", "forward"})  # what accelerate puts on a module
+# Methods that move a model; accelerate has them warn where it has spread the model over devices.
+_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 # Hooks of Transformers that hand out what passes, and change nothing of it.
 _SILENT = {
     ("transformers.utils.output_capturing", "output_capturing_hook"),
@@ -89,6 +91,7 @@ class Difference:
             yield ("kind", self._describer.value(type(module), path))
         ours = {name for name, value in vars(module).items() if _is_ours(value)}
         placed = _PLACED if _is_only_placed(module) else frozenset(self._idle(module, path))
+        placed |= {name for name in _MOVES if _is_of_accelerate(vars(module).get(name))}
         own = settings_of(module, self._describer, path, BASE | NOTES | _ELSEWHERE | placed | ours)
         other = part.settings if part is not None else {}
         for name in sorted({**own, **other}):
@@ -205,6 +208,12 @@ def _is_silent(hook: Any) -> bool:
         return False
     module, name = functions.place_of(function)[:2]
     return (module, name.rpartition(".")[2]) in _SILENT
+
+
+def _is_of_accelerate(value: object) -> bool:
+    return isinstance(value, FunctionType) and value.__globals__.get("__name__", "").startswith(
+        "accelerate."
+    )
 
 
 def _is_only_placed(module: torch.nn.Module) -> bool:
