@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import settings_table
+import typer
 from server_harness import served
+from typer.testing import CliRunner
 
 from keepsight.cli import serve
+from keepsight.cli.app import app
 from keepsight.errors import InputError
-from keepsight.server.config import read_config
+from keepsight.server.config import ModelSettings, ServerConfig, read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
@@ -60,7 +64,7 @@ def test_a_server_that_loads_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> No
     """The first process of a container gets no signal that it has no handler for."""
     seen: list[Any] = []
 
-    def load(name: str, settings: dict[str, Any]) -> None:
+    def load(settings: ModelSettings) -> None:
         seen.append(signal.getsignal(signal.SIGTERM))
         raise InputError("enough")
 
@@ -77,5 +81,60 @@ def test_a_server_that_loads_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_configuration_beside_it_is_read() -> None:
-    settings = read_config(str(ROOT / "deploy/keepsight.toml"), serve._OF_MODEL)
-    assert settings["model"] == "demo" and [key.admin for key in settings["keys"]] == [False, True]
+    settings = read_config(str(ROOT / "deploy/keepsight.toml"))
+    keys = ServerConfig(keys=settings["keys"]).keys
+    assert settings["model"] == "demo" and [key.admin for key in keys] == [False, True]
+
+
+def test_the_table_of_settings_is_that_of_the_models() -> None:
+    found = settings_table.TABLE.search(settings_table.PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found[0] == settings_table.table(), "run python docs/settings_table.py"
+
+
+def test_each_setting_is_a_flag() -> None:
+    command = serve.ServeCommand("serve")
+    flags = {one.name for one in command.get_params(typer.Context(command))}
+    known = {*ServerConfig.model_fields, *ModelSettings.model_fields} - {"keys"}
+    assert known | {"config", "api_key", "admin_key"} == flags - {"help"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--port", "70000"], "port is 70000, expected 0 to 65535"),
+        (["--drain", "soon"], "drain: 'soon' is not a time"),
+        (["--grain", "0"], "grain is 0, expected at least 1"),
+        (["--unknown-fields", "drop"], "unknown_fields is \"drop\", expected 'name' or 'refuse'"),
+        (["--config", "a.toml"], "a.toml: ttl: 'long' is not a time"),
+        (["--config", "a.toml", "--no-warm-up", "--port", "1"], "a.toml: ttl"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_a_model_is_loaded(
+    flags: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text("ttl = 'long'\n")
+    result = CliRunner().invoke(app, ["serve", "demo", *flags])
+    assert result.exit_code == 2 and why in result.stderr
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[ModelSettings, ServerConfig]] = []
+    made = serve._settings
+
+    def settings(given: dict[str, Any]) -> tuple[ModelSettings, ServerConfig]:
+        seen.append(made(given))
+        raise InputError("enough")
+
+    monkeypatch.setattr(serve, "_settings", settings)
+    monkeypatch.setenv("KEEPSIGHT_STORE", "here")
+    (tmp_path / "a.toml").write_text("port = 1\nlog = false\ndrain = 5\nmodel = 'other'\n")
+    flags = ["--config", str(tmp_path / "a.toml"), "--port", "2", "--allow-origin", "http://a"]
+    CliRunner().invoke(app, ["serve", "demo", *flags, "--api-key", "ann:k"])
+    [(model, server)] = seen
+    assert (server.port, server.log, server.drain, server.max_images) == (2, False, 5, 64)
+    assert server.allow_origin == ("http://a",) and server.keys[0].name == "ann"
+    assert (model.model, model.store, model.dtype) == ("demo", "here", "auto")

@@ -183,7 +183,7 @@ def chat(
         shell.run()
 
 
-app.command("serve")(serve.serve)
+app.command("serve", cls=serve.ServeCommand)(serve.serve)
 
 
 # -- packages and exports ------------------------------------------------------------------------

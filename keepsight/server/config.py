@@ -1,49 +1,104 @@
-"""How a server is run: limits, keys and addresses, from flags and from a file with the same names.
+"""Every setting of `keepsight serve`, in one place: its type, default, bounds and help text.
 
-A file is TOML or YAML. A name that nobody listens to is refused with the nearest one that somebody
-does; a value of the wrong kind is refused with its name.
+The flags of the command (`cli/serve.py`), the settings file, its checks and the table in
+`docs/server.md` are made from these models. A wrong value is refused with its name, the value and
+what was expected; an unknown name with the nearest known one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from keepsight.core.settings import parse_seconds
-from keepsight.errors import InputError, MissingExtra, UnknownOption
-from keepsight.kinds import Record
+from keepsight.errors import InputError, KeepsightError, MissingExtra, UnknownOption
+from keepsight.kinds import Options
 from keepsight.store import parse_bytes
 
 _MAX_CONFIG = 1 << 20
-_LEAST = {
-    "max_images": 1,
-    "max_image_pixels": 1,
-    "max_messages": 1,
-    "max_choices": 1,
-    "max_tokens": 1,
-    "max_running": 1,
-    "max_waiting": 0,
-    "max_connections": 1,
-    "pdf_dpi": 1,
-}
+
+
+def _size(value: int | str) -> int | str:
+    parse_bytes(value)
+    return value
+
+
+def _body_size(value: int | str) -> int | str:
+    if parse_bytes(value) < 1:
+        raise PydanticCustomError("bounds", "at least 1 byte")
+    return value
+
+
+def _time(value: float | str) -> float | str:
+    parse_seconds(value)
+    return value
+
+
+def _time_or_never(value: float | str) -> float | str:
+    return value if value == "never" else _time(value)
+
+
+def _origin(value: str) -> str:
+    if value != "*" and not re.fullmatch(r"https?://[^/\s?#]+", value):
+        raise PydanticCustomError(
+            "origin", "one like https://app.example.com, without a path, or *"
+        )
+    return value
+
+
+def _port(value: int) -> int:
+    if not 0 <= value < 65536:
+        raise PydanticCustomError("bounds", "0 to 65535 (0: any free one)")
+    return value
+
+
+def _as_tuple(value: object) -> object:
+    """A list of a file, or one text alone."""
+    return (
+        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    )
+
+
+Size = Annotated[int | str, AfterValidator(_size)]
+BodySize = Annotated[int | str, AfterValidator(_body_size)]
+Time = Annotated[float | str, AfterValidator(_time)]
+TimeOrNever = Annotated[float | str, AfterValidator(_time_or_never)]
+Port = Annotated[int, AfterValidator(_port)]
+Count = Annotated[int, Field(ge=1)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_as_tuple)]
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key, whose memory it opens, and how much it may do."""
+    """A key, the tenant whose memory it opens, and its limits."""
 
-    name: str
-    key: str = field(repr=False)
-    tenant: str = ""  # empty: the name
-    admin: bool = False  # sees and resets what is everybody's
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    files_bytes: int | str | None = None  # of uploaded files; None: the server's own limit
+    name: StrictStr
+    key: StrictStr = field(repr=False)
+    tenant: StrictStr = ""  # empty: the name
+    admin: StrictBool = False  # may see and reset what belongs to every tenant
+    requests_per_minute: StrictInt | None = None
+    tokens_per_minute: StrictInt | None = None
+    files_bytes: StrictInt | StrictStr | None = None  # of uploads; None: the server's own limit
 
     def __post_init__(self) -> None:
         if not self.name or not self.key:
@@ -67,72 +122,96 @@ class ApiKey:
 
     @classmethod
     def parse(cls, text: str, admin: bool = False) -> ApiKey:
-        """`name:key`; a key alone is its own name's tenant and called `default`."""
+        """Read `name:key`; a key alone is called `default`."""
         name, colon, key = text.partition(":")
         return cls(name, key, admin=admin) if colon else cls("default", text, admin=admin)
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    """All that a server is told beside its model. Times are seconds, sizes bytes (or "20MiB")."""
+class Settings(BaseModel):
+    """Settings with strict types, whose errors are Keepsight's."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model_name: str | None = None  # what clients call the model; None: what it was loaded by
-    keys: tuple[ApiKey, ...] = ()
-    allow_origin: tuple[str, ...] = ()
-    allow_path: tuple[str, ...] = ()
-    allow_private_urls: bool = False
-    max_body: int | str = "64MiB"
-    max_images: int = 64
-    max_image_pixels: int = 40_000_000
-    max_messages: int = 20_000
-    max_choices: int = 8
-    max_running: int = 16
-    max_waiting: int = 64
-    max_connections: int = 4096
-    max_tokens: int | None = None  # the longest answer that anybody gets
-    request_timeout: float | str = "10m"
-    body_timeout: float | str = "60s"
-    idle_timeout: float | str = "75s"
-    url_timeout: float | str = "20s"
-    url_bytes: int | str = "64MiB"
-    files_budget: int | str = "512MiB"
-    file_ttl: float | str = "1d"
-    responses_budget: int | str = "64MiB"  # of responses that are kept; 0 keeps none
-    clip_bytes: int | str = "1GiB"  # of a video or a sound when it is decoded
-    pdf_dpi: int = 144
-    unknown_fields: str = "name"  # what requests have and nobody listens to; or "refuse"
-    prefill_ahead: float | str = 0.25  # of quiet, before answers are prefilled; or "never"
-    drain: float | str = "30s"
-    warm_up: bool = True
-    log: bool = True
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", protected_namespaces=(), validate_default=False
+    )
 
-    def __post_init__(self) -> None:
-        for name in ("request_timeout", "body_timeout", "idle_timeout", "url_timeout"):
-            parse_seconds(getattr(self, name))
-        parse_seconds(self.drain), parse_seconds(self.file_ttl)
-        if self.prefill_ahead != "never":
-            parse_seconds(self.prefill_ahead)
-        if self.unknown_fields not in ("name", "refuse"):
-            raise InputError(
-                f"unknown_fields is {self.unknown_fields!r}, expected 'name' or 'refuse'"
-            )
-        for name in ("max_body", "url_bytes", "files_budget", "responses_budget", "clip_bytes"):
-            parse_bytes(getattr(self, name))
-        for name, least in _LEAST.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise InputError(f"{name} is {value}, expected at least {least}")
-        if self.bytes("max_body") < 1:
-            raise InputError("max_body is 0, expected at least 1 byte")
-        for origin in self.allow_origin:
-            if origin != "*" and not re.fullmatch(r"https?://[^/\s?#]+", origin):
-                raise InputError(
-                    f"allow_origin is {origin!r}, expected one like https://app.example.com, "
-                    "without a path, or *"
-                )
-        if not 0 <= self.port < 65536:
-            raise InputError(f"port is {self.port}, expected 0 to 65535 (0: any free one)")
+    def __init__(self, **settings: object) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise _refusal(error) from None
+
+
+class ModelSettings(Settings):
+    """The options of the model, as `load` takes them; null leaves the choice to it."""
+
+    model: str | None = Field(None, description="demo, demo-hybrid, a folder, or a hub id.")
+    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16.")
+    device_map: str | None = Field(None, description="Where the model goes: cpu, cuda, auto.")
+    store: str | None = Field(
+        None,
+        description="Folder to remember in; without one, memory only.",
+        json_schema_extra={"env": "KEEPSIGHT_STORE"},
+    )
+    store_budget: Size | None = Field(None, description="Bytes of the store.")
+    remote: str | None = Field(
+        None,
+        description="Address behind the store, such as s3://bucket/name.",
+        json_schema_extra={"env": "KEEPSIGHT_REMOTE"},
+    )
+    tenant: str | None = Field(
+        None, description="Whose memory this is; tenants of a store share nothing."
+    )
+    tenant_quota: Size | None = Field(None, description="Bytes that one tenant may hold.")
+    ttl: Time | None = Field(None, description="How long an unused entry is remembered.")
+    cache_budget: Size | None = Field(None, description="Prefixes on the device; 2GiB if not set.")
+    host_budget: Size | None = Field(None, description="Prefixes in host memory.")
+    vision_budget: Size | None = Field(None, description="Features in memory; 2GiB if not set.")
+    grain: Count | None = Field(None, description="Least tokens between snapshots.")
+    min_pixels: Count | None = Field(None, description="Enlarge smaller images to this.")
+    max_pixels: Count | None = Field(None, description="Shrink larger images to this.")
+
+
+class ServerConfig(Settings):
+    """The settings of the server itself: times in seconds or "10m", sizes in bytes or "20MiB"."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: Port = Field(8000, description="Port; 0 takes any free one.")
+    model_name: str | None = Field(None, description="What clients call the model.")
+    keys: tuple[ApiKey, ...] = Field((), description="API keys; see below.")
+    allow_origin: Origins = Field((), description="Web origin for CORS; repeatable.")
+    allow_path: Texts = Field((), description="Folder of readable pictures; repeatable.")
+    allow_private_urls: bool = Field(False, description="Fetch from private networks too.")
+    max_body: BodySize = Field("64MiB", description="Largest request.")
+    max_images: Count = Field(64, description="Images in a request.")
+    max_image_pixels: Count = Field(40_000_000, description="Pixels of an image.")
+    max_messages: Count = Field(20_000, description="Messages in a request.")
+    max_choices: Count = Field(8, description="Largest n.")
+    max_tokens: Count | None = Field(None, description="The longest answer that anybody gets.")
+    max_running: Count = Field(16, description="Answers decoded together.")
+    max_waiting: Annotated[int, Field(ge=0)] = Field(64, description="Requests that wait.")
+    max_connections: Count = Field(4096, description="Open connections.")
+    request_timeout: Time = Field("10m", description="Longest time for an answer.")
+    body_timeout: Time = Field("60s", description="Longest time for a body to arrive.")
+    idle_timeout: Time = Field("75s", description="Close a connection idle for this long.")
+    url_timeout: Time = Field("20s", description="Longest time for fetching pictures.")
+    url_bytes: Size = Field("64MiB", description="Bytes fetched for one request.")
+    files_budget: Size = Field("512MiB", description="Bytes of all uploads.")
+    file_ttl: Time = Field("1d", description="How long uploads last.")
+    responses_budget: Size = Field("64MiB", description="Bytes of stored responses; 0: none.")
+    clip_bytes: Size = Field("1GiB", description="Bytes of a video or sound when decoded.")
+    pdf_dpi: Count = Field(144, description="Resolution of PDF pages.")
+    unknown_fields: Literal["name", "refuse"] = Field(
+        "name", description="Name or refuse unknown fields of a request."
+    )
+    prefill_ahead: TimeOrNever = Field(
+        0.25, description="Quiet before answers are prefilled for the next turn, or never."
+    )
+    drain: Time = Field("30s", description="Time for running answers on SIGTERM.")
+    warm_up: bool = Field(True, description="One small answer at start.")
+    log: bool = Field(True, description="A line for each request.")
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
         secrets = [key.key for key in self.keys]
         if len(set(secrets)) < len(secrets):
             raise InputError("two API keys are the same; each needs a value of its own")
@@ -140,35 +219,37 @@ class ServerConfig:
     @property
     def quiet(self) -> float | None:
         """Seconds without a request before answers are prefilled for their next turns."""
-        if self.prefill_ahead == "never":
-            return None
-        return parse_seconds(self.prefill_ahead)
+        return None if self.prefill_ahead == "never" else parse_seconds(self.prefill_ahead)
 
     def seconds(self, name: str) -> float:
-        """A time by its name."""
+        """Return a time by its name."""
         return parse_seconds(getattr(self, name))
 
     def bytes(self, name: str) -> int:
-        """A size by its name."""
+        """Return a size by its name."""
         return parse_bytes(getattr(self, name))
 
 
-FLAGS = tuple(f.name for f in dataclasses.fields(ServerConfig))
-
-
-def read_config(path: str, others: tuple[str, ...] = ()) -> Record:
-    """The settings in a file. `others` are names that somebody else listens to (of the model)."""
-    given = _parsed(Path(path))
-    settings = {str(name).replace("-", "_"): value for name, value in given.items()}
-    known = {*FLAGS, *others}
-    if set(settings) - known:
+def read_config(path: str) -> dict[str, object]:
+    """Return the checked settings in a TOML or YAML file, those of the model and of the server."""
+    settings = {name.replace("-", "_"): value for name, value in _parsed(Path(path)).items()}
+    known = {**ModelSettings.model_fields, **ServerConfig.model_fields}
+    if set(settings) - set(known):
         raise UnknownOption.among(settings, known, path)
     if "keys" in settings:
-        settings["keys"] = tuple(_key(row, path) for row in _rows(settings["keys"], path))
-    return {name: _checked(name, value, path) for name, value in settings.items()}
+        settings["keys"] = _keys(settings["keys"], path)
+    checked: dict[str, object] = {}
+    for kind in (ModelSettings, ServerConfig):
+        own: Options = {name: settings[name] for name in kind.model_fields if name in settings}
+        try:
+            made = kind(**own)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        checked |= {name: getattr(made, name) for name in own}
+    return checked
 
 
-def _parsed(path: Path) -> Record:
+def _parsed(path: Path) -> dict[str, object]:
     try:
         data = path.read_bytes()[: _MAX_CONFIG + 1]
         text = data.decode("utf-8")
@@ -184,12 +265,12 @@ def _parsed(path: Path) -> Record:
         raise InputError(f"{path} cannot be read as a configuration: {error}") from None
     if not isinstance(given, dict):
         raise InputError(f"{path} is a {type(given).__name__}, expected names and values")
-    return given
+    return {str(name): value for name, value in given.items()}
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str) -> object:
     try:
-        import yaml
+        import yaml  # optional: only for a file in YAML
     except ImportError:
         raise MissingExtra.named("pyyaml", "server") from None
     try:
@@ -198,65 +279,60 @@ def _yaml(text: str) -> Any:
         raise ValueError(error) from None
 
 
-def _rows(keys: Any, path: str) -> list[Record]:
-    if not isinstance(keys, list) or not all(isinstance(row, dict) for row in keys):
+_KEY = TypeAdapter(ApiKey)
+
+
+def _keys(rows: object, path: str) -> tuple[ApiKey, ...]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{path}: keys must be a list of tables with at least name and key")
-    return keys
+    return tuple(_key(row, path) for row in rows)
 
 
-def _key(row: Record, path: str) -> ApiKey:
-    known = [f.name for f in dataclasses.fields(ApiKey)]
-    row = {str(name).replace("-", "_"): value for name, value in row.items()}
+def _key(given: Mapping[object, object], path: str) -> ApiKey:
+    row = {str(name).replace("-", "_"): value for name, value in given.items()}
+    known = [one.name for one in fields(ApiKey)]
     if set(row) - set(known):
         raise UnknownOption.among(row, known, f"{path}: a key")
     for name in ("name", "key"):
         if not isinstance(row.get(name), str):
             raise InputError(f"{path}: a key has no {name}")
-    for name, value in row.items():
-        wanted = _KEY_KINDS[name]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted != (bool,)):
-            shown = json.dumps(value, default=str)
-            told = " or ".join(_KIND_NAMES[kind] for kind in wanted)
-            raise InputError(f"{path}: {name} of key {row['name']!r} is {shown}, expected {told}")
-    return ApiKey(**row)
+    try:
+        return _KEY.validate_python(row)
+    except ValidationError as error:
+        of_key = f" of key {row['name']!r}"
+        raise InputError(f"{path}: {_refusal(error, of_key)}") from None
 
 
-_KEY_KINDS: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "key": (str,),
-    "tenant": (str,),
-    "admin": (bool,),
-    "requests_per_minute": (int,),
-    "tokens_per_minute": (int,),
-    "files_bytes": (int, str),
-}
-_KIND_NAMES = {str: "a text", bool: "true or false", int: "a whole number"}
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float | str": (int, float, str),
-    "int | str": (int, str),
-    "int | None": (int,),
-    "str | None": (str,),
-    "tuple[str, ...]": (list, tuple, str),
+_EXPECTED = {
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "tuple_type": "a list of texts",
 }
 
 
-def _checked(name: str, value: Any, path: str) -> Any:
-    """A value of the kind that its name wants; names of others are left to them."""
-    kinds = {f.name: str(f.type) for f in dataclasses.fields(ServerConfig)}
-    wanted = kinds.get(name, "")
-    if wanted not in _KINDS:
-        return value
-    right = isinstance(value, _KINDS[wanted])
-    if not right or (isinstance(value, bool) and wanted != "bool"):
-        raise InputError(f"{path}: {name} is {json.dumps(value, default=str)}, expected {wanted}")
-    if wanted.startswith("tuple"):
-        values = (value,) if isinstance(value, str) else tuple(value)
-        if not all(isinstance(item, str) for item in values):
-            raise InputError(f"{path}: {name} must be a list of texts")
-        return values
-    return value
+def _refusal(error: ValidationError, of: str = "") -> KeepsightError:
+    """Return the first error as Keepsight's: the name, the value and what was expected."""
+    found = error.errors()
+    first = found[0]
+    cause = first.get("ctx", {}).get("error")
+    if not first["loc"]:
+        return cause if isinstance(cause, KeepsightError) else InputError(first["msg"])
+    name = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        return UnknownOption.among([name], ServerConfig.model_fields, "the server")
+    if isinstance(cause, KeepsightError):
+        return InputError(f"{name}{of}: {cause}")
+    alike = dict.fromkeys(_expected(one) for one in found if one["loc"][0] == name)
+    shown = json.dumps(first["input"], default=str)
+    return InputError(f"{name}{of} is {shown}, expected {' or '.join(alike)}")
+
+
+def _expected(error: ErrorDetails) -> str:
+    about = error.get("ctx", {})
+    if error["type"] == "greater_than_equal":
+        return f"at least {about['ge']}"
+    if error["type"] == "literal_error":
+        return str(about["expected"])
+    return _EXPECTED.get(error["type"], error["msg"])
