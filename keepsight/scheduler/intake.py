@@ -12,7 +12,6 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from keepsight.core.sampling import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, c
 from keepsight.core.sampling import Taker as TokenTaker
 from keepsight.core.turn import Turn
 from keepsight.formats.package import Package
-from keepsight.kinds import Message, Options
+from keepsight.kinds import Message, Options, Record
 from keepsight.media.features import Vision
 from keepsight.media.medium import PROCESSORS, Medium
 from keepsight.media.naming import Looked
@@ -164,7 +163,7 @@ class PromptOrder:
     def __init__(self, vlm: VLM, messages: list[Message], call: Call) -> None:
         self._vlm, self.messages, self.call = vlm, messages, call
         self.media: list[Medium] = []  # in the order in which they are given
-        self.bound: Any = None  # the weights and settings under which they are named
+        self.bound: object = None  # the weights and settings under which they are named
         self._looked: list[Looked] = []
         self._fresh = True
         self.prompt = _NOTHING
@@ -185,7 +184,7 @@ class PromptOrder:
             self.bound = vision.namer.bound
         self.media = [self._look_at(vision, medium, kind) for kind, medium in given]
 
-    def _look_at(self, vision: Vision, medium: Any, kind: str) -> Medium:
+    def _look_at(self, vision: Vision, medium: object, kind: str) -> Medium:
         if isinstance(medium, Medium | Package):
             return vision.name(medium, kind)
         looked = vision.namer.look(medium, kind)
@@ -234,7 +233,7 @@ def with_media(messages: list[Message], media: list[Medium]) -> list[Message]:
     clean, _ = parse_messages(messages)
     waiting = iter(media)
 
-    def part(given: Any) -> Any:
+    def part(given: Record) -> Record:
         kind = given.get("type")
         return {**given, kind: next(waiting)} if kind in PROCESSORS else given
 

@@ -15,7 +15,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from keepsight.core.call import Call
 from keepsight.core.render import parse_messages
@@ -46,7 +45,7 @@ class Follower:
     media: list[Medium]
     call: Call
     base: int  # tokens that memory held of it when it was answered
-    bound: Any  # the weights and settings under which its media are named
+    bound: object  # the weights and settings under which its media are named
     until: int = 0  # how far the next prompt is certain, and may be cut
     turn: Turn | None = None
     work: Iterator[int] | None = None

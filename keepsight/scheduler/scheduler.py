@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -91,7 +90,7 @@ class Together:
         on_piece: Listener | None = None,
         on_done: Callable[[Ticket], None] | None = None,
         follow: Follow | None = plain_answer,
-        **options: Any,
+        **options: object,
     ) -> Ticket:
         """A request for an answer, with the options of `vlm.chat`.
 
@@ -109,14 +108,14 @@ class Together:
         *,
         tenant: str | None = None,
         on_done: Callable[[Ticket], None] | None = None,
-        **options: Any,
+        **options: object,
     ) -> Ticket:
         """Encode and prefill only; the one piece that comes carries usage and report."""
         given = {**options, "tenant": tenant}
         call = Call.before_decoding(given, self._vlm.tenant, "prepare")
         return self._enter(messages, call, Ticket(on_done=on_done), False)
 
-    def explain(self, messages: list[Message], **options: Any) -> Report:
+    def explain(self, messages: list[Message], **options: object) -> Report:
         """The report that such a request would get, computing nothing with the model."""
         return self._reception.explain(messages, options)
 

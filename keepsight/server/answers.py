@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -102,7 +102,7 @@ class SchedulerClient:
         options, recorder = ask.sampling.of(choice)
         options |= ask.rendering()
 
-        def work(tell: Callable[[Any], None]) -> Ticket:
+        def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
             return self.together.submit(
                 ask.messages,
                 tenant=ask.whose,
@@ -114,12 +114,14 @@ class SchedulerClient:
 
         return AnswerStream(*await self._handed_in(work, is_large(ask.messages)), ask, recorder)
 
-    async def prepare(self, messages: Any, **options: Any) -> Report:
+    async def prepare(
+        self, messages: list[Message], tenant: str | None = None, **options: object
+    ) -> Report:
         """Prefill in turn with the others; the report when it is done. No thread waits for it:
         there are few, and who asks for an answer needs one."""
 
-        def work(tell: Callable[[Any], None]) -> Ticket:
-            return self.together.prepare(messages, on_done=tell, **options)
+        def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
+            return self.together.prepare(messages, tenant=tenant, on_done=tell, **options)
 
         ticket, arrived = await self._handed_in(work, is_large(messages))
         try:
@@ -167,7 +169,7 @@ class SchedulerClient:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _cancel_late(future: Any) -> None:
+def _cancel_late(future: Future[Ticket]) -> None:
     """A ticket that was made after its client had gone."""
     if not future.cancelled() and future.exception() is None:
         future.result().cancel()
@@ -235,7 +237,7 @@ class AnswerStream:
             delta.end = AnswerEnd(reason, piece.usage, piece.report, self._reasoning, seconds)
         return delta
 
-    def _kept(self, said: Any) -> list[OutputPiece]:
+    def _kept(self, said: Iterable[OutputPiece]) -> list[OutputPiece]:
         kept = []
         for one in said:
             self._calls += one.kind == "call"

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -32,7 +31,7 @@ _BEFORE_A_VALUE = (b",", b"[", b"{")
 class BodyRoute(APIRoute):
     """A route whose body is parsed here."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """The route's own handler, behind the parser."""
         handle = super().get_route_handler()
 
@@ -64,14 +63,14 @@ class BodyRequest(Request):
         except ValueError as error:
             self._error = error
 
-    async def json(self) -> Any:
+    async def json(self) -> object:
         """The value of the body."""
         if (error := getattr(self, "_error", None)) is not None:
             raise error
         return await super().json()
 
 
-def parsed(body: bytes) -> Any:
+def parsed(body: bytes) -> object:
     """The value of a body, or a refusal of one that would hold up others."""
     try:
         if len(body) <= _SMALL and sum(map(body.count, _BEFORE_A_VALUE)) <= MOST_VALUES:
@@ -81,7 +80,7 @@ def parsed(body: bytes) -> Any:
         raise _refusal("its values are nested too deep") from None
 
 
-def _parsed_in_pieces(body: bytes, long: list[tuple[int, int]]) -> Any:
+def _parsed_in_pieces(body: bytes, long: list[tuple[int, int]]) -> object:
     """With long texts parsed by themselves."""
     mark = secrets.token_hex(16)  # stands for them; nobody can have written it
     texts: dict[str, str] = {}
@@ -95,7 +94,7 @@ def _parsed_in_pieces(body: bytes, long: list[tuple[int, int]]) -> Any:
     return _filled(small, texts) if texts else small
 
 
-def _filled(value: Any, texts: dict[str, str]) -> Any:
+def _filled(value: object, texts: dict[str, str]) -> object:
     """A value with long texts in their places."""
     if isinstance(value, str):
         return texts.get(value, value)

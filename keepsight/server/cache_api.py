@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from pydantic import ConfigDict, Field
@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 from keepsight.core import pins
 from keepsight.errors import StoreError
 from keepsight.kinds import Options, Record
+from keepsight.media.medium import Medium
 from keepsight.report import Report
 from keepsight.server.body import BodyRoute
 from keepsight.server.callers import Caller
@@ -32,6 +33,7 @@ from keepsight.store import Entry
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 _MOST = 1000  # pictures of a store that are listed
 Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Held = list[Record] | list[Medium]  # a conversation, or the media in it
 
 
 class ResetRequest(Strict):
@@ -81,7 +83,7 @@ def _add_reports(router: APIRouter, service: Service) -> None:
     async def explain(body: Rendering, request: Request) -> Record:
         """The report that an answer would get, computing nothing with the model."""
 
-        def look(messages: Any, **options: Any) -> Awaitable[Report]:
+        def look(messages: list[Record], **options: object) -> Awaitable[Report]:
             work = functools.partial(service.desk.together.explain, messages, **options)
             return service.threads.run(work, is_large(messages))
 
@@ -110,8 +112,9 @@ def _add_held(router: APIRouter, service: Service) -> None:
         """Keep pictures, or a whole conversation. Of messages, what is not there yet is computed;
         a picture that is named by its key must be remembered."""
 
-        def keep(what: Any, whose: dict[str, str]) -> None:
+        def keep(what: Held, whose: dict[str, str]) -> int:
             service.vlm.pin(what, body.pinned, **whose)
+            return 0
 
         if body.images is not None:
             work = functools.partial(_pin_images, service, pinned=body.pinned)
@@ -126,7 +129,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
     async def delete(body: HeldRequest, request: Request) -> Record:
         """Remove pictures, or a whole conversation, and all that was computed from them."""
 
-        def forget(what: Any, whose: dict[str, str]) -> int:
+        def forget(what: Held, whose: dict[str, str]) -> int:
             return service.vlm.delete(what, **whose)
 
         if body.images is not None:
@@ -151,7 +154,11 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             told["files"] = {"bytes": sum(files), "files": len(files)}
             if everyone:
                 told["scheduler"] = service.desk.together.stats()
-            return {"object": "cache.stats", "everyone": everyone, **_plain(told)}
+            return {
+                "object": "cache.stats",
+                "everyone": everyone,
+                **{name: _plain(value) for name, value in told.items()},
+            }
 
         told: Record = await service.desk.count(work)
         return told
@@ -196,10 +203,10 @@ async def _on_held(
     service: Service,
     body: HeldRequest,
     request: Request,
-    act: Callable[..., Any],
-    first: Callable[..., Awaitable[Any]] | None = None,
+    act: Callable[[Held, dict[str, str]], int],
+    first: Callable[..., Awaitable[Report]] | None = None,
     learn: bool = False,
-) -> tuple[Any, list[str]]:
+) -> tuple[int, list[str]]:
     """Do something to what a request speaks of, after the scheduler has done something with it;
     the result, and the keys of its pictures."""
     if body.messages is None:
@@ -209,7 +216,7 @@ async def _on_held(
     fields = ("model", "messages", "cache_salt", *PixelLimits.model_fields)
     rendering = Rendering(**{name: getattr(body, name) for name in fields})
 
-    async def work() -> tuple[Any, list[str]]:
+    async def work() -> tuple[int, list[str]]:
         given, _, tenant = await service.rendering(rendering, visit)
         # Pictures are opened here, where nobody's tokens wait for them.
         messages = await service.threads.run(
@@ -221,7 +228,7 @@ async def _on_held(
             raise ApiError(400, "there is no picture in these messages", param="messages")
         whose = {"tenant": tenant} if tenant else {}
 
-        def both() -> tuple[Any, list[str]]:
+        def both() -> tuple[int, list[str]]:
             keys = _keys(service, messages, tenant)
             return act(what, whose), keys
 
@@ -275,7 +282,7 @@ def _delete_images(service: Service, keys: list[str], tenant: str) -> int:
     return sum(pins.delete_image(service.vlm.runtime, key, tenant) for key in keys)
 
 
-def _media_in(messages: list[Record]) -> Iterator[tuple[str, Any]]:
+def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
     """(kind, medium) for each medium of gathered messages."""
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
@@ -355,7 +362,7 @@ async def _reported(
     return await unless_gone(request, work(), visit)
 
 
-def _plain(told: Any) -> Any:
+def _plain(told: object) -> object:
     """What JSON can hold."""
     if isinstance(told, dict):
         return {str(name): _plain(value) for name, value in told.items()}

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -25,6 +24,7 @@ from keepsight.server.schema import ChatRequest
 from keepsight.server.service import Service, visit_of
 from keepsight.server.streaming import (
     STREAMED,
+    Event,
     EventStream,
     cached_of,
     images_of,
@@ -136,7 +136,7 @@ class ChatResponse:
             return {}
         return {"prompt_token_ids": self._answers[0].prompt_ids}
 
-    async def events(self) -> AsyncGenerator[tuple[str | None, Any], None]:
+    async def events(self) -> AsyncGenerator[Event, None]:
         """The chunks of the response when it is streamed."""
         started: set[int] = set()
         first_chunk = True
@@ -169,7 +169,7 @@ class ChatResponse:
         yield None, "[DONE]"
 
     def _chunk(
-        self, number: int, delta: Record, reason: str | None, logprobs: Any = None
+        self, number: int, delta: Record, reason: str | None, logprobs: Record | None = None
     ) -> Record:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._head, "object": _CHUNK, "choices": [choice]}

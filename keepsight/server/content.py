@@ -15,14 +15,15 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import JsonValue
 
 from keepsight.core.lengths import characters
 from keepsight.errors import ImageError
 from keepsight.kinds import Message as Rendered
 from keepsight.kinds import Record
 from keepsight.media.pictures import MAX_PIXELS, size_of
-from keepsight.media.sources import from_base64
+from keepsight.media.sources import Source, from_base64
 from keepsight.server import parts, schema
 from keepsight.server.bindings import Bindings
 from keepsight.server.config import ServerConfig
@@ -122,7 +123,7 @@ class MessageReader:
         if message.images and message.role != "user":
             self.unused.add(f"{place}.images", "pictures are read in messages of the user")
 
-    def _content(self, message: schema.ChatMessage, place: str) -> Any:
+    def _content(self, message: schema.ChatMessage, place: str) -> str | list[Record] | None:
         content = message.content
         if content is None or (content == [] and message.role == "assistant"):
             if message.refusal is not None:
@@ -159,12 +160,12 @@ class MessageReader:
         if isinstance(part, parts.ImagePart):
             return self._image(part, part.image_url, f"{place}.image_url", place)
         if isinstance(part, parts.BareImagePart):
-            where, field_name = one_of(part, _HOLDERS, place)
+            where, field_name = parts.one_of(part, _HOLDERS, place)
             return self._image(part, where, f"{place}.{field_name}", place)
         if isinstance(part, parts.VideoPart):
             self._uncached(part, place)
-            where, _ = one_of(part, ("video_url", "video", "url", "path"), place)
-            data = self._bytes(where if isinstance(where, str) else where.url, place)
+            where, _ = parts.one_of(part, ("video_url", "video", "url", "path"), place)
+            data = self._bytes(where if isinstance(where, str) else where.url or "", place)
             return [self._video(self._bound(part.uuid, data, place))]
         if isinstance(part, parts.SoundPart):
             data = _decoded(part.input_audio.data, place)
@@ -172,15 +173,18 @@ class MessageReader:
             return [{"type": "audio", "audio": self._bound(part.uuid, data, place)}]
         return self._file(part, place)
 
-    def _image(self, part: parts.PicturePart, where: Any, inside: str, place: str) -> list[Record]:
+    def _image(
+        self, part: parts.PicturePart, where: parts.Given, inside: str, place: str
+    ) -> list[Record]:
         """A picture, from whichever field holds it."""
         detail = part.detail
         if isinstance(where, parts.EncodedSource):
             if (where.data is None) == (where.url is None):
                 raise invalid(inside, f"{inside}: give either data or url")
-            where = where.data or where.url
+            where = where.data or where.url or ""
         if isinstance(where, parts.ImageAddress):
-            detail, where = where.detail or detail, where.url
+            detail = where.detail or detail
+        where = where if isinstance(where, str) else where.url
         if inside.endswith((".base64", ".data", ".source")) and _scheme(where) not in _FETCHED:
             data = _decoded(where, inside)
         elif inside.endswith(".file_id"):
@@ -189,7 +193,7 @@ class MessageReader:
             data = self._bytes(where, inside)
         return self._pictures(data, self._shown(part, detail, place), place, part)
 
-    def _bare(self, images: list[Any], place: str) -> list[Record]:
+    def _bare(self, images: list[JsonValue], place: str) -> list[Record]:
         """Pictures beside a text, as Ollama has them: base64 alone, data URIs or addresses."""
         made = []
         for i, image in enumerate(images):
@@ -215,7 +219,9 @@ class MessageReader:
             self.limits[0] if least is None else least, most, place, self.unused
         )
 
-    def _uncached(self, part: Any, place: str) -> None:
+    def _uncached(
+        self, part: parts.TextPart | parts.PicturePart | parts.VideoPart, place: str
+    ) -> None:
         if not is_empty(part.cache_control):
             why = "what was sent is remembered by itself; see /v1/cache/pin"
             self.unused.add(f"{place}.cache_control", why)
@@ -247,7 +253,7 @@ class MessageReader:
             self._bound(part.uuid, data, place)
         if not is_pdf(data) and is_video(data):
             return [self._video(data)]
-        found: list[Any]
+        found: list[bytes | Source]
         if is_pdf(data):
             room = self.config.max_images - self.images
             largest = min(self.config.max_image_pixels, MAX_PIXELS)
@@ -317,15 +323,6 @@ def _standing(place: str) -> Iterator[None]:
         if error.param in ("messages", "image_url"):
             error.param, error.message = place, f"{place}: {error.message}"
         raise
-
-
-def one_of(part: Any, names: tuple[str, ...], place: str) -> tuple[Any, str]:
-    """The one field of several that is given, and its name."""
-    given = [name for name in names if getattr(part, name, None) is not None]
-    if len(given) != 1:
-        what = f"a part of type {part.type} needs one of {', '.join(names)}"
-        raise invalid(place, f"{place}: {what}")
-    return getattr(part, given[0]), given[0]
 
 
 _HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")

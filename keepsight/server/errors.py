@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from keepsight.errors import (
     Busy,
@@ -144,7 +143,7 @@ def hint_for(place: str, known: Iterable[str]) -> str:
     return f"did you mean {f'{head}.' if head else ''}{near[0]}?" if near else "see /docs"
 
 
-def from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
+def from_validation(errors: Sequence[Record], body: object = None) -> ApiError:
     """The first thing that is wrong with a request, as OpenAI words it. `body` is the type of the
     body."""
     error = errors[0] if errors else {"type": "invalid", "loc": (), "msg": "the body is not valid"}
@@ -169,7 +168,7 @@ def from_validation(errors: Sequence[Any], body: Any = None) -> ApiError:
     return ApiError(400, text, param=place or None, code="invalid_value")
 
 
-def _wrong(kind: str, error: Any) -> str:
+def _wrong(kind: str, error: Record) -> str:
     """What is wrong with a value, in the words of JSON."""
     about = error.get("ctx", {})
     if kind == "union_tag_invalid":

@@ -31,13 +31,13 @@ class SentImage:
     """How large a picture is shown: at most so many pixels, or by options of the processor."""
 
     most: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
 
 
 class ImageSizes:
     """How the processor of the model sizes pictures, and what requests may say about it."""
 
-    def __init__(self, image_processor: Any, given: Options) -> None:
+    def __init__(self, image_processor: object, given: Options) -> None:
         """`given`: what of the processor's options the server was started with."""
         known = getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", {})
         size = dict(given.get("size") or getattr(image_processor, "size", None) or {})

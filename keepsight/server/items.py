@@ -6,7 +6,7 @@ whatever clients add to them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
@@ -145,7 +145,7 @@ class Reference(Open):
     id: Id
 
 
-def _item_kind(value: Any) -> str:
+def _item_kind(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     kind = "message" if kind is None else kind
     return f"as {kind}" if isinstance(kind, str) else "as message"

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -196,7 +195,7 @@ def _output(kept: StoredResponse | None) -> Iterator[Record]:
     yield from () if kept is None else json.loads(kept.response)["output"]
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
         errors="surrogatepass"
     )

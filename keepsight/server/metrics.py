@@ -6,17 +6,17 @@ counted in tokens, those of the multimodal cache in images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_Stats = Callable[[], Mapping[str, object]]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -63,7 +63,7 @@ class Metrics:
         if "queued" in times:
             self._queued.observe(times["queued"] / 1e3)
 
-    def watch(self, caches: Callable[[], Record], engine: Callable[[], Any]) -> None:
+    def watch(self, caches: Callable[[], Record], engine: _Stats) -> None:
         """Where the state of caches and scheduler is read when somebody asks."""
         self.registry.register(_State(caches, engine))
 
@@ -75,14 +75,14 @@ class Metrics:
 class _State(Collector):
     """Caches and scheduler, read when they are asked for."""
 
-    def __init__(self, caches: Callable[[], Record], engine: Callable[[], Any]) -> None:
+    def __init__(self, caches: Callable[[], Record], engine: _Stats) -> None:
         self._caches, self._engine = caches, engine
 
-    def describe(self) -> Iterator[Any]:
+    def describe(self) -> Iterator[Metric]:
         """Nothing before somebody asks."""
         return iter(())
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """Bytes and counts per tier."""
         caches = self._caches()
         size = GaugeMetricFamily("keepsight_cache_bytes", "Bytes held.", labels=["cache"])
@@ -108,7 +108,7 @@ class _State(Collector):
                 yield gauge
 
 
-def _of_store(told: Record | None) -> Iterator[Any]:
+def _of_store(told: Record | None) -> Iterator[Metric]:
     """What the store refuses at the moment, and what it has refused."""
     if told is None:
         return

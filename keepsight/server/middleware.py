@@ -15,7 +15,7 @@ import time
 import traceback
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +24,8 @@ from keepsight.report import Report, Usage
 from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, from_error
 from keepsight.server.hosts import host_of, is_loopback, is_own_name
+from keepsight.server.responses_schema import ResponsesRequest
+from keepsight.server.schema import ChatRequest
 from keepsight.server.site import FILES
 from keepsight.server.unused import HEADER, Unused
 
@@ -67,7 +69,7 @@ class Visit:
             raise ApiError(401, "no API key", code="invalid_api_key")
         return self.caller
 
-    def asked(self, body: Any) -> None:
+    def asked(self, body: ChatRequest | ResponsesRequest) -> None:
         """Note who asks for what, as far as the client says; nothing of what is said. What is
         unknown in a body is taken out of it here."""
         self.unused.sift(body)

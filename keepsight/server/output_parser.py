@@ -11,7 +11,6 @@ import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from keepsight.kinds import Message, Record
 
@@ -137,7 +136,7 @@ def spoken_message(speech: OutputParser, text: str, most_calls: int | None = Non
     return message
 
 
-def arguments_of(text: str) -> Any:
+def arguments_of(text: str) -> object:
     """The arguments of a call as templates want them: a record, where they are one."""
     try:
         arguments = json.loads(text)
@@ -168,7 +167,7 @@ def _tagged(text: str) -> OutputPiece | None:
     return OutputPiece("call", json.dumps(arguments, ensure_ascii=False), found[1], new_call_id())
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """Tagged values are text, and JSON where they are written as such."""
     if text[:1] in "[{" or text in ("true", "false", "null") or re.fullmatch(r"-?\d[\d.]*", text):
         try:

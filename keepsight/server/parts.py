@@ -6,10 +6,11 @@ Face's (`{"type": "image", "image" | "url" | "path" | "base64": ...}`) or of Ant
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
+from keepsight.server.errors import invalid
 from keepsight.server.unused import Open
 
 Text = Annotated[str, Field(max_length=16_000_000)]
@@ -20,12 +21,12 @@ Detail = Literal["auto", "low", "high", "original"]
 Pixels = Annotated[int, Field(ge=1024, le=120_000_000)]
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """Which branch of a text or a list is meant."""
     return "as parts" if isinstance(value, list) else "as text"
 
 
-def _address_kind(value: Any) -> str:
+def _address_kind(value: object) -> str:
     return "as text" if isinstance(value, str) else "as record"
 
 
@@ -213,7 +214,21 @@ Content = Annotated[
 ]
 
 
-def thought_in(content: Any) -> str | None:
+Given = str | ImageAddress | VideoAddress | EncodedSource  # where a medium is
+
+
+def one_of(
+    part: BareImagePart | VideoPart, names: tuple[str, ...], place: str
+) -> tuple[Given, str]:
+    """Return the one field of several that is given, and its name."""
+    given = [name for name in names if getattr(part, name, None) is not None]
+    if len(given) != 1:
+        what = f"a part of type {part.type} needs one of {', '.join(names)}"
+        raise invalid(place, f"{place}: {what}")
+    return getattr(part, given[0]), given[0]
+
+
+def thought_in(content: object) -> str | None:
     """Thoughts that came as parts of the content."""
     if not isinstance(content, list):
         return None

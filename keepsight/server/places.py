@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, Tag
 
 from keepsight.kinds import Record
 
 
-def place_in(body: Any, location: Sequence[Any]) -> tuple[str, set[str]]:
+def place_in(body: object, location: Sequence[object]) -> tuple[str, set[str]]:
     """`messages[0].content`, and the names of the fields there. `body` is the type of all of it;
     where that is not known, each part of the location counts."""
     text, kind = "", body
@@ -30,7 +30,7 @@ def place_in(body: Any, location: Sequence[Any]) -> tuple[str, set[str]]:
     return text, {name for names in fields for name in names}
 
 
-def _branches(kind: Any) -> list[Any]:
+def _branches(kind: object) -> list[object]:
     """The types that a value may have; null is none of them."""
     if get_origin(kind) is Annotated and not _tag(kind):
         return _branches(get_args(kind)[0])
@@ -40,12 +40,12 @@ def _branches(kind: Any) -> list[Any]:
     return [kind]
 
 
-def _tag(kind: Any) -> str | None:
+def _tag(kind: object) -> str | None:
     marks = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
     return next((mark.tag for mark in marks if isinstance(mark, Tag)), None)
 
 
-def _labels(branch: Any) -> set[str]:
+def _labels(branch: object) -> set[str]:
     """What a location calls a branch: by its tag, by the types it is for, or by its class."""
     if tag := _tag(branch):
         return {tag}
@@ -54,11 +54,11 @@ def _labels(branch: Any) -> set[str]:
     return {*own, getattr(branch, "__name__", "")}
 
 
-def _is_literal(kind: Any) -> bool:
+def _is_literal(kind: object) -> bool:
     return get_origin(kind) is Literal
 
 
-def _inside(kind: Any, part: Any) -> Any:
+def _inside(kind: object, part: object) -> object:
     """The type of one field, item or value."""
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
@@ -68,7 +68,7 @@ def _inside(kind: Any, part: Any) -> Any:
     return arguments[-1] if get_origin(kind) in (list, dict) and arguments else None
 
 
-def _fields(kind: Any) -> Record:
+def _fields(kind: object) -> Record:
     """The names that clients write, with their types."""
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]

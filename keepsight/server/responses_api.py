@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -137,7 +137,7 @@ class ResponseWriter:
         response: Record = last["response"]
         return response
 
-    async def lines(self) -> AsyncGenerator[tuple[str | None, Any], None]:
+    async def lines(self) -> AsyncGenerator[tuple[str | None, Record | str], None]:
         """The events of a stream, numbered; what goes wrong on the way is an event too."""
         try:
             async for event in self._events():
@@ -177,7 +177,7 @@ class ResponseWriter:
             )
         return made
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: object) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 

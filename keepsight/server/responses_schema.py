@@ -7,7 +7,7 @@ the id of that response; what those ids mean is found in `kept.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
@@ -20,6 +20,7 @@ from keepsight.server.items import (
     Item,
     MessageItem,
     OutputText,
+    Part,
     ResultItem,
     ThoughtItem,
 )
@@ -258,7 +259,7 @@ def _thought(item: ThoughtItem) -> str:
     return "".join(part.text for part in item.content or item.summary or [])
 
 
-def _answers(item: Any) -> bool:
+def _answers(item: Item) -> bool:
     return isinstance(item, CallItem) or getattr(item, "role", None) == "assistant"
 
 
@@ -267,7 +268,7 @@ def _only_thought(thought: str) -> schema.ChatMessage:
     return schema.ChatMessage(role="assistant", content="", reasoning_content=thought)
 
 
-def _append(made: list[schema.ChatMessage], item: Any, thought: str | None, place: str) -> None:
+def _append(made: list[schema.ChatMessage], item: Item, thought: str | None, place: str) -> None:
     """An item as a message; calls of tools join the answer that made them."""
     if isinstance(item, ResultItem):
         content = item.output if isinstance(item.output, str) else _parts(item.output)
@@ -283,18 +284,18 @@ def _append(made: list[schema.ChatMessage], item: Any, thought: str | None, plac
                 role="assistant", tool_calls=[call], reasoning_content=thought
             )
             made.append(said.called(place, f"{place}.content"))
-    else:
+    elif isinstance(item, MessageItem):
         content = item.content if isinstance(item.content, str) else _parts(item.content)
         reasoning = thought if item.role == "assistant" else None
         said = schema.ChatMessage(role=item.role, content=content, reasoning_content=reasoning)
         made.append(said.called(place, f"{place}.content"))
 
 
-def _parts(given: list[Any]) -> list[Any]:
+def _parts(given: Sequence[Part]) -> list[parts.Part]:
     return [_part(part) for part in given]
 
 
-def _part(part: Any) -> Any:
+def _part(part: Part) -> parts.Part:
     if isinstance(part, InputText | OutputText):
         mark = getattr(part, "cache_control", None)
         return parts.TextPart(type="text", text=part.text, cache_control=mark)

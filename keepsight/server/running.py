@@ -133,7 +133,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Watch it; where there are too many, one of them goes."""
         super().connection_made(transport)
-        self._seen: Any = None
+        self._seen: object = None
         self._heard = self.loop.time()
         if len(self.connections) > self.most:
             self._make_room()

@@ -7,9 +7,9 @@ probabilities) are logits processors of Transformers' kind, a fresh one for each
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from pydantic import BaseModel
 from transformers import LogitsProcessor
 
 from keepsight.kinds import Options, Record
@@ -106,7 +106,7 @@ class Sampling:
 
 
 def sampling(
-    body: Any, longest: int | None, vocabulary: int, ends: tuple[int, ...] = ()
+    body: BaseModel, longest: int | None, vocabulary: int, ends: tuple[int, ...] = ()
 ) -> Sampling:
     """The choices in a body of either API; fields that one of them lacks count as not given.
     `ends` are the tokens that end an answer of the model."""
@@ -144,7 +144,7 @@ _OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _AS_MUCH_AS_FITS = 10_000_000  # the library cuts it to what is left of the model's context
 
 
-def _limit(body: Any, longest: int | None) -> int | None:
+def _limit(body: BaseModel, longest: int | None) -> int | None:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     asked_for = ((name, getattr(body, name, None)) for name in names)
     given: dict[str, int] = {name: value for name, value in asked_for if value is not None}
@@ -161,7 +161,7 @@ def _limit(body: Any, longest: int | None) -> int | None:
     return longest
 
 
-def _ends(body: Any, vocabulary: int, ends: tuple[int, ...]) -> Record:
+def _ends(body: BaseModel, vocabulary: int, ends: tuple[int, ...]) -> Record:
     """What ends an answer beside its length and its stop texts, and what may not end it yet."""
     options: Options = {}
     more = getattr(body, "stop_token_ids", None) or []
@@ -182,7 +182,7 @@ def _ends(body: Any, vocabulary: int, ends: tuple[int, ...]) -> Record:
     return options
 
 
-def _logprobs(body: Any) -> tuple[bool, int]:
+def _logprobs(body: BaseModel) -> tuple[bool, int]:
     asked = getattr(body, "logprobs", None)
     top = getattr(body, "top_logprobs", None)
     if top and not asked:

@@ -7,7 +7,7 @@ which are taken and named; each with the reason. A null means the same as leavin
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Discriminator, Field, JsonValue, PrivateAttr, Tag
 
@@ -45,7 +45,7 @@ class Tool(Open):
     function: Function
 
 
-def _arguments_kind(value: Any) -> str:
+def _arguments_kind(value: object) -> str:
     return "as record" if isinstance(value, dict) else "as text"
 
 
@@ -82,7 +82,7 @@ class ChatToolChoice(Open):
     function: NamedFunction
 
 
-def choice_kind(value: Any) -> str | None:
+def choice_kind(value: object) -> str | None:
     """How a choice of a tool is written."""
     if isinstance(value, dict | BaseModel):
         kind = value.get("type") if isinstance(value, dict) else "function"

@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import Request
+from pydantic.main import IncEx
 
 from keepsight.core.lengths import characters
 from keepsight.kinds import Message, Record
@@ -174,12 +175,14 @@ class Service:
             raise
         return answers
 
-    async def prepare(self, messages: list[Message], **options: Any) -> Report:
+    async def prepare(
+        self, messages: list[Message], tenant: str | None = None, **options: object
+    ) -> Report:
         """Encode and prefill; the report when it is done."""
         seconds = self.config.seconds("request_timeout")
         try:
             async with asyncio.timeout(seconds):
-                return await self.desk.prepare(messages, **options)
+                return await self.desk.prepare(messages, tenant, **options)
         except TimeoutError:
             raise _too_long(seconds) from None
 
@@ -263,7 +266,7 @@ def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
 
 def tools_of(tools: list[schema.Tool] | None) -> list[Record] | None:
     """Tools as templates want them; `strict` is a word to the server."""
-    left_out: Any = {"function": {"strict"}}
+    left_out: IncEx = {"function": {"strict"}}
     return [t.model_dump(exclude_none=True, exclude=left_out) for t in tools] if tools else None
 
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -22,6 +22,7 @@ from keepsight.server.errors import ApiError
 from keepsight.server.middleware import Visit, told
 
 T = TypeVar("T")
+Event = tuple[str | None, Record | str]  # its name, where it has one, and its data
 STREAMED: dict[int | str, Record] = {
     200: {
         "description": "The answer, whole or as server-sent events.",
@@ -57,7 +58,7 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        events: AsyncGenerator[tuple[str | None, Any], None],
+        events: AsyncGenerator[Event, None],
         visit: Visit,
         answers: Sequence[AnswerStream],
     ) -> None:
@@ -74,9 +75,7 @@ class EventStream(StreamingResponse):
                 answer.cancel()
 
 
-async def _lines(
-    events: AsyncGenerator[tuple[str | None, Any], None], visit: Visit
-) -> AsyncIterator[str]:
+async def _lines(events: AsyncGenerator[Event, None], visit: Visit) -> AsyncIterator[str]:
     try:
         async with aclosing(events) as source:
             async for name, data in source:
@@ -87,7 +86,7 @@ async def _lines(
         yield f"data: {dumped(problem.body())}\n\n"
 
 
-def dumped(data: Any) -> str:
+def dumped(data: object) -> str:
     """JSON on one line."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 

@@ -35,7 +35,7 @@ class RenderedMessages(list[Record]):
     large = False
 
 
-def is_large(messages: Any) -> bool:
+def is_large(messages: object) -> bool:
     """Whether it takes long to make a prompt of some messages."""
     return isinstance(messages, RenderedMessages) and messages.large
 
