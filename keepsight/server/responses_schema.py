@@ -25,7 +25,7 @@ from keepsight.server.items import (
     ThoughtItem,
 )
 from keepsight.server.parts import Name, PixelLimits, Text, kind_of
-from keepsight.server.schema import KeepsightOptions, Reasoning, Tokens, Unit
+from keepsight.server.schema import Tokens
 from keepsight.server.unused import Open, Unused, is_empty
 
 
@@ -75,7 +75,7 @@ class TextSettings(Open):
     verbosity: JsonValue = None
 
 
-class ResponsesRequest(PixelLimits):
+class ResponsesRequest(schema.AnswerOptions):
     """The body of `/v1/responses`."""
 
     CONSTRAINING: ClassVar[dict[str, str]] = schema.CONSTRAINING
@@ -94,33 +94,11 @@ class ResponsesRequest(PixelLimits):
         None
     ) = None
     max_output_tokens: Tokens | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[str] | None = None
-    stream: bool | None = None
-    stream_options: schema.StreamOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    thinking: JsonValue = None
-    enable_thinking: bool | None = None
     text: TextSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    service_tier: Annotated[str, Field(max_length=64)] | None = None
-    user: Annotated[str, Field(max_length=1024)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
-    keepsight: KeepsightOptions | None = None
     # Refused, see UNSUPPORTED.
     background: JsonValue = None
     conversation: JsonValue = None

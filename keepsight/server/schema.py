@@ -192,14 +192,9 @@ CONSTRAINING: dict[str, str] = {
 }  # fmt: skip
 
 
-class Rendering(PixelLimits):
-    """What decides the prompt: of a request that answers, prepares or explains."""
+class PromptOptions(PixelLimits):
+    """Of both APIs: what decides the prompt beside the messages."""
 
-    CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
-
-    model: Name
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
@@ -207,6 +202,36 @@ class Rendering(PixelLimits):
     reasoning: Reasoning | None = None
     thinking: JsonValue = None  # {"type": "enabled"} or "disabled", as Anthropic has it
     enable_thinking: bool | None = None
+
+
+class AnswerOptions(PromptOptions):
+    """Of both APIs: how tokens are chosen, and how an answer is sent."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Unit | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    ignore_eos: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
+    keepsight: KeepsightOptions | None = None
+
+
+class Rendering(PromptOptions):
+    """What decides the prompt: of a request that answers, prepares or explains."""
+
+    CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
+
+    model: Name
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -228,42 +253,27 @@ NAMED: dict[str, str] = {
 }
 
 
-class ChatRequest(Rendering):
+class ChatRequest(Rendering, AnswerOptions):
     """The body of `/v1/chat/completions`."""
 
     NOT_HONOURED: ClassVar[frozenset[str]] = frozenset((*UNSUPPORTED, *NAMED))
 
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     min_p: Unit | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
     cache_prompt: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text", "audio"]] | None = None
-    service_tier: Annotated[str, Field(max_length=64)] | None = None
-    user: Annotated[str, Field(max_length=1024)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
-    keepsight: KeepsightOptions | None = None
     # Refused, see UNSUPPORTED.
     audio: JsonValue = None
     function_call: JsonValue = None
