@@ -77,8 +77,8 @@ def sealed(
 ) -> Path:
     """A file whose seals all hold, whatever its header says of the tensors in it."""
     truth = tensors or dict.fromkeys(entries, torch.zeros(0))
-    digests = {name: digests.digest("tensor", tensor) for name, tensor in truth.items()}
-    body = {"kind": "test", "format": 1, "tensors": digests, **record}
+    named = {name: digests.digest("tensor", tensor) for name, tensor in truth.items()}
+    body = {"kind": "test", "format": 1, "tensors": named, **record}
     return raw(path, {"__metadata__": metadata(body), **entries}, data)
 
 

@@ -23,6 +23,8 @@ from hostile import ROOT
 from models import picture, turn
 
 import keepsight as ks
+from keepsight.core.answer import turn_of
+from keepsight.core.call import Call
 from keepsight.encode.documents import PDFIUM, _Document
 from keepsight.encode.prefetch import Ahead
 from keepsight.scheduler import Together
@@ -201,7 +203,7 @@ def test_a_stream_closed_while_another_thread_has_the_model_does_not_wait(demo: 
     tree, go_on, has = demo.runtime.tree, threading.Event(), threading.Event()
 
     def hold() -> None:
-        with demo._lock:
+        with demo.runtime.lock:
             has.set()
             go_on.wait(60)
 
@@ -220,7 +222,7 @@ def test_a_stream_closed_while_another_thread_has_the_model_does_not_wait(demo: 
 
 
 def test_a_turn_that_was_begun_and_dropped_holds_nothing(demo: Any) -> None:
-    turn_ = demo._turn(MESSAGES, ks.calls.Call.of({}, ""))
+    turn_ = turn_of(demo.runtime, MESSAGES, Call.of({}, ""))
     turn_.ready()
     assert demo.runtime.tree.held_bytes()
     del turn_

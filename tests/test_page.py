@@ -81,7 +81,7 @@ def test_a_pasted_picture_is_seen_once_and_then_remembered(opened: Open) -> None
     assert page.cached()[0] == 0
     second = page.ask("What color is the shape in the picture?")
     assert page.said() == "Red."
-    expect(second.locator(".seen.runtime")).to_have_text("from memory")
+    expect(second.locator(".seen.memory")).to_have_text("from memory")
     assert page.cached()[0] > 16
     expect(second.locator(".numbers")).to_contain_text(re.compile(r"first after .*tokens/s.*demo"))
     second.locator("summary").click()
@@ -530,7 +530,7 @@ def test_the_schema_is_read_without_anything_from_elsewhere(
     row = page.tab.locator("#record-ChatRequest tr", has_text="temperature")
     expect(row).to_contain_text("number, from 0, to 2")
     page.tab.locator("#record-ChatRequest a", has_text="Message").click()
-    expect(page.tab.locator("#record-Message tr", has_text="role")).to_contain_text("developer")
+    expect(page.tab.locator("#record-ChatMessage tr", has_text="role")).to_contain_text("developer")
     assert page.overflow() <= 0 and not page.wrong
     assert asked and all(url.startswith(server.url) for url in asked)
     page.close()

@@ -803,12 +803,12 @@ from keepsight import digests
 from keepsight.store.remote import RemoteStore
 store = RemoteStore(sys.argv[1])
 for n in range(30):
-    key = keys.digest("entry", n)
+    key = digests.digest("entry", n)
     store.put("package", key, {"a": torch.full((5000,), float(n))}, {"n": n})
     store.put_note("alias", key, {"n": n})
     if n % 10 == 9:
         store.flush()
-        found = store.get("package", keys.digest("entry", n - 5))
+        found = store.get("package", digests.digest("entry", n - 5))
         if found is None or not (found[0]["a"] == n - 5).all():
             raise SystemExit("lost")
 store.close()

@@ -354,7 +354,7 @@ store, n = DiskStore(sys.argv[1]), 0
 while True:
     for _ in range(5):
         n += 1
-        key = keys.digest("entry", n)
+        key = digests.digest("entry", n)
         store.put("package", key, {"a": torch.full((5000,), float(n))}, {"n": n})
         store.put_note("alias", key, {"n": n})
     store.flush()
@@ -387,7 +387,7 @@ from keepsight import digests
 from keepsight.store import DiskStore
 store = DiskStore(sys.argv[1])
 for n in range(60):
-    key = keys.digest("entry", n)
+    key = digests.digest("entry", n)
     store.put("package", key, {"a": torch.full((5000,), float(n))}, {"n": n})
     store.put_note("alias", key, {"n": n})
     if n % 10 == 9:

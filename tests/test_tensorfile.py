@@ -31,6 +31,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from keepsight import digests
 from keepsight.errors import (
     DamagedFile,
     FileError,
@@ -228,8 +229,8 @@ def test_records_that_do_not_name_the_tensors(tmp_path: Path) -> None:
         path = sealed(tmp_path / "x", entries, data, tensors)
         with pytest.raises(DamagedFile):
             tensorfile.read(path, "test", 1)
-    for digests in (None, [], "x", {"a": None}):
-        record = {"kind": "test", "format": 1, "tensors": digests}
+    for names in (None, [], "x", {"a": None}):
+        record = {"kind": "test", "format": 1, "tensors": names}
         path = raw(tmp_path / "x", {"__metadata__": metadata(record), **entries}, data)
         with pytest.raises(DamagedFile):
             tensorfile.read(path, "test", 1)
@@ -241,7 +242,7 @@ def test_a_tensor_named_twice_is_no_way_in(tmp_path: Path) -> None:
     record = {
         "kind": "test",
         "format": 1,
-        "tensors": {"a": tensorfile.keys.digest("tensor", first)},
+        "tensors": {"a": digests.digest("tensor", first)},
     }
     seal = json.dumps(metadata(record))
     one, two = (json.dumps(entry("U8", [1], spot, spot + 1)) for spot in (0, 1))

@@ -68,14 +68,14 @@ def test_a_tenant_has_one_vision_however_many_threads_ask(vlm: Any) -> None:
 def test_making_a_request_ready_makes_no_room_for_tenants(vlm: Any) -> None:
     """Room is made in the tree, which only whoever has the model may change."""
     has_it: list[bool] = []
-    make_room = vlm.runtime._make_room_for_a_tenant
+    make_room = vlm.runtime._make_room_for
 
-    def watched() -> None:
+    def watched(tenant: str) -> None:
         has_it.append(vlm.runtime.lock._owner == threading.get_ident())
-        make_room()
+        make_room(tenant)
 
     namer = vlm.runtime.vision_of("x").namer
-    vlm.runtime._make_room_for_a_tenant = watched
+    vlm.runtime._make_room_for = watched
     look = namer.look
 
     def forgetful(*given: Any) -> Any:

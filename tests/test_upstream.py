@@ -276,7 +276,7 @@ def test_what_a_newer_version_changed_is_refused(
     monkeypatch.setitem(upstream.TESTED, "transformers", "5.22.0")
     kind = "gemma3" if wrong == "whole" else "qwen3_vl"
     model, processor = build(kind)
-    family = type(ks.wrap(model, processor).memory.family)
+    family = type(ks.wrap(model, processor).runtime.family)
     if wrong == "whole":
         monkeypatch.setattr(family, "sees_whole_media", False)
     else:

@@ -106,7 +106,7 @@ def test_qwen_processors_need_torchvision_even_for_images() -> None:
         "sys.meta_path.insert(0, Hide())\n"
         "import importlib.util as u; real = u.find_spec\n"
         "u.find_spec = lambda n, *a: None if n.split('.')[0] == 'torchvision' else real(n, *a)\n"
-        "from keepsight import loading\n"
+        "from keepsight.models import loading\n"
         "import transformers\n"
         "path = loading.model_path('demo')\n"
         "try:\n"
