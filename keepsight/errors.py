@@ -164,6 +164,10 @@ class ModelError(KeepsightError, RuntimeError):
     """The model cannot be used as it is."""
 
 
+class ModelKeepsChanging(ModelError):
+    """The model is another one after each pass, so nothing that is computed can be used."""
+
+
 class UnsupportedModel(ModelError):
     """The model's family, or a kind of cache layer in it, has not been shown to be exact."""
 

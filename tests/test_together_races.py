@@ -16,6 +16,7 @@ import keepsight as ks
 from keepsight import digests
 from keepsight.core.answer import turn_of
 from keepsight.core.call import Call
+from keepsight.errors import ModelKeepsChanging
 from keepsight.scheduler import Together
 
 GREEDY = {"do_sample": False}
@@ -184,3 +185,32 @@ def test_what_a_turn_under_way_computes_does_not_come_back_after_a_reset(
         again = vlm.chat(asked, max_new_tokens=3, **GREEDY)
         assert again.tokens == wanted and again.usage.cached_tokens == 0
         assert vlm.chat(asked, max_new_tokens=3, **GREEDY).usage.cached_tokens > 0
+
+
+class Counting:
+    """A hook with a state of its own: the model is another one after each pass."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __call__(self, module: Any, given: Any, out: Any) -> Any:
+        self.passes += 1
+        return out * (1 + 1e-6 * self.passes)
+
+
+def test_a_model_that_changes_in_each_pass_ends_with_its_name() -> None:
+    model, processor = build("qwen3_vl")
+    handle = model.get_decoder().layers[0].mlp.register_forward_hook(Counting())
+    long = [turn("Please look at this picture very carefully. " * 6, picture(1), picture(2))]
+    try:
+        with ks.wrap(model, processor, grain=16) as vlm:
+            assert vlm.chat(long, max_new_tokens=2, **GREEDY).tokens  # alone it comes to an end
+            with Together(vlm) as together:
+                other = [turn("Look at this instead of that, please. " * 6, picture(3), picture(4))]
+                ticket = together.submit(other, max_new_tokens=2, **GREEDY)
+                with pytest.raises(ModelKeepsChanging, match="changed 9 times"):
+                    ticket.result()
+                handle.remove()
+                assert together.submit(other, max_new_tokens=2, **GREEDY).result().tokens
+    finally:
+        handle.remove()

@@ -21,6 +21,7 @@ from keepsight.core.render import Renderer, parse_messages
 from keepsight.core.sampling import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
 from keepsight.core.sampling import Taker as TokenTaker
 from keepsight.core.turn import Turn
+from keepsight.errors import ModelKeepsChanging
 from keepsight.formats.package import Package
 from keepsight.kinds import Message, Options, Record
 from keepsight.media.features import Vision
@@ -33,6 +34,7 @@ from keepsight.system.lock import Mutex
 from keepsight.vlm import VLM
 
 _LONG = 1 << 15  # characters of texts that are tokenized beside the others
+MAX_RESTARTS = 8  # of one prompt, because the model changed
 _LONGEST_ROOM = 4096  # an answer may get longer; this much is planned for
 
 Follow = Callable[[str], Message | None]  # from the text of an answer to the message it becomes
@@ -52,12 +54,24 @@ class Request:
     work: Iterator[int] | None = None
     taker: TokenTaker | None = None
     detokenizer: Detokenizer | None = None
+    restarts: int = 0  # how often it was begun again because the model changed
     looked_at: int = 0  # the round in which weights and settings were compared last
     token: int = 0  # the last one, which the next step takes in
     keeps_lane: bool = False  # decoded state is remembered (`exact=False`)
     order: PromptOrder | None = None  # what was asked, for who makes the next turn ready
     follow: Follow | None = None
     said: list[str] = field(default_factory=list)  # the answer so far
+
+    def count_restart(self) -> None:
+        """Refuse to begin one prompt without end: the model may change in each pass."""
+        self.restarts += 1
+        if self.restarts > MAX_RESTARTS:
+            raise ModelKeepsChanging(
+                f"weights, settings or hooks of the model changed {self.restarts} times while one "
+                "prompt was prefilled, so its parts do not belong together; stop what changes them "
+                "(training in another thread, or a hook that changes its own state in each pass), "
+                "and ask again"
+            )
 
     @property
     def remaining(self) -> int:

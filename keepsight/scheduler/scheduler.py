@@ -281,6 +281,7 @@ class Together:
         if request.looked_at != self._rounds and turn.out_of_date():
             # Weights or settings were changed between two pieces: from the beginning.
             turn.finish()
+            request.count_restart()
             self._begin(request)
         before = turn.stands
         tokens = next(request.work, 0) if request.work is not None else 0
