@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from server_harness import Live, asked, live, scene
+from test_server_door import TEMPLATE
 
 import keepsight as ks
 from keepsight.media.naming import Namer
@@ -96,6 +97,26 @@ def test_any_salts_pins_and_statistics_take_nothing_from_anybody(
     assert [status for status, _ in said] == [200, 200, 400, 400, 400]
     assert said[-1][1]["error"]["code"] == "pins_full"
     assert held(locked, "ann") == {key: True}
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "zoom", "description": "Look closer.", "parameters": {"type": "object"}},
+}
+
+
+def test_a_pinned_conversation_has_its_tools(demo_parts: dict[str, Any]) -> None:
+    body = {**about(76), "tools": [TOOL]}
+    with ks.wrap(*demo_parts["demo"], grain=16, chat_template=TEMPLATE) as vlm, live(vlm) as server:
+        status, told = server.call("/v1/cache/pin", body)[:2]
+        assert status == 200, told
+        report = server.call("/v1/cache/explain", body)[1]["report"]
+        assert report["cached_tokens"] >= report["prompt_tokens"] - 16
+        vlm.runtime.tree.evict(1 << 40)
+        assert server.call("/v1/cache/explain", body)[1]["report"]["cached_tokens"] > 0
+        for more in ({"pictures_only": True}, {"messages": None, "images": [UNKNOWN]}):
+            told = server.call("/v1/cache/pin", {**body, **more})[1]
+            assert told["error"]["param"] == "tools"
 
 
 def test_a_pin_too_many_is_refused_by_name(demo_parts: dict[str, Any]) -> None:

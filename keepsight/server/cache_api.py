@@ -23,7 +23,7 @@ from keepsight.server.body import BodyRoute
 from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.parts import Name, PixelLimits
-from keepsight.server.schema import ChatMessage, Rendering
+from keepsight.server.schema import ChatMessage, Rendering, TemplateOptions, Tool
 from keepsight.server.service import Service, tools_of, visit_of
 from keepsight.server.streaming import report_of, unless_gone
 from keepsight.server.threads import is_large
@@ -31,6 +31,7 @@ from keepsight.server.unused import Strict
 from keepsight.store import Entry
 
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+_TEMPLATE = ("tools", "chat_template_kwargs")  # fields that decide a prompt beside its messages
 _MOST = 1000  # pictures of a store that are listed
 Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Held = list[Record] | list[Medium]  # a conversation, or the media in it
@@ -54,6 +55,8 @@ class HeldRequest(PixelLimits):
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
     images: Annotated[list[Key] | None, Field(min_length=1, max_length=1000)] = None
     pictures_only: bool = False
+    tools: list[Tool] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     cache_salt: Salt | None = None
 
 
@@ -112,8 +115,8 @@ def _add_held(router: APIRouter, service: Service) -> None:
         """Keep pictures, or a whole conversation. Of messages, what is not there yet is computed;
         a picture that is named by its key must be remembered."""
 
-        def keep(what: Held, whose: dict[str, str]) -> int:
-            service.vlm.pin(what, body.pinned, **whose)
+        def keep(what: Held, options: Options) -> int:
+            service.vlm.pin(what, body.pinned, **options)
             return 0
 
         if body.images is not None:
@@ -129,8 +132,8 @@ def _add_held(router: APIRouter, service: Service) -> None:
     async def delete(body: HeldRequest, request: Request) -> Record:
         """Remove pictures, or a whole conversation, and all that was computed from them."""
 
-        def forget(what: Held, whose: dict[str, str]) -> int:
-            return service.vlm.delete(what, **whose)
+        def forget(what: Held, options: Options) -> int:
+            return service.vlm.delete(what, **options)
 
         if body.images is not None:
             work = functools.partial(_delete_images, service)
@@ -203,7 +206,7 @@ async def _on_held(
     service: Service,
     body: HeldRequest,
     request: Request,
-    act: Callable[[Held, dict[str, str]], int],
+    act: Callable[[Held, Options], int],
     first: Callable[..., Awaitable[Report]] | None = None,
     learn: bool = False,
 ) -> tuple[int, list[str]]:
@@ -213,11 +216,13 @@ async def _on_held(
         raise invalid("messages", "give messages, or images by their keys")
     visit = visit_of(request)
     visit.unused.sift(body)
-    fields = ("model", "messages", "cache_salt", *PixelLimits.model_fields)
+    if body.pictures_only:
+        _refuse_with(body, "pictures_only", *_TEMPLATE)
+    fields = ("model", "messages", "cache_salt", *_TEMPLATE, *PixelLimits.model_fields)
     rendering = Rendering(**{name: getattr(body, name) for name in fields})
 
     async def work() -> tuple[int, list[str]]:
-        given, _, tenant = await service.rendering(rendering, visit)
+        given, template, tenant = await service.rendering(rendering, visit)
         # Pictures are opened here, where nobody's tokens wait for them.
         messages = await service.threads.run(
             lambda: service.desk.together.named(given, tenant or service.vlm.tenant, learn),
@@ -226,14 +231,14 @@ async def _on_held(
         what = [medium for _, medium in _media_in(messages)] if body.pictures_only else messages
         if not what:
             raise ApiError(400, "there is no picture in these messages", param="messages")
-        whose = {"tenant": tenant} if tenant else {}
+        options = _options_of(rendering, template, tenant)
 
         def both() -> tuple[int, list[str]]:
             keys = _keys(service, messages, tenant)
-            return act(what, whose), keys
+            return act(what, options), keys
 
         if first is not None:
-            await first(what, **whose)
+            await first(what, **options)
         return await service.desk.work(both)
 
     return await unless_gone(request, work(), visit)
@@ -249,9 +254,7 @@ async def _on_images(
     """Do something to pictures that are named by their keys; the result, and the keys."""
     if body.messages is not None:
         raise invalid("images", "give either images by their keys, or messages")
-    for name in ("pictures_only", *PixelLimits.model_fields):
-        if getattr(body, name):
-            raise refused(name, "goes with messages; a key already names one picture")
+    _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
     service.subject.check_name(body.model)
     caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
     whose = caller.salted(body.cache_salt) or service.vlm.tenant
@@ -342,6 +345,23 @@ def _used(entry: Entry) -> float:
     return entry.used
 
 
+def _options_of(body: Rendering, template: Record, tenant: str) -> Options:
+    """The library's options for what decides a prompt beside its messages."""
+    options: Options = {"tenant": tenant} if tenant else {}
+    if template:
+        options["template_kwargs"] = template
+    if body.tools:
+        options["tools"] = tools_of(body.tools)
+    return options
+
+
+def _refuse_with(body: HeldRequest, field: str, *names: str) -> None:
+    """Refuse fields that mean nothing beside another."""
+    for name in names:
+        if getattr(body, name):
+            raise refused(name, f"goes with whole messages, and has no meaning with {field}")
+
+
 async def _reported(
     service: Service, body: Rendering, request: Request, call: Callable[..., Awaitable[Report]]
 ) -> Record:
@@ -350,12 +370,7 @@ async def _reported(
 
     async def work() -> Record:
         messages, template, tenant = await service.rendering(body, visit)
-        options: Options = {"tenant": tenant} if tenant else {}
-        if template:
-            options["template_kwargs"] = template
-        if body.tools:
-            options["tools"] = tools_of(body.tools)
-        report = await call(messages, **options)
+        report = await call(messages, **_options_of(body, template, tenant))
         report.notes += visit.unused.notes()
         return {"object": "cache.report", "model": body.model, "report": report_of(report)}
 

@@ -192,10 +192,13 @@ CONSTRAINING: dict[str, str] = {
 }  # fmt: skip
 
 
+TemplateOptions = dict[str, bool | int | float | str | None]
+
+
 class PromptOptions(PixelLimits):
     """Of both APIs: what decides the prompt beside the messages."""
 
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
