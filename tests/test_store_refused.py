@@ -642,3 +642,21 @@ def test_what_is_no_file_in_the_place_of_one_holds_up_nobody(
     assert soon(lambda: held(store)) == {1} and store.stats()["state"] == "ok"
     soon(lambda: fill(store, 0))
     assert held(store) == {0, 1} and soon(store.check) == []
+
+
+def test_a_pipe_in_the_place_of_the_marker_holds_up_nobody(tmp_path: Path, opened: Any) -> None:
+    store = opened(tmp_path)
+    fill(store, 0)
+    store.close()
+    (tmp_path / layout.MARKER).unlink()
+    os.mkfifo(tmp_path / layout.MARKER)
+    store = opened(tmp_path)
+
+    def tried() -> str:
+        try:
+            fill(store, 1)
+        except StoreError as error:
+            return str(error)
+        return "written"
+
+    assert "is no file" in soon(tried) and held(store) >= {0}

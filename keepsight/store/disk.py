@@ -102,7 +102,7 @@ class DiskStore:
     def _refuse_other_formats(self) -> None:
         def look(call: Call[bytes]) -> bytes:
             self._folder.look()
-            return self._folder.path(layout.MARKER).read_bytes()
+            return self._folder.read_file(layout.MARKER)
 
         try:
             data = self._reach.ask(look, b"")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 from keepsight.errors import DamagedFile, StoreError, WrongFormatVersion
 from keepsight.store import layout
@@ -32,6 +33,7 @@ class Ground:
     def start_anew(self) -> None:
         """As at first, and after a fork."""
         self._is_marked = False
+        self._probing = threading.Lock()  # a disk that comes back must not fail one of two probes
         self._room = 0  # bytes of the largest entry that found none
 
     def begin(self) -> None:
@@ -41,7 +43,7 @@ class Ground:
         if self._is_marked and self.folder.status(layout.MARKER) is not None:
             return
         try:
-            layout.check_marker(self.folder.path(layout.MARKER).read_bytes(), str(self.folder.root))
+            layout.check_marker(self.folder.read_file(layout.MARKER), str(self.folder.root))
         except (FileNotFoundError, DamagedFile):
             self.folder.write(layout.MARKER, [layout.marker_bytes()], None)
         except WrongFormatVersion as error:
@@ -69,6 +71,10 @@ class Ground:
     def probe(self, make: bool) -> bool:
         """Whether the disk takes writes again; asked when somebody wants to know for sure (then
         `make` the folder if it is gone), and when it was left alone for long enough."""
+        with self._probing:
+            return self._probe(make)
+
+    def _probe(self, make: bool) -> bool:
         self.disk.try_now()
         try:
             if self.folder.is_gone() and not make:
