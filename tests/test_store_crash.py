@@ -9,6 +9,7 @@ import logging
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -262,5 +263,9 @@ TestStoreMachine.settings = bounded(20, stateful_step_count=20)
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("keepsight").setLevel(logging.CRITICAL)
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("keepsight")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
