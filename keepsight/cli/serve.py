@@ -7,11 +7,11 @@ commands need not import what the server needs. A flag that is given wins over t
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
@@ -135,7 +135,7 @@ def _ending_at_once() -> Iterator[None]:
 
 def _check_libraries() -> None:
     for library in _LIBRARIES:
-        if find_spec(library) is None:
+        if importlib.util.find_spec(library) is None:
             raise MissingExtra.named(library.replace("_", "-"), "server")
 
 

@@ -199,16 +199,18 @@ def make_server(service: Service) -> Server:
 def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], None]) -> None:
     """Serve until a signal says otherwise."""
     _start_logs(config.log)
-    sys.setswitchinterval(_TURN)
     service = make_service(vlm, name, config)
     server = make_server(service)
     server.ready = ready
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN)
     try:
         server.run()
     except SystemExit as error:  # uvicorn's way to say that it could not listen
         where = f"{config.host}:{config.port}"
         raise InputError(f"cannot listen on {where}; is something else there?") from error
     finally:
+        sys.setswitchinterval(before)
         service.draining = True
         service.close()
 
