@@ -22,6 +22,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     ├── StoreError (OSError)               a store folder that cannot be used
     │   └── NotStored                      entries that were handed over and are not in the store
     ├── ModelError (RuntimeError)          the model itself
+    │   ├── ModelKeepsChanging             changed in every pass: no answer belongs to one model
     │   ├── UnsupportedModel               a family or cache layer not (yet) shown to be exact
     │   ├── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
     │   └── UpstreamChanged                something in Transformers is not where it was

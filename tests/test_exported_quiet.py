@@ -46,7 +46,7 @@ def files(home: Path) -> list[str]:
 def test_runtimes_tell_nobody(tmp_path: Path) -> None:
     code = """
 from keepsight.runtimes import imports
-ort, ov = runtimes.onnxruntime(), runtimes.openvino()
+ort, ov = imports.onnxruntime(), imports.openvino()
 import torch
 ov.convert_model(torch.nn.Linear(2, 2), example_input=torch.zeros(1, 2))
 time.sleep(0.5)
@@ -65,9 +65,9 @@ def test_what_the_caller_decided_stays(tmp_path: Path) -> None:
 from keepsight.runtimes import imports
 import types
 own = sys.modules["openvino_telemetry"] = types.ModuleType("openvino_telemetry")
-with runtimes._without_sender():
+with imports._without_sender():
     inside = sys.modules["openvino_telemetry"] is own
-runtimes.onnxruntime()
+imports.onnxruntime()
 after = sys.modules["openvino_telemetry"] is own
 print(json.dumps([inside, after, os.environ["ORT_DISABLE_TELEMETRY"]]))
 """
