@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from changes import CHANGES, attention
-from models import build, folder_of, picture, turn
+from models import build, folder_of, picture, stock_inputs, turn
 from safetensors.torch import load_file, save_file
 from test_exact import cold, logits
 
@@ -146,6 +146,21 @@ def test_who_only_looks_changes_nothing(vlm: Any) -> None:
     assert namespace(vlm) != named
     handle.remove()
     assert namespace(vlm) == named
+
+
+def test_what_generate_notes_on_a_model_is_no_setting(vlm: Any) -> None:
+    """Lengths of static caches and compiled calls stay on the model behind stock `generate`."""
+    named, before = namespace(vlm), set(vars(vlm.model))
+    inputs = stock_inputs(vlm.processor, MESSAGES)
+    vlm.model.generate(**inputs, max_new_tokens=2, cache_implementation="static")
+    vlm.model.get_compiled_call(None)
+    left = set(vars(vlm.model)) - before
+    try:
+        assert {"_previous_max_cache_length", "_compiled_call"} <= left
+        assert namespace(vlm) == named
+    finally:
+        for name in left:
+            delattr(vlm.model, name)
 
 
 def test_a_part_in_training_mode_is_refused_where_it_is_random(vlm: Any) -> None:

@@ -62,6 +62,13 @@ NOTES |= {
     "_tp_plan",
     "all_tied_weights_keys",
 }
+# What `generate` notes for its own next call.
+NOTES |= {
+    "_cached_continuous_batching_manager",
+    "_compiled_call",
+    "_last_compile_config",
+    "_previous_max_cache_length",
+}
 _KEPT = 4  # configurations whose models are remembered
 
 
