@@ -9,7 +9,7 @@ them, so it is asked. A tower gets only what its code looks for, and most get no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,13 +141,20 @@ def _padded(tensors: Mapping[str, torch.Tensor], chunks: list[int], device: Any)
 def _tower(core: torch.nn.Module, name: str) -> _Tower | None:
     """The outermost part of the model that takes a size of this name and tensors ready-made."""
     for module in core.modules():
-        if module is core or name not in inspect.signature(type(module).forward).parameters:
+        if module is core or name not in _arguments(type(module).forward):
             continue
         called = set(_called(module))
         takes = frozenset(n for n, takers in _TAKERS.items() if called & set(takers))
         if takes:
             return _Tower(module, takes)
     return None
+
+
+def _arguments(forward: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(forward).parameters
+    except ValueError:
+        return ()  # a function of C
 
 
 def _called(module: torch.nn.Module) -> Iterator[str]:

@@ -13,7 +13,7 @@ import functools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from keepsight import digests
+from keepsight.errors import KeepsightError
 from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.undescribed import (
     BY_NAME,
@@ -30,6 +31,7 @@ from keepsight.models.fingerprint.undescribed import (
     Private,
     class_dict,
     follow,
+    slots_of,
 )
 from keepsight.models.fingerprint.watch import Owner, Watch, closure
 
@@ -44,8 +46,9 @@ _METHODS = (
     type(str.join),
     type(object.__init__),
     type(vars(dict)["fromkeys"]),
-    torch.jit.ScriptFunction,
 )
+# Functions of a class that no forward pass runs on an object that is there.
+_BUILD_AND_SHOW = ("__init__", "__new__", "__del__", "__repr__", "__str__", "__reduce__")
 CALLED = ("__call__", "__getattr__", "__getattribute__")
 
 
@@ -73,7 +76,12 @@ class Describer:
         if known is not None:
             return known[1]
         self._known[id(value)] = (value, ("again",))  # one that holds itself
-        found = self._describe(value, owner)
+        try:
+            found = self._describe(value, owner)
+        except KeepsightError:
+            raise
+        except Exception:  # whatever a user's object raises when it is looked at
+            found = self.stateful(value)
         self._known[id(value)] = (value, found)
         return found
 
@@ -129,9 +137,9 @@ class Describer:
             return (*kind, digests.digest("array", value))
         if isinstance(value, torch.ScriptObject):
             return (*kind, self._packed(value, owner))
-        if not hasattr(value, "__dict__"):
-            return self.unnamed(value)
         library = functions.is_library_type(type(value))
+        if not hasattr(value, "__dict__"):
+            return self.unnamed(value) if library else self.stateful(value)
         if callable(value) and not library and not isinstance(value, torch.nn.Module):
             return self.stateful(value)
         ignored = ORIGIN if isinstance(value, PreTrainedConfig) else frozenset()
@@ -142,6 +150,10 @@ class Describer:
         slots: Plain = ()
         if isinstance(value, dict | list | set | tuple):  # one of a user's or library's own kind
             slots = tuple(self._sequence(list(value), owner))
+        if not library and (named := slots_of(value)):
+            if self.watch is not None:
+                self.watch.reading(lambda: [*slots_of(value).values()], owner)
+            slots = (slots, *self._items(named, owner))
         return (*kind, *made, *self._items(own, owner), slots)
 
     def _packed(self, value: Any, owner: Owner) -> Plain:
@@ -173,12 +185,23 @@ class Describer:
         if isinstance(value, functools.partial):
             parts = (value.func, value.args, value.keywords)
             return ("partial", *(self.value(part, owner) for part in parts))
+        if isinstance(value, torch.jit.ScriptFunction):
+            return self._compiled(value)
+        if isinstance(value, BuiltinFunctionType) and not functions.is_builtin(value):
+            return ("method", self._bound(value.__self__, owner), value.__name__)
         if functions.is_builtin(value) or isinstance(value, _METHODS):
             return ("builtin", *functions.place_of(value))
         wrapped = getattr(value, "__wrapped__", None)
         if isinstance(value, functools._lru_cache_wrapper) and wrapped is not None:
             return ("cached", self.value(wrapped, owner))
         return None
+
+    def _compiled(self, function: Any) -> Plain:
+        """TorchScript by its graph, if that has no constants that are not in its text."""
+        text = function.inlined_graph.str(False)
+        if "<" in text:
+            return self.unnamed(function)
+        return ("code", function.name, digests.digest("graph", text))
 
     def _bound(self, own: Any, owner: Owner) -> Plain:
         named = isinstance(own, type) or id(own) in self._places
@@ -261,7 +284,8 @@ class Describer:
         """What a class defines: its functions and its values."""
         self._hold_home(class_dict(kind), owner)
         for name, value in sorted(vars(kind).items()):
-            if not name.startswith("__") or name in CALLED:
+            code = isinstance(value, FunctionType) and name not in _BUILD_AND_SHOW
+            if not name.startswith("__") or name in CALLED or code:
                 yield (name, self.member(value, owner))
 
     def member(self, value: Any, owner: Owner) -> Plain:

@@ -198,13 +198,13 @@ def _is_random(module: torch.nn.Module) -> bool:
 
 def _is_ours(value: Any) -> bool:
     """Whether we put a value there: a graph in the place of a module, which is named elsewhere."""
-    named = value if isinstance(value, FunctionType) else type(value)
+    named = value if type(value) is FunctionType else type(value)
     return str(named.__module__).startswith("keepsight.")
 
 
 def _is_silent(hook: Any) -> bool:
-    function = getattr(hook, "__func__", hook)
-    if not isinstance(function, FunctionType) or not functions.is_library(function):
+    function = hook.__func__ if type(hook) is MethodType else hook
+    if type(function) is not FunctionType or not functions.is_library(function):
         return False
     module, name = functions.place_of(function)[:2]
     return (module, name.rpartition(".")[2]) in _SILENT

@@ -135,7 +135,11 @@ def doubted(beliefs: Iterable[Belief], watches: Callable[[], list[Watch]]) -> It
 
     Each is to be described when it is given: what is then held may cast doubt on others.
     """
-    left = [one for one in beliefs if one.proof.changed or one.proof.writes or one.proof.numbers]
+    every = list(beliefs)
+    if every and any(map(_may_catch, _Held(watches()).functions)):
+        yield from every  # what one of them raises would become an answer
+        return
+    left = [one for one in every if one.proof.changed or one.proof.writes or one.proof.numbers]
     kept = {number for one in left for number in one.proof.keeps}
     while left:
         held = _Held(watches())
@@ -147,17 +151,24 @@ def doubted(beliefs: Iterable[Belief], watches: Callable[[], list[Watch]]) -> It
         left = [one for one in left if not any(one is other for other in found)]
 
 
+def _may_catch(function: FunctionType) -> bool:
+    """Whether a user's function may go on after an error of what it called."""
+    return not functions.is_library(function) and functions.may_catch(function.__code__)
+
+
 class _Held:
     """What watches hold, for asking whether something of it is written."""
 
     def __init__(self, watches: list[Watch]) -> None:
         self._numbers: set[int] = set()
         self._names: dict[int, set[str]] = {}
+        self.functions: list[FunctionType] = []
         for watch in watches:
             things, names, code = watch.held()
             self._numbers |= things
             for number, some in names:
                 self._names.setdefault(number, set()).update(some)
+            self.functions += code
             for function in code:
                 self._numbers.update(map(id, function.__closure__ or ()))
                 self._numbers.update(map(id, closure(function)))

@@ -47,6 +47,10 @@ def is_library(function: FunctionType) -> bool:
 
 def is_library_module(module: ModuleType) -> bool:
     """Whether a module came with an installed library, or with the interpreter."""
+    return sys.modules.get(module.__name__) is module and _is_library_path(module)
+
+
+def _is_library_path(module: ModuleType) -> bool:
     path = getattr(module, "__file__", None)
     return path is None or is_library_file(path)
 
@@ -54,7 +58,7 @@ def is_library_module(module: ModuleType) -> bool:
 def is_library_type(kind: type) -> bool:
     """Whether a class came with an installed library."""
     module = sys.modules.get(kind.__module__)
-    return module is not None and is_library_module(module) and kind.__module__ != "__main__"
+    return module is not None and _is_library_path(module) and kind.__module__ != "__main__"
 
 
 def layers(function: Any) -> Iterator[FunctionType]:
@@ -115,6 +119,14 @@ def writes_outside(code: CodeType) -> bool:
         if step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in free:
             return True
     return any(writes_outside(part) for part in code.co_consts if isinstance(part, CodeType))
+
+
+@functools.lru_cache(4096)
+def may_catch(code: CodeType) -> bool:
+    """Whether a function, or one inside it, has a place to go to after an error."""
+    if getattr(code, "co_exceptiontable", b"any"):
+        return True
+    return any(may_catch(part) for part in code.co_consts if isinstance(part, CodeType))
 
 
 def code_digest(code: CodeType) -> str:

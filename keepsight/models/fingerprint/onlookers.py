@@ -23,12 +23,18 @@ def only_looks(hook: Any, handed_back: int) -> Proof | None:
 
     `handed_back` is the number of the argument that a hook may return to change nothing.
     """
-    return _proof(hook, None, {NOTHING, ("argument", handed_back)})
+    try:
+        return _proof(hook, None, {NOTHING, ("argument", handed_back)})
+    except Exception:  # whatever a user's object raises when it is looked at
+        return None
 
 
 def passes_on(function: Any, original: Callable[..., Any]) -> Proof | None:
     """The proof that a function calls the original with its own arguments and gives its answer."""
-    return _idle_mock(function, original) or _proof(function, original, {PASSED})
+    try:
+        return _idle_mock(function, original) or _proof(function, original, {PASSED})
+    except Exception:  # whatever a user's object raises when it is looked at
+        return None
 
 
 def _proof(function: Any, original: Any, allowed: set[Kind]) -> Proof | None:

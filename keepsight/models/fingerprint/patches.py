@@ -8,9 +8,11 @@ library's version, which is recorded elsewhere; what stands in its place is part
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import FunctionType, ModuleType
+from functools import cached_property, partialmethod
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from keepsight import digests
@@ -19,7 +21,7 @@ from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.describe import CALLED, Describer, Plain
 from keepsight.models.fingerprint.evidence import Belief, Proof
 from keepsight.models.fingerprint.onlookers import passes_on
-from keepsight.models.fingerprint.undescribed import PLAIN, Private, class_dict
+from keepsight.models.fingerprint.undescribed import BY_NAME, PLAIN, Private, class_dict
 from keepsight.models.fingerprint.watch import Watch, closure
 
 _OWNER = "code"
@@ -43,6 +45,7 @@ class LibraryCode:
         self._private = private
         self._kinds: frozenset[type] = frozenset()
         self._watch: Watch | None = None
+        self._restless: set[int] = set()  # private ones with a state that cannot be watched
         self._own: dict[tuple[type, str], FunctionType] = {}  # libraries' functions, as last seen
         self.replaced: dict[type | None, list[Plain]] = {}  # by class, or None for what is shared
         self.digest = self.differs = ""
@@ -62,11 +65,13 @@ class LibraryCode:
         self._left: list[FunctionType] = []
         for base in sorted(bases, key=lambda base: (base.__module__, base.__qualname__)):
             self._read_class(base, watch)
+        self._read_tensors(watch)
         while self._left:
             self._read_globals(self._left.pop(), watch)
         for home, names in self._names.values():
             watch.home(home, _OWNER, only=frozenset(names))
         watch.seal()
+        self._restless = self._describer.restless
         self.digest = digests.digest("code", repr(sorted(self._all, key=repr)))
         named = repr(sorted(functions.place_of(kind) for kind in kinds))
         first = _first.setdefault(named, self.digest)
@@ -81,7 +86,10 @@ class LibraryCode:
 
     def moved(self) -> bool:
         """Whether any of it may have changed."""
-        if self._watch is not None and self._watch.moved():
+        if self._watch is not None and (found := self._watch.moved() | self._restless):
+            for owner in found:
+                if isinstance(owner, int):
+                    self._private.changes[owner] += 1
             self._watch = None  # said once: it has to be read again
         return self._watch is None
 
@@ -96,11 +104,12 @@ class LibraryCode:
         watch.home(class_dict(base), _OWNER)
         module = base is torch.nn.Module
         for name, value in list(vars(base).items()):
-            if name in CALLED or (name in _RUNS if module else not name.startswith("__")):
+            usual = name in _RUNS if module else not name.startswith("__")
+            if name in CALLED or usual or not _is_library_member(value):
                 self._read_member(base, name, value)
 
     def _read_member(self, base: type, name: str, value: Any) -> None:
-        function = getattr(value, "__func__", getattr(value, "fget", value))
+        function = _function_of(value)
         if isinstance(function, FunctionType):
             function = self._own_one(function, base, name)
             self._all.append((*functions.place_of(base), name, *_places(function)))
@@ -112,7 +121,9 @@ class LibraryCode:
             self._left.extend(functions.layers(function))
         elif type(value) in PLAIN and not name.startswith("_"):
             self._all.append((*functions.place_of(base), name, repr(value)))
-        elif callable(value) and not isinstance(value, type) and not functions.is_builtin(value):
+        elif functions.is_builtin(function):
+            self._all.append((*functions.place_of(base), name, *functions.place_of(function)))
+        elif not _is_library_member(value) or (callable(value) and not isinstance(value, type)):
             known = self._own.get((base, name))
             proof = passes_on(value, known) if known is not None else None
             if proof is not None:
@@ -144,6 +155,18 @@ class LibraryCode:
         place = functions.place_of(base) if base is not None else ()
         self.replaced.setdefault(base, []).append(("replaced", *place, what))
 
+    def _read_tensors(self, watch: Watch) -> None:
+        """What stands before the methods that torch gives all tensors."""
+        for kind in (torch.Tensor, torch.nn.Parameter):
+            watch.home(class_dict(kind), _OWNER)
+            for name, value in list(vars(kind).items()):
+                function = _function_of(value)
+                where = (*functions.place_of(kind), name)
+                if isinstance(function, FunctionType):
+                    self._read_function(where, function, followed=False)
+                elif functions.is_builtin(function) or not _is_library_member(value):
+                    self._read_object(where, value)
+
     # -- what functions find in their modules ----------------------------------------------------
 
     def _read_globals(self, function: FunctionType, watch: Watch) -> None:
@@ -156,68 +179,119 @@ class LibraryCode:
         self._read_names(home, str(home.get("__name__", "")), names, watch)
 
     def _read_names(self, home: Record, place: str, names: Iterable[str], watch: Watch) -> None:
-        found = {name for name in names if name in home}
-        self._names.setdefault(id(home), (home, set()))[1].update(found)
-        for name in sorted(found):
+        # Those that are not there as well: a global of that name would stand before a built-in one.
+        self._names.setdefault(id(home), (home, set()))[1].update(names)
+        for name in sorted(name for name in names if name in home):
             self._read_global(place, name, home[name], names, watch)
 
     def _read_global(
         self, place: str, name: str, value: Any, names: Iterable[str], watch: Watch
     ) -> None:
         if isinstance(value, FunctionType):
-            self._all.append((place, name, *_places(value)))
-            if not all(map(functions.is_library, functions.layers(value))):
-                self._replace(None, (place, name, self._describer.value(value, _OWNER)))
-            elif _is_followed(value):
-                self._left.extend(functions.layers(value))
+            self._read_function((place, name), value, followed=True)
         elif isinstance(value, ModuleType):
-            if value.__name__.startswith(_LOOKED_INTO):
-                self._look_into(value, names, watch)
-        elif type(value) in PLAIN and not name.startswith("_"):
-            self._all.append((place, name, repr(value)))
-        elif isinstance(value, type) and not functions.is_library_type(value):
-            self._replace(None, (place, name, self._describer.value(value, _OWNER)))
+            self._read_module((place, name), value, names, watch)
         elif tables := list(_tables(value)):
+            if name.startswith("_global_"):  # hooks on all modules, which are read elsewhere
+                return
             for table in tables:
                 watch.home(table, _OWNER)
             self._read_table(place, name, {k: v for table in tables for k, v in table.items()})
+        elif type(value) not in PLAIN or not name.startswith("_"):
+            self._read_object((place, name), value)
+
+    def _read_function(self, where: tuple[str, ...], value: FunctionType, followed: bool) -> None:
+        self._all.append((*where, *_places(value)))
+        if not all(map(functions.is_library, functions.layers(value))):
+            self._replace(None, (*where, self._describer.value(value, _OWNER)))
+        elif followed and _is_followed(value):
+            self._left.extend(functions.layers(value))
+
+    def _read_module(
+        self, where: tuple[str, ...], module: ModuleType, names: Iterable[str], watch: Watch
+    ) -> None:
+        """The functions of a module that are called through it."""
+        self._all.append((*where, module.__name__))
+        if not functions.is_library_module(module):
+            self._replace(None, (*where, self._describer.stateful(module)))
+        elif module.__name__.startswith(_LOOKED_INTO):
+            self._look_into(module, names, watch)
 
     def _look_into(self, module: ModuleType, names: Iterable[str], watch: Watch) -> None:
-        """The functions of a module that are called through it."""
-        home = vars(module)
-        found = {n for n in names if isinstance(home.get(n), FunctionType)}
-        found |= {n for n in names if functions.is_builtin(home.get(n))}
-        self._names.setdefault(id(home), (home, set()))[1].update(found)
-        for name in sorted(found):
+        home, place = vars(module), module.__name__
+        self._names.setdefault(id(home), (home, set()))[1].update(names)
+        for name in sorted(name for name in names if name in home):
             value = home[name]
-            self._all.append((module.__name__, name, *_places(value)))
-            if isinstance(value, FunctionType) and not functions.is_library(value):
-                self._replace(None, (module.__name__, name, self._describer.value(value, _OWNER)))
-        for name in names:
-            inner = home.get(name)
-            if isinstance(inner, ModuleType) and inner.__name__ in _NESTED:
-                self._look_into(inner, names, watch)
+            if isinstance(value, FunctionType):
+                self._read_function((place, name), value, followed=False)
+            elif not isinstance(value, ModuleType):
+                self._read_object((place, name), value)
+            elif value.__name__ in _NESTED or not functions.is_library_module(value):
+                self._read_module((place, name), value, names, watch)
+
+    def _read_object(self, where: tuple[str, ...], value: Any) -> None:
+        """What is no function: a user's own is part of the model, a library's is told apart."""
+        if functions.is_builtin(value):
+            self._all.append((*where, *functions.place_of(value)))
+        elif type(value) in PLAIN or _is_described(value):
+            made = isinstance(value, type) and not functions.is_library_type(value)
+            describe = self._describer
+            found = describe.stateful(value) if made else describe.value(value, _OWNER)
+            self._all.append((*where, found))
+            if _is_users(found):
+                self._replace(None, (*where, found))
 
     def _read_table(self, place: str, name: str, table: dict[Any, Any]) -> None:
         """A table of functions, such as that of the implementations of attention."""
         for key, value in list(table.items())[:_MANY]:
             if isinstance(value, FunctionType):
-                self._all.append((place, name, str(key), *_places(value)))
-                if not all(map(functions.is_library, functions.layers(value))):
-                    what = self._describer.value(value, _OWNER)
-                    self._replace(None, (place, name, str(key), what))
-                elif _is_followed(value):
-                    self._left.extend(functions.layers(value))
+                self._read_function((place, name, str(key)), value, followed=True)
+            elif type(value) not in PLAIN or not name.startswith("_"):
+                self._read_object((place, name, str(key)), value)
 
 
 _RUNS = ("_call_impl", "_wrapped_call_impl")
 _LOOKED_INTO = ("torch", "transformers", "math")
+_CONSTANTS = (list, tuple, set, frozenset, torch.Tensor, np.ndarray, SimpleNamespace)
 _NESTED = ("torch.nn", "torch.nn.functional")
 
 
 def _is_followed(function: FunctionType) -> bool:
     module = str(function.__globals__.get("__name__", ""))
     return module.startswith("transformers.") and not module.startswith(_SERVING)
+
+
+def _is_described(value: Any) -> bool:
+    """Whether what stands in a module may be called, or read as a constant."""
+    if callable(value) or isinstance(value, (*BY_NAME, *_CONSTANTS)):
+        return True
+    return not functions.is_library_type(type(value))
+
+
+def _function_of(value: Any) -> Any:
+    """What a class makes a method, a property or the like of."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, cached_property | partialmethod):
+        return value.func
+    return value
+
+
+def _is_library_member(value: Any) -> bool:
+    """Whether a value of a class came with a library, as far as its type or its code tells."""
+    function = _function_of(value)
+    if isinstance(function, FunctionType):
+        return all(map(functions.is_library, functions.layers(function)))
+    return functions.is_library_type(type(function))
+
+
+def _is_users(found: Plain) -> bool:
+    """Whether a description names code that no library wrote, or what nothing describes."""
+    if isinstance(found, str):
+        return False
+    return found[:1] in (("code",), ("class",), ("private",)) or any(map(_is_users, found))
 
 
 def _places(function: Any) -> Iterator[str]:

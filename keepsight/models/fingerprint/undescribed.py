@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Container
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -81,10 +81,13 @@ def follow(thing: Any, number: int, watch: Watch, places: Container[int]) -> boo
     left, seen = [thing], dict[int, Any]()
     while left:
         value = left.pop()
-        if id(value) in seen or id(value) in places or _is_settled(value):
+        if id(value) in seen or id(value) in places:
             continue
         seen[id(value)] = value
-        more = _parts(value, number, watch)
+        try:
+            more = _parts(value, number, watch)
+        except Exception:  # whatever a user's object raises when it is looked at
+            return False
         if more is None or len(seen) > _MOST:
             return False
         left += more
@@ -105,6 +108,8 @@ def _is_settled(value: Any) -> bool:
 
 def _parts(value: Any, number: int, watch: Watch) -> list[Any] | None:
     """What hangs in a value, which is held; None where it may hide something."""
+    if _is_settled(value):
+        return []
     if isinstance(value, FunctionType):
         watch.function(value, number)
         if is_library(value):
@@ -115,7 +120,7 @@ def _parts(value: Any, number: int, watch: Watch) -> list[Any] | None:
         return [*closure(value), *reads.values(), *given]
     if isinstance(value, type):
         watch.home(class_dict(value), number)
-        return [*vars(value).values()]
+        return [*vars(value).values(), *value.__bases__, type(value)]
     if isinstance(value, ModuleType):
         watch.home(vars(value), number)
         return [*vars(value).values()]
@@ -154,7 +159,17 @@ def _contents(value: Any, number: int, watch: Watch) -> list[Any] | None:
     if hasattr(value, "__dict__"):
         watch.thing(value, number)
         parts = [*(parts or ()), *vars(value).values(), type(value)]
+    if slots := slots_of(value):
+        watch.reading(lambda: [*slots_of(value).values()], number)
+        parts = [*(parts or ()), *slots.values(), type(value)]
     return parts
+
+
+def slots_of(value: Any) -> Record:
+    """What an object holds under names that its class gives a place of their own."""
+    homes = [vars(base) for base in type(value).__mro__ if not is_library_type(base)]
+    names = [n for home in homes for n, m in home.items() if type(m) is MemberDescriptorType]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def class_dict(kind: type) -> Record:
