@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 import keepsight
@@ -50,10 +51,10 @@ def _round(vlm: VLM, pictures: Pictures, told: dict[str, Any], number: int) -> d
         user(words(50 + number, 16)),
     ]
     warm, _ = _asked(vlm, messages, 2)
-    grid = vlm.render(messages).grids[0]["image_grid_thw"][0]
+    patches = int(np.prod(vlm.render(messages).grids[0]["image_grid_thw"]))
     tokens = [piece.token for piece in pieces if piece.token is not None]
     return {
-        "tower_patches_per_second": 1e3 * grid[0] * grid[1] * grid[2] / times["encode"],
+        "tower_patches_per_second": 1e3 * patches / times["encode"],
         "prefill_tokens_per_second": 1e3
         * (prompt.prompt_tokens if prompt else 0)
         / (times["prefill"] or 1),

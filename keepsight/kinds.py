@@ -1,11 +1,19 @@
 """The plain types that rooms share, so that each is spelled once. May import nothing.
 
-They say what a value is for; what is inside is checked where it comes in.
+They say what a value is for; what is inside is checked where it comes in. The protocols name what
+Keepsight asks of objects that callers bring, and no more.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL import Image
+    from transformers import PreTrainedTokenizerBase
 
 # What a file's record, a request or a table says: text keys, plain JSON values.
 Record: TypeAlias = dict[str, Any]
@@ -15,3 +23,42 @@ Options: TypeAlias = dict[str, Any]
 Inputs: TypeAlias = dict[str, Any]
 # A chat message as Transformers and OpenAI shape it: a role, and a text or a list of parts.
 Message: TypeAlias = dict[str, Any]
+# Numbers in rows, rows of rows and so on, as `tensor.tolist()` gives them.
+Numbers: TypeAlias = "Sequence[int | float | Numbers]"
+# What a processor says of a medium beside its pixels, such as `image_grid_thw`.
+Grid: TypeAlias = dict[str, Numbers]
+# A picture as an image processor takes it.
+Decoded: TypeAlias = "Image.Image | np.ndarray"
+# The frames of a video or the samples of a sound, and what a processor wants to know of them.
+Clip: TypeAlias = "tuple[np.ndarray, Record]"
+# Where `from_pretrained` puts the parts of a model.
+DeviceMap: TypeAlias = "str | int | torch.device | dict[str, str | int | torch.device] | None"
+Dtype: TypeAlias = "str | torch.dtype | None"
+
+
+class ImageProcessor(Protocol):
+    """What makes tensors of pictures."""
+
+    def __call__(self, images: Sequence[object], **options: Any) -> Mapping[str, Any]: ...
+
+    def to_dict(self) -> Record: ...
+
+
+class Processor(Protocol):
+    """What makes a prompt's tensors of messages and pictures: a `ProcessorMixin`, or its like."""
+
+    @property
+    def image_processor(self) -> ImageProcessor: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    def replace_image_token(
+        self, image_inputs: Mapping[str, Any], image_idx: int, **options: Any
+    ) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
+    ) -> Any: ...
+
+    def __call__(self, **inputs: Any) -> Mapping[str, Any]: ...

@@ -131,8 +131,7 @@ class PackageDataset(Dataset[Loaded]):
             vlm.runtime.refresh()
             self._examples = [layout.example(i, record) for i, record in enumerate(records)]
         self._close()
-        tokenizer = vlm.processor.tokenizer
-        pad = tokenizer.pad_token_id
+        pad = vlm.runtime.tokenizer().pad_token_id
         self._collator = Collator(_alone(vlm.runtime.family), 0 if pad is None else int(pad))
 
     def __len__(self) -> int:

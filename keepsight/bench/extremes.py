@@ -79,11 +79,11 @@ def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
     """What a new picture costs, stage by stage, and `encode` as a whole over the tower alone."""
     data = Path(path).read_bytes()
     memory = vlm.runtime
-    image = decode_bytes(data, path)
-    pixels = memory.family.preprocess(vlm.processor, image, memory.image_options)
-    stages: dict[str, Callable[[], Any]] = {
+    image, processor = decode_bytes(data, path), memory.needed_processor()
+    pixels = memory.family.preprocess(processor, image, memory.image_options)
+    stages: dict[str, Callable[[], object]] = {
         "decode_image": lambda: decode_bytes(data, path),
-        "preprocess": lambda: memory.family.preprocess(vlm.processor, image, memory.image_options),
+        "preprocess": lambda: memory.family.preprocess(processor, image, memory.image_options),
         "hash_file": lambda: digests.digest("file", data),
         "hash_pixels": lambda: pixels.key,
         "tower": lambda: memory.family.encode(pixels),

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight import digests
 from keepsight.core import attention
@@ -22,7 +21,7 @@ from keepsight.core.render import Name, Renderer
 from keepsight.core.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
 from keepsight.core.state import Shape
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
-from keepsight.kinds import Message, Record
+from keepsight.kinds import Message, Processor, Record
 from keepsight.media.caches import Shelves
 from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
@@ -66,7 +65,7 @@ class Runtime:
         self,
         model: PreTrainedModel,
         family: Family,
-        processor: Any,
+        processor: Processor | None,
         weights: Weights,
         settings: Settings,
         store: Store | None,
@@ -140,11 +139,15 @@ class Runtime:
                 if self.store is not None:
                     self.store.close()
 
-    def tokenizer(self) -> Any:
-        """The tokenizer; refused by name for a model that was wrapped without a processor."""
+    def needed_processor(self) -> Processor:
+        """The processor; refused by name for a model that was wrapped without one."""
         if self.processor is None:
             raise InputError(_NO_PROCESSOR)
-        return self.processor.tokenizer
+        return self.processor
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, refused alike."""
+        return self.needed_processor().tokenizer
 
     def render(
         self, messages: list[Message], call: Call, generate: bool = True, name: Name | None = None
@@ -226,7 +229,7 @@ class Runtime:
         return self.store.tenant(tenant) if self.store is not None and tenant else self.store
 
     def _about(self) -> Record:
-        config: Any = self.model.config
+        config = self.model.config
         return {
             "model_type": config.model_type,
             # The last part only: a package may travel, and a local path is nobody's business.

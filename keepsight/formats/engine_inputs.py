@@ -11,12 +11,12 @@ This module knows shapes, not engines: it imports none of them, and gives plain 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from keepsight.errors import InputError, UnsupportedInput
-from keepsight.kinds import Record
+from keepsight.kinds import Grid, Record
 
 VLLM_READ = "0.32.0"
 SGLANG_READ = "0.5.23"
@@ -29,7 +29,7 @@ class Features(Protocol):
     @property
     def tensors(self) -> dict[str, torch.Tensor]: ...
     @property
-    def grid(self) -> dict[str, list[Any]]: ...
+    def grid(self) -> Grid: ...
     @property
     def weights(self) -> str: ...
     @property

@@ -21,7 +21,7 @@ import torch
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError
 from keepsight.formats import codecs, engine_inputs, tensorfile
-from keepsight.kinds import Record
+from keepsight.kinds import Grid, Record
 from keepsight.system.devices import to_devices
 
 FORMAT = 1
@@ -40,7 +40,7 @@ class Package:
     weights: str  # fingerprint of the vision weights
     settings: str  # digest of the configuration that the tower runs under
     provenance: Record  # device class, dtype, attention, versions, codec, maker
-    grid: dict[str, list[Any]]  # what the processor said beside pixels, e.g. image_grid_thw
+    grid: Grid  # what the processor said beside pixels, e.g. image_grid_thw
     layout: Layout
     container: str = "list"  # how the model wants several of these: "list" or "tensor"
     modality: str = "image"

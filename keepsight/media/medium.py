@@ -11,7 +11,7 @@ from typing import Any
 
 from keepsight.errors import ImageError
 from keepsight.formats.package import Layout, Package
-from keepsight.kinds import Message, Record
+from keepsight.kinds import Grid, Message, Record
 from keepsight.models.families import Pixels
 
 # The part of a composite processor that prepares each modality.
@@ -29,7 +29,7 @@ class Medium:
     key: str
     identity: str
     feature_id: str
-    grid: dict[str, list[Any]]
+    grid: Grid
     layout: Layout
     source: str | None
     recall: Callable[[], Pixels] | Package  # the pixels again, or the package handed in

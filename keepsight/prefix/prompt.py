@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from keepsight import digests
-from keepsight.kinds import Record
+from keepsight.kinds import Grid, Record
 from keepsight.media.medium import Medium
 
 RUN = 2048  # the longest stretch without a boundary, in tokens
@@ -104,7 +104,7 @@ class Prompt:
         return types
 
     @property
-    def grids(self) -> list[dict[str, list[Any]]]:
+    def grids(self) -> list[Grid]:
         """What the processor said of each medium beside its pixels."""
         return [medium.grid for medium in self.media]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
 
 from keepsight.core.state import Shape
 from keepsight.errors import ModelError, UnsupportedInput
+from keepsight.kinds import Grid
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.runtimes.manifest import GRAPHS, Manifest
 from keepsight.runtimes.modules import (
@@ -56,11 +58,13 @@ class Exported:
         """The fingerprints of the model that was exported."""
         return dict(self.manifest.weights)
 
-    def require(self, grid: dict[str, list[Any]]) -> None:
+    def require(self, grid: Grid) -> None:
         """Refuse what the graph of the tower cannot take. `grid` holds rows of (time, h, w)."""
         if self.manifest.most_patches is not None:
             grids = (grid[name] for name in ("image_grid_thw", "video_grid_thw") if name in grid)
-            sizes = [row[1] * row[2] for rows in grids for row in rows]
+            sizes = [
+                n for rows in grids for n in np.reshape(rows, (-1, 3))[:, 1:].prod(-1).tolist()
+            ]
             check_sizes(sizes, self.manifest.most_patches)
 
     @property

@@ -8,13 +8,13 @@ of an image. It keeps no state of a conversation, and trusts none that the model
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from keepsight import digests
 from keepsight.errors import (
@@ -26,7 +26,7 @@ from keepsight.errors import (
     WrongIdentity,
 )
 from keepsight.formats.package import Layout, Package
-from keepsight.kinds import Inputs, Options, Record
+from keepsight.kinds import Clip, Decoded, Grid, Inputs, Options, Processor, Record
 from keepsight.models.families.pixels import (
     SWITCHES,
     Part,
@@ -80,8 +80,9 @@ class Family:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.core: Any = model.base_model
-        if self.encoder is None or "mm_encoder_outputs" not in parameters(model.forward):
+        self.core: PreTrainedModel = model.base_model
+        takes = "mm_encoder_outputs" in parameters(model.forward)
+        if not takes or getattr(self, "encoder", None) is None:
             raise UnsupportedModel(
                 f"model type {model.config.model_type!r} ({type(model).__name__}) takes no "
                 "precomputed features (`mm_encoder_outputs`); "
@@ -94,12 +95,13 @@ class Family:
         self.tower_tensors = TowerTensors(self.core)
 
     @property
-    def encoder(self) -> Any:
+    def encoder(self) -> Callable[..., BaseModelOutputWithPooling]:
         """What makes features of pixels; it may be exchanged at any time."""
-        return getattr(self.core, "get_image_features", None)
+        getter: Callable[..., BaseModelOutputWithPooling] = self.core.get_image_features
+        return getter
 
     def _image_token(self) -> int:
-        config: Any = self.model.config
+        config = self.model.config
         for name in ("image_token_id", "image_token_index"):
             token = getattr(config, name, None)
             if isinstance(token, int):
@@ -139,7 +141,7 @@ class Family:
         """The digest of the configuration that the tower and its projector run under."""
         return digests.digest("vision settings", settled(self.model.config.to_dict()))
 
-    def turn_ends(self, tokenizer: Any) -> frozenset[int]:
+    def turn_ends(self, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
         """Ids after which a turn is over."""
         ids: set[int] = set()
         for config in (self.model.generation_config, self.model.config.get_text_config()):
@@ -150,7 +152,7 @@ class Family:
             ids.update(vocabulary[name] for name in TURN_ENDS if name in vocabulary)
         return frozenset(ids)
 
-    def processor(self, given: Any) -> Any:
+    def processor(self, given: Processor | None) -> Processor | None:
         """The processor of such a model, where users have something else in hand."""
         return given
 
@@ -161,19 +163,19 @@ class Family:
         return layout
 
     def preprocess_other(
-        self, processor: Any, medium: Any, options: Options, modality: str
+        self, processor: Processor, medium: Clip, options: Options, modality: str
     ) -> Pixels:
         """One video or audio clip through its processor, where the family takes such."""
         raise UnsupportedInput(f"{self.model.config.model_type} takes no {modality} here")
 
-    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
+    def preprocess(self, processor: Processor, image: Decoded, options: Options) -> Pixels:
         """One image through the checkpoint's own image processor."""
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         text = processor.replace_image_token(processed, 0, **options)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return self._pixels(dict(processed), parse_layout(text, placeholder))
 
-    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+    def prompt_text(self, processor: Processor, text: str, written: re.Pattern[str]) -> str:
         """The rendered text as the processor would pass it on to the tokenizer.
 
         `written` finds the images that the template wrote, and none that a user typed.
@@ -186,7 +188,7 @@ class Family:
             for name, value in processed.items()
             if name in self._encoder_inputs
         }
-        grid = {
+        grid: Grid = {
             name: torch.as_tensor(value).tolist()
             for name, value in processed.items()
             if not name.startswith("pixel_") and is_numeric(value)
@@ -271,7 +273,7 @@ class Family:
             tensors[f"deepstack.{level}"] = feature[0]
         return {name: own(tensor) for name, tensor in tensors.items()}, container
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
         """What upstream's encoder makes of the tensors of one medium."""
         return self.encoder(**inputs, return_dict=True)
 
@@ -302,10 +304,10 @@ class Family:
         return int(self.core.visual.spatial_merge_size)
 
     def _levels(self) -> int:
-        vision: Any = getattr(self.model.config, "vision_config", None)
+        vision = getattr(self.model.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
-    def _grid_tokens(self, grid: dict[str, list[Any]]) -> int | None:
+    def _grid_tokens(self, grid: Grid) -> int | None:
         """How many tokens one image of this grid has, or None where it is no grid of one image."""
         merge = self.merge_size()
         match grid.get("image_grid_thw"):
@@ -330,10 +332,8 @@ class Family:
         def rows(name: str) -> tuple[torch.Tensor, ...]:
             return tuple(rows_of(p.tensors[name], a, b).to(device, dtype) for p, a, b in parts)
 
-        features: Any = rows("features")
-        if parts[0][0].container == "tensor":
-            features = torch.cat(features)[None]
-        output = SimpleNamespace(pooler_output=features)
+        features, packed = rows("features"), parts[0][0].container == "tensor"
+        output = SimpleNamespace(pooler_output=torch.cat(features)[None] if packed else features)
         levels = sum(name.startswith("deepstack.") for name in parts[0][0].tensors)
         output.deepstack_features = [rows(f"deepstack.{i}") for i in range(levels)]
         return {"image": output}
@@ -351,7 +351,7 @@ class Family:
         return {}
 
     def media_inputs(
-        self, ids: np.ndarray, grids: Sequence[dict[str, list[Any]]], start: int, end: int
+        self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int
     ) -> dict[str, torch.Tensor]:
         """What tokens `start` to `end` see of the media, where that is an input of its own.
 
@@ -364,7 +364,7 @@ class Family:
         return {}
 
     def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
     ) -> dict[str, torch.Tensor]:
         """What a processor adds to ids and pixels, for the stock path: shapes (1, n), grids."""
         inputs = {name: torch.tensor(value) for name, value in self.rope_grid(grids).items()}
@@ -374,9 +374,7 @@ class Family:
 
     # -- positions -------------------------------------------------------------------------------
 
-    def positions(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
-    ) -> torch.Tensor:
+    def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
         """Explicit positions of the whole prompt: (1, n), or (4, 1, n) with multimodal rope.
 
         Computed from ids and grids each time; upstream's `rope_deltas` belongs to whoever called
@@ -394,7 +392,7 @@ class Family:
         )
         return torch.cat([plain[None], rope])
 
-    def rope_grid(self, grids: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    def rope_grid(self, grids: Sequence[Grid]) -> Grid:
         """The grids of all media in the form `get_rope_index` takes."""
         rows = [row for grid in grids for row in grid.get("image_grid_thw", [])]
         return {"image_grid_thw": rows} if rows else {}

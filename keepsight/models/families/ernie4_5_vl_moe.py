@@ -9,11 +9,11 @@ A decoded token always meets the text experts, as in upstream's `generate`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
+from keepsight.kinds import Grid
 from keepsight.models.families.paddleocr_vl import PaddleOcrVL
 
 _KINDS = {"image": 1, "video": 2}
@@ -37,7 +37,7 @@ class Ernie45VLMoe(PaddleOcrVL):
         return {"moe_mm_token_type_ids": self._routes(ids[start:end])}
 
     def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
     ) -> dict[str, torch.Tensor]:
         inputs = super().prompt_inputs(ids, types, grids)
         return {**inputs, "moe_mm_token_type_ids": self._routes(ids)}

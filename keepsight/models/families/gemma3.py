@@ -11,14 +11,14 @@ rows are crops, so `generate` takes each for an image of its own: the same answe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from keepsight.errors import PlaceholderMismatch, UnsupportedModel
-from keepsight.kinds import Inputs
+from keepsight.formats.package import Layout
+from keepsight.kinds import Grid, Inputs
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels
 
@@ -45,7 +45,7 @@ class Gemma3(Family):
         return {self.type_ids: _row(types[:end])}
 
     def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
     ) -> dict[str, torch.Tensor]:
         return {self.type_ids: _row(types)}
 
@@ -60,7 +60,7 @@ class Gemma4(Gemma3):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        text: Any = model.config.get_text_config()
+        text = model.config.get_text_config()
         self.sees_whole_media = text.use_bidirectional_attention == "vision"
 
     def chunk_inputs(
@@ -68,7 +68,7 @@ class Gemma4(Gemma3):
     ) -> dict[str, torch.Tensor]:
         return super().chunk_inputs(ids, types, start, end) if self.sees_whole_media else {}
 
-    def _pixels(self, processed: Inputs, layout: Any) -> Pixels:
+    def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
         """Without a grid: nothing but the tower asks where the patches stand."""
         names = [name for name in processed if name in self._encoder_inputs]
         return Pixels({name: torch.as_tensor(processed[name]) for name in names}, {}, layout)
@@ -81,7 +81,7 @@ class Gemma4(Gemma3):
             return []
         if places is None:
             raise PlaceholderMismatch("pixel_values came without image_position_ids")
-        pool: Any = self.model.config.vision_config  # type: ignore[attr-defined]
+        pool = self.model.config.vision_config
         media = []
         for row, place in zip(pixels.split(1), places.split(1), strict=True):
             patches = int((place != -1).all(-1).sum())

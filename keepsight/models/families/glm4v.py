@@ -8,7 +8,6 @@ prompt cannot hold both; here features go in together, in the order in which the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ class Glm4v(QwenVL):
         return {"image": self.image_token_id, "video": self.image_token_id}
 
     def spots(self, row: np.ndarray, kind: str) -> np.ndarray:
-        config: Any = self.model.config
+        config = self.model.config
         opened = np.cumsum(row == config.video_start_token_id)
         inside = opened > np.cumsum(row == config.video_end_token_id)
         return np.flatnonzero((row == self.image_token_id) & (inside == (kind == "video")))

@@ -6,19 +6,22 @@ Keepsight gives it one image at a time, so one image is one page, of one or more
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from keepsight.kinds import Options
+from keepsight.kinds import Decoded, Options
 from keepsight.models.families.internvl import InternVL
 from keepsight.models.families.pixels import Pixels, parse_layout
+
+if TYPE_CHECKING:
+    from transformers import GotOcr2Processor
 
 
 class GotOcr2(InternVL):
     """Tiled as InternVL is; the text of an image depends on pages and on tokens for a tile."""
 
-    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
+    def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
         """One page through the checkpoint's own image processor."""
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         text = processor.replace_image_token(

@@ -10,17 +10,25 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from keepsight.errors import ImageError, InputError, PlaceholderMismatch
 from keepsight.formats.package import Layout
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Decoded, Options, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels, own, parse_layout
+
+if TYPE_CHECKING:
+    from transformers import (
+        Idefics2Processor,
+        Lfm2VlProcessor,
+        MiniCPMV4_6Processor,
+        ProcessorMixin,
+    )
 
 Tensors = dict[str, torch.Tensor]
 Span = tuple[int, int]  # where the placeholders of one tile stand
@@ -45,13 +53,13 @@ class Marked(Family):
         """What the tower takes in for some tiles, and nothing of others."""
         raise NotImplementedError
 
-    def settings(self, processor: Any) -> Record:
+    def settings(self, processor: ProcessorMixin) -> Record:
         """What the processor itself adds to the options of an image."""
         return dict(processor.images_kwargs)
 
     # -- images in -------------------------------------------------------------------------------
 
-    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
+    def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:
         """By way of the processor, which knows how many rows, columns and tokens there are."""
         given = {**self.settings(processor), **options, "return_tensors": "pt"}
         processed, texts = upstream.process_images(processor, [image], **given)
@@ -171,7 +179,7 @@ class Idefics2(Idefics3):
     image of its own: the same answers, less shared.
     """
 
-    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
+    def preprocess(self, processor: Idefics2Processor, image: Decoded, options: Options) -> Pixels:
         """The token behind the image is left to `prompt_text`, which knows what follows."""
         processed = processor.image_processor([[image]], **{**options, "return_tensors": "pt"})
         tensors = {name: processed[name] for name in self.names if name in processed}
@@ -180,7 +188,7 @@ class Idefics2(Idefics3):
         layout = (processor.fake_image_token, int(processor.image_seq_len)) * parts
         return Pixels(self.cut(tiles, 0, parts), {}, layout)
 
-    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+    def prompt_text(self, processor: Idefics2Processor, text: str, written: re.Pattern[str]) -> str:
         mark, parts, cursor = processor.fake_image_token, [], 0
         spots = list(written.finditer(text))
         starts = {spot.start() for spot in spots}
@@ -226,7 +234,7 @@ class Lfm2Vl(Marked):
 
     names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 
-    def settings(self, processor: Any) -> Record:
+    def settings(self, processor: Lfm2VlProcessor) -> Record:
         marks = {"use_image_special_tokens": processor.use_image_special_tokens}
         return {**super().settings(processor), **marks}
 
@@ -283,7 +291,9 @@ class MiniCpmV(Marked):
 
     names = ("pixel_values", "target_sizes")
 
-    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
+    def preprocess(
+        self, processor: MiniCPMV4_6Processor, image: Decoded, options: Options
+    ) -> Pixels:
         """The text begins with two pieces where a number belongs between them."""
         pixels = super().preprocess(processor, image, options)
         numbered = processor.use_image_id

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ class Llama4(AyaVision):
 
     def feature_width(self) -> int:
         """The width of the tower, not of the decoder."""
-        config: Any = self.model.config
+        config = self.model.config
         return int(config.vision_config.vision_output_dim)
 
     def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:

@@ -8,7 +8,6 @@ fill up a batch belong to the neighbours: they are dropped before an image is na
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -70,13 +69,13 @@ class LlavaNext(Family):
         return among
 
     def _tiles(self, size: torch.Tensor) -> int:
-        config: Any = self.model.config
+        config = self.model.config
         side = config.vision_config.image_size
         return upstream.tiles_of(size, config.image_grid_pinpoints, side)
 
     def _tokens(self, tiles: int, size: torch.Tensor) -> int:
         """What is left of the tiles, counted by the model itself on features of width one."""
-        config: Any = self.model.config
+        config = self.model.config
         side = config.vision_config.image_size // config.vision_config.patch_size
         own = {"vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None)}
         if "batch_num_images" not in self._encoder_inputs:

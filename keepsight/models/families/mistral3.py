@@ -7,17 +7,20 @@ row of cells ends with a token of its own, so an image has one run of placeholde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from keepsight.errors import InputError
 from keepsight.formats.package import Layout
-from keepsight.kinds import Inputs, Options
+from keepsight.kinds import Decoded, Inputs, Options
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels, parse_layout, with_sizes
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 
 class Mistral3(Family):
@@ -26,11 +29,11 @@ class Mistral3(Family):
     @property
     def _cell(self) -> int:
         """Pixels along one side of what one token shows."""
-        config: Any = self.model.config
+        config = self.model.config
         patch: int = self.core.vision_tower.patch_size
         return patch * int(getattr(config, "spatial_merge_size", 1))
 
-    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
+    def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:
         """By way of the processor: it tells its image processor how large a cell is."""
         given = {**processor.images_kwargs, **options, "return_tensors": "pt"}
         processed, texts = upstream.process_images(processor, [image], **given)

@@ -6,16 +6,19 @@ the class token in front.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keepsight.kinds import Options
+from keepsight.kinds import Decoded, Options, Processor
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels, all_tensors, own
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
 class Mlcd(Family):
@@ -29,8 +32,9 @@ class Mlcd(Family):
         self._encoder_inputs = {"pixel_values"}
 
     @property
-    def encoder(self) -> Any:
-        return self.model.forward
+    def encoder(self) -> Callable[..., BaseModelOutputWithPooling]:
+        forward: Callable[..., BaseModelOutputWithPooling] = self.model.forward
+        return forward
 
     def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from all_tensors(self.model)
@@ -38,16 +42,16 @@ class Mlcd(Family):
     def text_modules(self) -> Iterator[torch.nn.Module]:
         return iter(())
 
-    def turn_ends(self, tokenizer: Any) -> frozenset[int]:
+    def turn_ends(self, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
         return frozenset()
 
-    def processor(self, given: Any) -> Any:
+    def processor(self, given: Processor | None) -> Processor | None:
         """An image processor is all that such a checkpoint has."""
         if given is None or hasattr(given, "image_processor"):
             return given
         return SimpleNamespace(image_processor=given, tokenizer=None)
 
-    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
+    def preprocess(self, processor: Processor, image: Decoded, options: Options) -> Pixels:
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         side = int(self.model.config.patch_size)
         height, width = processed["pixel_values"].shape[-2:]

@@ -9,8 +9,7 @@ images too. So a prompt is remembered only behind its last image, and padded til
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import PlaceholderMismatch, UnsupportedInput, UnsupportedModel, WrongIdentity
 from keepsight.formats.package import Layout, Package
-from keepsight.kinds import Inputs, Options, Record
+from keepsight.kinds import Decoded, Grid, Inputs, Options, Processor, Record
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Part, Pixels
 
@@ -39,14 +38,14 @@ class Mllama(Family):
         self.image_token_id, self.video_token_id = self._image_token(), None
         self.mrope = False
         self._encoder_inputs = {"pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"}
-        vision: Any = model.config.vision_config  # type: ignore[attr-defined]
+        vision = model.config.vision_config
         self._tiles = int(vision.max_num_tiles)
         self._patches = int(self.core.vision_model.num_patches)
 
     # -- images ----------------------------------------------------------------------------------
 
     @property
-    def encoder(self) -> Any:
+    def encoder(self) -> Callable[..., torch.Tensor]:
         return self._look
 
     def _look(self, **inputs: torch.Tensor) -> torch.Tensor:
@@ -59,7 +58,7 @@ class Mllama(Family):
         inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
         return {"features": self._look(**inputs).detach().reshape(1, -1)}, "tensor"
 
-    def preprocess(self, processor: Any, image: Any, options: Options) -> Pixels:
+    def preprocess(self, processor: Processor, image: Decoded, options: Options) -> Pixels:
         processed = processor.image_processor([image], **{**options, "return_tensors": "pt"})
         return self._pixels(dict(processed), (1,))
 
@@ -97,7 +96,7 @@ class Mllama(Family):
         tensors: dict[str, torch.Tensor],
         number: int,
         row: np.ndarray,
-        grids: Sequence[dict[str, list[Any]]],
+        grids: Sequence[Grid],
     ) -> None:
         """What each token sees must follow from where the images stand."""
         given = tensors.get(_MASK)
@@ -123,7 +122,7 @@ class Mllama(Family):
 
     # -- text ------------------------------------------------------------------------------------
 
-    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+    def prompt_text(self, processor: Processor, text: str, written: re.Pattern[str]) -> str:
         bos: str = processor.tokenizer.bos_token
         behind = 0
         while (spot := written.match(text, behind)) is not None:
@@ -142,18 +141,16 @@ class Mllama(Family):
         return {"cross_attention_states": states.to(device, dtype)}
 
     def media_inputs(
-        self, ids: np.ndarray, grids: Sequence[dict[str, list[Any]]], start: int, end: int
+        self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int
     ) -> dict[str, torch.Tensor]:
         return {_MASK: self._mask(ids, grids, start, end)} if grids else {}
 
     def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
     ) -> dict[str, torch.Tensor]:
         return self.media_inputs(ids, grids, 0, len(ids))
 
-    def _mask(
-        self, ids: np.ndarray, grids: Sequence[dict[str, list[Any]]], start: int, end: int
-    ) -> torch.Tensor:
+    def _mask(self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int) -> torch.Tensor:
         """1 where a token sees a tile of an image; shape (1, tokens, images, tiles)."""
         spots = np.flatnonzero(ids == self.image_token_id).tolist()
         mask = torch.zeros(1, end - start, len(grids), self._tiles, dtype=torch.long)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import DamagedFile, PlaceholderMismatch
 from keepsight.formats.package import Layout, Package
-from keepsight.kinds import Inputs
+from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Pixels
 
@@ -33,14 +32,14 @@ class Molmo2(Family):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        config: Any = model.config
+        config = model.config
         self.video_token_id = None  # upstream gives frames the placeholder of images
         self.media_ends = frozenset({config.image_end_token_id})
         self._opens = [config.image_start_token_id, config.low_res_image_start_token_id]
 
     # -- text ------------------------------------------------------------------------------------
 
-    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+    def prompt_text(self, processor: Processor, text: str, written: re.Pattern[str]) -> str:
         start: str = processor.tokenizer.bos_token or processor.tokenizer.eos_token
         return text if text.startswith(start) else start + text
 
@@ -59,7 +58,7 @@ class Molmo2(Family):
         return {"mm_token_type_ids": self._block(ids[:end])} if types[start:end].any() else {}
 
     def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
     ) -> dict[str, torch.Tensor]:
         return {"mm_token_type_ids": self._block(ids)}
 
@@ -108,7 +107,7 @@ class Molmo2(Family):
         )
 
 
-def _tokens(grid: list[int]) -> int:
+def _tokens(grid: Sequence[int]) -> int:
     """A small view of the whole image, and its crops."""
     return grid[0] * grid[1] + grid[2] * grid[3]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ class Ovis2(AyaVision):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        config: Any = model.config
+        config = model.config
         if config.vision_config.tokenize_function == "gumbel_argmax":
             raise UnsupportedModel("tokenize_function 'gumbel_argmax' draws features at random")
         self._frame = torch.tensor(config.visual_indicator_token_ids)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ class PaddleOcrVL(Family):
     """The vision settings say how many patches become one token."""
 
     def merge_size(self) -> int:
-        vision: Any = self.model.config.vision_config
+        vision = self.model.config.vision_config
         side = getattr(vision, "spatial_merge_size", None)
         return int(vision.merge_kernel_size[0] if side is None else side)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
+from keepsight.kinds import Grid, Processor
 from keepsight.models.families.base import Family
 
 
@@ -23,7 +23,7 @@ class PaliGemma(Family):
     reuse = "whole prompt"
     also_takes = ("labels",)  # what the processor adds for training; no answer depends on it
 
-    def prompt_text(self, processor: Any, text: str, written: re.Pattern[str]) -> str:
+    def prompt_text(self, processor: Processor, text: str, written: re.Pattern[str]) -> str:
         spots = list(written.finditer(text))
         if not spots:
             return text
@@ -36,11 +36,9 @@ class PaliGemma(Family):
         return {"token_type_ids": torch.zeros(1, end - start, dtype=torch.long)}
 
     def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
     ) -> dict[str, torch.Tensor]:
         return self.chunk_inputs(ids, types, 0, len(ids))
 
-    def positions(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
-    ) -> torch.Tensor:
+    def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
         return torch.arange(1, len(ids) + 1)[None]

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from keepsight import digests
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Layout, Package
-from keepsight.kinds import Record
+from keepsight.kinds import Grid, Record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Part = tuple[Package, int, int]  # rows a to b of a package
 # Parameters of upstream's encoders that say how to run, not what to look at.
@@ -38,7 +41,7 @@ class Pixels:
     """One medium, ready for the tower: its tensors, and what the prompt needs to know of it."""
 
     tensors: dict[str, torch.Tensor]
-    grid: dict[str, list[Any]]
+    grid: Grid
     layout: Layout
     modality: str = "image"
     times: Record = field(default_factory=dict)  # what lays out positions, beside the grid
@@ -66,12 +69,12 @@ def parse_layout(text: str, placeholder: str) -> Layout:
     )
 
 
-def parameters(function: Any) -> list[str]:
+def parameters(function: Callable[..., object]) -> list[str]:
     """The names of a function's parameters."""
     return list(inspect.signature(function).parameters)
 
 
-def is_numeric(value: Any) -> bool:
+def is_numeric(value: object) -> bool:
     """Whether a value is made of numbers, and not of truth values."""
     try:
         return torch.as_tensor(value).dtype != torch.bool
@@ -79,13 +82,13 @@ def is_numeric(value: Any) -> bool:
         return False
 
 
-def all_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def all_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All parameters and buffers of a module, shared ones under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def embedding_of(model: Any) -> torch.nn.Embedding:
+def embedding_of(model: PreTrainedModel) -> torch.nn.Embedding:
     """The table of token embeddings, under whatever an adapter put around it."""
     around = model.get_input_embeddings()
     parts = (part for part in around.modules() if hasattr(part, "num_embeddings"))

@@ -8,17 +8,20 @@ would lay a prompt out in one dimension, silently, wherever a call leaves the at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from keepsight.errors import InputError, UnsupportedInput
 from keepsight.formats.package import Package
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Clip, Grid, Options, Record
 from keepsight.models import upstream
 from keepsight.models.families.pixels import Part, Pixels, own, parse_layout, rows_of
 from keepsight.models.families.qwen_vl import VIDEO, QwenVL
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 AUDIO = ("input_features", "feature_attention_mask")
 _SECONDS = "video_second_per_grid"
@@ -37,7 +40,7 @@ class QwenOmni(QwenVL):
     # -- sound in --------------------------------------------------------------------------------
 
     def preprocess_other(
-        self, processor: Any, medium: Any, options: Options, modality: str
+        self, processor: ProcessorMixin, medium: Clip, options: Options, modality: str
     ) -> Pixels:
         if modality != "audio":
             return super().preprocess_other(processor, medium, options, modality)
@@ -57,7 +60,7 @@ class QwenOmni(QwenVL):
         return Pixels(clip.tensors, clip.grid, parse_layout(texts[0], placeholder), "audio")
 
     def _process_video(
-        self, processor: Any, frames: np.ndarray, about: Record, options: Options
+        self, processor: ProcessorMixin, frames: np.ndarray, about: Record, options: Options
     ) -> tuple[Record, str]:
         given = {
             "videos_kwargs": {
@@ -153,16 +156,14 @@ class QwenOmni(QwenVL):
         return inputs
 
     def prompt_inputs(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
+        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
     ) -> dict[str, torch.Tensor]:
         """Positions too: stock `generate` cannot know the lengths of clips it is not given."""
         grid = self.rope_grid(grids)
         inputs = {name: torch.tensor(v) for name, v in grid.items() if name.endswith("_thw")}
         return {**inputs, "position_ids": self.positions(ids, types, grids)}
 
-    def positions(
-        self, ids: np.ndarray, types: np.ndarray, grids: Sequence[dict[str, list[Any]]]
-    ) -> torch.Tensor:
+    def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
         plain = torch.arange(len(ids))[None]
         if not np.isin(types, (1, 2)).any():
             return plain[None].expand(4, 1, -1)

@@ -7,17 +7,20 @@ by seconds, the same frames at another speed are another prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from keepsight.errors import InputError, PlaceholderMismatch
 from keepsight.formats.package import Layout, Package
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Clip, Grid, Options, Processor, Record
 from keepsight.models import upstream
 from keepsight.models.families.base import Family
 from keepsight.models.families.pixels import Part, Pixels, parse_layout
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 VIDEO = ("pixel_values_videos", "video_grid_thw")
 
@@ -35,7 +38,7 @@ class QwenVL(Family):
         return {**super().placeholders, "video": self.video_token_id}
 
     def preprocess_other(
-        self, processor: Any, medium: Any, options: Options, modality: str
+        self, processor: Processor, medium: Clip, options: Options, modality: str
     ) -> Pixels:
         if modality != "video" or self.video_token_id is None:
             return super().preprocess_other(processor, medium, options, modality)
@@ -48,7 +51,7 @@ class QwenVL(Family):
         return self._video(pixels, grid, layout, seconds)
 
     def _process_video(
-        self, processor: Any, frames: np.ndarray, about: Record, options: Options
+        self, processor: Processor, frames: np.ndarray, about: Record, options: Options
     ) -> tuple[Record, str]:
         """By way of the processor: it works out how many seconds a step in time takes."""
         given = {**options, "return_tensors": "pt", "return_metadata": True}
@@ -61,7 +64,7 @@ class QwenVL(Family):
         self, pixels: torch.Tensor, grid: torch.Tensor, layout: Layout, seconds: list[float]
     ) -> Pixels:
         tensors = {VIDEO[0]: pixels, VIDEO[1]: torch.as_tensor(grid)}
-        described: dict[str, list[Any]] = {VIDEO[1]: tensors[VIDEO[1]].tolist()}
+        described: Grid = {VIDEO[1]: tensors[VIDEO[1]].tolist()}
         if seconds:
             described[self.times_name] = seconds
         return Pixels(
@@ -87,7 +90,7 @@ class QwenVL(Family):
         parts = zip(torch.split(pixels, patches), grids.split(1), tokens, seconds, strict=True)
         return [*images, *(self._video(p, g, (n,), s) for p, g, n, s in parts)]
 
-    def _given_seconds(self, given: Any, count: int) -> list[list[float]]:
+    def _given_seconds(self, given: torch.Tensor | None, count: int) -> list[list[float]]:
         if given is None:
             return [[] for _ in range(count)]
         values = torch.as_tensor(given).flatten().tolist()
@@ -95,17 +98,17 @@ class QwenVL(Family):
             raise InputError(f"{self.times_name} has {len(values)} values for {count} videos")
         return [[float(value)] for value in values]
 
-    def features_of(self, inputs: dict[str, torch.Tensor]) -> Any:
+    def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
         if VIDEO[0] in inputs:
             return self.core.get_video_features(**inputs, return_dict=True)
         return super().features_of(inputs)
 
-    def _grid_tokens(self, grid: dict[str, list[Any]]) -> int | None:
+    def _grid_tokens(self, grid: Grid) -> int | None:
         if VIDEO[1] in grid:
             grid = {"image_grid_thw": grid[VIDEO[1]]}
         return super()._grid_tokens(grid)
 
-    def rope_grid(self, grids: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    def rope_grid(self, grids: Sequence[Grid]) -> Grid:
         found = super().rope_grid(grids)
         for name in (VIDEO[1], self.times_name):
             rows = [row for grid in grids for row in grid.get(name, [])]

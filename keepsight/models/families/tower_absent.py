@@ -9,7 +9,7 @@ belongs to the tower: the projector too, for features are made behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
@@ -55,14 +55,14 @@ class AbsentTower(torch.nn.Module):
         """What upstream asks for first, before it hands over pixels."""
         raise UnsupportedInput(LEFT_OUT)
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
+    def forward(self, *arguments: object, **options: object) -> NoReturn:
         """Refuses, with what to do instead."""
         raise UnsupportedInput(LEFT_OUT)
 
 
 def tower_parts(family: Family) -> dict[str, torch.nn.Module]:
     """The largest modules that make features and hold no weight of the language model."""
-    model: Any = family.model
+    model = family.model
     text = {id(t) for module in family.text_modules() for _, t in all_tensors(module)}
     language = {id(module) for module in family.text_modules()}
 

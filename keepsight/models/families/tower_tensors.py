@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -58,7 +57,7 @@ _TAKERS = {
 class _Tower:
     """A module that takes tensors ready-made, and the names of those that it takes."""
 
-    module: Any
+    module: torch.nn.Module
     takes: frozenset[str]
 
 
@@ -82,7 +81,9 @@ class TowerTensors:
         self._towers = {name: tower for name in _TELLING if (tower := _tower(core, name))}
         self._open = {name for name in (*_SIZES, _AUDIO[0]) if _passes_on(core, name)}
 
-    def of(self, tensors: Mapping[str, torch.Tensor], device: Any = None) -> Record:
+    def of(
+        self, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None = None
+    ) -> Record:
         """What the encoder takes beside the `tensors` of one medium; often nothing.
 
         Made on `device`, where stock would make them: a floating tensor's last bit depends on it.
@@ -131,7 +132,9 @@ def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Kept:
     return _Kept(made, [] if chunks is None else chunks.tolist())
 
 
-def _padded(tensors: Mapping[str, torch.Tensor], chunks: list[int], device: Any) -> torch.Tensor:
+def _padded(
+    tensors: Mapping[str, torch.Tensor], chunks: list[int], device: torch.device | str | None
+) -> torch.Tensor:
     """The sound itself in chunks of equal length: of all that is handed in, this alone is new."""
     _, features, mask = _AUDIO
     frames = tensors[features].permute(0, 2, 1)[tensors[mask].bool()].to(device)
@@ -167,7 +170,7 @@ def _called(module: torch.nn.Module) -> Iterator[str]:
                     yield from inspect.unwrap(value).__code__.co_names
 
 
-def _passes_on(core: Any, name: str) -> bool:
+def _passes_on(core: torch.nn.Module, name: str) -> bool:
     """Whether this method of the model hands keyword arguments on to its tower."""
     method = getattr(core, name, None)
     if method is None:
