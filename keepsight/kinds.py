@@ -39,6 +39,9 @@ Dtype: TypeAlias = "str | torch.dtype | None"
 class ImageProcessor(Protocol):
     """What makes tensors of pictures."""
 
+    @property
+    def size(self) -> Mapping[str, int]: ...
+
     def __call__(self, images: Sequence[object], **options: Any) -> Mapping[str, Any]: ...
 
     def to_dict(self) -> Record: ...

@@ -87,7 +87,7 @@ def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, i
     from keepsight.models import loading
 
     processor = loading.load_processor(loading.model_path(model), None).image_processor
-    size: Any = processor.size
+    size = processor.size
     understood = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
     if not {"min_pixels", "max_pixels"} <= set(understood):
         raise UnsupportedInput(

@@ -7,11 +7,12 @@ no name for it holds in another process, and compiling again gives another one. 
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from keepsight.models.switches import called
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _IN_PLACE = "_compiled_call_impl"  # where `Module.compile` puts what it made
 
@@ -19,14 +20,14 @@ _IN_PLACE = "_compiled_call_impl"  # where `Module.compile` puts what it made
 class Compiled:
     """The compiled modules of one model, by their paths."""
 
-    def __init__(self, model: torch.nn.Module, answers: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, answers: bool = True) -> None:
         self._model, self._answers = model, answers
         self._found: dict[str, str] = {}
         self._decoder: str | None = None
 
     def gather(self) -> None:
         """Look at every module; called when any of them changed."""
-        model: Any = self._model
+        model = self._model
         modules = list(model.named_modules())
         decoder = model.get_decoder() if self._answers else None
         self._decoder = next((name for name, module in modules if module is decoder), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import platform
-from typing import Any
+from typing import TYPE_CHECKING
 
 import PIL
 import torch
@@ -17,6 +17,9 @@ import transformers
 from keepsight.kinds import Record
 from keepsight.models.switches import switches
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 # Where a configuration keeps by which of Transformers' functions its part of a model runs.
 _CHOSEN = {
     "attention": "_attn_implementation_internal",
@@ -24,7 +27,7 @@ _CHOSEN = {
 }
 
 
-def circumstances(model: Any, dtype: str) -> Record:
+def circumstances(model: PreTrainedModel, dtype: str) -> Record:
     """Those that hold for a live model whose weights are of a dtype, in this thread."""
     device: torch.device = model.device
     functions = _functions(model.config)
@@ -58,7 +61,7 @@ def _device_class(device: torch.device) -> str:
     return device.type
 
 
-def _functions(config: Any) -> dict[str, dict[str, str]]:
+def _functions(config: PreTrainedConfig) -> dict[str, dict[str, str]]:
     """By which functions each part of a model attends and runs its experts, as it was chosen."""
     found: dict[str, dict[str, str]] = {"attention": {}, "experts": {}}
     waiting = [("model", config)]

@@ -11,19 +11,19 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
-from keepsight.kinds import Record
+from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models.partial_processor import partial_processor
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 DEMO_GRAIN = 16
+Rows = list[list[str | int | None]]  # of files: name, size, times and inode of each
 
 
 def model_path(name: str) -> str:
@@ -33,14 +33,16 @@ def model_path(name: str) -> str:
     return os.path.expanduser(name) if name.startswith("~") else name
 
 
-def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> Any:
+def load_model(
+    path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
+) -> PreTrainedModel:
     """The model, in eval mode."""
     return load_named(path, dtype, device_map, revision)[0]
 
 
 def load_named(
-    path: str, dtype: Any, device_map: Any, revision: str | None
-) -> tuple[Any, str | None]:
+    path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
+) -> tuple[PreTrainedModel, str | None]:
     """The model, in eval mode, and the name of the files that all its weights are from."""
     options = load_options(dtype, device_map, revision)
     before = files_of(path)
@@ -52,7 +54,7 @@ def load_named(
     return model, files_name(path, model, before, found)
 
 
-def files_name(path: str, model: Any, before: Any, found: Record) -> str | None:
+def files_name(path: str, model: PreTrainedModel, before: Rows | None, found: Record) -> str | None:
     """The name of the files of a model just loaded, by which its digests may be remembered.
 
     None where they do not say all: for weights that no file had, which are of chance, and for files
@@ -63,7 +65,7 @@ def files_name(path: str, model: Any, before: Any, found: Record) -> str | None:
     return files_digest(path, model.dtype, commit=getattr(model.config, "_commit_hash", None))
 
 
-def load_options(dtype: Any, device_map: Any, revision: str | None) -> Record:
+def load_options(dtype: Dtype, device_map: DeviceMap, revision: str | None) -> Record:
     """What `from_pretrained` is told."""
     given = {"device_map": device_map, "revision": revision}
     told = {name: value for name, value in given.items() if value is not None}
@@ -83,12 +85,12 @@ def named_refusal(path: str) -> Iterator[None]:
         ) from error
 
 
-def thinking(model: Any) -> Any:
+def thinking(model: PreTrainedModel) -> PreTrainedModel:
     """An Omni model also talks; what sees, hears and answers is its thinker."""
     return getattr(model, "thinker", model)
 
 
-def parse_dtype(dtype: Any) -> Any:
+def parse_dtype(dtype: Dtype) -> str | torch.dtype:
     """`"auto"`, a torch dtype, or its name."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return "auto" if dtype is None else dtype
@@ -100,11 +102,11 @@ def parse_dtype(dtype: Any) -> Any:
     return found
 
 
-def load_processor(path: str, revision: str | None) -> Any:
+def load_processor(path: str, revision: str | None) -> Processor:
     """The checkpoint's own tokenizer, image processor and chat template."""
     options = {} if revision is None else {"revision": revision}
     try:
-        processor = transformers.AutoProcessor.from_pretrained(path, **options)
+        processor: Processor = transformers.AutoProcessor.from_pretrained(path, **options)
         if hasattr(processor, "image_processor"):
             return processor
     except Exception as error:  # what is raised differs by what is missing; try it without video
@@ -118,7 +120,7 @@ def load_processor(path: str, revision: str | None) -> Any:
 
 
 def files_digest(
-    path: str, dtype: Any, every: bool = False, commit: str | None = None
+    path: str, dtype: torch.dtype | str, every: bool = False, commit: str | None = None
 ) -> str | None:
     """The name of all files that a folder's model is loaded from, by size, time and inode.
 
@@ -142,7 +144,7 @@ _READ = ("*.safetensors", "*.bin", "*.json")
 _MOST_BASES = 8
 
 
-def files_of(path: str, commit: str | None = None, below: int = 0) -> list[list[Any]] | None:
+def files_of(path: str, commit: str | None = None, below: int = 0) -> Rows | None:
     """The files that a model is loaded from, each as it is; None where they are not all known."""
     folder = Path(path)
     if not folder.is_dir():
@@ -159,8 +161,8 @@ def files_of(path: str, commit: str | None = None, below: int = 0) -> list[list[
     return None if under is None else [*rows, ["base", str(base)], *under]
 
 
-def _rows(folder: Path, files: Iterable[Path]) -> list[list[Any]]:
-    rows = []
+def _rows(folder: Path, files: Iterable[Path]) -> Rows:
+    rows: Rows = []
     for file in sorted(files):
         if file.is_file():
             status = file.stat()

@@ -14,10 +14,10 @@ import json
 from typing import Any, NoReturn
 
 import transformers
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer, FeatureExtractionMixin, ProcessorMixin
 
 from keepsight.errors import MissingExtra
-from keepsight.kinds import Record
+from keepsight.kinds import Processor, Record
 from keepsight.models import upstream
 
 
@@ -46,7 +46,7 @@ class NotLoaded:
         return f"NotLoaded({self.name!r})"
 
 
-def partial_processor(path: str, options: Record) -> Any:
+def partial_processor(path: str, options: Record) -> Processor:
     """The processor of a checkpoint, with stand-ins for what only videos and sound need."""
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
@@ -63,19 +63,21 @@ def partial_processor(path: str, options: Record) -> Any:
     own = {k: v for k, v in config.items() if k not in ("processor_class", "auto_map", *parts)}
     template = getattr(tokenizer, "chat_template", None) or own.pop("chat_template", None)
     own.pop("chat_template", None)
-    return lenient(base)(**parts, chat_template=template, **own)
+    made: Processor = lenient(base)(**parts, chat_template=template, **own)
+    return made
 
 
 @functools.cache
-def lenient(base: Any) -> Any:
+def lenient(base: Any) -> type[ProcessorMixin]:
     """A processor's class that takes stand-ins for its parts, and saves what they stand for."""
 
-    def check(self: Any, attribute: str, argument: Any) -> Any:
+    def check(self: ProcessorMixin, attribute: str, argument: object) -> type:
         if not isinstance(argument, NotLoaded):
-            return base.check_argument_for_proper_class(self, attribute, argument)
+            found: type = base.check_argument_for_proper_class(self, attribute, argument)
+            return found
         return type(argument)
 
-    def to_dict(self: Any) -> Record:
+    def to_dict(self: ProcessorMixin) -> Record:
         record: Record = base.to_dict(self)
         for name in self.get_attributes():
             part = getattr(self, name, None)
@@ -84,21 +86,23 @@ def lenient(base: Any) -> Any:
                 record |= {} if part.config is None else {name: part.config}
         return record
 
-    def reduce(self: Any) -> tuple[Any, ...]:
+    def reduce(self: ProcessorMixin) -> tuple[object, ...]:
         return _restored, (base, dict(vars(self)))
 
     body = {"check_argument_for_proper_class": check, "to_dict": to_dict, "__reduce__": reduce}
     return type(base.__name__, (base,), {**body, "__module__": base.__module__})
 
 
-def _restored(base: Any, state: Record) -> Any:
+def _restored(base: Any, state: Record) -> ProcessorMixin:
     """A copy, for `copy` and for worker processes: the class is made, not imported."""
-    made = object.__new__(lenient(base))
+    made: ProcessorMixin = object.__new__(lenient(base))
     vars(made).update(state)
     return made
 
 
-def _feature_extractor(path: str, config: Record, options: Record) -> Any:
+def _feature_extractor(
+    path: str, config: Record, options: Record
+) -> FeatureExtractionMixin | NotLoaded:
     """The feature extractor, or a stand-in where the checkpoint has none that loads."""
     try:
         return transformers.AutoFeatureExtractor.from_pretrained(path, **options)

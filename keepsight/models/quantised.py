@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from keepsight.errors import KeepsightError, UnreadableWeights, UnsupportedModel
 from keepsight.models.no_gradients import run_plainly
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Where layers come from that compute in the dtype of their weights.
 _USUAL = ("torch.nn.modules.", "transformers.models.", "peft.", "keepsight.")
@@ -45,7 +48,7 @@ def named_weights(model: torch.nn.Module) -> Iterator[None]:
 class Quantised:
     """The layers of one model that were asked already."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._asked: set[str] = set()
 
@@ -65,7 +68,7 @@ class Quantised:
                 )
             self._asked.add(kind)
 
-    def _coupling(self, name: str, layer: Any) -> float:
+    def _coupling(self, name: str, layer: torch.nn.Module) -> float:
         """By how much of their size the results for some tokens depend on other tokens."""
         try:
             with torch.inference_mode():
@@ -87,19 +90,25 @@ class Quantised:
         return off
 
 
-def _is_unusual(layer: Any) -> bool:
+def _is_unusual(layer: torch.nn.Module) -> bool:
     """Whether a layer maps features to features in a way that has to be asked for."""
-    if not isinstance(getattr(layer, "in_features", None), int):
+    if _width(layer) is None:
         return False
     replaced = "forward" in vars(layer) or hasattr(layer, "quantization_scheme")
     return not _is_usual(layer) or replaced or _has_odd_weights(layer)
 
 
-def _is_usual(layer: Any) -> bool:
+def _width(layer: torch.nn.Module) -> int | None:
+    """How many features it takes, where it takes features."""
+    width = getattr(layer, "in_features", None)
+    return width if isinstance(width, int) else None
+
+
+def _is_usual(layer: torch.nn.Module) -> bool:
     return f"{type(layer).__module__}.".startswith(_USUAL)
 
 
-def _has_odd_weights(layer: Any) -> bool:
+def _has_odd_weights(layer: torch.nn.Module) -> bool:
     """Whether some weights are no floating tensors of torch's own."""
     return any(_is_odd(t) or not t.is_floating_point() for t in _held(layer))
 
@@ -108,32 +117,32 @@ def _is_odd(tensor: torch.Tensor) -> bool:
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
-def _held(layer: Any) -> Iterator[torch.Tensor]:
+def _held(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
     yield from (t for t in layer._parameters.values() if t is not None)
     yield from (t for t in layer._buffers.values() if t is not None)
 
 
-def _kind(layer: Any) -> str:
+def _kind(layer: torch.nn.Module) -> str:
     """Layers of one kind share class, classes of weights and plain settings."""
     parts = [(type(t).__qualname__, _settings(t)) for t in _held(layer)]
     return repr((type(layer).__module__, type(layer).__qualname__, _settings(layer), parts))
 
 
-def _settings(thing: Any) -> list[tuple[str, str]]:
+def _settings(thing: object) -> list[tuple[str, str]]:
     plain = {n: v for n, v in getattr(thing, "__dict__", {}).items() if not n.startswith("_")}
     sizes = ("in_features", "out_features")
     return sorted((n, repr(v)) for n, v in plain.items() if n not in sizes and not _is_tensor(v))
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor | torch.nn.Module)
 
 
-def _ask(model: Any, layer: Any) -> float:
+def _ask(model: PreTrainedModel, layer: torch.nn.Module) -> float:
     """The results for a few tokens beside quiet and beside loud neighbours, compared."""
     device = next((tensor.device for tensor in _held(layer)), model.device)
     draw = torch.Generator().manual_seed(0)
-    quiet = torch.randn(1, _TOKENS, layer.in_features, generator=draw)
+    quiet = torch.randn(1, _TOKENS, _width(layer) or 0, generator=draw)
     loud = quiet.clone()
     loud[:, _TOKENS // 2 :] *= _LOUD
     error: Exception | None = None
@@ -148,6 +157,5 @@ def _ask(model: Any, layer: Any) -> float:
     raise error or RuntimeError("no dtype")
 
 
-def _first(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+def _first(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output

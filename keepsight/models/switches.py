@@ -139,15 +139,16 @@ def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
 
 # -- torch ---------------------------------------------------------------------------------------
 
-_Readers = tuple[Callable[[], Any], ...]
+_Reader = Callable[[], object]
+_Readers = tuple[_Reader, ...]
 
 
 @functools.cache
-def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, Any], ...]]:
+def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, object], ...]]:
     """What reads each switch, and beside it the switch's name and usual value."""
     get, order = upstream.PRECISION.needed(), upstream.SDP_ORDER.needed()
-    einsum: Any = torch.backends.opt_einsum
-    found: list[tuple[Callable[[], Any], str, Any]] = []
+    einsum = torch.backends.opt_einsum
+    found: list[tuple[_Reader, str, object]] = []
     for name, value in {**ANYWHERE, **(ON_CUDA if accelerated else {})}.items():
         reader = upstream.switch(name)
         if reader is not None:
@@ -171,7 +172,7 @@ def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, Any], ...]]:
     return tuple(r for r, _, _ in found), tuple((name, value) for _, name, value in found)
 
 
-def _carefully(read: Callable[[], Any]) -> Any:
+def _carefully(read: _Reader) -> object:
     try:
         return read()
     except RuntimeError:  # the old and the new way of choosing a precision, mixed
@@ -194,7 +195,7 @@ def _native() -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _unusual(accelerated: bool, values: tuple[Any, ...]) -> tuple[str, ...]:
+def _unusual(accelerated: bool, values: tuple[object, ...]) -> tuple[str, ...]:
     _, usual = _readers(accelerated)
     found = []
     for (name, wanted), value in zip(usual, values, strict=True):
@@ -229,9 +230,9 @@ def _arithmetic() -> str:
 # -- functions and modes that others put in ------------------------------------------------------
 
 
-def _modes() -> list[Any]:
+def _modes() -> list[object]:
     """Modes that stand between a call and its kernel, such as a default device."""
-    modes: list[Any] = []
+    modes: list[object] = []
     for count, stack in _stacks():
         if count():
             modes += stack()
@@ -239,7 +240,7 @@ def _modes() -> list[Any]:
 
 
 @functools.cache
-def _stacks() -> tuple[tuple[Callable[[], int], Callable[[], list[Any]]], ...]:
+def _stacks() -> tuple[tuple[Callable[[], int], Callable[[], list[object]]], ...]:
     """What counts the modes of a kind, and what lists them."""
     return (
         (upstream.FUNCTION_MODES.needed(), upstream.FUNCTION_STACK.needed()),
@@ -247,7 +248,7 @@ def _stacks() -> tuple[tuple[Callable[[], int], Callable[[], list[Any]]], ...]:
     )
 
 
-def _device_of(mode: Any) -> str:
+def _device_of(mode: object) -> str:
     device = getattr(mode, "device", None)
     return f" {device}" if isinstance(device, torch.device) else ""
 
@@ -255,7 +256,7 @@ def _device_of(mode: Any) -> str:
 _registries = functools.cache(upstream.registered_functions)
 
 
-def _foreign(chosen: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
+def _foreign(chosen: Iterable[tuple[str, str]]) -> Iterator[tuple[str, object]]:
     """Functions that a model looks up at Transformers, where they are not Transformers' own."""
     registries = _registries()
     for kind, name in chosen:
@@ -265,7 +266,7 @@ def _foreign(chosen: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
                 yield f"{kind} {name}", function
 
 
-def _is_own(thing: Any, library: str) -> bool:
+def _is_own(thing: object, library: str) -> bool:
     """Whether something is what a library itself has under its name."""
     place = str(getattr(thing, "__module__", ""))
     name = getattr(thing, "__qualname__", "")
@@ -278,9 +279,9 @@ class _Numbers:
     def __init__(self) -> None:
         self.process = secrets.token_hex(8)
         self._count = itertools.count()
-        self._known: list[tuple[weakref.ref[Any], int]] = []
+        self._known: list[tuple[weakref.ref[object], int]] = []
 
-    def of(self, thing: Any) -> str:
+    def of(self, thing: object) -> str:
         self._known = [(ref, number) for ref, number in self._known if ref() is not None]
         number = next((number for ref, number in self._known if ref() is thing), None)
         if number is None:
@@ -293,7 +294,7 @@ _numbers = _Numbers()
 os.register_at_fork(after_in_child=_numbers.__init__)  # type: ignore[misc]
 
 
-def called(thing: Any) -> str:
+def called(thing: object) -> str:
     """A name that two different things never share, in this process or between two."""
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{kind.__module__}.{kind.__qualname__}"

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any
 
 import torch
 import transformers
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from keepsight import digests
 from keepsight.errors import UnreadableWeights, UnsupportedModel
-from keepsight.kinds import Record
+from keepsight.kinds import DeviceMap, Dtype, Record
 from keepsight.models import upstream
 from keepsight.models.families import Family, family_of
 from keepsight.models.families.tower_absent import AbsentTower, AbsentWeight, tower_parts
@@ -40,14 +39,16 @@ _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # upstream reads ahead of us unless it
 _reading = RLock()
 
 
-def load_model(path: str, dtype: Any, device_map: Any, revision: str | None) -> Any:
+def load_model(
+    path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
+) -> PreTrainedModel:
     """The model in eval mode, with stand-ins where its tower would be."""
     return load_named(path, dtype, device_map, revision)[0]
 
 
 def load_named(
-    path: str, dtype: Any, device_map: Any, revision: str | None
-) -> tuple[Any, str | None]:
+    path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
+) -> tuple[PreTrainedModel, str | None]:
     """The model in eval mode, and the name of the files that all its weights are from."""
     options = load_options(dtype, device_map, revision)
     before = files_of(path)
@@ -70,8 +71,8 @@ class TowerFiles:
     """The weights of an absent tower where they lie, read when somebody has to know their names."""
 
     path: str
-    kind: Any
-    dtype: Any
+    kind: type[PreTrainedModel]
+    dtype: Dtype
     revision: str | None
     files: str | None  # the files by size, time and inode when the model was loaded
     loaded: torch.dtype
@@ -92,7 +93,7 @@ class TowerFiles:
         found: dict[str, tuple[str, str]] = {}
         wanted: list[str] = []
 
-        def watch(model: Any) -> None:
+        def watch(model: PreTrainedModel) -> None:
             wanted.extend(_watch(thinking(model), found))
             model.all_tied_weights_keys = {}
 
@@ -107,24 +108,30 @@ class TowerFiles:
         return [(name, *about) for name, about in sorted(found.items())]
 
 
-def _class_of(path: str, revision: str | None) -> Any:
+def _class_of(path: str, revision: str | None) -> type[PreTrainedModel]:
     """The class that Transformers would load this checkpoint into."""
     told = {} if revision is None else {"revision": revision}
     config = transformers.AutoConfig.from_pretrained(path, **told)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ValueError(f"{type(config).__name__} is no configuration of such a model")
-    found: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    if not isinstance(found, list | tuple):
+    found: type[PreTrainedModel] | Sequence[type[PreTrainedModel]] = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    )
+    if isinstance(found, type):
         return found
-    named = {kind.__name__: kind for kind in found}
+    named: dict[str, type[PreTrainedModel]] = {kind.__name__: kind for kind in found}
     wanted = [named[name] for name in config.architectures or () if name in named]
     return (wanted or found)[0]
 
 
-def _shaped(kind: Any, change: Callable[[Any], None], unfinished: bool = False) -> Any:
+def _shaped(
+    kind: type[PreTrainedModel], change: Callable[[PreTrainedModel], None], unfinished: bool = False
+) -> type[PreTrainedModel]:
     """The class, whose objects are changed as soon as they are built and before they are filled."""
 
-    def build(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
+    def build(
+        self: PreTrainedModel, config: PreTrainedConfig, *arguments: object, **options: object
+    ) -> None:
         kind.__init__(self, config, *arguments, **options)
         change(self)
 
@@ -134,7 +141,7 @@ def _shaped(kind: Any, change: Callable[[Any], None], unfinished: bool = False) 
     return type(kind.__name__, (kind,), body)
 
 
-def _leave_out(model: Any) -> None:
+def _leave_out(model: PreTrainedModel) -> None:
     """Put a stand-in where each module of the tower is."""
     family = _proven_family(model)
     parts = tower_parts(family)
@@ -147,7 +154,7 @@ def _leave_out(model: Any) -> None:
     upstream.ignore_weights(model, ignored)
 
 
-def _proven_family(model: Any) -> Family:
+def _proven_family(model: PreTrainedModel) -> Family:
     family = family_of(thinking(model))
     if not family.proven or not family.answers:
         raise UnsupportedModel(
@@ -164,20 +171,20 @@ class _Named(Record):
         super().__init__(weights)
         self._prefix, self._found = prefix, found
 
-    def __setitem__(self, name: str, weight: Any) -> None:
+    def __setitem__(self, name: str, weight: torch.Tensor) -> None:
         value = weight.detach()
         dtype = str(value.dtype) if value.is_floating_point() else ""
         self._found[self._prefix + name] = (digests.weight_digest(value), dtype)
 
 
-def _watch(model: Any, found: dict[str, tuple[str, str]]) -> Iterator[str]:
+def _watch(model: PreTrainedModel, found: dict[str, tuple[str, str]]) -> Iterator[str]:
     """Have the tower's weights named as they arrive, and nothing else read; the names to come."""
     parts = tower_parts(_proven_family(model))
     inside = {id(module) for part in parts.values() for module in part.modules()}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for kind in ("_parameters", "_buffers"):
-            homes: Any = vars(module)[kind]
+            homes: dict[str, torch.Tensor | None] = vars(module)[kind]
             if id(module) not in inside:
                 homes.update(dict.fromkeys(homes))  # a weight that is None is never looked for
                 continue

@@ -12,25 +12,30 @@ runtimes      the doors of both, through which nothing is told to anybody
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keepsight.core.settings import chosen_store
 from keepsight.errors import ModelError, UnsupportedInput
+from keepsight.kinds import DeviceMap, Dtype
 from keepsight.models.loading import files_digest
 from keepsight.runtimes.manifest import Manifest, is_export, read
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["is_export", "load_exported", "other_versions", "read"]
 
 
 def load_exported(
     path: str,
-    dtype: Any,
-    device_map: Any,
+    dtype: Dtype,
+    device_map: DeviceMap,
     vision: bool,
     revision: str | None,
-    store: Any,
-) -> tuple[Any, str | None]:
+    store: str | os.PathLike[str] | None,
+) -> tuple[PreTrainedModel, str | None]:
     """The model of an export, with its files looked at first; and what they are known by."""
     if dtype not in ("auto", None, "float32") and str(dtype) != "torch.float32":
         raise UnsupportedInput(
@@ -59,7 +64,7 @@ def load_exported(
         raise ModelError(f"{error}; it was made with {told}") from error
 
 
-def _was_read(files: str | None, named: Any) -> bool:
+def _was_read(files: str | None, named: str | os.PathLike[str] | None) -> bool:
     """Whether a store says that these very files were read before, and their digests found right.
 
     It is the note that spares a checkpoint from being hashed again, written once a model is loaded.

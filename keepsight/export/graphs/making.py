@@ -190,7 +190,7 @@ def _write(
     family = vlm.runtime.family
     appends = runtime == "onnx" and not family.sees_whole_media
     parts = {
-        "tower": tower_of(family, vlm.processor, blocks=runtime == "onnx"),
+        "tower": tower_of(family, vlm.runtime.needed_processor(), blocks=runtime == "onnx"),
         "embedding": Embedding(family),
         "decoder": Decoder(family, vlm.runtime.engine.shape, appends),
         "head": Head(family),

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from keepsight.errors import UnsupportedModel
 from keepsight.export.graphs.parts import Sample
-from keepsight.kinds import Inputs
+from keepsight.kinds import Inputs, Processor
 from keepsight.models import upstream
 from keepsight.models.families import Family
 
@@ -162,12 +162,12 @@ class WholeTower(nn.Module):
         return sample
 
 
-def tower_of(family: Family, processor: Any, blocks: bool = True) -> PackedTower | WholeTower:
+def tower_of(family: Family, processor: Processor, blocks: bool = True) -> PackedTower | WholeTower:
     """The part of a family's tower; `blocks` where its graph must bound what attention takes."""
     if family.mrope:
         return PackedTower(family, blocks)
-    size: Any = processor.image_processor.size
-    crop: Any = getattr(processor.image_processor, "crop_size", None)
+    size: object = processor.image_processor.size
+    crop = getattr(processor.image_processor, "crop_size", None)
     if getattr(processor.image_processor, "do_center_crop", False) and crop:
         size = crop
     height, width = (getattr(size, "get", lambda name: None)(n) for n in ("height", "width"))
