@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ os.register_at_fork(after_in_child=lambda: _threads.__setitem__(0, 1))
 Part = str | bytes | int | float | bool | None | np.ndarray | torch.Tensor
 
 
-def digest(kind: str, *parts: Part | Iterable[Any]) -> str:
+def digest(kind: str, *parts: Part | Iterable[object]) -> str:
     """The digest of a record: its kind and its parts, in order."""
     # BLAKE3 hashes a tree, so threads change the time and never the result.
     hasher = blake3(max_threads=_threads[0])
@@ -41,7 +40,7 @@ def digest(kind: str, *parts: Part | Iterable[Any]) -> str:
     return hasher.hexdigest()
 
 
-def canonical_json(value: Any) -> str:
+def canonical_json(value: object) -> str:
     """One spelling for one value: keys as text and sorted, no spaces.
 
     Keys become text before they are sorted, so a record reads back from a file as it was written.
@@ -93,13 +92,13 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _frame(hasher: Any, tag: bytes, data: bytes | memoryview) -> None:
+def _frame(hasher: blake3, tag: bytes, data: bytes | memoryview) -> None:
     size = data.nbytes if isinstance(data, memoryview) else len(data)
     hasher.update(tag + size.to_bytes(8, "little"))
     hasher.update(data)
 
 
-def _feed(hasher: Any, part: Any) -> None:
+def _feed(hasher: blake3, part: object) -> None:
     if isinstance(part, str):
         # Names of files may hold lone surrogates; they are spelled as nothing else is.
         _frame(hasher, b"s", part.encode("utf-8", "surrogatepass"))
@@ -124,7 +123,7 @@ def _feed(hasher: Any, part: Any) -> None:
         raise TypeError(f"a {type(part).__name__} has no canonical form to digest")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """JSON for what configs hold beside JSON types: tensors, arrays, dtypes, enums, sets."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.tolist()
@@ -140,7 +139,7 @@ def _plain(value: Any) -> Any:
     return text
 
 
-def _sorted(pairs: list[tuple[str, Any]]) -> Record:
+def _sorted(pairs: list[tuple[str, object]]) -> Record:
     found = dict(sorted(pairs, key=lambda pair: pair[0]))
     if len(found) < len(pairs):
         raise TypeError("two keys of a mapping have one spelling")

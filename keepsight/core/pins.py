@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeGuard
 
 from keepsight.core.call import Call
 from keepsight.core.runtime import Runtime
 from keepsight.core.turn import Turn
 from keepsight.errors import ImageError
 from keepsight.formats.package import Package
+from keepsight.kinds import Message
+from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
 from keepsight.models.families import Pixels
 from keepsight.prefix.node import Node
@@ -24,7 +26,7 @@ from keepsight.report import Report
 from keepsight.store import Store
 
 
-def pin(runtime: Runtime, what: Any, pinned: bool, call: Call) -> None:
+def pin(runtime: Runtime, what: object, pinned: bool, call: Call) -> None:
     """Keep (or no longer keep) an image's features, or a conversation's features and prefix. What
     there is no room for is refused, and then nothing of it is kept."""
     vision, shelf = runtime.vision_of(call.tenant), runtime.shelves.packages
@@ -46,7 +48,7 @@ def pin(runtime: Runtime, what: Any, pinned: bool, call: Call) -> None:
 
 
 def _pin_path(
-    runtime: Runtime, messages: Any, pinned: bool, call: Call, undo: contextlib.ExitStack
+    runtime: Runtime, messages: list[Message], pinned: bool, call: Call, undo: contextlib.ExitStack
 ) -> tuple[Medium, ...]:
     """Prefill a conversation's prompt and pin its path before anything else can take its place."""
     store = runtime.store_of(call.tenant)
@@ -74,7 +76,7 @@ def _turn(runtime: Runtime, call: Call, render: Callable[[], Prompt]) -> Turn:
     return Turn(runtime, render, {}, call.exact, tenant=call.tenant)
 
 
-def delete(runtime: Runtime, what: Any, call: Call) -> int:
+def delete(runtime: Runtime, what: object, call: Call) -> int:
     """Remove images and all that was computed from them; the bytes freed."""
     tenant = call.tenant
     runtime.refresh(call.exact, tenant)
@@ -110,13 +112,13 @@ def _stood_on(node: Node) -> bool:
     return any(child.rows.tier or child.on_disk for child in node.children.values())
 
 
-def _named(vision: Any, what: Any) -> list[Medium]:
+def _named(vision: Vision, what: object) -> list[Medium]:
     """The media behind one image in any form, or behind a list of them."""
     images = what if isinstance(what, list | tuple) else [what]
     return [vision.name(image, getattr(image, "modality", "image")) for image in images]
 
 
-def _is_conversation(what: Any) -> bool:
+def _is_conversation(what: object) -> TypeGuard[list[Message]]:
     return isinstance(what, list | tuple) and bool(what) and isinstance(what[0], dict)
 
 
@@ -174,13 +176,13 @@ def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
 # -- only looking ----------------------------------------------------------------------------------
 
 
-def foresee(runtime: Runtime, messages: Any, call: Call) -> Report:
+def foresee(runtime: Runtime, messages: list[Message], call: Call) -> Report:
     """The report that a call would give. Nothing is computed with the model, brought from one tier
     to another, or made more useful; a picture that nobody knows is still not known afterwards."""
 
     vision = runtime.vision_of(call.tenant)
 
-    def name(image: Any, modality: str) -> Medium:
+    def name(image: object, modality: str) -> Medium:
         if isinstance(image, Medium | Package):
             return vision.name(image, modality)
         return vision.medium_of(vision.namer.look(image, modality))

@@ -26,12 +26,12 @@ from keepsight.errors import (
     PlaceholderMismatch,
     UnsupportedInput,
 )
-from keepsight.kinds import Message, Record
+from keepsight.kinds import Message, Processor, Record
 from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
 
-Name = Callable[[Any, str], Medium]  # gives a medium for what a part holds, and its modality
+Name = Callable[[object, str], Medium]  # gives a medium for what a part holds, and its modality
 _TEXT_TYPES = ("text", "input_text", "output_text")
 # Types of a part and the fields that hold it. Which modalities a model takes, its family says.
 _MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -45,7 +45,9 @@ _ANY = ("url", "path")  # fields that say nothing of what they hold; without a t
 class Renderer:
     """Renders for one family and one processor."""
 
-    def __init__(self, family: Family, processor: Any, chat_template: str | None = None) -> None:
+    def __init__(
+        self, family: Family, processor: Processor, chat_template: str | None = None
+    ) -> None:
         self._family, self._processor = family, processor
         self.tokenizer = processor.tokenizer
         self.template = _template_of(processor, chat_template)
@@ -99,7 +101,7 @@ class Renderer:
         whole = np.asarray(ids, dtype=np.int64)
         return self._expand(whole, runs, media, rendered.plain(text))
 
-    def _refuse_unseen(self, given: list[tuple[str, Any]]) -> None:
+    def _refuse_unseen(self, given: list[tuple[str, object]]) -> None:
         """Media of a kind that this family does not take."""
         for kind in {kind for kind, _ in given} - self._words.keys():
             raise UnsupportedInput(
@@ -143,13 +145,13 @@ class Renderer:
         return Prompt(np.repeat(ids, counts), media, tuple(map(tuple, ranges)), text)
 
 
-def user_message(text: str, images: Any = None) -> Message:
+def user_message(text: str, images: object = None) -> Message:
     """One user turn: pictures first, then the text."""
     if images is None:
         images = []
     elif not isinstance(images, list | tuple):
         images = [images]
-    parts: list[Any] = [{"type": "image", "image": image} for image in images]
+    parts: list[Record] = [{"type": "image", "image": image} for image in images]
     if not isinstance(text, str):
         raise InputError(f"the question is a {type(text).__name__}, expected a string")
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
@@ -168,7 +170,7 @@ def _in_order(spots: list[re.Match[str]], named: list[tuple[str, Medium]]) -> tu
     return tuple(next(waiting[kind]) for kind in kinds)
 
 
-def parse_messages(messages: Any) -> tuple[list[Message], list[tuple[str, Any]]]:
+def parse_messages(messages: object) -> tuple[list[Message], list[tuple[str, object]]]:
     """Messages as the template wants them, and the media in the order they appear."""
     if isinstance(messages, dict):
         messages = [messages]
@@ -178,7 +180,7 @@ def parse_messages(messages: Any) -> tuple[list[Message], list[tuple[str, Any]]]
             "{'role': 'user', 'content': [{'type': 'image', 'image': ...}, ...]}"
         )
     clean: list[Message] = []
-    media: list[tuple[str, Any]] = []
+    media: list[tuple[str, object]] = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise MessagesError(f"message {i} is not a dict with a 'role'")
@@ -196,7 +198,7 @@ def parse_messages(messages: Any) -> tuple[list[Message], list[tuple[str, Any]]]
     return clean, media
 
 
-def _parse_part(part: Any, i: int, media: list[tuple[str, Any]]) -> Record:
+def _parse_part(part: object, i: int, media: list[tuple[str, object]]) -> Record:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
@@ -218,7 +220,7 @@ def _parse_part(part: Any, i: int, media: list[tuple[str, Any]]) -> Record:
     )
 
 
-def _medium_of(part: Message, i: int, modality: str, fields: tuple[str, ...]) -> Any:
+def _medium_of(part: Message, i: int, modality: str, fields: tuple[str, ...]) -> object:
     for field in (*fields, *_ANY):
         value = part.get(field)
         if isinstance(value, dict) and "url" in value:
@@ -243,7 +245,7 @@ def _from_base64(data: str, i: int) -> bytes:
         raise ImageError(f"message {i} has 'data' that is not base64: {error}") from None
 
 
-def _template_of(processor: Any, given: str | None) -> str:
+def _template_of(processor: Processor, given: str | None) -> str:
     template = given or getattr(processor, "chat_template", None)
     template = template or getattr(processor.tokenizer, "chat_template", None)
     if isinstance(template, dict):

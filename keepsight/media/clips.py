@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.errors import ImageError, MissingExtra
-from keepsight.kinds import Record
+from keepsight.kinds import Clip
 from keepsight.media.sources import Fetched, Source, read_bytes
 
 DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
@@ -24,7 +23,7 @@ MAX_FRAMES = 100_000
 MAX_DECODED = 4 << 30  # bytes of one video or sound: a small file may hold hours of nothing
 
 
-def open_clip(clip: Any, modality: str, fetched: Fetched | None = None) -> Source:
+def open_clip(clip: object, modality: str, fetched: Fetched | None = None) -> Source:
     """A source of a video or of sound, from any form of it."""
     if isinstance(clip, Source):
         return clip
@@ -35,11 +34,12 @@ def open_clip(clip: Any, modality: str, fetched: Fetched | None = None) -> Sourc
     return Source(name, lambda: decoded, label, [], modality)
 
 
-def _video(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, Record]:
+def _video(clip: object, fetched: Fetched | None) -> Clip:
     """Frames of shape (frames, height, width, 3), and what a processor wants to know of them."""
     fps: float | None = None
     if isinstance(clip, dict):
-        clip, fps = clip.get("frames"), clip.get("fps")
+        fps = clip.get("fps")
+        clip = clip.get("frames")
     if isinstance(clip, str | os.PathLike | bytes | bytearray | memoryview):
         frames, fps = _decode_video(read_bytes(clip, fetched))
     else:
@@ -60,7 +60,7 @@ def _video(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, Record]:
     return frames, about
 
 
-def _frames(clip: Any) -> np.ndarray:
+def _frames(clip: object) -> np.ndarray:
     if isinstance(clip, list | tuple) and clip:
         clip = [np.asarray(f.convert("RGB")) if isinstance(f, Image.Image) else f for f in clip]
         if len({np.shape(frame) for frame in clip}) > 1:
@@ -104,11 +104,12 @@ def _decode_video(data: bytes) -> tuple[np.ndarray, float]:
         raise ImageError(f"the video cannot be decoded: {error}") from error
 
 
-def _sound(clip: Any, fetched: Fetched | None) -> tuple[np.ndarray, Record]:
+def _sound(clip: object, fetched: Fetched | None) -> Clip:
     """One channel of float32, and its sampling rate (None: that of the model)."""
     rate: int | None = None
     if isinstance(clip, dict):
-        clip, rate = clip.get("array", clip.get("data")), clip.get("sampling_rate")
+        rate = clip.get("sampling_rate")
+        clip = clip.get("array", clip.get("data"))
     if isinstance(clip, str | os.PathLike | bytes | bytearray | memoryview):
         clip, rate = _decode_sound(read_bytes(clip, fetched))
     if isinstance(clip, torch.Tensor):

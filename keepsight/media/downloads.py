@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keepsight.errors import MediaChanged
+from keepsight.kinds import Decoded
 from keepsight.media import sources
 from keepsight.media.cache import SharedShelf
-from keepsight.media.sources import Decoded, Source
+from keepsight.media.sources import Source
 
 _LONGEST = 4096  # characters of a URL that is remembered
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -68,7 +67,7 @@ class Vision:
 
     # -- naming ----------------------------------------------------------------------------------
 
-    def name(self, image: Any, modality: str = "image") -> Medium:
+    def name(self, image: object, modality: str = "image") -> Medium:
         """The medium behind any form of image, or of video or sound."""
         self._counts["named"] += 1
         if isinstance(image, Medium | Package) and image.modality != modality:
@@ -202,7 +201,7 @@ class Vision:
         of a picture that is too large for an exported one."""
         if not media:
             return  # a warm turn walks over no modules
-        exported: Any = getattr(self._family.model, "exported", None)
+        exported = getattr(self._family.model, "exported", None)
         absent = self._family.tower_absent
         for medium in media if absent or exported is not None else ():
             if self.where(medium) != "tower":
@@ -210,7 +209,8 @@ class Vision:
             if absent:
                 name = f"{medium.modality} {medium.key[:12]}…"
                 raise UnsupportedInput(f"{name} is not known: {LEFT_OUT}")
-            exported.require(medium.grid)
+            if exported is not None:
+                exported.require(medium.grid)
 
     def package(
         self, medium: Medium, keep: Callable[[], bool] = lambda: True
@@ -322,7 +322,7 @@ class Vision:
                 error
             )
 
-    def encode(self, image: Any) -> Package:
+    def encode(self, image: object) -> Package:
         """The package of an image in any form, with the prompt text the processor gives it."""
         modality = image.modality if isinstance(image, Package) else "image"
         if isinstance(image, dict):

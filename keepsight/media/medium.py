@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from keepsight.errors import ImageError
 from keepsight.formats.package import Layout, Package
@@ -41,7 +40,7 @@ class Medium:
         return sum(part for part in self.layout if isinstance(part, int))
 
 
-def entry_of(what: Pixels | Medium, **more: Any) -> Record:
+def entry_of(what: Pixels | Medium, **more: object) -> Record:
     """What is remembered of a medium once it was looked at."""
     known = {"key": what.key, "grid": what.grid, "layout": list(what.layout)}
     return {**known, "modality": what.modality, **more}
@@ -60,7 +59,7 @@ def is_entry(entry: Record) -> bool:
     return bool(runs) and all(type(run) is int and run > 0 for run in runs)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(v) for key, v in value.items())
     if isinstance(value, list | tuple):
@@ -68,12 +67,12 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float | bool)
 
 
-def without_arrays(part: Any) -> Record:
+def without_arrays(part: object) -> Record:
     """The attributes of a processor, but for tables it computed from the others (mel filters)."""
     return {k: v for k, v in vars(part).items() if not hasattr(v, "__array__")}
 
 
-def medium_in(part: Message) -> tuple[str, Any]:
+def medium_in(part: Message) -> tuple[str, object]:
     """The medium in a part like `{"type": "video", "video": ...}`."""
     for modality in PROCESSORS:
         if part.get("type", modality) == modality and modality in part:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 from keepsight import digests
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Clip, Decoded, Options, Processor, Record
 from keepsight.media.cache import SharedShelf
 from keepsight.media.clips import open_clip
 from keepsight.media.downloads import Downloads
@@ -41,7 +40,7 @@ class Namer:
     def __init__(
         self,
         family: Family,
-        processor: Any,
+        processor: Processor | None,
         options: Options,
         store: Store | None,
         aliases: SharedShelf[Entry],
@@ -55,12 +54,14 @@ class Namer:
         self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
         self._makers_of: dict[str, str] = {}
         self._made_by: Record = {}  # library versions, which change pixels
-        self.bound: Any = None  # what the processor's settings were when they were digested
+        self.bound: tuple[object, ...] | None = (
+            None  # what the processor's settings were when they were digested
+        )
         self.preprocessed = 0
 
     def bind(self, provenance: Record) -> None:
         """Look at the processor's settings, which may be changed at any time."""
-        now: Any = None
+        now: tuple[object, ...] | None = None
         if self._processor is not None:
             parts = [getattr(self._processor, name, None) for name in PROCESSORS.values()]
             seen = [(type(part), without_arrays(part)) for part in parts if part is not None]
@@ -113,10 +114,9 @@ class Namer:
 
     # -- looking ---------------------------------------------------------------------------------
 
-    def look(self, image: Any, modality: str = "image") -> Looked:
+    def look(self, image: object, modality: str = "image") -> Looked:
         """Find or make the entry of a medium in any form. Safe in several threads at once."""
-        if self._processor is None:
-            raise ImageError("this model was wrapped without a processor: pass tensors to generate")
+        self._needed_processor()
         makers = self._makers(modality)
         if modality == "image":
             source = open_source(image, self._downloads)
@@ -148,13 +148,19 @@ class Namer:
         self.preprocessed += 1
         return self.run_processor(source.decode(), source)
 
-    def run_processor(self, decoded: Any, source: Source) -> Pixels:
+    def _needed_processor(self) -> Processor:
+        if self._processor is None:
+            raise ImageError("this model was wrapped without a processor: pass tensors to generate")
+        return self._processor
+
+    def run_processor(self, decoded: Decoded | Clip, source: Source) -> Pixels:
         """What the tower would take in."""
+        processor = self._needed_processor()
         try:
-            if source.modality != "image":
-                return self._family.preprocess_other(self._processor, decoded, {}, source.modality)
+            if isinstance(decoded, tuple):
+                return self._family.preprocess_other(processor, decoded, {}, source.modality)
             options = {**self._options, **dict(source.options)}
-            return self._family.preprocess(self._processor, decoded, options)
+            return self._family.preprocess(processor, decoded, options)
         except KeepsightError:
             raise
         except Exception as error:  # processors raise whatever their arithmetic runs into

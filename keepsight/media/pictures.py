@@ -14,7 +14,6 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
@@ -107,7 +106,7 @@ class _Refused(Exception):
     """A file that is made to be slow, or to take memory."""
 
 
-def _count(parts: Iterator[Any], what: str) -> None:
+def _count(parts: Iterator[object], what: str) -> None:
     """Refuse more parts than a reader may be asked to go through."""
     for number, _ in enumerate(parts):
         if number == _PARTS:

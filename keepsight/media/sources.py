@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import PIL
@@ -27,13 +27,14 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
+from keepsight.kinds import Clip, Decoded
 from keepsight.media import pictures
 from keepsight.media.pictures import check_size
 
 MAX_BYTES = 256 << 20
 _BASE64 = 1 << 20  # characters that are decoded in one go; each four are three bytes
 _VIDEO = (".mp4", ".mov", ".mkv", ".webm", ".avi")
-Decoded = Image.Image | np.ndarray
+Where = str | os.PathLike[str] | bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class Source:
     """
 
     name: str
-    decode: Callable[[], Any]
+    decode: Callable[[], Decoded | Clip]
     label: str
-    fresh: list[Any]
+    fresh: list[bytes] | list[bool]
     modality: str = "image"
-    options: tuple[tuple[str, Any], ...] = ()  # of the processor, for this image alone
+    options: tuple[tuple[str, object], ...] = ()  # of the processor, for this image alone
 
-    def digest(self, decoded: Any, settings: str) -> str:
+    def digest(self, decoded: Decoded | Clip, settings: str) -> str:
         """The source digest: decoded pixels and every setting that changes what is made of them."""
-        if self.modality != "image":
+        if isinstance(decoded, tuple):
             return digests.digest("source", self.name, settings)  # named by what was decoded
         return digests.digest("source", *_pixel_parts(decoded), settings)
 
@@ -69,7 +70,7 @@ class Fetched(Protocol):
         """The picture."""
 
 
-def open_source(image: Any, fetched: Fetched | None = None) -> Source:
+def open_source(image: object, fetched: Fetched | None = None) -> Source:
     """A source from any form of image."""
     if isinstance(image, Source):
         return image  # opened before
@@ -99,7 +100,7 @@ def _from_text(text: str, fetched: Fetched | None) -> Source:
     return _from_file(Path(text))
 
 
-def read_bytes(where: Any, fetched: Fetched | None = None) -> bytes:
+def read_bytes(where: Where, fetched: Fetched | None = None) -> bytes:
     """The bytes behind a path, a URL, a data URI, or bytes themselves."""
     if isinstance(where, bytes | bytearray | memoryview):
         return bytes(where)
@@ -239,7 +240,7 @@ def _in_memory(image: Decoded, name: str, label: str) -> Source:
     return Source(name, decode, label, fresh)
 
 
-def _pixel_parts(image: Decoded) -> tuple[Any, ...]:
+def _pixel_parts(image: Decoded) -> tuple[digests.Part | list[int], ...]:
     if isinstance(image, np.ndarray):
         return "array", image
     transparency = repr(image.info.get("transparency"))

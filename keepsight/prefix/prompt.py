@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class Span:
         a, b = max(self.start, start), min(self.end, end)
         return replace(self, start=a, end=b, offset=self.offset + a - self.start)
 
-    def plain(self) -> list[Any]:
+    def plain(self) -> list[int | str]:
         """As JSON."""
         return [self.start, self.end, self.feature_id, self.offset, self.identity, self.medium]
 
@@ -64,7 +63,7 @@ class Rule:
         """The longest stretch without a boundary."""
         return self.run or RUN
 
-    def record(self) -> list[Any]:
+    def record(self) -> list[object]:
         """What of the rule enters the namespace."""
         ids = [sorted(self.turn_ends), sorted(self.media_ends)]
         return [self.longest, self.grain, *ids, self.whole_media, self.reuse]
