@@ -56,6 +56,9 @@ class Processor(Protocol):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
+    @property
+    def image_token(self) -> str: ...
+
     def replace_image_token(
         self, image_inputs: Mapping[str, Any], image_idx: int, **options: Any
     ) -> str: ...

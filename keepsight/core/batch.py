@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -25,6 +25,9 @@ from keepsight.formats.package import storage_bytes
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import CacheLayerMixin
 
 _WASTE = 4  # columns that nobody needs: one in so many may be left, then all move up
 _ROUND = 64
@@ -43,7 +46,7 @@ class Taker(Protocol):
 class _Source:
     """Where the states of one sequence are: a row of some layers."""
 
-    layers: Sequence[Any]
+    layers: Sequence[CacheLayerMixin]
     row: int
     length: int  # its tokens
     beside: int  # rows of the media beside it
@@ -103,7 +106,7 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of all states, free seats and columns included."""
-        tensors: list[Any] = []
+        tensors: list[torch.Tensor | None] = []
         for layer in self.cache.layers:
             tensors += [getattr(layer, "keys", None), getattr(layer, "values", None)]
             tensors += [state for _, _, state in _linear(layer)]
@@ -241,7 +244,9 @@ class Batch:
             layer.put(row, self.length, *source.tail(index))
         return layer
 
-    def _rearrange(self, sources: Sequence[_Source], layers: list[Any] | None = None) -> None:
+    def _rearrange(
+        self, sources: Sequence[_Source], layers: list[CacheLayerMixin] | None = None
+    ) -> None:
         """Put together what has a row for each sequence and no free seats."""
         fresh = DynamicCache(config=self._model.config).layers
         layers = list(self.cache.layers) if layers is None else layers
@@ -298,7 +303,7 @@ def _on_lane(run: Run) -> _Source:
     return _Source(lane.cache.layers, 0, lane.length, beside)
 
 
-def _linear(layer: Any) -> Iterable[tuple[str, int, torch.Tensor]]:
+def _linear(layer: CacheLayerMixin) -> Iterable[tuple[str, int, torch.Tensor]]:
     """The convolution and recurrent states of a layer."""
     for what in ("conv", "recurrent"):
         for number, state in getattr(layer, f"{what}_states", {}).items():
@@ -339,7 +344,9 @@ def _padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def _fixed(layer: Any, index: int, sources: Sequence[_Source], length: int) -> Any:
+def _fixed(
+    layer: CacheLayerMixin, index: int, sources: Sequence[_Source], length: int
+) -> CacheLayerMixin:
     """Sliding, convolution and recurrent states side by side, in a new layer."""
     if isinstance(layer, DynamicSlidingWindowLayer):
         tails = [source.tail(index) for source in sources]

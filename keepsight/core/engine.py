@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -131,7 +130,7 @@ class Engine:
         budget: int,
     ) -> None:
         self._model, self._family, self._prefixes = model, family, prefixes
-        self._core: Any = model.base_model
+        self._core: PreTrainedModel = model.base_model
         self.lanes = Lanes(model, shape, budget)
         self.shape = shape
         self.prefill_tokens = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from keepsight.models.families.pixels import embedding_of
 from keepsight.models.upstream import padding_of
 from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)
@@ -73,7 +76,7 @@ class _Row:
 
 
 def generate(
-    runtime: Runtime, inputs: Any, options: Options, tenant: str = ""
+    runtime: Runtime, inputs: torch.Tensor | None, options: Options, tenant: str = ""
 ) -> torch.Tensor | Generated:
     """`model.generate` for a batch of prompts: prefilled one by one, decoded together."""
     tensors, options = _sort(runtime, inputs, options)
@@ -103,7 +106,7 @@ def generate(
     return _as_dict(sequences, rows) if as_dict else sequences
 
 
-def _sort(runtime: Runtime, inputs: Any, options: Options) -> tuple[Record, Record]:
+def _sort(runtime: Runtime, inputs: torch.Tensor | None, options: Options) -> tuple[Record, Record]:
     names = ("input_ids", *_CHECKED, *sorted(runtime.family.tensor_inputs))
     tensors = {name: options.pop(name) for name in names if name in options}
     if inputs is not None:
@@ -143,7 +146,7 @@ def _check_ids(runtime: Runtime, tensors: Inputs) -> torch.Tensor:
     return ids
 
 
-def _check_mask(mask: Any, ids: torch.Tensor) -> np.ndarray:
+def _check_mask(mask: object, ids: torch.Tensor) -> np.ndarray:
     """Left padding is stripped; a hole or right padding would change positions silently."""
     if mask is None:
         return np.ones(tuple(ids.shape), dtype=bool)
@@ -270,7 +273,7 @@ def _check_claims(
             )
 
 
-def _run(runtime: Runtime, turns: list[Turn], streamer: Any) -> list[_Row]:
+def _run(runtime: Runtime, turns: list[Turn], streamer: BaseStreamer | None) -> list[_Row]:
     if len(turns) > 1:
         return _run_together(runtime, turns)
     tokens = []

@@ -8,11 +8,14 @@ by piece, up to the point where it is too long.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.errors import PromptTooLong
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _FOLDED = 4  # characters that a normalizer may make one of, such as a letter and its accents
 _UNKNOWN = 1024  # characters that a token for unknown text may cover
@@ -27,9 +30,10 @@ def context_length(model: PreTrainedModel) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def characters(value: Any) -> int:
+def characters(value: object) -> int:
     """Of all texts in messages, tools or settings; names of fields count where they are long."""
-    count, waiting = 0, [value]
+    count = 0
+    waiting: list[object] = [value]
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):
@@ -48,10 +52,10 @@ def characters(value: Any) -> int:
 class Lengths:
     """What fits one model's context, by its tokenizer."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.limit, self._tokenizer = context_length(model), tokenizer
 
-    def check(self, *given: Any) -> None:
+    def check(self, *given: object) -> None:
         """Refuse texts that cannot fit, however they are written."""
         count = characters(given)
         if self.limit is not None and count > self.limit and count > self.limit * self.longest:
@@ -60,7 +64,7 @@ class Lengths:
                 f"at most {self.longest} characters each; shorten the conversation"
             )
 
-    def check_rendered(self, text: str, tokenizer: Any) -> None:
+    def check_rendered(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuse a prompt of more tokens, before all of it is tokenized. The tokenizer is that of
         the thread that asks."""
         if self.limit is None or len(text) <= self.limit * _ORDINARY:
@@ -86,7 +90,7 @@ class Lengths:
         return longest * (1 if backend.normalizer is None else _FOLDED)
 
 
-def _has_bytes(backend: Any) -> bool:
+def _has_bytes(backend: Tokenizer) -> bool:
     """Whether any text at all has tokens of its own, down to its bytes."""
     return "ByteLevel" in repr(backend.decoder) or bool(
         getattr(backend.model, "byte_fallback", False)

@@ -7,7 +7,6 @@ those from elsewhere, where all rows stand in one tensor, are taken apart as the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -57,5 +56,5 @@ class Placement:
         return self._full[0] if name == "kv" and self._full else self._main
 
 
-def _devices(layer: Any) -> Iterator[torch.device]:
+def _devices(layer: torch.nn.Module) -> Iterator[torch.device]:
     return (tensor.device for tensor in layer.parameters())

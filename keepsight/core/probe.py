@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,12 +32,15 @@ from keepsight.core.runtime import Runtime
 from keepsight.core.settings import Settings
 from keepsight.core.turn import Turn
 from keepsight.errors import KeepsightError, UnsupportedModel
-from keepsight.kinds import Inputs, Record
+from keepsight.kinds import Inputs, Processor, Record
 from keepsight.media.medium import Medium
 from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +74,9 @@ class _Case:
     stock: tuple[torch.Tensor, ...]
 
 
-def settle(model: Any, family: Family, processor: Any, weights: Weights) -> None:
+def settle(
+    model: PreTrainedModel, family: Family, processor: Processor | None, weights: Weights
+) -> None:
     """Find out what this family may reuse, and write it into the instance; or refuse the model."""
     kind = model.config.model_type
     if processor is None:
@@ -101,12 +106,14 @@ def settle(model: Any, family: Family, processor: Any, weights: Weights) -> None
     )
 
 
-def try_again(model: Any, family: Family, processor: Any, weights: Weights) -> None:
+def try_again(
+    model: PreTrainedModel, family: Family, processor: Processor | None, weights: Weights
+) -> None:
     """Refuse a model of a known type that is no longer exact, with a Transformers that is newer
     than any which the tests were run with. What cannot be asked is logged."""
     kind = model.config.model_type
     cases = [] if processor is None else list(_plain_cases(model, processor))
-    if not cases:
+    if processor is None or not cases:
         logger.warning(
             "Transformers %s is newer than %s, with which model type %r was shown exact, and it "
             "cannot be tried here: run `keepsight verify` on a whole model with its processor",
@@ -128,7 +135,7 @@ def try_again(model: Any, family: Family, processor: Any, weights: Weights) -> N
 # -- what is asked -------------------------------------------------------------------------------
 
 
-def _cases(model: Any, processor: Any) -> Iterator[_Case]:
+def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
     """First what every model must answer, then what some processors or models do not take."""
     needed = list(_prompts(processor.image_token))
     for name, text, images in needed:
@@ -143,7 +150,7 @@ def _cases(model: Any, processor: Any) -> Iterator[_Case]:
             yield _Case(name, inputs, _stock(model, inputs))
 
 
-def _plain_cases(model: Any, processor: Any) -> Iterator[_Case]:
+def _plain_cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
     """What every model must answer, as far as stock does."""
     for name, text, images in _prompts(processor.image_token):
         with contextlib.suppress(Exception):
@@ -165,14 +172,14 @@ def _prompts(token: str) -> Iterator[tuple[str, str, list[Image.Image]]]:
     yield "pictures of other shapes", three, [a, tall, large]
 
 
-def _more(processor: Any) -> Iterator[tuple[str, Callable[[], Record]]]:
+def _more(processor: Processor) -> Iterator[tuple[str, Callable[[], Record]]]:
     """Pictures side by side, no picture, and prompts with unlike numbers of pictures together."""
     token = processor.image_token
     a, b, c = _noise(1, (96, 96)), _noise(6, (60, 150)), _noise(7, (160, 96))
     both = f"Here: {token}{token} Which of them is larger?"
     texts = [f"Look at this: {token} What do you see in it?", both]
 
-    def together(images: list[Any]) -> Record:
+    def together(images: Sequence[object]) -> Record:
         side, processor.tokenizer.padding_side = processor.tokenizer.padding_side, "left"
         try:
             return dict(processor(text=texts, images=images, padding=True, return_tensors="pt"))
@@ -206,7 +213,7 @@ def _noise(seed: int, size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(small).resize(size, Image.Resampling.NEAREST)
 
 
-def _stock(model: Any, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+def _stock(model: PreTrainedModel, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     tensors = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
@@ -228,11 +235,13 @@ def _refuse_blind(kind: str, cases: list[_Case]) -> None:
 # -- what is compared ----------------------------------------------------------------------------
 
 
-def _near(model: Any) -> float:
+def _near(model: PreTrainedModel) -> float:
     return _NEAR.get(model.dtype, 1e-4)
 
 
-def _runtime(model: Any, family: Family, processor: Any, weights: Weights) -> Runtime:
+def _runtime(
+    model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
+) -> Runtime:
     """An empty one, with a boundary at every few tokens."""
     runtime = Runtime(model, family, processor, weights, Settings(grain=1), None)
     runtime.rule = dataclasses.replace(runtime.rule, run=_RUN)
@@ -240,7 +249,11 @@ def _runtime(model: Any, family: Family, processor: Any, weights: Weights) -> Ru
 
 
 def _first_difference(
-    model: Any, family: Family, processor: Any, weights: Weights, cases: list[_Case]
+    model: PreTrainedModel,
+    family: Family,
+    processor: Processor,
+    weights: Weights,
+    cases: list[_Case],
 ) -> str:
     """What went wrong first, over all cases, each on top of the ones before; or nothing."""
     runtime = _runtime(model, family, processor, weights)
@@ -260,7 +273,9 @@ def _told(error: Exception) -> str:
     return str(error) if known else f"{type(error).__name__}: {error}"
 
 
-def _difference(model: Any, stock: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> str:
+def _difference(
+    model: PreTrainedModel, stock: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]
+) -> str:
     """How the logits of all steps differ, for each row until its tokens part; or nothing."""
     if len(ours) != len(stock):
         return f"{len(ours)} of {len(stock)} tokens came out"
@@ -275,7 +290,9 @@ def _difference(model: Any, stock: Sequence[torch.Tensor], ours: Sequence[torch.
     return ""
 
 
-def _check_messages(model: Any, family: Family, processor: Any, weights: Weights) -> None:
+def _check_messages(
+    model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
+) -> None:
     """Messages must become the ids that the processor makes of them, and give the same logits;
     tensors need no template."""
     if not getattr(processor, "chat_template", None):
@@ -303,7 +320,7 @@ def _check_messages(model: Any, family: Family, processor: Any, weights: Weights
         )
 
 
-def _namer(runtime: Runtime) -> Callable[[Any, str], Medium]:
+def _namer(runtime: Runtime) -> Callable[[object, str], Medium]:
     """Names pictures as a call on messages would."""
     runtime.refresh()
     return runtime.vision.name

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from keepsight.core.lengths import context_length
 from keepsight.core.stops import StopStrings, stop_strings
@@ -20,7 +25,7 @@ from keepsight.kinds import Options
 from keepsight.models import upstream
 
 # Options of GenerationConfig that this engine cannot serve, with their harmless values.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_REFUSED: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "num_return_sequences": (None, 1),
@@ -54,8 +59,8 @@ class Sampler:
     """The decoding of one sequence, resolved against the checkpoint's generation_config."""
 
     config: GenerationConfig
-    processors: Any
-    criteria: Any
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
     generator: torch.Generator | None
     max_new_tokens: int
     stop: list[str]
@@ -90,7 +95,7 @@ class Sampler:
 
 def sampler(
     model: PreTrainedModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     ids: torch.Tensor,
     options: Options,
     default_tokens: int,
@@ -196,7 +201,9 @@ def _refuse(config: GenerationConfig) -> None:
 class Detokenizer:
     """Text as tokens come, in pieces that never split a character."""
 
-    def __init__(self, tokenizer: Any, stop: list[str], skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: list[str], skip_special: bool = True
+    ) -> None:
         self._tokenizer, self._stop, self._skip_special = tokenizer, stop, skip_special
         self._tokens: list[int] = []
         self._done = 0  # tokens whose text is out
@@ -205,7 +212,7 @@ class Detokenizer:
         self.stopped = False
 
     @classmethod
-    def of(cls, sampler: Sampler | None, tokenizer: Any) -> Detokenizer:
+    def of(cls, sampler: Sampler | None, tokenizer: PreTrainedTokenizerBase) -> Detokenizer:
         """The one that a sampler's options ask for."""
         if sampler is None:
             return cls(tokenizer, [])

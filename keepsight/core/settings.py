@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedModel, ProcessorMixin
 
 from keepsight.errors import InputError, UnknownOption, UnsupportedModel
 from keepsight.formats.codecs import check_codec
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Options, Processor, Record
 from keepsight.models import upstream
 from keepsight.store import Store, open_store, parse_bytes
 
@@ -34,7 +33,7 @@ class Settings:
     ttl: int | float | str | None = None  # seconds, or as in "7d"
     accept_features: str = "same"
     feature_codec: str = "exact"  # how a store keeps packages
-    image_options: tuple[tuple[str, Any], ...] = ()
+    image_options: tuple[tuple[str, object], ...] = ()
 
     def check(self) -> None:
         """Refuse what makes no sense, by name."""
@@ -65,7 +64,7 @@ def parse_seconds(time: float | str) -> float:
     return value
 
 
-def tenant_name(tenant: Any) -> str:
+def tenant_name(tenant: object) -> str:
     """The name of a tenant; None is nobody in particular."""
     if tenant is None:
         return ""
@@ -107,7 +106,7 @@ def refuse_stretching_rope(model: PreTrainedModel) -> None:
             )
 
 
-def image_options(processor: Any, given: Options) -> Record:
+def image_options(processor: Processor | None, given: Options) -> Record:
     """The image processor's options as the composite processor passes them, and the caller's."""
     if processor is None:
         return given

@@ -13,7 +13,7 @@ in the model, a prompt can only be continued where such a state was captured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
@@ -28,6 +28,11 @@ from keepsight.models.upstream import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import CacheLayerMixin
+
+    from keepsight.prefix.node import Node
 
 _ROUND = 256  # capacities are multiples of this, which also keeps every head's rows aligned
 Tensors = dict[str, torch.Tensor]
@@ -45,7 +50,7 @@ class LaneLayer(DynamicLayer):
         self.room_v: torch.Tensor | None = None
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append, and return all keys and values so far."""
         if not self.is_initialized:
@@ -246,7 +251,7 @@ class Lane:
             elif kind == "cross":
                 self.cache.layers[i] = CrossLayer()
         self.length = 0
-        self.marks: list[tuple[int, Any]] = []  # (end, node): what of the tree stands here in full
+        self.marks: list[tuple[int, Node]] = []  # (end, node): what of the tree stands here in full
         self.busy = False
 
     @property
@@ -313,7 +318,7 @@ class Lane:
         """Put the fixed-size states of the snapshot at `end` back."""
         for name, tensor in tensors.items():
             index, what, number = name.split(".")
-            layer: Any = self.cache.layers[int(index)]
+            layer = self.cache.layers[int(index)]
             if what in ("conv", "recurrent"):
                 restore_linear(layer, what, int(number), tensor)
             else:
@@ -377,7 +382,7 @@ def pattern(kv: Tensors, fixed: Tensors) -> Record:
     return found
 
 
-def restore_linear(layer: Any, what: str, number: int, tensor: torch.Tensor) -> None:
+def restore_linear(layer: CacheLayerMixin, what: str, number: int, tensor: torch.Tensor) -> None:
     """Put a convolution or recurrent state into a layer."""
     # Upstream updates these states in place, at a static address: copy, never assign.
     if not getattr(layer, f"is_{what}_states_initialized")[number]:
@@ -387,7 +392,7 @@ def restore_linear(layer: Any, what: str, number: int, tensor: torch.Tensor) -> 
     layer.has_previous_state[number] = True
 
 
-def _restore_sliding(layer: Any, what: str, tensor: torch.Tensor, end: int) -> None:
+def _restore_sliding(layer: CacheLayerMixin, what: str, tensor: torch.Tensor, end: int) -> None:
     # Upstream never writes into these tensors (it concatenates), so they need no copy.
     if not layer.is_initialized:
         layer.lazy_initialization(tensor, tensor)

@@ -7,10 +7,10 @@ text at each step, and looked through. Both end a sequence at the same token.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-from transformers import StoppingCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from keepsight.errors import InputError
 
@@ -18,7 +18,7 @@ MOST, LONGEST = 128, 4096  # strings, and characters of each
 _BEFORE = "abcdef"  # text before the tokens, for decoders that strip the first space
 
 
-def stop_strings(given: Any) -> list[str]:
+def stop_strings(given: str | Iterable[str] | None) -> list[str]:
     """One or several stop strings as a list; what is none is refused."""
     stops = [given] if isinstance(given, str) else list(given or [])
     if not all(isinstance(stop, str) and stop for stop in stops):
@@ -34,13 +34,15 @@ def stop_strings(given: Any) -> list[str]:
 class StopStrings(StoppingCriteria):
     """Ends a sequence when a string ends inside of its last token, wherever the string began."""
 
-    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self._window = max(len(stop.encode()) for stop in stops)  # a token has a byte at least
         ids = tokenizer(_BEFORE, add_special_tokens=False)["input_ids"]
         self._before: list[str] = tokenizer.convert_ids_to_tokens(ids)
 
-    def __call__(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **more: object
+    ) -> torch.Tensor:
         """Whether each sequence ends here."""
         tails = input_ids[:, -self._window :].tolist()
         ends = [self._ends(tail) for tail in tails]

@@ -68,7 +68,7 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         messages: list[Message],
         generate: bool,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
     ) -> Rendered:
         """A conversation as text, in which what a caller typed as a control token is in code."""
         call = _Call(tokenizer, messages, generate, options)
@@ -185,7 +185,7 @@ class _Call:
     tokenizer: PreTrainedTokenizerBase
     messages: list[Message]
     generate: bool
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
     def apply(self, source: str) -> str:
         """The conversation as text."""
@@ -229,7 +229,7 @@ class _Call:
     def each(self, change: Callable[[str], str], but_of: Collection[str] = ()) -> _Call:
         """The same with every string of the caller's changed, but for messages of some roles."""
 
-        def changed(value: Any) -> Any:
+        def changed(value: object) -> Any:
             if isinstance(value, dict):
                 return {changed(name): changed(one) for name, one in value.items()}
             if isinstance(value, list | tuple):
@@ -247,7 +247,7 @@ class _Call:
     def in_code(self, code: Code) -> _Call:
         """The same with the tokens that a template asks the tokenizer for in code."""
 
-        def put(value: Any) -> Any:
+        def put(value: object) -> object:
             if isinstance(value, list | tuple):
                 return [put(one) for one in value]
             return code.put(value) if isinstance(value, str) else value

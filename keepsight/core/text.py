@@ -6,14 +6,17 @@ Each piece is handed out as soon as its token exists, before the next one is com
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from keepsight.core.sampling import Detokenizer
 from keepsight.core.turn import Turn
 from keepsight.report import Piece
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def pieces(turn: Turn, tokenizer: Any) -> Iterator[Piece]:
+
+def pieces(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
     """The text of a turn as its tokens come; the last piece carries usage and report."""
     tokens = turn.tokens()
     detokenizer: Detokenizer | None = None

@@ -7,8 +7,8 @@ from what is remembered, and the logits are compared bit for bit.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from keepsight.core.render import user_message
 from keepsight.core.runtime import Runtime
 from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.turn import Turn
-from keepsight.kinds import Record
+from keepsight.kinds import Decoded, Grid, Message, Record
 from keepsight.media.sources import open_source
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
@@ -70,7 +70,9 @@ class Check:
     note: str = ""
 
 
-def certify(runtime: Runtime, images: list[Any], question: str, tenant: str = "") -> list[Check]:
+def certify(
+    runtime: Runtime, images: Sequence[object], question: str, tenant: str = ""
+) -> list[Check]:
     """The ideas of `keepsight.testing.FamilyTests` on any checkpoint: prompts that go on with text
     and with a new picture, warm, cold and stock; and controls that must differ."""
     first = [_user(question, images[0])]
@@ -101,7 +103,7 @@ def _checked(name: str, found: Verification) -> list[Check]:
 
 
 def _controls(
-    runtime: Runtime, first: list[Any], image: Any, question: str, tenant: str
+    runtime: Runtime, first: list[Message], image: object, question: str, tenant: str
 ) -> list[Check]:
     """What must matter: without these, everything above could hold by not looking."""
     right = _fresh_logits(runtime, first, tenant)
@@ -110,8 +112,8 @@ def _controls(
     family = copy.copy(runtime.family)
     true = runtime.family.positions
 
-    def shifted(ids: Any, types: Any, grids: Any) -> torch.Tensor:
-        positions: torch.Tensor = true(ids, types, grids).clone()
+    def shifted(ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
+        positions = true(ids, types, grids).clone()
         positions[..., len(ids) // 2 :] += 3
         return positions
 
@@ -125,7 +127,7 @@ def _controls(
 
 
 def _fresh_logits(
-    runtime: Runtime, messages: list[Any], tenant: str, family: Family | None = None
+    runtime: Runtime, messages: list[Message], tenant: str, family: Family | None = None
 ) -> torch.Tensor:
     fresh = runtime.fresh(family)
     fresh.refresh(tenant=tenant)
@@ -136,7 +138,7 @@ def _call(tenant: str) -> Call:
     return Call(True, tenant, {}, {})
 
 
-def _upside_down(image: Any) -> Any:
+def _upside_down(image: object) -> Decoded:
     """The picture with its colours and its top and bottom exchanged."""
     source = open_source(image)
     decoded = source.decode()
@@ -144,15 +146,17 @@ def _upside_down(image: Any) -> Any:
     return Image.fromarray(255 - pixels[::-1]) if pixels.shape[-1] == 3 else 255 - pixels
 
 
-def _user(text: str, *images: Any) -> Record:
+def _user(text: str, *images: object) -> Message:
     return user_message(text, list(images))
 
 
-def _said(text: str) -> Record:
+def _said(text: str) -> Message:
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 
-def verify(runtime: Runtime, messages: list[Any], stock: bool, tenant: str = "") -> Verification:
+def verify(
+    runtime: Runtime, messages: list[Message], stock: bool, tenant: str = ""
+) -> Verification:
     """Prefill cold with nothing remembered, then warm, and compare."""
     fresh = runtime.fresh()
     runtime.refresh(tenant=tenant)
