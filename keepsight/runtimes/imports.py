@@ -14,14 +14,14 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 from keepsight.errors import MissingExtra
 
 _SENDER = "openvino_telemetry"
 
 
-def onnxruntime() -> Any:
+def onnxruntime() -> ModuleType:
     """The module, which sends nothing."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
@@ -30,7 +30,7 @@ def onnxruntime() -> Any:
         raise MissingExtra.named("onnxruntime", "onnx") from error
 
 
-def openvino() -> Any:
+def openvino() -> ModuleType:
     """The module, which sends nothing."""
     try:
         with _without_sender():

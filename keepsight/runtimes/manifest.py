@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import NoReturn
 
 from blake3 import blake3
 
@@ -154,7 +154,7 @@ def read(folder: Path, contents: bool = True) -> Manifest:
 def _object(path: Path) -> Record:
     """An object of JSON, whatever somebody wrote there."""
 
-    def refuse(word: str) -> Any:
+    def refuse(word: str) -> NoReturn:
         raise ValueError(f"{word} is no number of JSON")
 
     try:
@@ -195,7 +195,7 @@ def _parsed(told: Record, path: Path) -> Manifest:
     return Manifest(**kept, files=files)
 
 
-def _has_sense(name: str, value: Any) -> bool:
+def _has_sense(name: str, value: object) -> bool:
     """Whether a field of a record can be what it should be."""
     if name == "runtime":
         return isinstance(value, str) and value in RUNTIMES
@@ -218,7 +218,7 @@ def _has_sense(name: str, value: Any) -> bool:
     return name != "versions" or all(isinstance(each, str) for each in value.values())
 
 
-def _is_file(file: Any) -> bool:
+def _is_file(file: object) -> bool:
     if not isinstance(file, dict) or set(file) != {"bytes", "digest"}:
         return False
     size, digest = file["bytes"], file["digest"]

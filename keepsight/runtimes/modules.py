@@ -7,12 +7,13 @@ model like any other, and its states lie in the same lanes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, DynamicLayer
+from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keepsight.core.state import LaneLayer, Shape, restore_linear
@@ -31,10 +32,15 @@ from keepsight.runtimes.states import (
     state_sizes,
 )
 
+if TYPE_CHECKING:
+    from transformers.cache_utils import CacheLayerMixin
+
 _MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
 # Upstream's layers whose states grow by being given new rows.
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 
+# Who sees whom: one mask, or one for each kind of layer.
+Mask = Tensor | dict[str, Tensor | None] | None
 
 _DECODER = (
     "inputs_embeds",
@@ -51,8 +57,11 @@ class Session(Protocol):
     """A graph that can be run."""
 
     inputs: frozenset[str]
+    version: str
 
-    def run(self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> Any:
+    def run(
+        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """The outputs by name; those named in `into` are written there."""
 
 
@@ -67,8 +76,7 @@ class EmbeddingStandIn:
         ids = input if input.ndim == 2 else input.reshape(1, -1)
         spots = torch.zeros_like(ids, dtype=torch.bool)
         feeds = {"input_ids": ids, "features": self._nothing, "spots": spots}
-        found: Tensor = self._session.run(feeds)["inputs_embeds"]
-        return found.view(*input.shape, -1)
+        return self._session.run(feeds)["inputs_embeds"].view(*input.shape, -1)
 
 
 class HeadStandIn:
@@ -79,18 +87,21 @@ class HeadStandIn:
         self._session = session
 
     def __call__(self, input: Tensor) -> Tensor:
-        logits: Tensor = self._session.run({"hidden": input})["logits"]
-        return logits
+        return self._session.run({"hidden": input})["logits"]
 
 
 class PackedTowerStandIn:
     """Patches of pictures, or of the frames of a video, each through the graph alone."""
 
-    def __init__(self, session: Session, tower: Any, tensors: TowerTensors, most: int) -> None:
+    def __init__(
+        self, session: Session, tower: PreTrainedModel, tensors: TowerTensors, most: int
+    ) -> None:
         self._session, self._tower, self._tensors, self._most = session, tower, tensors, most
         self._levels = len(getattr(tower, "deepstack_visual_indexes", None) or ())
 
-    def __call__(self, hidden_states: Tensor, grid_thw: Tensor, **options: Any) -> Any:
+    def __call__(
+        self, hidden_states: Tensor, grid_thw: Tensor, **options: object
+    ) -> SimpleNamespace:
         # Frames see only themselves, so a video is as many pictures.
         frames = [(1, h, w) for t, h, w in grid_thw.tolist() for _ in range(t)]
         sizes = [h * w for _, h, w in frames]
@@ -109,8 +120,7 @@ class PackedTowerStandIn:
         told = self._tensors.of(grid, "cpu")
         _check_inputs(self._session, {"pixel_values", *told}, "tower")
         feeds = {name: told[name] for name in self._session.inputs if name in told}
-        found: dict[str, Tensor] = self._session.run({"pixel_values": pixels, **feeds})
-        return found
+        return self._session.run({"pixel_values": pixels, **feeds})
 
 
 def check_sizes(sizes: list[int], most: int) -> None:
@@ -130,7 +140,7 @@ class WholeTowerStandIn:
         _check_inputs(session, {"pixel_values"}, "tower")
         self._session = session
 
-    def __call__(self, pixel_values: Tensor, **options: Any) -> Any:
+    def __call__(self, pixel_values: Tensor, **options: object) -> SimpleNamespace:
         rows = pixel_values.float().split(1)
         made = [self._session.run({"pixel_values": row})["features"] for row in rows]
         # As upstream's own: a tensor of all, or a list of what each picture gave.
@@ -141,7 +151,7 @@ class DecoderStandIn:
     """Embeddings, positions and a cache; hidden states, and the cache with more in it."""
 
     def __init__(
-        self, session: Session, decoder: Any, shape: Shape, appends: bool, mrope: bool
+        self, session: Session, decoder: PreTrainedModel, shape: Shape, appends: bool, mrope: bool
     ) -> None:
         self._session, self._kinds, self._appends = session, shape.kinds, appends
         self._mrope = mrope
@@ -157,11 +167,11 @@ class DecoderStandIn:
         self,
         inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
+        attention_mask: Mask = None,
+        past_key_values: Cache | None = None,
         visual_pos_masks: Tensor | None = None,
-        deepstack_visual_embeds: Any = None,
-        **options: Any,
+        deepstack_visual_embeds: Sequence[Tensor] | None = None,
+        **options: object,
     ) -> BaseModelOutputWithPast:
         if inputs_embeds is None:
             raise UnsupportedInput("an exported decoder takes embeddings, not ids")
@@ -200,7 +210,9 @@ class DecoderStandIn:
             return given.expand(4, *given.shape)
         return given if given.shape[0] == 4 else torch.cat([given[:1], given])
 
-    def _deepstack(self, embeds: Tensor, spots: Tensor | None, levels: Any) -> dict[str, Tensor]:
+    def _deepstack(
+        self, embeds: Tensor, spots: Tensor | None, levels: Sequence[Tensor] | None
+    ) -> dict[str, Tensor]:
         """A row for each token: the features at the places of a picture, zeros elsewhere."""
         feeds = {}
         for level in range(self._levels):
@@ -215,7 +227,7 @@ class DecoderStandIn:
     def _put_states(
         self,
         number: int,
-        layer: Any,
+        layer: CacheLayerMixin,
         like: Tensor,
         feeds: dict[str, Tensor],
         into: dict[str, Tensor],
@@ -239,7 +251,9 @@ class DecoderStandIn:
             if self._appends and kind == "full":
                 into[new_state(name, number)] = tensor
 
-    def _take_states(self, number: int, layer: Any, found: dict[str, Tensor], tokens: int) -> None:
+    def _take_states(
+        self, number: int, layer: CacheLayerMixin, found: dict[str, Tensor], tokens: int
+    ) -> None:
         kind = self._kinds[number]
         given = {name: found[new_state(name, number)] for name in state_names(kind)}
         if kind == "linear":
@@ -251,12 +265,12 @@ class DecoderStandIn:
             rows = [tensor[:, :, -tokens:] for tensor in given.values()]
             layer.update(*rows)
 
-    def _in_place(self, kind: str, layer: Any) -> bool:
+    def _in_place(self, kind: str, layer: CacheLayerMixin) -> bool:
         return self._appends and kind == "full" and isinstance(layer, LaneLayer)
 
     # -- who sees whom ---------------------------------------------------------------------------
 
-    def _biases(self, mask: Any, tokens: int, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _biases(self, mask: Mask, tokens: int, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         """What is added to the scores of attention, for each kind of layer that has some."""
         rows = feeds["lengths"].shape[0]
         # What is padding is padding in every layer.
@@ -282,7 +296,7 @@ def _check_inputs(session: Session, given: set[str], part: str) -> None:
         )
 
 
-def _refuse_unknown(cache: Any, options: Options) -> None:
+def _refuse_unknown(cache: Cache | None, options: Options) -> None:
     """What upstream's decoder could do, and a graph cannot."""
     asked = [name for name in ("output_hidden_states", "output_attentions") if options.get(name)]
     if asked:

@@ -6,7 +6,6 @@ What a call names in `into` is written straight there: attention appends to a la
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class OnnxSession:
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
         try:
-            self._session: Any = onnxruntime.InferenceSession(
+            self._session = onnxruntime.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # it raises classes of its own for each thing it lacks
@@ -45,7 +44,9 @@ class OnnxSession:
         self.inputs = frozenset(spec.name for spec in self._session.get_inputs())
         self._outputs = [spec.name for spec in self._session.get_outputs()]
 
-    def run(self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> Any:
+    def run(
+        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """The outputs by name; those named in `into` are written there."""
         binding = self._session.io_binding()
         held = []  # alive until the run is over

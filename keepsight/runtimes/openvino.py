@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from keepsight.errors import ModelError
-from keepsight.kinds import Record
 from keepsight.runtimes import imports
+
+if TYPE_CHECKING:
+    from openvino import Core
 
 # float32 throughout: on processors that have it the runtime would take bfloat16, would keep keys
 # and values in 8 bits and quantise activations.
@@ -32,7 +34,7 @@ _SETTINGS = {
 
 
 @functools.cache
-def core() -> Any:
+def core() -> Core:
     """One for the process, never let go: with the last of them the runtime unloads code that its
     own threads may still be in, and the process dies some time later."""
     return imports.openvino().Core()
@@ -55,15 +57,17 @@ class OpenVinoSession:
                 "with this version, or install the one it was exported with"
             ) from error
         self._name = path.name
-        self._tensor: Any = openvino.Tensor
-        self._request: Any = compiled.create_infer_request()
-        self._rooms: Record = {}  # where inputs are put together
+        self._tensor = openvino.Tensor
+        self._request = compiled.create_infer_request()
+        self._rooms: dict[str, np.ndarray] = {}  # where inputs are put together
         self._alone = threading.Lock()  # a request serves one caller at a time
         # Named as in the file: what is compiled has names of fused operators besides.
         self.inputs = frozenset(port.get_any_name() for port in graph.inputs)
         self._outputs = [port.get_any_name() for port in graph.outputs]
 
-    def run(self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> Any:
+    def run(
+        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """The outputs by name; those named in `into` are written there."""
         into = into or {}
         with self._alone:
@@ -78,7 +82,7 @@ class OpenVinoSession:
                 ) from error
             return {name: self._given(name, into.get(name)) for name in self._outputs}
 
-    def _in_one_piece(self, name: str, tensor: Tensor) -> Any:
+    def _in_one_piece(self, name: str, tensor: Tensor) -> np.ndarray:
         """The memory of an input; a lane's keys and values lie apart, and are copied together.
 
         NumPy copies them, into memory that stays: PyTorch would wake its threads for each, which

@@ -4,7 +4,10 @@ makes a graph and who runs it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BIAS, SLIDING_BIAS = "bias", "sliding_bias"
 PRESENT = "present"  # for linear layers: 1 for a token, 0 for the padding of a row
@@ -33,7 +36,7 @@ def new_state(name: str, layer: int) -> str:
     return f"new_{name}_{layer}"
 
 
-def state_sizes(decoder: Any, layer: int, kind: str) -> dict[str, tuple[int, ...]]:
+def state_sizes(decoder: PreTrainedModel, layer: int, kind: str) -> dict[str, tuple[int, ...]]:
     """How large one row's states of a layer are; 0 where it grows with the tokens."""
     config = decoder.config
     if kind == "linear":

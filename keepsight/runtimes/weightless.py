@@ -8,7 +8,7 @@ and the forward of four of them is a graph.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class Exported:
         return sum(f.bytes for name, f in files if name.startswith(f"{GRAPHS}/decoder."))
 
 
-def load_model(folder: Path, manifest: Manifest) -> Any:
+def load_model(folder: Path, manifest: Manifest) -> PreTrainedModel:
     """The model, ready to run."""
     model = _empty(folder)
     threads = torch.get_num_threads()
@@ -87,12 +87,12 @@ def load_model(folder: Path, manifest: Manifest) -> Any:
     return model
 
 
-def _refuse_what_takes_weights(model: Any, folder: Path) -> None:
+def _refuse_what_takes_weights(model: PreTrainedModel, folder: Path) -> None:
     """Training would end in PyTorch's words on gradients, and saving in a checkpoint that holds
     nothing and loads with weights of chance."""
     before = model.train
 
-    def train(mode: bool = True) -> Any:
+    def train(mode: bool = True) -> PreTrainedModel:
         if mode:
             raise UnsupportedInput(
                 f"{folder} is an exported model, which cannot be trained: its weights are in "
@@ -100,7 +100,7 @@ def _refuse_what_takes_weights(model: Any, folder: Path) -> None:
             )
         return before(mode)
 
-    def save_pretrained(*args: Any, **options: Any) -> Any:
+    def save_pretrained(*args: object, **options: object) -> NoReturn:
         raise UnsupportedInput(
             f"an exported model has no weights of PyTorch's to save; copy {folder} instead"
         )
@@ -108,10 +108,10 @@ def _refuse_what_takes_weights(model: Any, folder: Path) -> None:
     model.train, model.save_pretrained = train, save_pretrained
 
 
-def _empty(folder: Path) -> Any:
+def _empty(folder: Path) -> PreTrainedModel:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         kind = kind[0] if isinstance(kind, tuple | list) else kind
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
@@ -132,14 +132,14 @@ def _empty(folder: Path) -> Any:
     return model
 
 
-def _session(folder: Path, manifest: Manifest, name: str, threads: int) -> Any:
+def _session(folder: Path, manifest: Manifest, name: str, threads: int) -> Session:
     path = folder / GRAPHS
     if manifest.runtime == "openvino":
         return OpenVinoSession(path / f"{name}.xml", threads)
     return OnnxSession(path / f"{name}.onnx", threads)
 
 
-def _fill(model: Any, manifest: Manifest, sessions: dict[str, Session]) -> None:
+def _fill(model: PreTrainedModel, manifest: Manifest, sessions: dict[str, Session]) -> None:
     shape = Shape.of(model)
     core, decoder, embedding = model.base_model, model.get_decoder(), model.get_input_embeddings()
     embedding.forward = EmbeddingStandIn(sessions["embedding"], embedding.embedding_dim)
@@ -156,7 +156,7 @@ def _fill(model: Any, manifest: Manifest, sessions: dict[str, Session]) -> None:
     )
 
 
-def _replace_encoder(core: Any, stand_in: WholeTowerStandIn) -> None:
+def _replace_encoder(core: PreTrainedModel, stand_in: WholeTowerStandIn) -> None:
     """In place of the whole way from pixels to features; its signature tells what it takes."""
     import inspect
 
