@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from keepsight.formats import tensorfile
 from keepsight.formats.package import Package
 from keepsight.kinds import Message, Options, Record
 from keepsight.media.features import Vision
-from keepsight.media.medium import Medium
+from keepsight.media.medium import Medium, Pictures
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.tree import Tree
@@ -47,15 +46,19 @@ class Session:
 
     # -- talking ---------------------------------------------------------------------------------
 
-    def ask(self, text: str, images: Any = None, **options: Any) -> Reply:
+    def ask(self, text: str, images: Pictures | None = None, **options: object) -> Reply:
         """The next turn."""
         return Reply.of(self.stream(text, images, **options))
 
-    def stream(self, text: str, images: Any = None, **options: Any) -> Iterator[Piece]:
+    def stream(
+        self, text: str, images: Pictures | None = None, **options: object
+    ) -> Iterator[Piece]:
         """The next turn, piece by piece. The history grows when the answer is complete."""
         return self._answer([*self.messages, self._named(user_message(text, images))], options)
 
-    def edit(self, turn: int, text: str, images: Any = None, **options: Any) -> Reply:
+    def edit(
+        self, turn: int, text: str, images: Pictures | None = None, **options: object
+    ) -> Reply:
         """Ask something else in user turn `turn` (0 is the first); what came after is dropped.
 
         Without `images` the turn keeps its pictures.
@@ -72,7 +75,7 @@ class Session:
             self.messages = before
             raise
 
-    def regenerate(self, **options: Any) -> Reply:
+    def regenerate(self, **options: object) -> Reply:
         """Answer the last user turn again."""
         spot = self._user_turn(-1)
         before = self.messages
@@ -156,10 +159,10 @@ class Session:
             tensorfile.save(path, KIND, FORMAT, tensors, record)
         return path
 
-    def _flatten(self, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    def _flatten(self, tensors: dict[str, torch.Tensor]) -> tuple[list[Record], list[Message]]:
         """Messages with media replaced by numbers, and the packages those numbers mean."""
         numbers: dict[str, int] = {}
-        media: list[Any] = []
+        media: list[Record] = []
         messages = []
         for message in self.messages:
             content = message["content"]
@@ -172,7 +175,7 @@ class Session:
         self,
         part: Message,
         numbers: dict[str, int],
-        media: list[Any],
+        media: list[Record],
         tensors: dict[str, torch.Tensor],
     ) -> Record:
         if part.get("type") != "image":
@@ -188,7 +191,7 @@ class Session:
             tensors |= {f"media/{number}/{k}": t for k, t in package.stored.items()}
         return {"type": "image", "medium": numbers[medium.feature_id]}
 
-    def _snapshots(self, namespace: str, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    def _snapshots(self, namespace: str, tensors: dict[str, torch.Tensor]) -> list[Record]:
         """The snapshots of the history as it will be rendered next time."""
         memory = self.runtime
         prompt = self.prompt()
@@ -294,7 +297,7 @@ def _with_media(message: Message, media: list[Medium]) -> Message:
 
 
 def _put_back(
-    session: Session, namespace: str, tensors: dict[str, torch.Tensor], snapshots: list[Any]
+    session: Session, namespace: str, tensors: dict[str, torch.Tensor], snapshots: list[Record]
 ) -> None:
     """Snapshots into the tree, after comparing each with the history it claims to hold."""
     tree: Tree = session.runtime.tree

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from keepsight.media.sources import open_source
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.prefix.prompt import Prompt
-from keepsight.store import open_store
+from keepsight.store import Store, open_store
 from keepsight.vlm import VLM
 
 IGNORED = -100  # what upstream's losses leave out
@@ -86,7 +86,7 @@ class Loaded:
 class Features(SimpleNamespace):
     """What stands for the output of the tower in a batch; it moves as a tensor does."""
 
-    def to(self, device: Any, **options: Any) -> Features:
+    def to(self, device: torch.device | str, **options: Any) -> Features:
         """A copy on another device."""
         return self._each(lambda tensor: tensor.to(device, **options))
 
@@ -94,8 +94,8 @@ class Features(SimpleNamespace):
         """A copy in memory that an accelerator reads faster."""
         return self._each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Any) -> Features:
-        def changed(value: Any) -> Any:
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Features:
+        def changed(value: object) -> object:
             if isinstance(value, torch.Tensor):
                 return change(value)
             if isinstance(value, list | tuple):
@@ -125,7 +125,7 @@ class PackageDataset(Dataset[Loaded]):
     ) -> None:
         _check_family(vlm.runtime.family)
         self._address = (None if store is None else os.fspath(store), tenant)
-        self._opened: Any = None
+        self._opened: Store | None = None
         layout = _Layout(vlm, Shelf.of(packages), self._store(), template_kwargs or {})
         with vlm.runtime.lock:
             vlm.runtime.refresh()
@@ -155,7 +155,8 @@ class PackageDataset(Dataset[Loaded]):
         if place.path is not None:
             package = Package.load(place.path)  # every byte is checked
         else:
-            found = self._store().get("package", place.feature_id)
+            store, made = self._store(), place.feature_id
+            found = store.get("package", made) if store is not None and made is not None else None
             if found is None:
                 raise StoreError(
                     f"the store lost the package {str(place.feature_id)[:12]}… since the dataset "
@@ -166,7 +167,7 @@ class PackageDataset(Dataset[Loaded]):
             raise WrongIdentity("identity", place.identity, package.identity)
         return package
 
-    def _store(self) -> Any:
+    def _store(self) -> Store | None:
         """The store, opened by each process for itself."""
         address, tenant = self._address
         if self._opened is None and address is not None:
@@ -227,7 +228,7 @@ class Shelf:
 class _Layout:
     """Records to examples; the only place that asks anything of the model."""
 
-    def __init__(self, vlm: VLM, shelf: Shelf, store: Any, template: Options) -> None:
+    def __init__(self, vlm: VLM, shelf: Shelf, store: Store | None, template: Options) -> None:
         self._vlm, self._shelf, self._store, self._template = vlm, shelf, store, template
         self._family, self._vision = vlm.runtime.family, vlm.runtime.vision
         self._places: dict[int, Place] = {}
@@ -270,7 +271,7 @@ class _Layout:
 
     # -- where packages are ----------------------------------------------------------------------
 
-    def _name(self, image: Any, modality: str) -> Medium:
+    def _name(self, image: object, modality: str) -> Medium:
         """The medium, noting where its package lies if that is known already."""
         if isinstance(image, Package):
             medium = self._vision.name(image, modality)
@@ -279,7 +280,7 @@ class _Layout:
         path = self._file_of(image, modality)
         return self._vision.name(image, modality) if path is None else self._of_file(path, modality)
 
-    def _file_of(self, image: Any, modality: str) -> Path | None:
+    def _file_of(self, image: object, modality: str) -> Path | None:
         if isinstance(image, str | os.PathLike) and os.fspath(image).endswith(".sight"):
             return Path(image)
         if modality != "image" or not self._shelf.by_file or isinstance(image, Medium):
@@ -325,7 +326,7 @@ class _Layout:
         return Place(medium.identity, package=self._vision.package(medium)[0])
 
 
-def _unread() -> Any:
+def _unread() -> NoReturn:
     raise UnsupportedInput(LEFT_OUT)
 
 
@@ -383,7 +384,7 @@ def _check_family(family: Family) -> None:
 def _alone(family: Family) -> Family:
     """The family without its model, to be sent to other processes."""
     alone = copy.copy(family)
-    place: Any = SimpleNamespace(device=torch.device("cpu"), dtype=family.model.dtype)
+    place = SimpleNamespace(device=torch.device("cpu"), dtype=family.model.dtype)
     alone.model, alone.core = place, None
     for name, value in list(vars(alone).items()):
         if callable(value) or name == "tower_tensors":

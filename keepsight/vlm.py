@@ -8,10 +8,10 @@ hands the rest to the rooms that do the work, under one lock.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +28,8 @@ from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.verify import Verification, verify
 from keepsight.errors import ModelError, UnknownOption, UnsupportedInput
 from keepsight.formats.package import Package
-from keepsight.kinds import Message, Options, Record
+from keepsight.kinds import DeviceMap, Dtype, Message, Options, Processor, Record
+from keepsight.media.medium import Picture, Pictures
 from keepsight.models import loading, without_tower
 from keepsight.models.families import family_of
 from keepsight.models.upstream import newer_than_tested
@@ -42,8 +43,8 @@ from keepsight.session import Session
 def load(
     name: str | os.PathLike[str],
     *,
-    device_map: Any = None,
-    dtype: Any = "auto",
+    device_map: DeviceMap = None,
+    dtype: Dtype = "auto",
     revision: str | None = None,
     vision: bool = True,
     **options: Any,
@@ -69,7 +70,7 @@ def load(
     return VLM(model, processor, files=files, **options)
 
 
-def wrap(model: PreTrainedModel, processor: Any = None, **options: Any) -> VLM:
+def wrap(model: PreTrainedModel, processor: Processor | None = None, **options: Any) -> VLM:
     """A live Transformers model. Without a processor only `generate` with tensors works.
 
     Options: `grain`, `cache_budget`, `host_budget`, `vision_budget`, `store`, `store_budget`,
@@ -109,7 +110,7 @@ class VLM:
     def __init__(
         self,
         model: PreTrainedModel,
-        processor: Any = None,
+        processor: Processor | None = None,
         *,
         chat_template: str | None = None,
         store: str | os.PathLike[str] | None = None,
@@ -156,19 +157,19 @@ class VLM:
 
     # -- asking ----------------------------------------------------------------------------------
 
-    def chat(self, messages: list[Message], **options: Any) -> Reply:
+    def chat(self, messages: list[Message], **options: object) -> Reply:
         """The answer to a conversation, with its measurements."""
         return Reply.of(self.stream(messages, **options))
 
-    def ask(self, images: Any, question: str, **options: Any) -> Reply:
+    def ask(self, images: Pictures, question: str, **options: object) -> Reply:
         """The same for one or several images and a question."""
         return self.chat([user_message(question, images)], **options)
 
-    def stream(self, messages: list[Message], **options: Any) -> Iterator[Piece]:
+    def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
         """Pieces of the answer as they come; the last one carries usage and report."""
         return answer(self.runtime, messages, Call.of(options, self.tenant))
 
-    def prepare(self, messages: list[Message], **options: Any) -> Report:
+    def prepare(self, messages: list[Message], **options: object) -> Report:
         """Encode and prefill now, answer later: the same call to `chat` then only decodes."""
         call = Call.before_decoding(options, self.tenant, "prepare")
         turn = turn_of(self.runtime, messages, call)
@@ -180,7 +181,7 @@ class VLM:
             finally:
                 turn.finish()
 
-    def explain(self, messages: list[Message], **options: Any) -> Report:
+    def explain(self, messages: list[Message], **options: object) -> Report:
         """The report that `chat` would give, computing and changing nothing."""
         call = Call.before_decoding(options, self.tenant, "explain")
         self.runtime.require_answers()
@@ -212,13 +213,29 @@ class VLM:
 
     # -- tensors ---------------------------------------------------------------------------------
 
-    def generate(self, inputs: Any = None, **options: Any) -> torch.Tensor | Generated:
+    @overload
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        *,
+        return_dict_in_generate: Literal[True],
+        **options: Any,
+    ) -> Generated: ...
+
+    @overload
+    def generate(
+        self, inputs: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor | Generated: ...
+
+    def generate(
+        self, inputs: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor | Generated:
         """Tensors in, tensors out, as `model.generate`: a processor's outputs and its options."""
         self.runtime.require_answers()
         whose = self._whose(options.pop("tenant", None))
         return generate(self.runtime, inputs, options, whose)
 
-    def inputs(self, messages: list[Message], **options: Any) -> Record:
+    def inputs(self, messages: list[Message], **options: object) -> Record:
         """For stock `model.generate`: processor outputs, with features from packages.
 
         The vision tower stays untouched for images that were seen before. New wrappers are made on
@@ -236,7 +253,20 @@ class VLM:
                 )
             return stock_inputs(self.runtime, prompt, True, call.tenant)
 
-    def encode(self, image: Any, *, tenant: str | None = None) -> Package | list[Package]:
+    @overload
+    def encode(self, image: Picture | Message, *, tenant: str | None = None) -> Package: ...
+
+    @overload
+    def encode(
+        self,
+        image: list[Picture | Message] | tuple[Picture | Message, ...],
+        *,
+        tenant: str | None = None,
+    ) -> list[Package]: ...
+
+    def encode(
+        self, image: Picture | Message | Sequence[Picture | Message], *, tenant: str | None = None
+    ) -> Package | list[Package]:
         """The package of an image, or of each of several; encoded only if nobody has yet."""
         self.runtime.require_open()
         whose = self._whose(tenant)
@@ -247,7 +277,7 @@ class VLM:
                 return [vision.encode(one) for one in image]
             return vision.encode(image)
 
-    def render(self, messages: list[Message], generate: bool = True, **template: Any) -> Prompt:
+    def render(self, messages: list[Message], generate: bool = True, **template: object) -> Prompt:
         """The prompt of a conversation: ids, media and their ranges. Nothing is encoded."""
         return self.runtime.render(messages, Call(True, self.tenant, template, {}), generate)
 
@@ -261,7 +291,7 @@ class VLM:
         whose = self._whose(tenant)
         return self.runtime.stats(whose if tenant is not None or self.tenant else None)
 
-    def pin(self, what: Any, pinned: bool = True, **options: Any) -> None:
+    def pin(self, what: Pictures | list[Message], pinned: bool = True, **options: object) -> None:
         """Keep an image's features, or all of a conversation's prompt, whatever the budgets say.
 
         What is not there yet is computed. `pinned=False` lets it go the way of all else again.
@@ -271,7 +301,7 @@ class VLM:
         with self.runtime.lock:
             pin(self.runtime, what, pinned, call)
 
-    def delete(self, what: Any, **options: Any) -> int:
+    def delete(self, what: Pictures | list[Message], **options: object) -> int:
         """Remove an image and all that was computed from it, or all the images of a conversation
         and what was prefilled of it, from every tier; the bytes freed."""
         self.runtime.require_open()
@@ -315,7 +345,7 @@ class VLM:
         return self.tenant if tenant is None else tenant_name(tenant)
 
 
-def _check_processor(processor: Any, answers: bool) -> None:
+def _check_processor(processor: object, answers: bool) -> None:
     """A processor must have what naming an image and rendering a prompt take."""
     wanted = ("image_processor", "tokenizer") if answers else ("image_processor",)
     missing = [name for name in wanted if not hasattr(processor, name)]

@@ -17,7 +17,7 @@ from keepsight.errors import ImageError
 from keepsight.formats.package import Package
 from keepsight.kinds import Message
 from keepsight.media.features import Vision
-from keepsight.media.medium import Medium
+from keepsight.media.medium import Medium, Pictures
 from keepsight.models.families import Pixels
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
@@ -26,7 +26,7 @@ from keepsight.report import Report
 from keepsight.store import Store
 
 
-def pin(runtime: Runtime, what: object, pinned: bool, call: Call) -> None:
+def pin(runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call) -> None:
     """Keep (or no longer keep) an image's features, or a conversation's features and prefix. What
     there is no room for is refused, and then nothing of it is kept."""
     vision, shelf = runtime.vision_of(call.tenant), runtime.shelves.packages
@@ -76,7 +76,7 @@ def _turn(runtime: Runtime, call: Call, render: Callable[[], Prompt]) -> Turn:
     return Turn(runtime, render, {}, call.exact, tenant=call.tenant)
 
 
-def delete(runtime: Runtime, what: object, call: Call) -> int:
+def delete(runtime: Runtime, what: Pictures | list[Message], call: Call) -> int:
     """Remove images and all that was computed from them; the bytes freed."""
     tenant = call.tenant
     runtime.refresh(call.exact, tenant)

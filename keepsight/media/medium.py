@@ -5,13 +5,27 @@ An entry is the plain record of one that was looked at before; it is what a stor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from keepsight.errors import ImageError
 from keepsight.formats.package import Layout, Package
 from keepsight.kinds import Grid, Message, Record
 from keepsight.models.families import Pixels
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    from keepsight.media.sources import Readable, Source
+
+# A picture, a video or a sound, in any of the forms that callers hand in.
+Picture: TypeAlias = (
+    "Readable | Image.Image | np.ndarray | torch.Tensor | Source | Package | Medium"
+)
+Pictures: TypeAlias = "Picture | Sequence[Picture]"
 
 # The part of a composite processor that prepares each modality.
 PROCESSORS = {

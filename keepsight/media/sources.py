@@ -34,7 +34,7 @@ from keepsight.media.pictures import check_size
 MAX_BYTES = 256 << 20
 _BASE64 = 1 << 20  # characters that are decoded in one go; each four are three bytes
 _VIDEO = (".mp4", ".mov", ".mkv", ".webm", ".avi")
-Where = str | os.PathLike[str] | bytes | bytearray | memoryview
+Readable = str | os.PathLike[str] | bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _from_text(text: str, fetched: Fetched | None) -> Source:
     return _from_file(Path(text))
 
 
-def read_bytes(where: Where, fetched: Fetched | None = None) -> bytes:
+def read_bytes(where: Readable, fetched: Fetched | None = None) -> bytes:
     """The bytes behind a path, a URL, a data URI, or bytes themselves."""
     if isinstance(where, bytes | bytearray | memoryview):
         return bytes(where)

@@ -15,7 +15,7 @@ import functools
 import importlib
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,13 @@ from keepsight.errors import InputError, MissingExtra, WrongIdentity
 from keepsight.export.engines.checkpoint import checkpoint_digest
 from keepsight.export.engines.serving import Binding, Serving
 from keepsight.store import open_store
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 CONNECTOR = "KeepsightConnector"
@@ -40,7 +47,7 @@ class Handed:
 class Connector:
     """The methods that vLLM 0.32 calls; its own base class is mixed in below."""
 
-    def __init__(self, vllm_config: Any, role: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)  # type: ignore[call-arg]
         transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
         if transfer.ec_role != "ec_consumer":
@@ -72,7 +79,7 @@ class Connector:
         """Whether features of this name can be given out."""
         return self.serving.find(identifier) is not None
 
-    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """Fail a request that names features of ours which it cannot have, before it is scheduled.
 
         Without this the engine would look for them in vain, or find them of another length.
@@ -98,14 +105,14 @@ class Connector:
         taken, self._unavailable = self._unavailable, set()
         return taken
 
-    def update_state_after_alloc(self, request: Any, index: int) -> None:
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
         """There is room for these features now: hand them over with the next step."""
         name = request.mm_features[index].identifier
         rows = self.serving.rows(name)
         if rows is not None:
             self._next.rows[name] = rows.to(self._dtype)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Handed:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Handed:
         """What the worker needs for this step."""
         handed, self._next = self._next, Handed()
         return handed
@@ -117,7 +124,7 @@ class Connector:
 
     # -- in the worker ---------------------------------------------------------------------------
 
-    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: object) -> None:
         """Put the rows where the tower's output would be."""
         handed: Handed = self._get_connector_metadata()  # type: ignore[attr-defined]
         device = _device()
@@ -126,18 +133,18 @@ class Connector:
                 encoder_cache[name] = rows.to(device)
 
     def save_caches(
-        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: object
     ) -> None:
         """Nothing: this connector does not write (the module says why)."""
 
 
-def _grid(data: Any) -> list[int] | None:
+def _grid(data: MultiModalKwargsItem | None) -> list[int] | None:
     """The grid that a request gives for one image, where it gives one."""
     found = data["image_grid_thw"].data if data is not None and "image_grid_thw" in data else None
     return found.flatten().tolist() if isinstance(found, torch.Tensor) else None
 
 
-def _can_be_computed(data: Any) -> bool:
+def _can_be_computed(data: MultiModalKwargsItem | None) -> bool:
     """Whether a request holds what vLLM's own tower needs, or features of its own."""
     return data is not None and any(name in data for name in _VALUES)
 
@@ -159,7 +166,7 @@ def _connector() -> type:
     return made
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     if name == CONNECTOR:
         return _connector()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,13 +6,11 @@ Nobody's store is touched: pictures of noise are nothing to remember.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from keepsight.core.generate import Generated
 from keepsight.core.stock_inputs import stock_inputs
 from keepsight.kinds import Message, Record
 from keepsight.vlm import VLM, load
@@ -47,9 +45,8 @@ def _worse(so_far: float, found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(np.maximum(so_far, _off(found, wanted)))
 
 
-def _features(vlm: Any, image: Image.Image) -> torch.Tensor:
-    found: torch.Tensor = vlm.encode(image).tensors["features"]
-    return found
+def _features(vlm: VLM, image: Image.Image) -> torch.Tensor:
+    return vlm.encode(image).tensors["features"]
 
 
 def _pictures() -> list[list[Image.Image]]:
@@ -65,7 +62,7 @@ def _pictures() -> list[list[Image.Image]]:
 def _logits(vlm: VLM, images: list[Image.Image]) -> list[torch.Tensor]:
     """Those behind a prompt, and behind each token of what `vlm` itself would answer."""
     prompt = vlm.render([_message(images)])
-    pixels: Any = [medium.recall() for medium in prompt.media]  # type: ignore[operator]
+    pixels = [medium.recall() for medium in prompt.media if callable(medium.recall)]
     inputs = {**stock_inputs(vlm.runtime, prompt, False), **vlm.runtime.family.join_pixels(pixels)}
     out = vlm.generate(
         **inputs,
@@ -75,9 +72,9 @@ def _logits(vlm: VLM, images: list[Image.Image]) -> list[torch.Tensor]:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    return list(out.logits or ()) if isinstance(out, Generated) else []
+    return list(out.logits or ())
 
 
-def _message(images: list[Image.Image]) -> Record:
-    parts: list[Message] = [{"type": "image", "image": image} for image in images]
+def _message(images: list[Image.Image]) -> Message:
+    parts: list[Record] = [{"type": "image", "image": image} for image in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": "What do you see?"}]}

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedConfig
 
 from keepsight.errors import (
     InputError,
@@ -27,7 +26,7 @@ from keepsight.errors import (
 )
 from keepsight.export.graphs import quantise, tracing
 from keepsight.export.graphs.check import deviation
-from keepsight.export.graphs.parts import Decoder, Embedding, Head
+from keepsight.export.graphs.parts import Decoder, Embedding, GraphPart, Head
 from keepsight.export.graphs.target import Target, check_room, size_text
 from keepsight.export.graphs.towers import tower_of
 from keepsight.export.graphs.write import write_graph
@@ -108,7 +107,7 @@ def _check_words(runtime: str, quantised: str | None, max_patches: int | None) -
     imports.openvino() if runtime == "openvino" else imports.onnxruntime()
 
 
-def _checked_config(path: str, revision: str | None) -> Any:
+def _checked_config(path: str, revision: str | None) -> PreTrainedConfig:
     if is_export(path):
         raise InputError(f"{path} is an export; name the checkpoint that it was made of")
     with loading.named_refusal(path):
@@ -126,9 +125,9 @@ def _checked_config(path: str, revision: str | None) -> Any:
     return config
 
 
-def _weight_bytes(config: Any) -> int:
+def _weight_bytes(config: PreTrainedConfig) -> int:
     """What the graphs will hold in float32: a head that shares its weights is there twice."""
-    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     kind = kind[0] if isinstance(kind, tuple | list) else kind
     with torch.device("meta"):
         model = kind(config)
@@ -225,7 +224,7 @@ def _write(
     return manifest
 
 
-def _write_part(vlm: VLM, runtime: str, path: Path, part: Any, appends: bool) -> None:
+def _write_part(vlm: VLM, runtime: str, path: Path, part: GraphPart, appends: bool) -> None:
     sample = part.eval().requires_grad_(False).sample()
     with tracing.traced(vlm.model.get_decoder(), appends), torch.no_grad():
         write_graph(runtime, path, part, sample)

@@ -7,21 +7,28 @@ and branches; every other part is converted as it was traced.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from keepsight.errors import MissingExtra
-from keepsight.export.graphs.parts import Decoder, Sample
+from keepsight.export.graphs.parts import Decoder, GraphPart, Sample
 from keepsight.runtimes import imports
 from keepsight.runtimes.openvino import core
 
+if TYPE_CHECKING:
+    from openvino import Node
+
 BLOCK = 32  # weights of a row that share a scale, as in ONNX
 
+WriteOnnx = Callable[[Path, GraphPart, Sample], None]
 
-def write_openvino(path: Path, part: Any, sample: Sample, write_onnx: Any) -> None:
+
+def write_openvino(path: Path, part: GraphPart, sample: Sample, write_onnx: WriteOnnx) -> None:
     """Trace a part and write its graph; `write_onnx` writes one for ONNX."""
     openvino = imports.openvino()
     try:
@@ -52,7 +59,7 @@ def quantise_openvino(path: Path) -> None:
     openvino.save_model(graph, str(path), compress_to_fp16=False)
 
 
-def _quantise(product: Any, ops: Any) -> None:
+def _quantise(product: Node, ops: ModuleType) -> None:
     """Weights in whole numbers; `BLOCK` of a row share a scale, or all where that leaves a rest."""
     weights = product.input_value(1).get_node()
     if weights.get_type_name() != "Constant" or weights.data.ndim != 2:

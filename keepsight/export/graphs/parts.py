@@ -9,7 +9,7 @@ and which of their sizes may vary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from keepsight.runtimes.states import (
     state_sizes,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 AUTO = torch.export.Dim.AUTO
 _TOKENS, _PAST, _ROOM = 7, 5, 32  # of a sample: all different, and none of them one
 _ROWS = 2
@@ -47,7 +50,15 @@ class Sample:
         self.varies[name] = dict.fromkeys(axes, AUTO)
 
 
-class Embedding(nn.Module):
+class GraphPart(nn.Module):
+    """A part of a model as a graph has it, and inputs that it can be traced with."""
+
+    def sample(self) -> Sample:
+        """Inputs, and which of their sizes vary."""
+        raise NotImplementedError
+
+
+class Embedding(GraphPart):
     """Ids to embeddings; where `spots` says so, the features stand instead, in their order."""
 
     def __init__(self, family: Family) -> None:
@@ -73,7 +84,7 @@ class Embedding(nn.Module):
         return sample
 
 
-class Head(nn.Module):
+class Head(GraphPart):
     """Hidden states to logits."""
 
     def __init__(self, family: Family) -> None:
@@ -91,17 +102,17 @@ class Head(nn.Module):
         return sample
 
 
-class Decoder(nn.Module):
+class Decoder(GraphPart):
     """Embeddings, positions, a bias for attention and all states in; all of them out again."""
 
     def __init__(self, family: Family, shape: Shape, fused: bool) -> None:
         super().__init__()
-        self.decoder: Any = family.model.get_decoder()
+        self.decoder: PreTrainedModel = family.model.get_decoder()
         self.family, self.kinds, self.fused = family, shape.kinds, fused
         self.levels = family._levels()
         self.sliding = any("sliding" in kind for kind in self.kinds)
 
-    def forward(self, inputs_embeds: Tensor, position_ids: Tensor, **inputs: Any) -> Inputs:
+    def forward(self, inputs_embeds: Tensor, position_ids: Tensor, **inputs: Tensor) -> Inputs:
         states = [
             {name: inputs[state(name, layer)] for name in state_names(kind)}
             for layer, kind in enumerate(self.kinds)
@@ -122,7 +133,7 @@ class Decoder(nn.Module):
                 found[new_state(name, layer)] = cache.given[layer][name]
         return found
 
-    def _masks(self, inputs: Inputs) -> Any:
+    def _masks(self, inputs: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """As upstream's decoder takes masks that are made already."""
         bias = inputs[BIAS]
         if self.sliding:

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from keepsight.errors import InputError, KeepsightError
 from keepsight.runtimes.manifest import NAME
@@ -107,7 +106,7 @@ def check_room(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _unwritable(path: Any, error: Exception) -> Exception:
+def _unwritable(path: object, error: Exception) -> Exception:
     why = getattr(error, "strerror", None) or error
     return InputError(f"{path} cannot be written: {why}; name another folder with --to")
 

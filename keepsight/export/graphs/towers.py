@@ -10,31 +10,34 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from keepsight.errors import UnsupportedModel
-from keepsight.export.graphs.parts import Sample
+from keepsight.export.graphs.parts import GraphPart, Sample
 from keepsight.kinds import Inputs, Processor
 from keepsight.models import upstream
 from keepsight.models.families import Family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _QUERIES = 512  # patches that look at all others at once: bounds what their scores take
 _GRID = (1, 8, 12)  # of the sample
 _STATIC = ("cu_seqlens", "max_seqlen", "max_window_seqlen")
 
 
-class PackedTower(nn.Module):
+class PackedTower(GraphPart):
     """Patches of one picture, with what follows from their grid."""
 
     def __init__(self, family: Family, blocks: bool) -> None:
         super().__init__()
-        self.tower: Any = family.core.visual
+        self.tower: PreTrainedModel = family.core.visual
         self.family, self.blocks = family, blocks
 
     def forward(self, pixel_values: Tensor, **inputs: Tensor) -> Inputs:
@@ -63,7 +66,7 @@ class PackedTower(nn.Module):
 
 
 @contextmanager
-def _attending(tower: Any, blocks: bool) -> Iterator[None]:
+def _attending(tower: PreTrainedModel, blocks: bool) -> Iterator[None]:
     """Let each layer of a tower attend in a way that a graph can hold."""
     layers = [block.attn for block in tower.blocks]
     config = tower.config
@@ -80,13 +83,13 @@ def _attending(tower: Any, blocks: bool) -> Iterator[None]:
             del attention.forward
 
 
-def _forward(window: int, blocks: bool) -> Any:
+def _forward(window: int, blocks: bool) -> Callable[..., Tensor]:
     def forward(
         self: Any,
         hidden_states: Tensor,
         cu_seqlens: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        **options: Any,
+        **options: object,
     ) -> Tensor:
         count = hidden_states.shape[0]
         packed = self.qkv(hidden_states).reshape(count, 3, self.num_heads, -1)
@@ -140,7 +143,7 @@ def _in_windows(
     return out.transpose(1, 2).flatten(0, 1)[window * most + patch - first[window]]
 
 
-class WholeTower(nn.Module):
+class WholeTower(GraphPart):
     """A picture, or a tile of one, of the one size that the family takes.
 
     One at a time: upstream makes a list of its features, and a graph holds a list of one length.

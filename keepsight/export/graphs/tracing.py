@@ -13,17 +13,23 @@ import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from keepsight.models import upstream
 
 _BLOCK = 64  # tokens that a linear layer takes at once, as upstream's own chunks
 _tracing: list[TracedCache] = []  # the cache of the forward that is being traced
+
+
+class AttentionModule(Protocol):
+    """What upstream's attention functions are given first: the module that attends."""
+
+    layer_idx: int
 
 
 class TracedCache:
@@ -42,21 +48,21 @@ class TracedCache:
         return self._states[layer]
 
     def update(
-        self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any
+        self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """The new rows only; attention looks up the past itself."""
         self.given[layer] = {"k": keys, "v": values}
         return keys, values
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: object) -> int:
         """Nothing may be derived from it: positions and masks are inputs of the graph."""
         return 0
 
-    def get_conv_state(self, layer: int, **kwargs: Any) -> Tensor:
+    def get_conv_state(self, layer: int, **kwargs: object) -> Tensor:
         """The last inputs of a convolution."""
         return self._states[layer]["conv"]
 
-    def get_recurrent_state(self, layer: int, **kwargs: Any) -> Tensor:
+    def get_recurrent_state(self, layer: int, **kwargs: object) -> Tensor:
         """The state of a linear layer."""
         return self._states[layer]["recurrent"]
 
@@ -65,7 +71,7 @@ class TracedCache:
         return True
 
     def update_conv_state(
-        self, new: Tensor, layer: int, conv_kernel_size: int | None = None, **kwargs: Any
+        self, new: Tensor, layer: int, conv_kernel_size: int | None = None, **kwargs: object
     ) -> Tensor:
         """What was and what comes; the last of it goes out."""
         before = self._states[layer]["conv"]
@@ -73,14 +79,14 @@ class TracedCache:
         self.given[layer]["conv"] = both[..., -before.shape[-1] :].clone()
         return both
 
-    def update_recurrent_state(self, state: Tensor, layer: int, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(self, state: Tensor, layer: int, **kwargs: object) -> Tensor:
         """The state that goes out."""
         self.given[layer]["recurrent"] = state
         return state
 
 
 @contextmanager
-def traced(decoder: Any, fused: bool) -> Iterator[None]:
+def traced(decoder: PreTrainedModel, fused: bool) -> Iterator[None]:
     """Let a decoder's layers attend as its graph shall: `fused` with ONNX Runtime's operator."""
     config = decoder.config
     before = config._attn_implementation
@@ -112,7 +118,12 @@ def _flat(heads: Tensor) -> Tensor:
 
 
 def _fused(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: AttentionModule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """ONNX Runtime's grouped attention, which appends to the buffers of past keys and values.
 
@@ -139,7 +150,12 @@ def _fused(
 
 
 def _joined(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: AttentionModule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention over past and new rows; the bias says who sees whom."""
     past = _tracing[0].of(module.layer_idx)
@@ -173,7 +189,7 @@ def delta_rule(
     g: Tensor,
     beta: Tensor,
     initial_state: Tensor,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule for any number of tokens, in a form that a graph of fixed size can hold.
 

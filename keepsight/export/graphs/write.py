@@ -10,10 +10,10 @@ from typing import Any
 
 from keepsight.errors import MissingExtra
 from keepsight.export.graphs.openvino import write_openvino
-from keepsight.export.graphs.parts import Sample
+from keepsight.export.graphs.parts import GraphPart, Sample
 
 
-def write_graph(runtime: str, path: Path, part: Any, sample: Sample) -> None:
+def write_graph(runtime: str, path: Path, part: GraphPart, sample: Sample) -> None:
     """Trace a part and write its graph beside its weights; `path` lacks the ending."""
     path.parent.mkdir(exist_ok=True)
     if runtime == "openvino":
@@ -22,12 +22,12 @@ def write_graph(runtime: str, path: Path, part: Any, sample: Sample) -> None:
         _write_onnx(path.with_name(f"{path.name}.onnx"), part, sample, ort_fusions="cpu")
 
 
-def _write_standard_onnx(path: Path, part: Any, sample: Sample) -> None:
+def _write_standard_onnx(path: Path, part: GraphPart, sample: Sample) -> None:
     """With operators of the standard alone."""
     _write_onnx(path, part, sample)
 
 
-def _write_onnx(path: Path, part: Any, sample: Sample, **options: Any) -> None:
+def _write_onnx(path: Path, part: GraphPart, sample: Sample, **options: Any) -> None:
     try:
         from transformers.exporters import OnnxConfig, OnnxExporter
 
