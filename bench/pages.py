@@ -128,7 +128,9 @@ def run(shape: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _again(vlm: VLM, store: Path) -> VLM:
     """Another engine on the same model, with nothing in memory."""
-    return keepsight.wrap(vlm.model, vlm.processor, store=store, grain=vlm.runtime.rule.grain)
+    return keepsight.wrap(
+        vlm.model, vlm.runtime.needed_processor(), store=store, grain=vlm.runtime.rule.grain
+    )
 
 
 def _index(vlm: VLM, shelf: list[str]) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def _meet(
     ways: dict[str, Any] = {
         "disk": Keepsight(forgetful),
         "memory": Keepsight(remembering),
-        "stock": Stock(forgetful.model, forgetful.processor),
+        "stock": Stock(forgetful.model, forgetful.runtime.needed_processor()),
         "limit": Limit(forgetful),
     }
     ready = _features(remembering, shelf)

@@ -7,7 +7,7 @@ Nothing heavy is imported until a name is used: `import keepsight` costs millise
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from keepsight.vlm import VLM, load, wrap
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'keepsight' has no attribute {name!r}")

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
 
 
 class KeepsightError(Exception):
@@ -123,7 +122,7 @@ class DamagedFile(FileError):
 class WrongIdentity(FileError):
     """The file is sound but belongs to other weights, settings or another model."""
 
-    def __init__(self, field: str, expected: Any, found: Any, what: str = "package") -> None:
+    def __init__(self, field: str, expected: object, found: object, what: str = "package") -> None:
         self.field, self.expected, self.found = field, expected, found
         super().__init__(
             f"this {what} does not fit: {field} is {found!r}, but this model has {expected!r}. "

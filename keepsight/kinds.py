@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL import Image
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchFeature, PreTrainedTokenizerBase
 
 # What a file's record, a request or a table says: text keys, plain JSON values.
 Record: TypeAlias = dict[str, Any]
@@ -42,7 +42,7 @@ class ImageProcessor(Protocol):
     @property
     def size(self) -> Mapping[str, int]: ...
 
-    def __call__(self, images: Sequence[object], **options: Any) -> Mapping[str, Any]: ...
+    def __call__(self, images: Sequence[object], **options: object) -> BatchFeature: ...
 
     def to_dict(self) -> Record: ...
 
@@ -60,11 +60,11 @@ class Processor(Protocol):
     def image_token(self) -> str: ...
 
     def replace_image_token(
-        self, image_inputs: Mapping[str, Any], image_idx: int, **options: Any
+        self, image_inputs: BatchFeature, image_idx: int, **options: object
     ) -> str: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
+        self, conversation: Sequence[Message] | Sequence[Sequence[Message]], **options: object
     ) -> Any: ...
 
-    def __call__(self, **inputs: Any) -> Mapping[str, Any]: ...
+    def __call__(self, **inputs: object) -> BatchFeature: ...

@@ -11,10 +11,10 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import Any
 
 from rich.console import Console
 
@@ -105,7 +105,7 @@ def _positive(text: str) -> int:
     return number
 
 
-def _several(known: tuple[str, ...]) -> Any:
+def _several(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     """A parser of `a,b`, where each must be known."""
 
     def parse(text: str) -> list[str]:

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -248,7 +247,7 @@ def _build(shape: Shape, size: Size, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _wake(model: Any) -> None:
+def _wake(model: torch.nn.Module) -> None:
     """Weights that keep the size of what passes through them, so that pictures reach the answer."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -11,15 +11,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from PIL import Image
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 import keepsight
-from keepsight.kinds import Inputs, Message, Record
+from keepsight.errors import ImageError
+from keepsight.formats.package import Package
+from keepsight.kinds import Inputs, Message, Processor, Record
+from keepsight.media.medium import Medium
+from keepsight.models.families import Pixels
 from keepsight.prefix.prompt import Prompt, common
 from keepsight.report import Report, Usage
 from keepsight.vlm import VLM
@@ -87,7 +90,7 @@ class Stock:
 
     name = "stock"
 
-    def __init__(self, model: Any, processor: Any) -> None:
+    def __init__(self, model: PreTrainedModel, processor: Processor) -> None:
         self._model, self._processor = model, processor
 
     def answer(self, messages: list[Message], count: int) -> Answer:
@@ -146,8 +149,10 @@ def agreement(mine: list[int], stock: Answer, count: int | None = None) -> str:
     return f"DIFFERENT at token {spot} (logits {share:.1e} of their scale apart)"
 
 
-def recall(medium: Any) -> Any:
+def recall(medium: Medium) -> Pixels:
     """The pixel values of a named picture, preprocessed again."""
+    if isinstance(medium.recall, Package):
+        raise ImageError("a package has no pixels")
     return medium.recall()
 
 
@@ -163,7 +168,7 @@ class Limit:
     def __init__(self, vlm: VLM) -> None:
         # A memory of its own: naming a picture here must not spare Keepsight the work.
         self._vlm = keepsight.wrap(vlm.model, vlm.processor, grain=vlm.runtime.rule.grain)
-        self._model: Any = vlm.model
+        self._model: PreTrainedModel = vlm.model
         self._family = self._vlm.runtime.family
         ends = vlm.model.generation_config.eos_token_id
         self._ends = [ends] if isinstance(ends, int) else list(ends or [])
@@ -174,7 +179,7 @@ class Limit:
         """A new round: nothing was asked before."""
         self._asked: list[Prompt] = []
         self._seen: Record = {}  # features by medium
-        self._cache: Any = None
+        self._cache: DynamicCache | None = None
         self._cached = 0
 
     def know(self, features: Inputs) -> None:
@@ -220,7 +225,7 @@ class Limit:
         return Answer(total, total, tokens, {"encode": tower, "prefill": total - tower})
 
     @torch.inference_mode()
-    def _encode(self, pixels: Any) -> Any:
+    def _encode(self, pixels: Pixels) -> SimpleNamespace:
         tensors, container = self._family.encode(pixels)
         return SimpleNamespace(modality="image", tensors=tensors, container=container)
 

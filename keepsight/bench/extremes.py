@@ -23,7 +23,7 @@ from keepsight import digests
 from keepsight.bench.contestants import now
 from keepsight.bench.measure import TOKENS, Bench, Round, Say, guard, ratio
 from keepsight.bench.workloads import Pictures, Scale, assistant, user, words
-from keepsight.kinds import Record
+from keepsight.kinds import Message, Record
 from keepsight.media.sources import decode_bytes
 from keepsight.vlm import VLM
 
@@ -134,7 +134,7 @@ def _again(vlm: VLM, folder: str | Path) -> VLM:
     return keepsight.wrap(vlm.model, vlm.processor, grain=rule.grain, store=folder)
 
 
-def _one_restart(vlm: VLM, folder: Path, messages: list[Any], drop: bool) -> dict[str, float]:
+def _one_restart(vlm: VLM, folder: Path, messages: list[Message], drop: bool) -> dict[str, float]:
     with _again(vlm, folder) as second:
         if drop:
             forget_files(folder.glob("*/*/*"))

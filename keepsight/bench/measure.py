@@ -44,7 +44,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.keepsight = Keepsight(self.vlm)
-        self.stock = Stock(self.vlm.model, self.vlm.processor)
+        self.stock = Stock(self.vlm.model, self.vlm.runtime.needed_processor())
         self.limit = Limit(self.vlm)
 
 

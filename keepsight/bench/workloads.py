@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -100,7 +99,7 @@ def words(seed: int, count: int) -> str:
 
 def user(text: str, *images: str) -> Message:
     """A user's message, pictures first."""
-    parts: list[Any] = [{"type": "image", "image": image} for image in images]
+    parts: list[Message] = [{"type": "image", "image": image} for image in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 

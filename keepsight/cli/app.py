@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,6 +41,12 @@ from keepsight.cli.options import (
 )
 from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
 from keepsight.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from keepsight.formats.package import Package
+    from keepsight.models.families import Family
 
 app = typer.Typer(
     cls=ErrorsByName,
@@ -203,7 +210,7 @@ def show(
     """What a package, a saved session or an export is, what it is bound to, and if it is sound."""
     from keepsight.runtimes.load import is_export
 
-    room: Any = export
+    room: ModuleType = export
     if not is_export(file.expanduser()):
         from keepsight.cli import show as room
 
@@ -233,7 +240,7 @@ def verify(
     from keepsight.core.verify import certify
     from keepsight.demo.scene import Scene
 
-    images: list[Any] = [open_image(name) for name in image or []]
+    images: list[str | Package | Image] = [open_image(name) for name in image or []]
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
     question = prompt or "Describe the picture."
     with load(model, dtype, device_map, store, grain, (min_pixels, max_pixels)) as vlm:
@@ -268,7 +275,7 @@ def families(as_json: Json = False) -> None:
     console().print(shown)
 
 
-def _about(family: Any) -> str:
+def _about(family: type[Family]) -> str:
     """What a family reuses, and the first line of what its module says."""
     import sys
 

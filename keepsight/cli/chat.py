@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -22,6 +23,7 @@ from keepsight.cli.terminal import plain, report_table
 from keepsight.errors import InputError, KeepsightError
 from keepsight.formats.package import Package
 from keepsight.kinds import Options
+from keepsight.media.medium import Medium
 from keepsight.system import private_files
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 _PROMPT = "> "
 
 
-def open_image(name: str) -> Any:
+def open_image(name: str) -> str | Package:
     """What the library takes for an image named on a command line; `.sight` files are packages."""
     return Package.load(name) if name.lower().endswith(".sight") else name
 
@@ -44,7 +46,9 @@ class Shell:
     vlm: VLM
     console: Console
     options: Options
-    waiting: list[Any] = field(default_factory=list)  # pictures for the next question
+    waiting: list[str | Package | Medium] = field(
+        default_factory=list
+    )  # pictures for the next question
     history: Path | None = None
     reports: bool = False  # a report after every answer
     last: Report | None = None
@@ -240,6 +244,6 @@ def _no_argument(name: str, rest: str) -> None:
         raise InputError(f"/{name} takes no argument, got {rest!r}")
 
 
-def _write_history(readline: Any, path: str) -> None:
+def _write_history(readline: ModuleType, path: str) -> None:
     with suppress(OSError):  # the history of a chat is not worth a traceback at its end
         readline.write_history_file(path)

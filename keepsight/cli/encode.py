@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,6 +31,12 @@ from keepsight.cli.terminal import console, json_line, plain
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.kinds import Record
 from keepsight.system import private_files
+
+if TYPE_CHECKING:
+    from keepsight.encode.cluster import Shard
+    from keepsight.encode.items import Reading
+    from keepsight.encode.results import Encoded
+    from keepsight.encode.sources import Piece
 
 # Packages in memory are of no use to a run that looks at each image once.
 _VISION_BUDGET = "512MiB"
@@ -141,7 +147,7 @@ def run(asked: Asked) -> int:
     _count_aside(tally, found.pieces, reading, shard)
     with ExitStack() as stack:
         log = _error_log(stack, asked.errors)
-        results = stack.enter_context(_closing(_results(asked, found.pieces, reading, shard)))
+        results = stack.enter_context(closing(_results(asked, found.pieces, reading, shard)))
         try:
             for result in progress.shown(results, tally, err, asked.as_json):
                 if asked.as_json:
@@ -156,7 +162,9 @@ def run(asked: Asked) -> int:
     return 1 if tally.failed else 0
 
 
-def _results(asked: Asked, pieces: Any, reading: Any, shard: Any) -> Iterator[Any]:
+def _results(
+    asked: Asked, pieces: Iterable[Piece], reading: Reading, shard: Shard
+) -> Generator[Encoded]:
     from keepsight import encode as room
 
     if asked.ray:
@@ -197,21 +205,9 @@ def _worker(asked: Asked) -> Record:
     }
 
 
-class _closing:
-    """Close a generator at once when the command ends, so that what it holds is let go of."""
-
-    def __init__(self, results: Iterator[Any]) -> None:
-        self._results: Any = results
-
-    def __enter__(self) -> Iterator[Any]:
-        results: Iterator[Any] = self._results
-        return results
-
-    def __exit__(self, *_: object) -> None:
-        self._results.close()
-
-
-def _count_aside(tally: progress.Tally, pieces: Any, reading: Any, shard: Any) -> None:
+def _count_aside(
+    tally: progress.Tally, pieces: Iterable[Piece], reading: Reading, shard: Shard
+) -> None:
     """Find out in a thread how many images there are: documents have to be opened for that."""
     from keepsight import encode as room
 

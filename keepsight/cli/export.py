@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,7 @@ from keepsight.kinds import Record
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from keepsight.runtimes.manifest import Manifest
 
@@ -181,7 +182,7 @@ def render(described: Record) -> RenderableType:
     return Group(shown, versions)
 
 
-def _summary(told: Record) -> Any:
+def _summary(told: Record) -> Table:
     shown = table("", "")
     shown.show_header = False
     quantised = told["quantised"]

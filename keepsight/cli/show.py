@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
@@ -199,7 +198,7 @@ def _tensors(tensors: list[Record]) -> RenderableType:
     return shown
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(v)}" for name, v in value.items())
     if isinstance(value, list):

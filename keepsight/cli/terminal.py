@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from keepsight.report import Report
 
 _WIDTH_WITHOUT_TERMINAL = 100
-_BOX: Any = 4  # PIL.Image.Resampling.BOX, without importing PIL for every `--help`
+_BOX = 4  # PIL.Image.Resampling.BOX, without importing PIL for every `--help`
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -54,7 +54,7 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def json_line(data: Any) -> None:
+def json_line(data: object) -> None:
     """One line for machines, on standard output."""
     typer.echo(json.dumps(data, default=str))
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -36,6 +36,7 @@ from keepsight.report import Reply
 from keepsight.store import DiskStore
 
 if TYPE_CHECKING:
+    from keepsight.session import Session
     from keepsight.vlm import VLM
 
 _RUNS = 5  # the table of act 1 shows medians of so many
@@ -52,7 +53,7 @@ def run(console: Console, out: Path, seed: int = 1) -> None:
         stage.draw()
         _opening(stage)
         with ks.load("demo", dtype="float32", store="") as vlm:
-            stock = Stock(vlm.model, vlm.processor)
+            stock = Stock(vlm.model, vlm.runtime.needed_processor())
             _conversation(stage, vlm, stock)
             _one_more_picture(stage, vlm, stock)
             _package(stage, vlm)
@@ -126,7 +127,7 @@ def _warm_up(stage: Stage, vlm: VLM, stock: Stock) -> None:
 
 
 def _play(
-    stage: Stage, session: Any, stock: Stock, asks: Sequence[Ask]
+    stage: Stage, session: Session, stock: Stock, asks: Sequence[Ask]
 ) -> Iterator[tuple[Ask, Turn]]:
     """The conversation, turn by turn, by both sides."""
     messages: list[Message] = []
@@ -140,17 +141,14 @@ def _play(
         yield ask, Turn(reply, ms, stock_ms, heard.text)
 
 
-def _timed(session: Any, text: str, pictures: Sequence[Path]) -> tuple[Reply, float]:
+def _timed(session: Session, text: str, pictures: Sequence[Path]) -> tuple[Reply, float]:
     """An answer, and the milliseconds from the question to its first token."""
     start, first = time.perf_counter(), 0.0
     pieces = []
     for piece in session.stream(text, list(pictures) or None):
         first = first or 1e3 * (time.perf_counter() - start)
         pieces.append(piece)
-    last = pieces[-1]
-    said = "".join(piece.text for piece in pieces)
-    tokens = [piece.token for piece in pieces if piece.token is not None]
-    return Reply(said, last.usage, last.report, tokens, last.finish_reason), first
+    return Reply.of(pieces), first
 
 
 # -- act 2 -------------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ def _one_more_picture(stage: Stage, vlm: VLM, stock: Stock) -> None:
 
 def _keepsight(stage: Stage, vlm: VLM, stock: Stock, messages: list[Message], fresh: Heard) -> None:
     """Keepsight's answer to the very tensors that stock was given."""
-    output: Any = vlm.generate(
+    output = vlm.generate(
         **stock.inputs(messages),
         max_new_tokens=_TOKENS,
         return_dict_in_generate=True,
@@ -191,7 +189,7 @@ def _keepsight(stage: Stage, vlm: VLM, stock: Stock, messages: list[Message], fr
     )
     length = output.usage.prompt_tokens
     text = stock.text(output.sequences[0, length:])
-    verdict, right = judge(text, output.logits[0], fresh)
+    verdict, right = judge(text, (output.logits or ())[0], fresh)
     reused = f"{output.usage.cached_tokens} of {length} tokens reused"
     stage.verdict("Keepsight", text, f"{verdict}, {reused}", right)
 
@@ -205,7 +203,7 @@ def _attempt(stage: Stage, outcome: Outcome) -> None:
 
 
 def _package(stage: Stage, vlm: VLM) -> None:
-    package: Any = vlm.encode(stage.pictures[0])
+    package = vlm.encode(stage.pictures[0])
     path = package.save(stage.out / "picture-1.sight")
     stage.made.append(path)
     stage.act(
@@ -229,7 +227,7 @@ def _restart(stage: Stage) -> None:
         stage.show_pictures(asked.new)
         stage.exchange(asked.text, vlm.ask(pictures, asked.text), asked.truth)
         vlm.flush()
-        stock = Stock(vlm.model, vlm.processor)
+        stock = Stock(vlm.model, vlm.runtime.needed_processor())
         fresh = stock.answer(stock.inputs([question(later, pictures)]))
     kept = bytes_text(DiskStore(folder).stats()["bytes"])
     stage.say(f"{kept} in {folder}\n", "dim")

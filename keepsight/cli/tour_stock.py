@@ -12,12 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 
-from keepsight.kinds import Inputs, Message
+from keepsight.kinds import Inputs, Message, Processor
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
 
 _TOKENS = 96  # more than any answer of the demo models has
 _MEDIA = ("pixel_values", "image_grid_thw")
@@ -30,7 +33,7 @@ class Heard:
 
     text: str
     logits: torch.Tensor  # of the first token
-    cache: Any  # past_key_values
+    cache: Cache  # past_key_values
     ids: torch.Tensor  # prompt and answer; the cache holds all of them but the last
 
 
@@ -47,7 +50,7 @@ class Outcome:
 class Stock:
     """`model.generate` and a processor; the cache is handed over by whoever asks."""
 
-    def __init__(self, model: Any, processor: Any) -> None:
+    def __init__(self, model: PreTrainedModel, processor: Processor) -> None:
         self._model, self._processor = model, processor
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
@@ -69,7 +72,7 @@ class Stock:
         self._model.generate(**self.inputs(messages), max_new_tokens=1, do_sample=False)
         return 1e3 * (time.perf_counter() - start)
 
-    def answer(self, inputs: dict[str, torch.Tensor], **options: Any) -> Heard:
+    def answer(self, inputs: dict[str, torch.Tensor], **options: object) -> Heard:
         """The whole answer to one prompt."""
         output = self._model.generate(
             **inputs,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, Reading
@@ -74,7 +74,7 @@ def target_of(
     most: int | None = None,
 ) -> Target:
     """The model's store, or a folder of files, as the place for packages."""
-    whose: Any = vlm.tenant if tenant is None else tenant_name(tenant)
+    whose = vlm.tenant if tenant is None else tenant_name(tenant)
     if most is not None and most < 1:
         raise InputError(f"max_tokens={most}; expected at least 1")
     if files is not None:

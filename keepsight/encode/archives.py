@@ -12,9 +12,9 @@ import io
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import IO
 
 from keepsight.encode.items import Item, broken, of_bytes
 from keepsight.errors import ImageError
@@ -26,7 +26,7 @@ _BLOCK = 512
 _TORN = (tarfile.TarError, EOFError, zlib.error, zipfile.BadZipFile, OSError, ValueError)
 
 
-def zip_items(path: str, place: str, images: Any) -> Iterator[Item]:
+def zip_items(path: str, place: str, images: Callable[[str], bool]) -> Iterator[Item]:
     """The images in a zip archive; `images` tells them by their names."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -54,7 +54,7 @@ def _zip_item(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str, plac
     return of_bytes(data, name, place)
 
 
-def tar_items(path: str, place: str, images: Any) -> Iterator[Item]:
+def tar_items(path: str, place: str, images: Callable[[str], bool]) -> Iterator[Item]:
     """The images in a tar archive, plain or compressed by gzip or bzip2."""
     try:
         with closing(_Bounded(path)) as file:
@@ -66,7 +66,9 @@ def tar_items(path: str, place: str, images: Any) -> Iterator[Item]:
         yield broken(path, place, f"{path} cannot be read further as a tar archive: {error}")
 
 
-def _members(archive: tarfile.TarFile, path: str, place: str, images: Any) -> Iterator[Item]:
+def _members(
+    archive: tarfile.TarFile, path: str, place: str, images: Callable[[str], bool]
+) -> Iterator[Item]:
     for number, member in enumerate(archive):
         if number == MAX_MEMBERS:
             raise ImageError(f"more than {MAX_MEMBERS} members")
@@ -106,7 +108,7 @@ class _Bounded(io.RawIOBase):
         self._raw = open(path, "rb")  # noqa: SIM115  (closed by `close`)
         head = self._raw.read(4)
         self._raw.seek(0)
-        self._file: Any = self._raw
+        self._file: IO[bytes] | gzip.GzipFile | bz2.BZ2File = self._raw
         self._packed = True
         if head.startswith(b"\x1f\x8b"):
             self._file = gzip.GzipFile(fileobj=self._raw)
@@ -122,8 +124,7 @@ class _Bounded(io.RawIOBase):
         """Some bytes from here on."""
         if size is None or not 0 <= size <= MAX_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
-        data: bytes = self._file.read(size)
-        return data
+        return self._file.read(size)
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Go to a place from the start."""

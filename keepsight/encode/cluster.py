@@ -6,11 +6,12 @@ nothing but time, because what it had finished is in the store and the rest is g
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -70,7 +71,10 @@ def run_on_ray(
 
 
 def _results(
-    ray: Any, groups: list[dict[str, str]], arguments: tuple[Any, ...], workers: int | None
+    ray: ModuleType,
+    groups: list[dict[str, str]],
+    arguments: tuple[Options, Record, Shard],
+    workers: int | None,
 ) -> Iterator[Encoded]:
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -89,9 +93,9 @@ def _results(
         yield Encoded(**json.loads(row["result"]))
 
 
-def _plain_error(error: Any) -> KeepsightError:
+def _plain_error(error: BaseException) -> KeepsightError:
     """What a worker refused, as it would have been refused here."""
-    cause: Any = error
+    cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeepsightError):
         cause = getattr(cause, "cause", None) or cause.__cause__
     kind = next((k for k in (MissingExtra, StoreError) if isinstance(cause, k)), InputError)
@@ -106,10 +110,9 @@ def grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             yield group
 
 
-def _ray() -> Any:
+def _ray() -> ModuleType:
     try:
-        import ray
-        import ray.data
+        importlib.import_module("ray.data")
+        return importlib.import_module("ray")
     except ImportError:
         raise MissingExtra.named("ray[data]", "ray") from None
-    return ray

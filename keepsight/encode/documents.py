@@ -7,9 +7,10 @@ else.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import PIL
@@ -30,12 +31,11 @@ PDFIUM = FairLock("the PDF library")  # which is not safe in two threads at once
 _POINTS = 72  # to an inch
 
 
-def pdfium() -> Any:
+def pdfium() -> ModuleType:
     try:
-        import pypdfium2
+        return importlib.import_module("pypdfium2")
     except ImportError:
         raise MissingExtra.named("pypdfium2", "pdf") from None
-    return pypdfium2
 
 
 class _Document:
@@ -134,12 +134,11 @@ def _page(document: _Document, number: int, place: str, dpi: int) -> Item:
 # -- videos --------------------------------------------------------------------------------------
 
 
-def _av() -> Any:
+def _av() -> ModuleType:
     try:
-        import av
+        return importlib.import_module("av")
     except ImportError:
         raise MissingExtra.named("av", "video") from None
-    return av
 
 
 def clip_items(path: str, place: str) -> Iterator[Item]:

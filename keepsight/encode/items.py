@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from keepsight import digests
 from keepsight.errors import ImageError, InputError, KeepsightError
@@ -95,7 +94,7 @@ def of_text(text: str, folder: str, name: str, place: str) -> Item:
     return dataclasses.replace(of_file(os.path.join(folder, text), place), name=name)
 
 
-def of_value(value: Any, folder: str, name: str, place: str) -> list[Item]:
+def of_value(value: object, folder: str, name: str, place: str) -> list[Item]:
     """The images in a cell of a table: bytes, {bytes, path}, a path, a URL, or a list of those."""
     if isinstance(value, list | tuple):
         parts = [of_value(v, folder, f"{name}#{i}", f"{place}#{i}") for i, v in enumerate(value)]

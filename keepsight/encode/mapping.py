@@ -7,7 +7,7 @@ it as it is. It travels as its options: each process loads the model when the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class Encoder:
         columns = list(zip(*rows, strict=True)) or [()] * len(added)
         return {**batch, **{n: list(c) for n, c in zip(added, columns, strict=True)}}
 
-    def encode(self, items: Any) -> Iterator[Encoded]:
+    def encode(self, items: Iterable[Item]) -> Iterator[Encoded]:
         """What became of some items, once that is safe."""
         return run(items, self._ready(), None, self._threads, back=_BACK)
 
@@ -106,7 +106,7 @@ class Encoder:
         return {**vars(self), "_vlm": None, "_target": None}
 
 
-def _cells(values: Any, column: str) -> Iterator[Item]:
+def _cells(values: Iterable[object], column: str) -> Iterator[Item]:
     """One item for each row, whatever form the column comes in."""
     for row, value in enumerate(values):
         name = f"{column}, row {row} of the batch"
@@ -119,5 +119,5 @@ def _cells(values: Any, column: str) -> Iterator[Item]:
         yield found[0]
 
 
-def _in_memory(image: Any, name: str) -> Item:
+def _in_memory(image: object, name: str) -> Item:
     return Item(name, name, lambda: open_source(image))

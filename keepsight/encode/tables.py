@@ -6,27 +6,35 @@ row it broke at, and what was read before stays good.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
 
 from keepsight.encode.items import Item, broken, of_value
 from keepsight.errors import InputError, MissingExtra
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.ipc import RecordBatchFileReader, RecordBatchStreamReader
 
 _ROWS = 64  # at a time
 MAX_ROW_GROUP = 16 << 30
 
 
-def arrow() -> Any:
+Reader: TypeAlias = "RecordBatchFileReader | RecordBatchStreamReader"
+
+
+def arrow() -> ModuleType:
     """pyarrow, or how to get it."""
     try:
-        import pyarrow
+        return importlib.import_module("pyarrow")
     except ImportError:
         raise MissingExtra.named("pyarrow", "data") from None
-    return pyarrow
 
 
 def parquet_items(path: str, place: str, column: str) -> Iterator[Item]:
@@ -52,7 +60,7 @@ def row_count(path: str) -> int | None:
         return None
 
 
-def _rows(path: str, place: str, column: str, batches: Iterator[Any]) -> Iterator[Item]:
+def _rows(path: str, place: str, column: str, batches: Iterator[RecordBatch]) -> Iterator[Item]:
     row, folder = 0, os.path.dirname(path)
     try:
         for batch in batches:
@@ -69,7 +77,7 @@ def _rows(path: str, place: str, column: str, batches: Iterator[Any]) -> Iterato
         )
 
 
-def _parquet_batches(path: str, column: str) -> Iterator[Any]:
+def _parquet_batches(path: str, column: str) -> Iterator[RecordBatch]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -81,7 +89,7 @@ def _parquet_batches(path: str, column: str) -> Iterator[Any]:
         yield from file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False)
 
 
-def _arrow_batches(path: str, column: str) -> Iterator[Any]:
+def _arrow_batches(path: str, column: str) -> Iterator[RecordBatch]:
     with _arrow_reader(path) as reader:
         _check_column(path, column, reader.schema.names)
         for batch in _batches(reader):
@@ -90,7 +98,7 @@ def _arrow_batches(path: str, column: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _arrow_reader(path: str) -> Iterator[Any]:
+def _arrow_reader(path: str) -> Iterator[Reader]:
     import pyarrow.ipc
 
     with pyarrow.memory_map(path) as file:
@@ -102,7 +110,7 @@ def _arrow_reader(path: str) -> Iterator[Any]:
         yield reader
 
 
-def _batches(reader: Any) -> Iterator[Any]:
+def _batches(reader: Reader) -> Iterator[RecordBatch]:
     if not hasattr(reader, "num_record_batches"):
         yield from reader
         return

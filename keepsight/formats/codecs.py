@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
 import torch
 
@@ -38,12 +38,12 @@ def check_codec(name: str) -> str:
     return name
 
 
-def is_lossy(codec: Any) -> bool:
+def is_lossy(codec: object) -> TypeGuard[Record]:
     """Whether a provenance's codec says that features were packed with loss."""
     return isinstance(codec, dict)
 
 
-def describe(codec: Any) -> str:
+def describe(codec: object) -> str:
     """A codec and its error in one line, for reports."""
     if not is_lossy(codec):
         return str(codec)
@@ -131,7 +131,7 @@ def _short(error: torch.Tensor) -> float:
 # -- unpacking ---------------------------------------------------------------------------------
 
 
-def unpack(kept: Mapping[str, torch.Tensor], codec: Any, where: str) -> Tensors:
+def unpack(kept: Mapping[str, torch.Tensor], codec: Record, where: str) -> Tensors:
     """The floating tensors behind packed ones, after checking that codec and tensors agree."""
     name, said = _checked(codec, where)
     parts: dict[str, Tensors] = {title: {} for title in said}
@@ -159,7 +159,7 @@ def _unpack_one(title: str, parts: Tensors, name: str, dtype: torch.dtype) -> to
     return rows.add_(parts[f"{title}.offset"][..., None]).to(dtype)
 
 
-def _checked(codec: Any, where: str) -> tuple[str, dict[str, Record]]:
+def _checked(codec: Record, where: str) -> tuple[str, dict[str, Record]]:
     name, said = codec.get("name"), codec.get("tensors")
     if isinstance(name, str) and name not in CODECS:
         raise WrongFormatVersion(
@@ -173,7 +173,7 @@ def _checked(codec: Any, where: str) -> tuple[str, dict[str, Record]]:
     return name, said
 
 
-def _is_claim(claim: Any) -> bool:
+def _is_claim(claim: object) -> bool:
     errors = ("max_abs", "relative_rms", "worst_row")
     return (
         isinstance(claim, dict)

@@ -12,9 +12,9 @@ other, and its file holds what they were unpacked from.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -192,7 +192,7 @@ def feature_id(identity: str, provenance: Record) -> str:
     return digests.digest("feature", identity, provenance)
 
 
-def storage_bytes(tensors: Any) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors."""
     storages = ((tensor.device, tensor.untyped_storage()) for tensor in tensors)
     distinct = {(device, storage.data_ptr()): storage.nbytes() for device, storage in storages}

@@ -21,7 +21,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -221,8 +221,9 @@ def _header(file: BinaryIO, size: int, path: Where) -> tuple[Record, int]:
     return header, 8 + length
 
 
-def _record(metadata: Any, path: Where, kind: str | None, version: int | None) -> Record:
-    text = metadata.get(_KEY) if isinstance(metadata, dict) else None
+def _record(metadata: object, path: Where, kind: str | None, version: int | None) -> Record:
+    metadata = metadata if isinstance(metadata, dict) else {}
+    text = metadata.get(_KEY)
     if not isinstance(text, str):
         raise NotKeepsightFile(f"{path}: a safetensors file, but without a Keepsight record")
     if metadata.get("digest") != digests.digest("record", text):
@@ -270,7 +271,7 @@ def _places(
     return places
 
 
-def _integers(values: Any) -> list[int]:
+def _integers(values: object) -> list[int]:
     """Few and of 63 bits, so that multiplying them is cheap; a bool is no integer here."""
     if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
         raise TypeError("expected a short list")
@@ -279,7 +280,7 @@ def _integers(values: Any) -> list[int]:
     return values
 
 
-def _check_digests(tensors: dict[str, torch.Tensor], expected: Any, path: Where) -> None:
+def _check_digests(tensors: dict[str, torch.Tensor], expected: object, path: Where) -> None:
     if not isinstance(expected, dict) or expected.keys() != tensors.keys():
         raise DamagedFile(f"{path}: the record and the tensors do not name the same things")
     for name, tensor in tensors.items():

@@ -9,7 +9,7 @@ chunk at a time, however many short ones come.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -53,7 +53,7 @@ class SequenceSizes:
 
     def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
         self.column = self.state = 0  # bytes of a token, and of all that does not grow
-        config: Any = model.config.get_text_config()
+        config = model.config.get_text_config()
         window = getattr(config, "sliding_window", None) or 4096
         for name, (dtype, *sizes) in engine.snapshot_pattern().items():
             count = dtype.itemsize
@@ -63,7 +63,7 @@ class SequenceSizes:
                 self.column += count
             else:
                 self.state += count * (window if ".keys." in name or ".values." in name else 1)
-        exported: Any = getattr(model, "exported", None)
+        exported = getattr(model, "exported", None)
         held = sum(p.nbytes for p in model.get_decoder().parameters())
         weights: int = held if exported is None else exported.decoder_bytes
         # A pass reads all weights once, whoever takes part in it.

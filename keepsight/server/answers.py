@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from keepsight.errors import Closed
 from keepsight.kinds import Message, Options, Record
@@ -136,7 +136,7 @@ class SchedulerClient:
         return ticket.report
 
     async def _handed_in(
-        self, work: Callable[[Callable[[Any], None]], Ticket], large: bool
+        self, work: Callable[[Callable[[Piece | Ticket], None]], Ticket], large: bool
     ) -> tuple[Ticket, asyncio.Queue[Piece | Ticket]]:
         """What some thread has handed in to the scheduler, and where it will be heard of."""
         loop = asyncio.get_running_loop()

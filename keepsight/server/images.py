@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import PIL
 from PIL import Image
@@ -151,7 +150,7 @@ def _page(data: bytes, name: str, number: int, cap: int | None, dpi: int) -> Sou
 def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> Image.Image:
     from keepsight.encode import documents
 
-    library: Any = documents.pdfium()
+    library = documents.pdfium()
     with documents.PDFIUM:
         document = library.PdfDocument(data)
         try:

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import h11
 import uvicorn
@@ -130,7 +130,7 @@ class Connection(H11Protocol):
     idle = 75.0  # seconds
     most = 4096
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Watch it; where there are too many, one of them goes."""
         super().connection_made(transport)
         self._seen: object = None

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from keepsight.kinds import Record
 
@@ -80,6 +80,5 @@ class Threads:
 def _give_way() -> None:
     """Let other threads go first. Only Linux gives a thread a priority of its own."""
     if sys.platform == "linux":
-        setpriority: Any = os.setpriority
         with contextlib.suppress(OSError):
-            setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

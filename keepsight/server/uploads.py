@@ -16,7 +16,7 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from keepsight import digests
 from keepsight.server.files import NONE, Contents, InMemory, Upload, Uploads
@@ -34,7 +34,7 @@ _OWNER = re.compile(r"[0-9a-f]{64}")
 
 def contents_for(store: Store | None) -> Contents:
     """On disk where a store with a folder was named, else in memory."""
-    near: Any = getattr(store, "tiers", (store,))[0]
+    near = getattr(store, "tiers", (store,))[0]
     return OnDisk(near.root) if isinstance(near, DiskStore) else InMemory()
 
 

@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.formats import tensorfile
 from keepsight.kinds import Options, Record
 from keepsight.system.exits import begin
 from keepsight.system.lock import Mutex
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ class Address:
         self._local = bool(protocols & {"file", "local"})
 
     @property
-    def fs(self) -> Any:
+    def fs(self) -> AbstractFileSystem:
         """The file system; opened again in a forked child, where the parent's does not work."""
         if self._process != os.getpid():
             self._open()

@@ -16,7 +16,6 @@ import os
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from keepsight.store.contract import Entry, Name
@@ -129,7 +128,7 @@ class Catalogue:
         self._base.execute("BEGIN IMMEDIATE")
         return self
 
-    def __exit__(self, kind: Any, *details: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         try:
             if kind is None and self._base.in_transaction:
                 self._base.execute("COMMIT")

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
 from keepsight.kinds import Record
@@ -170,7 +170,7 @@ class DiskStore:
         self._writer.tally.count(place.tenant, "hits")
         return job
 
-    def _is_over(self, place: Place, told: Any) -> bool:
+    def _is_over(self, place: Place, told: object) -> bool:
         if not layout.expired(told):
             return False
         self._writer.over(place)

@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from keepsight.errors import DamagedFile
 from keepsight.formats import tensorfile
@@ -92,8 +91,8 @@ def about(told: Record, cost: float = 0.0) -> About:
 
 def older(kind: str, key: str, record: Record) -> Record:
     """The keeping of entries from before files told it, as far as their content shows it."""
-    media: list[Any] = []
-    base: list[Any] | None = None
+    media: list[object] = []
+    base: list[object] | None = None
     if kind in ("package", "alias"):
         media = [record.get("key")]
     elif kind == "made":

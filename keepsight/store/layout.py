@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
@@ -56,13 +56,13 @@ def checked(kind: str, key: str) -> None:
         raise InputError(f"{key!r} is no key; expected a digest, 64 hexadecimal characters")
 
 
-def is_name(kind: Any, key: Any) -> bool:
+def is_name(kind: object, key: object) -> bool:
     """Whether these can be the name of an entry."""
     known = isinstance(kind, str) and kind in KINDS
     return known and isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
-def is_tenant(digest: Any) -> bool:
+def is_tenant(digest: object) -> bool:
     """Whether this can be the folder of a tenant, or nobody's."""
     return isinstance(digest, str) and (not digest or _KEY.fullmatch(digest) is not None)
 
@@ -122,7 +122,7 @@ def checked_about(about: About) -> None:
         raise InputError("media are named by their image keys, which are strings")
 
 
-def told_about(told: Any, cost: float = 0.0) -> About:
+def told_about(told: object, cost: float = 0.0) -> About:
     """What `kept` wrote, as it was handed over; nonsense in a file counts as not said."""
     told = told if isinstance(told, dict) else {}
     base, media, end = told.get("stands_on"), told.get("media"), expiry(told)
@@ -134,8 +134,10 @@ def told_about(told: Any, cost: float = 0.0) -> About:
     return About(cost, stands_on, tuple(media), None if end is None else float(told["ttl"]))
 
 
-def expiry(told: Any) -> float | None:
+def expiry(told: object) -> float | None:
     """When an entry may no longer be used, by what its file says; None for never."""
+    if not isinstance(told, dict):
+        return None
     try:
         end = float(told["created"]) / 1000 + float(told["ttl"])
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -143,11 +145,11 @@ def expiry(told: Any) -> float | None:
     return end
 
 
-def expired(told: Any, now: float | None = None) -> bool:
+def expired(told: object, now: float | None = None) -> bool:
     """Whether it may no longer be used. One that was made later than now has a clock that jumped,
     and would live longer than anyone meant."""
     end = expiry(told)
-    if end is None:
+    if end is None or not isinstance(told, dict):
         return False
     now = time.time() if now is None else now
     return not now < end or end > now + float(told["ttl"]) + CLOCK_SLACK

@@ -12,35 +12,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 Tensors = dict[str, torch.Tensor]
 
 
-class _Event(Protocol):
-    def synchronize(self) -> None: ...
-
-
-class _Stream(Protocol):
-    def wait_stream(self, other: Any, /) -> None: ...
-    def wait_event(self, event: Any, /) -> None: ...
-    def record_event(self) -> Any: ...
-
-
 class _Streams(Protocol):
     """What `torch.cuda` and `torch.xpu` have in common."""
 
-    def current_stream(self, device: torch.device) -> _Stream: ...
-    def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
+    def current_stream(self, device: torch.device) -> torch.Stream: ...
+    def stream(self, stream: torch.Stream) -> contextlib.AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True)
 class Fence:
     """When copies to the host are complete."""
 
-    ends: tuple[_Event, ...] = ()
+    ends: tuple[torch.Event, ...] = ()
 
     def wait(self) -> None:
         """Return when they are; calling it again costs nothing."""
@@ -49,13 +39,13 @@ class Fence:
 
 
 COMPLETE = Fence()
-_beside: dict[torch.device, Any] = {}  # the stream on which copies leave each device
+_beside: dict[torch.device, torch.Stream] = {}  # the stream on which copies leave each device
 
 
 def to_host(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Fence]:
     """The tensors in host memory. They may be read behind the fence; those that were there already
     are not copied."""
-    ends: list[_Event] = []
+    ends: list[torch.Event] = []
     return {name: _leave(tensor, ends) for name, tensor in tensors.items()}, Fence(tuple(ends))
 
 
@@ -90,7 +80,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._last: dict[torch.device, Any] = {}
+        self._last: dict[torch.device, torch.Stream] = {}
 
     def follow(self, devices: Iterable[torch.device]) -> None:
         """What is queued from now on comes behind all that was queued before the last call."""
@@ -104,7 +94,7 @@ class Order:
             self._last[device] = now
 
 
-def _leave(tensor: torch.Tensor, ends: list[_Event]) -> torch.Tensor:
+def _leave(tensor: torch.Tensor, ends: list[torch.Event]) -> torch.Tensor:
     device = tensor.device
     streams = _streams(device)
     if streams is None:

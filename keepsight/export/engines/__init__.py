@@ -8,7 +8,7 @@ Nothing is imported until it is used: inside vLLM there is another Transformers 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 _HOMES = {
     "checkpoint_digest": "export.engines.checkpoint",
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from keepsight.formats.engine_inputs import identifier, named_for_vllm, to_sglang, to_vllm
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"keepsight.{_HOMES[name]}"), name)
