@@ -10,7 +10,7 @@ from typing import Any
 from exported_models import exported, small
 
 from keepsight.testing import FamilyTests
-from keepsight.testing.families import Messages
+from keepsight.testing.prompts import Messages
 
 
 class ExportedTests(FamilyTests):

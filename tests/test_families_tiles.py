@@ -15,7 +15,7 @@ import keepsight as ks
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedInput, UnsupportedModel
 from keepsight.models.families import family_of
 from keepsight.testing import FamilyTests
-from keepsight.testing.families import said, turn
+from keepsight.testing.prompts import said, turn
 
 
 class TestAyaVision(FamilyTests):

@@ -12,7 +12,7 @@ from models import build, picture, stock_inputs, turn
 
 import keepsight as ks
 from keepsight.testing import FamilyTests
-from keepsight.testing.families import said
+from keepsight.testing.prompts import said
 
 
 class TestGemma3(FamilyTests):

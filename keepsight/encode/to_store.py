@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepsight import digests
 from keepsight.encode.items import Item
@@ -19,7 +19,7 @@ from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import Package
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Looked
-from keepsight.store import About, Store
+from keepsight.store import About
 from keepsight.store.contract import Name
 
 if TYPE_CHECKING:
@@ -200,6 +200,6 @@ class ToStore:
             raise error
 
 
-def _is_bounded(store: Store) -> bool:
+def _is_bounded(store: Any) -> bool:
     limits = [(tier.budget, tier.quota) for tier in getattr(store, "tiers", (store,))]
     return any(limit is not None for pair in limits for limit in pair)

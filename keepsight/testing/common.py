@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ def same_tensors(one: Tensors, two: Tensors) -> bool:
 
 
 @contextlib.contextmanager
-def swapped_in(owner: Any, name: str, value: Any) -> Iterator[None]:
+def swapped_in(owner: object, name: str, value: object) -> Iterator[None]:
     """Another value under a name of an object or module, for a while."""
     missing = object()
     before = vars(owner).get(name, missing)

@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from PIL import Image
 
 import keepsight as ks
-from keepsight.kinds import Inputs, Record
+from keepsight.core.generate import Generated
+from keepsight.kinds import Grid, Inputs, Processor
+from keepsight.models.families import Family
 from keepsight.testing.common import expect, swapped_in
+from keepsight.testing.prompts import Messages, noise, pictures_of, said, turn
+from keepsight.vlm import VLM
 
-Messages = list[Record]
-_MADE: dict[type, tuple[Any, Any]] = {}
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+_MADE: dict[type, tuple[PreTrainedModel, Processor]] = {}
 
 
 class FamilyTests:
@@ -43,17 +51,17 @@ class FamilyTests:
 
     # -- what a subclass gives -------------------------------------------------------------------
 
-    def make_model(self) -> tuple[Any, Any]:
+    def make_model(self) -> tuple[PreTrainedModel, Processor]:
         """Model and processor, with the same weights each time."""
         raise NotImplementedError
 
-    def inputs(self, processor: Any, messages: Messages) -> dict[str, torch.Tensor]:
+    def inputs(self, processor: Processor, messages: Messages) -> dict[str, torch.Tensor]:
         """What a user of stock Transformers would make of a conversation."""
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         images = pictures_of(messages)
         return dict(processor(text=[text], images=images or None, return_tensors="pt"))
 
-    def batch(self, processor: Any, chats: list[Messages]) -> dict[str, torch.Tensor]:
+    def batch(self, processor: Processor, chats: list[Messages]) -> dict[str, torch.Tensor]:
         """Several conversations, padded on the left."""
         render = processor.apply_chat_template
         texts = [render(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
@@ -69,7 +77,7 @@ class FamilyTests:
     # -- what the tests are made of --------------------------------------------------------------
 
     @property
-    def parts(self) -> tuple[Any, Any]:
+    def parts(self) -> tuple[PreTrainedModel, Processor]:
         """Model and processor, made once for a class."""
         suite = type(self)
         if suite not in _MADE:
@@ -80,7 +88,7 @@ class FamilyTests:
         """Noise in blocks: every seed another picture."""
         return noise(seed, self.other_size if wide else self.size)
 
-    def wrap(self, run: int | None = None, **options: Any) -> Any:
+    def wrap(self, run: int | None = None, **options: Any) -> VLM:
         """An empty memory around the model, with a boundary every `run` tokens at least."""
         vlm = ks.wrap(*self.parts, **{"grain": self.grain, **options})
         if run is not None:
@@ -99,9 +107,9 @@ class FamilyTests:
         edited = [*first, said("Another pattern."), turn("And what about the colour of it?")]
         return [first, second, new_image, equal_size, swapped, text_first, edited, second]
 
-    def ask(self, vlm: Any, messages: Messages, tokens: int = 1, **options: Any) -> Any:
+    def ask(self, vlm: VLM, messages: Messages, tokens: int = 1, **options: Any) -> Generated:
         """The public call on tensors; everything it returns."""
-        return vlm.generate(
+        output: Generated = vlm.generate(
             **self.inputs(self.parts[1], messages),
             max_new_tokens=tokens,
             do_sample=False,
@@ -109,18 +117,18 @@ class FamilyTests:
             output_logits=True,
             **options,
         )
+        return output
 
-    def logits(self, vlm: Any, messages: Messages) -> torch.Tensor:
+    def logits(self, vlm: VLM, messages: Messages) -> torch.Tensor:
         """The logits behind a prompt."""
-        logits: torch.Tensor = self.ask(vlm, messages).logits[0]
-        return logits
+        return logits_of(self.ask(vlm, messages))[0]
 
     def cold(self, messages: Messages, **options: Any) -> torch.Tensor:
         """The same in a memory that has seen nothing."""
         with self.wrap(**options) as vlm:
             return self.logits(vlm, messages)
 
-    def stock(self, messages: Messages, tokens: int = 1) -> Any:
+    def stock(self, messages: Messages, tokens: int = 1) -> GenerateDecoderOnlyOutput:
         """Stock `generate` from pixels, with no cache from before."""
         model, processor = self.parts
         return model.generate(
@@ -131,14 +139,14 @@ class FamilyTests:
             output_logits=True,
         )
 
-    def expect_as_stock(self, vlm: Any, messages: Messages, what: str) -> Any:
+    def expect_as_stock(self, vlm: VLM, messages: Messages, what: str) -> Generated:
         """Same tokens unless two logits tie, logits within the tolerance of their scale."""
         stock, ours = self.stock(messages, self.tokens), self.ask(vlm, messages, self.tokens)
         for step, wanted in enumerate(stock.logits):
             scale = float(wanted.abs().max())
-            off = float((wanted - ours.logits[step]).abs().max()) / scale
+            off = float((wanted - logits_of(ours)[step]).abs().max()) / scale
             expect(off < self.tolerance, f"{what}, step {step}: logits off by {off:.2g} of scale")
-            if int(wanted.argmax()) != int(ours.logits[step].argmax()):
+            if int(wanted.argmax()) != int(logits_of(ours)[step].argmax()):
                 break
         return ours
 
@@ -154,7 +162,7 @@ class FamilyTests:
         with self.wrap() as vlm:
             for number, messages in enumerate(self.conversation()):
                 ours = self.expect_as_stock(vlm, messages, f"prompt {number}")
-                same = torch.equal(ours.logits[0], self.cold(messages))
+                same = torch.equal(logits_of(ours)[0], self.cold(messages))
                 expect(same, f"prompt {number}: warm equals cold bit for bit")
                 vlm.runtime.tree.check()
 
@@ -231,8 +239,8 @@ class FamilyTests:
             true, family = self.logits(vlm, messages), vlm.runtime.family
             right = family.positions
 
-            def shifted(ids: Any, types: Any, grids: Any) -> torch.Tensor:
-                positions: torch.Tensor = right(ids, types, grids).clone()
+            def shifted(ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
+                positions = right(ids, types, grids).clone()
                 positions[..., len(ids) // 2 :] += 3
                 return positions
 
@@ -240,10 +248,10 @@ class FamilyTests:
                 wrong = self.cold_with(family, messages)
             self.expect_differ(true, wrong, "a shifted position")
 
-    def cold_with(self, family: Any, messages: Messages) -> torch.Tensor:
+    def cold_with(self, family: Family, messages: Messages) -> torch.Tensor:
         """Cold logits, with a family that was tampered with."""
         with self.wrap() as vlm:
-            vlm.runtime.family = vlm.runtime.engine._family = family
+            vlm.runtime = vlm.runtime.fresh(family)
             return self.logits(vlm, messages)
 
     def test_neighbours_change_nothing(self) -> None:
@@ -281,7 +289,7 @@ class FamilyTests:
         with self.wrap(run) as vlm:
             for messages in (long, goes_on):
                 ours = self.expect_as_stock(vlm, messages, "a long prompt")
-                same = torch.equal(ours.logits[0], self.cold(messages, run=run))
+                same = torch.equal(logits_of(ours)[0], self.cold(messages, run=run))
                 expect(same and ours.usage.prompt_tokens > run, "warm equals cold")
 
     def test_rows_of_a_batch(self) -> None:
@@ -304,7 +312,7 @@ class FamilyTests:
         passes = (self.tokens - 1) * (1 if self.decodes_together else len(chats))
         expect(steps == passes, f"{passes} passes for all rows, not {steps}")
         for number, one in enumerate(alone):
-            for wanted, found in zip(one.logits, rows.logits, strict=False):
+            for wanted, found in zip(logits_of(one), logits_of(rows), strict=False):
                 off = float((wanted - found[number]).abs().max() / wanted.abs().max())
                 expect(off < self.tolerance, f"row {number} of a batch is off by {off:.2g}")
                 if int(wanted.argmax()) != int(found[number].argmax()):
@@ -339,12 +347,11 @@ class FamilyTests:
         expect(off < self.tolerance, f"stock generate from packages is off by {off:.2g}")
         expect(ours == int(stock.logits[0].argmax()), "packages answer as pixels do")
 
-    def ask_chat(self, vlm: Any, messages: Messages) -> int:
+    def ask_chat(self, vlm: VLM, messages: Messages) -> int:
         """The first token of an answer to messages."""
-        first: int = vlm.chat(messages, max_new_tokens=1, do_sample=False).tokens[0]
-        return first
+        return vlm.chat(messages, max_new_tokens=1, do_sample=False).tokens[0]
 
-    def from_features(self, model: Any, inputs: Inputs) -> torch.Tensor:
+    def from_features(self, model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
         """Stock `generate` on features."""
         out = model.generate(
             **inputs,
@@ -371,29 +378,10 @@ class FamilyTests:
                     expect(same, f"{dtype} {attention}: warm equals cold")
 
 
-def _gone(*_: Any, **__: Any) -> Any:
+def _gone(*_: object, **__: object) -> NoReturn:
     raise RuntimeError("the tower was asked to encode a picture that is known")
 
 
-def noise(seed: int, size: tuple[int, int]) -> Image.Image:
-    """Noise in blocks: every seed another picture."""
-    rng = np.random.default_rng(seed)
-    small = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    return Image.fromarray(small).resize(size, Image.Resampling.NEAREST)
-
-
-def turn(text: str, *images: Any) -> Record:
-    """What a user says, pictures first."""
-    parts: list[Any] = [{"type": "image", "image": image} for image in images]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-
-
-def said(text: str) -> Record:
-    """What the model said."""
-    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
-
-
-def pictures_of(messages: Messages) -> list[Any]:
-    """The pictures of a conversation, in order."""
-    parts = [part for message in messages for part in message["content"]]
-    return [part["image"] for part in parts if part["type"] == "image"]
+def logits_of(output: Generated) -> tuple[torch.Tensor, ...]:
+    """Those behind the prompt and behind each token."""
+    return output.logits or ()

@@ -6,12 +6,11 @@ Every comparison is bit for bit, with the same chunks run on a lane that was not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.core.state import Lane, Shape
+from keepsight.core.state import Lane, Shape, Tensors
 from keepsight.formats.package import storage_bytes
 from keepsight.testing.common import expect, same_tensors
 
@@ -43,7 +42,9 @@ class StateTests:
         return torch.randint(0, size, (1, self.tokens), generator=generator)
 
     @torch.inference_mode()  # as the engine does it: what is made so can be written to only so
-    def chunk(self, model: PreTrainedModel, lane: Lane, ids: torch.Tensor, end: int) -> Any:
+    def chunk(
+        self, model: PreTrainedModel, lane: Lane, ids: torch.Tensor, end: int
+    ) -> torch.Tensor:
         """The lane taken on to `end`; the logits of the chunk."""
         start = lane.length
         output = model(
@@ -53,7 +54,8 @@ class StateTests:
             use_cache=True,
         )
         lane.length = end
-        return output.logits
+        logits: torch.Tensor = output.logits
+        return logits
 
     def cold(self, model: PreTrainedModel, ids: torch.Tensor, lane: Lane) -> tuple[list, list]:
         """The whole prompt, cut by cut: the logits of each chunk and the snapshot behind it."""
@@ -65,14 +67,16 @@ class StateTests:
         return logits, snapshots
 
     @torch.inference_mode()
-    def restored(self, lane: Lane, snapshots: Sequence[Any]) -> Lane:
+    def restored(self, lane: Lane, snapshots: Sequence[tuple[int, int, Tensors, Tensors]]) -> Lane:
         """The lane put where the last of the snapshots stands."""
         for start, _, full, _ in snapshots:
             lane.restore_full(start, full)
         lane.restore_fixed(snapshots[-1][1], snapshots[-1][3])
         return lane
 
-    def expect_rest(self, model: Any, lane: Lane, ids: torch.Tensor, logits: list) -> None:
+    def expect_rest(
+        self, model: PreTrainedModel, lane: Lane, ids: torch.Tensor, logits: list
+    ) -> None:
         """What is left of the prompt must give these logits."""
         ends = [end for end in [*self.cuts, self.tokens] if end > lane.length]
         for end, wanted in zip(ends, logits[len(logits) - len(ends) :], strict=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -392,7 +391,7 @@ class StoreTests:
         expect(len(self.names(store)) == 5 and store.check() == [], "the books know it")
 
 
-def _refused(call: Callable[..., object], *arguments: Any) -> bool:
+def _refused(call: Callable[..., object], *arguments: object) -> bool:
     try:
         call(*arguments)
     except InputError:
