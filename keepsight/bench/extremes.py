@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
@@ -54,7 +53,7 @@ def _cold_case(bench: Bench, name: str, paths: list[str], scale: Scale, repetiti
     messages = [user(words(9, scale.question), *paths)]
     met = []
     for repetition in range(repetitions):
-        order: list[Any] = [bench.keepsight, bench.stock][:: -1 if repetition % 2 else 1]
+        order = (bench.keepsight, bench.stock)[:: -1 if repetition % 2 else 1]
         answers = {}
         for contestant in order:
             bench.vlm.clear()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from keepsight.bench.contestants import Answer, Keepsight, Limit, Stock, agreement
 from keepsight.bench.workloads import Step, Workload
@@ -91,7 +90,7 @@ def quiet_heap() -> Iterator[None]:
 
 def _meet(bench: Bench, step: Step, key: str, shift: int) -> Round:
     bench.limit.prepare(key, step.messages)
-    order: list[Any] = [bench.keepsight, bench.stock, bench.limit]
+    order: list[Keepsight | Stock | Limit] = [bench.keepsight, bench.stock, bench.limit]
     order = order[shift % 3 :] + order[: shift % 3]
     answers = {}
     for contestant in order:
