@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin
 
 from keepsight.core.answer import answer, turn_of
 from keepsight.core.call import Call
@@ -70,7 +70,9 @@ def load(
     return VLM(model, processor, files=files, **options)
 
 
-def wrap(model: PreTrainedModel, processor: Processor | None = None, **options: Any) -> VLM:
+def wrap(
+    model: PreTrainedModel, processor: Processor | ProcessorMixin | None = None, **options: Any
+) -> VLM:
     """A live Transformers model. Without a processor only `generate` with tensors works.
 
     Options: `grain`, `cache_budget`, `host_budget`, `vision_budget`, `store`, `store_budget`,
@@ -110,7 +112,7 @@ class VLM:
     def __init__(
         self,
         model: PreTrainedModel,
-        processor: Processor | None = None,
+        processor: Processor | ProcessorMixin | None = None,
         *,
         chat_template: str | None = None,
         store: str | os.PathLike[str] | None = None,
@@ -253,15 +255,15 @@ class VLM:
                 )
             return stock_inputs(self.runtime, prompt, True, call.tenant)
 
+    # A text is a path, though also a sequence of texts: the first that fits counts.
     @overload
-    def encode(self, image: Picture | Message, *, tenant: str | None = None) -> Package: ...
+    def encode(  # type: ignore[overload-overlap]
+        self, image: Picture | Message, *, tenant: str | None = None
+    ) -> Package: ...
 
     @overload
     def encode(
-        self,
-        image: list[Picture | Message] | tuple[Picture | Message, ...],
-        *,
-        tenant: str | None = None,
+        self, image: Sequence[Picture | Message], *, tenant: str | None = None
     ) -> list[Package]: ...
 
     def encode(
