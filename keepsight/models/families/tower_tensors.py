@@ -153,7 +153,7 @@ def _tower(core: torch.nn.Module, name: str) -> _Tower | None:
     return None
 
 
-def _arguments(forward: Callable[..., Any]) -> Iterable[str]:
+def _arguments(forward: Callable[..., object]) -> Iterable[str]:
     try:
         return inspect.signature(forward).parameters
     except ValueError:
