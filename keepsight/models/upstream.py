@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import transformers
+from numpy import ndarray
 from packaging.version import Version
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.errors import UpstreamChanged
-from keepsight.kinds import Inputs, Options, Record
+from keepsight.kinds import Decoded, Inputs, Options, Processor, Record
 
 # The newest versions that all tests were run with.
 TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
@@ -70,7 +72,7 @@ class Private:
             )
         return found
 
-    def _home(self) -> Any:
+    def _home(self) -> object:
         try:
             return importlib.import_module(self.owner)
         except ImportError:
@@ -118,9 +120,9 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def tool_schema(tool: Any) -> Any:
+def tool_schema(tool: Record | Callable[..., object]) -> Record:
     """A tool as a record, from a record or a function with type hints and a docstring."""
-    return tool if isinstance(tool, dict) else transformers.utils.get_json_schema(tool)
+    return tool if isinstance(tool, dict) else dict(transformers.utils.get_json_schema(tool))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -146,17 +148,17 @@ def checkpoint_file(path: str, file: str, options: Options) -> str | None:
     return found
 
 
-def unfinished(kind: Any) -> Record:
+def unfinished(kind: type[PreTrainedModel]) -> Record:
     """What a class of models overrides so that nothing is done with it once its weights are in."""
     _FINISH.needed(kind)
 
-    def finish(model: Any, config: Any, loaded: Any, *arguments: Any, **options: Any) -> Any:
+    def finish(model: object, config: object, loaded: object, *_: object, **__: object) -> object:
         return loaded
 
     return {_FINISH.name: staticmethod(finish)}
 
 
-def ignore_weights(model: Any, patterns: set[str]) -> None:
+def ignore_weights(model: PreTrainedModel, patterns: set[str]) -> None:
     """Have Transformers pass over weights of a checkpoint without a word."""
     setattr(model, _IGNORED.name, {*(_IGNORED.found(model) or ()), *patterns})
 
@@ -181,35 +183,35 @@ _TILES = Private(
     "to count the tiles of an image",
 )
 
-Processed = tuple[Any, list[str]]
+Processed = tuple[transformers.BatchFeature, list[str]]
 
 
-def process_images(processor: Any, images: list[Any], **options: Any) -> Processed:
+def process_images(processor: Processor, images: list[Decoded], **options: object) -> Processed:
     """Images by way of a composite processor, and the texts that stand for them."""
     found: Processed = _IMAGES.needed(processor)(images, **options)
     return found
 
 
-def process_videos(processor: Any, videos: list[Any], **options: Any) -> Processed:
+def process_videos(processor: Processor, videos: list[ndarray], **options: object) -> Processed:
     """The same with videos."""
     found: Processed = _VIDEOS.needed(processor)(videos, **options)
     return found
 
 
-def process_audio(processor: Any, sounds: list[Any], **options: Any) -> Processed:
+def process_audio(processor: Processor, sounds: list[ndarray], **options: object) -> Processed:
     """The same with sounds."""
     found: Processed = _SOUND.needed(processor)(sounds, **options)
     return found
 
 
-def merged_options(processor: Any, given: Options) -> Record:
+def merged_options(processor: Processor, given: Options) -> Record:
     """The options of each part of a composite processor, a caller's among them."""
     known = processor.tokenizer.init_kwargs
     merged: Record = _MERGE.needed(processor)(tokenizer_init_kwargs=known, **given)
     return merged
 
 
-def sound_tokens(tower: Any, frames: int) -> int:
+def sound_tokens(tower: PreTrainedModel, frames: int) -> int:
     """Tokens that an audio tower makes of so many frames."""
     lengths = torch.tensor([frames])
     if (own := _HEARD.found(tower)) is not None:
@@ -218,7 +220,7 @@ def sound_tokens(tower: Any, frames: int) -> int:
     return int(_HEARD.needed(module)(lengths, tower.n_window)[0])
 
 
-def tiles_of(size: torch.Tensor, pinpoints: Any, side: int) -> int:
+def tiles_of(size: Tensor, pinpoints: list[list[int]], side: int) -> int:
     """Tiles of an image of a size, for LLaVA-NeXT and its like."""
     count: int = _TILES.needed()(size, pinpoints, side)
     return count
@@ -235,27 +237,27 @@ _CONFIG, _SPECIAL, _PROCESSORS, _CRITERIA = (
 )
 
 
-def generation_config(model: Any, given: Any, options: Options) -> Any:
+def generation_config(model: PreTrainedModel, given: object, options: Options) -> Any:
     """The settings of one call, and a record of the options that are none."""
     return _CONFIG.needed(model)(given, **options)
 
 
-def prepare_special_tokens(model: Any, config: Any, device: torch.device) -> None:
+def prepare_special_tokens(model: PreTrainedModel, config: object, device: torch.device) -> None:
     """Put begin, end and padding into the settings of one call as tensors."""
     _SPECIAL.needed(model)(config, True, device=device, batch_size=1)
 
 
-def logits_processors(model: Any, **options: Any) -> Any:
+def logits_processors(model: PreTrainedModel, **given: object) -> transformers.LogitsProcessorList:
     """What the settings of one call do to logits."""
-    return _PROCESSORS.needed(model)(**options)
+    return _PROCESSORS.needed(model)(**given)
 
 
-def stopping_criteria(model: Any, **options: Any) -> Any:
+def stopping_criteria(model: PreTrainedModel, **given: object) -> transformers.StoppingCriteriaList:
     """What the settings of one call stop at."""
-    return _CRITERIA.needed(model)(**options)
+    return _CRITERIA.needed(model)(**given)
 
 
-def padding_of(config: Any) -> int:
+def padding_of(config: GenerationConfig) -> int:
     """The token that answers are padded with; 0 where there is none."""
     found = getattr(config, "_pad_token_tensor", None)
     found = getattr(config, "pad_token_id", None) if found is None else found
@@ -265,7 +267,7 @@ def padding_of(config: Any) -> int:
 # -- caches and attention --------------------------------------------------------------------------
 
 
-def _layer(name: str) -> Any:
+def _layer(name: str) -> tuple[Private, type[transformers.cache_utils.CacheLayerMixin]]:
     """A kind of cache layer, or one that no model has: its layers are refused as unknown then."""
     row = Private(
         "transformers.cache_utils",
@@ -313,20 +315,20 @@ def ask_first(ours: Callable[[], bool]) -> None:
         return
 
     @functools.wraps(theirs)
-    def answer(*arguments: Any, **options: Any) -> Any:
+    def answer(*arguments: object, **options: object) -> object:
         return True if ours() else theirs(*arguments, **options)
 
     setattr(importlib.import_module(_GROUPED.owner), _GROUPED.name, answer)
 
 
-def precompute(tower: Any, inputs: Inputs) -> None:
+def precompute(tower: PreTrainedModel, inputs: Inputs) -> None:
     """Add to a tower's inputs what follows from their sizes, as upstream's exporter does."""
     make = _PRECOMPUTE.found()
     if make is not None:
         make(tower, inputs)
 
 
-def registered_functions() -> dict[str, tuple[Any, ...]]:
+def registered_functions() -> dict[str, tuple[Mapping[str, Callable[..., object]], ...]]:
     """The functions that a model looks up by name when it runs, by kind."""
     return {
         "attention": (_ATTENTION.needed(), _MASKS.needed()),
@@ -346,22 +348,22 @@ _SCAN = Private("torch._higher_order_ops", "scan", "to write a loop into a graph
 _found_scan = _SCAN.found()  # looked up now, for nothing can be while a graph is traced
 
 
-def replace_deepstack(decoder: Any, add: Callable[[Any, Any], Any]) -> None:
+def replace_deepstack(decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Add deepstack features to all tokens with `add(hidden, features)`, as a graph gets them."""
 
-    def process(hidden: Any, spots: Any, features: Any, *arguments: Any, **options: Any) -> Any:
+    def process(hidden: Tensor, at: object, features: Tensor, *_: object, **__: object) -> Tensor:
         return add(hidden, features)
 
     if _DEEPSTACK.found(decoder) is not None:
         setattr(decoder, _DEEPSTACK.name, process)
 
 
-def restore_deepstack(decoder: Any) -> None:
+def restore_deepstack(decoder: PreTrainedModel) -> None:
     """Undo it."""
     vars(decoder).pop(_DEEPSTACK.name, None)
 
 
-def scan(step: Callable[..., Any], first: torch.Tensor, rows: torch.Tensor) -> Any:
+def scan(step: Callable[..., tuple[Tensor, Tensor]], first: Tensor, rows: Tensor) -> Any:
     """A loop over rows, as torch writes it into a graph."""
     return (_found_scan or _SCAN.needed())(step, first, rows)
 
@@ -389,9 +391,9 @@ EINSUM, STRATEGY = (
 )
 
 
-def switch(name: str) -> Callable[[], Any] | None:
+def switch(name: str) -> Callable[[], object] | None:
     """What reads a switch of torch's by its name, where this torch has it."""
-    found: Callable[[], Any] | None = getattr(torch._C, f"_get_{name}", None)
+    found: Callable[[], object] | None = getattr(torch._C, f"_get_{name}", None)
     return found
 
 
