@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import CacheLayerMixin, DynamicCache, PreTrainedModel
 
 from keepsight.core.attention import grouped_queries
 from keepsight.core.engine import Run
@@ -25,9 +25,6 @@ from keepsight.formats.package import storage_bytes
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import CacheLayerMixin
 
 _WASTE = 4  # columns that nobody needs: one in so many may be left, then all move up
 _ROUND = 64

@@ -36,7 +36,7 @@ from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 
 if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
+    from transformers.generation import BaseStreamer
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)

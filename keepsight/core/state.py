@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache, DynamicLayer, PreTrainedModel
+from transformers import CacheLayerMixin, DynamicCache, DynamicLayer, PreTrainedModel
 
 from keepsight.errors import ModelError, UnsupportedModel
 from keepsight.formats.package import storage_bytes
@@ -30,8 +30,6 @@ from keepsight.models.upstream import (
 )
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import CacheLayerMixin
-
     from keepsight.prefix.node import Node
 
 _ROUND = 256  # capacities are multiples of this, which also keeps every head's rows aligned

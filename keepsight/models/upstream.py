@@ -267,7 +267,7 @@ def padding_of(config: GenerationConfig) -> int:
 # -- caches and attention --------------------------------------------------------------------------
 
 
-def _layer(name: str) -> tuple[Private, type[transformers.cache_utils.CacheLayerMixin]]:
+def _layer(name: str) -> tuple[Private, type[transformers.CacheLayerMixin]]:
     """A kind of cache layer, or one that no model has: its layers are refused as unknown then."""
     row = Private(
         "transformers.cache_utils",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedModel
+from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keepsight.core.state import LaneLayer, Shape, restore_linear
@@ -31,9 +31,6 @@ from keepsight.runtimes.states import (
     state_names,
     state_sizes,
 )
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import CacheLayerMixin
 
 _MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
 # Upstream's layers whose states grow by being given new rows.
