@@ -20,11 +20,10 @@ from PIL import Image
 import keepsight as ks
 from keepsight.errors import ImageError, MediaChanged
 from keepsight.formats.package import storage_bytes
-from keepsight.media.cache import SharedShelf
 from keepsight.media.caches import Shelves
 from keepsight.media.downloads import Downloads
 from keepsight.server.served_model import ServedModel
-from keepsight.store import sizes
+from keepsight.store import SharedMemoryCache, sizes
 from keepsight.store.tally import Tally
 from keepsight.system.accounts import under_salt
 
@@ -218,7 +217,7 @@ def test_what_urls_gave_expires() -> None:
 
 
 def test_names_have_a_budget_of_their_own() -> None:
-    names: SharedShelf[str] = SharedShelf(10_000, len)
+    names: SharedMemoryCache[str] = SharedMemoryCache(10_000, len)
     for number in range(300):
         names.put(f"tenant {number % 3}", str(number), "x" * 100)
         names.check()
@@ -231,7 +230,7 @@ def test_names_have_a_budget_of_their_own() -> None:
 
 
 def test_a_tenant_over_its_quota_of_small_things_loses_its_own() -> None:
-    shelf: SharedShelf[str] = SharedShelf(1000, len, quota=300)
+    shelf: SharedMemoryCache[str] = SharedMemoryCache(1000, len, quota=300)
     shelf.put("a", "first", "x" * 100)
     for number in range(9):
         shelf.put("b", str(number), "x" * 100)

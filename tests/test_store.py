@@ -10,23 +10,20 @@ import errno
 import json
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hostile import bounded, finished, lines_until_killed, one_thread, start
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hostile import finished, lines_until_killed, one_thread, start
 from models import picture
 
 import keepsight as ks
 from keepsight import digests
 from keepsight.errors import InputError, StoreError
 from keepsight.formats import tensorfile
-from keepsight.store import FORMAT, DiskStore, Recent, parse_bytes
+from keepsight.store import FORMAT, DiskStore, parse_bytes
 from keepsight.store.layout import KINDS
 from keepsight.testing import StoreTests
 from keepsight.testing.stores import KEYS
@@ -66,65 +63,6 @@ def files(root: Path) -> list[Path]:
 
 def tensors(number: int = 0, size: int = 100) -> dict[str, torch.Tensor]:
     return {"a": torch.full((size,), float(number))}
-
-
-# -- recent ------------------------------------------------------------------------------------
-
-
-class RecentMachine(RuleBasedStateMachine):
-    """`Recent` against a dictionary in order of use; a thing's size is its own value."""
-
-    BUDGET = 20
-    names = st.sampled_from("abcdef")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recent: Recent[int] = Recent(self.BUDGET, lambda size: size)
-        self.model: OrderedDict[str, int] = OrderedDict()
-
-    @rule(name=names, size=st.integers(0, 25))
-    def put(self, name: str, size: int) -> None:
-        self.recent.put(name, size)
-        self.model.pop(name, None)
-        if size <= self.BUDGET:
-            self.model[name] = size
-        while sum(self.model.values()) > self.BUDGET:
-            self.model.popitem(last=False)
-
-    @rule(name=names)
-    def get(self, name: str) -> None:
-        assert self.recent.get(name) == self.model.get(name)
-        if name in self.model:
-            self.model.move_to_end(name)
-
-    @rule(name=names)
-    def pop(self, name: str) -> None:
-        self.recent.pop(name)
-        self.model.pop(name, None)
-
-    @rule()
-    def clear(self) -> None:
-        self.recent.clear()
-        self.model.clear()
-
-    @invariant()
-    def agrees(self) -> None:
-        self.recent.check()
-        assert len(self.recent) == len(self.model)
-        assert self.recent.nbytes == sum(self.model.values())
-        assert all((name in self.recent) == (name in self.model) for name in "abcdef")
-
-
-TestRecent = RecentMachine.TestCase
-TestRecent.settings = bounded(60, stateful_step_count=30)
-
-
-def test_the_books_of_recent_are_really_checked() -> None:
-    recent: Recent[int] = Recent(9, lambda size: size)
-    recent.put("a", 3)
-    recent.nbytes = 4
-    with pytest.raises(AssertionError, match="counted 4, kept 3"):
-        recent.check()
 
 
 # -- a folder that cannot be used --------------------------------------------------------------

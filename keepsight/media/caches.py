@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
-from keepsight.media.cache import SharedShelf, Shelf
 from keepsight.media.downloads import Downloads
 from keepsight.models.families import Pixels
+from keepsight.store import MemoryCache, SharedMemoryCache
 
 _ALIASES = 64 << 20  # bytes of the names of media, of all tenants together
 _NAMES = 16 << 20  # of the names of URLs, and of the contents of packages that were given out
@@ -24,12 +24,12 @@ _SHARE = 16  # of the budget, for what URLs gave
 class Shelves:
     """What the tenants of one model keep in memory of their media."""
 
-    pixels: Shelf[Pixels]
-    packages: Shelf[Package]
-    aliases: SharedShelf[Record]
-    downloads: SharedShelf[bytes]
-    urls: SharedShelf[str]
-    given: SharedShelf[str]  # contents of packages that were given out, by feature id
+    pixels: MemoryCache[Pixels]
+    packages: MemoryCache[Package]
+    aliases: SharedMemoryCache[Record]
+    downloads: SharedMemoryCache[bytes]
+    urls: SharedMemoryCache[str]
+    given: SharedMemoryCache[str]  # contents of packages that were given out, by feature id
 
     @classmethod
     def of(cls, budget: int, quota: int | None = None, ttl: float | None = None) -> Shelves:
@@ -39,12 +39,12 @@ class Shelves:
         small = None if quota is None else quota // _SHARE
         waiting, fetched = budget // 2 - budget // _SHARE, budget // _SHARE
         return cls(
-            Shelf(waiting, lambda pixels: pixels.nbytes, part, ttl),
-            Shelf(budget - waiting - fetched, lambda package: package.nbytes, part, ttl),
-            SharedShelf(_ALIASES, lambda entry: 4 * _TEXT + len(repr(entry))),
-            SharedShelf(fetched, len, small, ttl),
-            SharedShelf(_NAMES, lambda name: _TEXT, None, ttl),
-            SharedShelf(_NAMES, lambda content: _TEXT),
+            MemoryCache(waiting, lambda pixels: pixels.nbytes, part, ttl),
+            MemoryCache(budget - waiting - fetched, lambda package: package.nbytes, part, ttl),
+            SharedMemoryCache(_ALIASES, lambda entry: 4 * _TEXT + len(repr(entry))),
+            SharedMemoryCache(fetched, len, small, ttl),
+            SharedMemoryCache(_NAMES, lambda name: _TEXT, None, ttl),
+            SharedMemoryCache(_NAMES, lambda content: _TEXT),
         )
 
     def downloads_of(self, tenant: str) -> Downloads:
@@ -55,7 +55,7 @@ class Shelves:
         """Bytes and packages, of all or of one tenant."""
         packages, names = self.packages, (self.aliases, self.urls, self.given)
 
-        def nbytes(*shelves: Shelf | SharedShelf) -> int:
+        def nbytes(*shelves: MemoryCache | SharedMemoryCache) -> int:
             return sum(s.nbytes if tenant is None else s.bytes_of(tenant) for s in shelves)
 
         return {

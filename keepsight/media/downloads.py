@@ -12,8 +12,8 @@ from collections.abc import Callable
 from keepsight.errors import MediaChanged
 from keepsight.kinds import Decoded
 from keepsight.media import sources
-from keepsight.media.cache import SharedShelf
 from keepsight.media.sources import Source
+from keepsight.store import SharedMemoryCache
 
 _LONGEST = 4096  # characters of a URL that is remembered
 
@@ -23,8 +23,8 @@ class Downloads:
 
     def __init__(
         self,
-        bytes_of: SharedShelf[bytes],
-        names: SharedShelf[str],
+        bytes_of: SharedMemoryCache[bytes],
+        names: SharedMemoryCache[str],
         tenant: str = "",
         fetch: Callable[[str], bytes] = sources.fetch,
     ) -> None:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from keepsight import digests
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
 from keepsight.kinds import Clip, Decoded, Options, Processor, Record
-from keepsight.media.cache import SharedShelf
 from keepsight.media.clips import open_clip
 from keepsight.media.downloads import Downloads
 from keepsight.media.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
 from keepsight.media.sources import Source, open_source
 from keepsight.models.families import Family, Pixels
-from keepsight.store import About, Store
+from keepsight.store import About, SharedMemoryCache, Store
 
 Entry = Record
 
@@ -43,7 +42,7 @@ class Namer:
         processor: Processor | None,
         options: Options,
         store: Store | None,
-        aliases: SharedShelf[Entry],
+        aliases: SharedMemoryCache[Entry],
         downloads: Downloads,
         tenant: str = "",
         ttl: float | None = None,

@@ -1,73 +1,14 @@
-"""One tier of memory: how many bytes lie in it, whose they are, and what is least useful of them.
+"""One tier of memory: how many bytes lie in it, whose they are, and what is least useful.
 
-Finding the least useful must not walk through everything. A queue is a heap in which a part that
-can go stands once, at the worth it had when it came in; worth only rises by use, so what comes out
-on top is looked at again and goes back down if it was used meanwhile.
+A part waits to be let go of as soon as nothing holds it and nothing in the tier stands on it.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import defaultdict
-from collections.abc import Callable
 
 from keepsight.prefix.node import Part
-from keepsight.store import worth
-
-Order = tuple[float, int]  # worth; of equals the one that was used longest ago goes first
-
-
-class Queue:
-    """Parts by their worth, the least first."""
-
-    def __init__(self, order: Callable[[Part], Order]) -> None:
-        self._order = order
-        self._heap: list[tuple[float, int, int, Part]] = []
-        self._entry: dict[Part, tuple[float, int, int]] = {}  # the one that counts
-        self._number = itertools.count()
-
-    def add(self, part: Part) -> None:
-        """Let it wait for its turn; nothing happens if it does already, at this worth or less."""
-        order = self._order(part)
-        waiting = self._entry.get(part)
-        if waiting is None or order < waiting[:2]:
-            self._push(part, order)
-
-    def discard(self, part: Part) -> None:
-        """Forget it. Its place in the heap goes when many are empty."""
-        self._entry.pop(part, None)
-        if len(self._heap) > 64 + 2 * len(self._entry):
-            self._heap = [(*entry, part) for part, entry in self._entry.items()]
-            heapq.heapify(self._heap)
-
-    def pop(self, may_go: Callable[[Part], bool]) -> Part | None:
-        """The least useful that may go. One that may not leaves the queue until it is added."""
-        while self._heap:
-            *entry, part = heapq.heappop(self._heap)
-            if self._entry.get(part) != tuple(entry):
-                continue
-            if not may_go(part):
-                del self._entry[part]
-                continue
-            order = self._order(part)
-            if order > (entry[0], entry[1]):
-                self._push(part, order)
-                continue
-            del self._entry[part]
-            return part
-        return None
-
-    def _push(self, part: Part, order: Order) -> None:
-        entry = (*order, next(self._number))
-        self._entry[part] = entry
-        heapq.heappush(self._heap, (*entry, part))
-
-    def __contains__(self, part: Part) -> bool:
-        return part in self._entry
-
-    def __len__(self) -> int:
-        return len(self._entry)
+from keepsight.store import EvictionQueue, Order, worth
 
 
 class Tier:
@@ -78,8 +19,8 @@ class Tier:
         self.nbytes = self.held = self.snapshots = 0
         self.bytes_of: dict[str, int] = defaultdict(int)
         self.owned: dict[str, int] = defaultdict(int)  # by account, which quotas are for
-        self._all = Queue(lambda part: _order(part, 0))
-        self._own: dict[str, Queue] = {}
+        self._all: EvictionQueue[Part] = EvictionQueue(lambda part: _order(part, 0))
+        self._own: dict[str, EvictionQueue[Part]] = {}
 
     def put(self, part: Part) -> None:
         """Count a part in."""
@@ -135,7 +76,7 @@ class Tier:
             self._all.add(part)
             account = part.node.home.account
             if account not in self._own:
-                self._own[account] = Queue(lambda part: _order(part, 1))
+                self._own[account] = EvictionQueue(lambda part: _order(part, 1))
             self._own[account].add(part)
 
     def waits(self, part: Part) -> bool:

@@ -1,5 +1,4 @@
-"""Bytes counted: sizes as people write them, a bounded shelf for what was used last, and the one
-formula for what is worth its bytes.
+"""Bytes counted: sizes as people write them, and the one formula for what is worth its bytes.
 
 Nothing here knows what is kept.
 """
@@ -7,9 +6,7 @@ Nothing here knows what is kept.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from keepsight.errors import InputError
 
@@ -17,7 +14,6 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _PLACE = 4096  # what even the smallest entry takes: a block of a disk, a row of a book
 MOST_TENANTS = 10_000  # of which counts are kept in memory
-T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -57,55 +53,3 @@ def trim(table: dict[K, V], most: int = MOST_TENANTS) -> None:
     """Let go of what stands longest in a table of small things that anybody may add to."""
     while len(table) > most:
         table.pop(next(iter(table)), None)
-
-
-class Recent(Generic[T]):
-    """The most recently used things that fit a budget of bytes."""
-
-    def __init__(self, budget: int, size: Callable[[T], int]) -> None:
-        self.budget, self._size = budget, size
-        self._items: OrderedDict[str, T] = OrderedDict()
-        self._sizes: dict[str, int] = {}
-        self.nbytes = 0
-
-    def get(self, key: str) -> T | None:
-        """The thing under the key, now the most recent."""
-        if key not in self._items:
-            return None
-        self._items.move_to_end(key)
-        return self._items[key]
-
-    def put(self, key: str, item: T) -> None:
-        """Keep it, letting go of the least recent; a thing over the whole budget is not kept."""
-        self.pop(key)
-        size = self._size(item)
-        if size > self.budget:
-            return
-        self._items[key], self._sizes[key] = item, size
-        self.nbytes += size
-        while self.nbytes > self.budget:
-            self.pop(next(iter(self._items)))
-
-    def pop(self, key: str) -> None:
-        """Let it go, if it is there."""
-        if key in self._items:
-            del self._items[key]
-            self.nbytes -= self._sizes.pop(key)
-
-    def clear(self) -> None:
-        """Let everything go."""
-        self._items.clear()
-        self._sizes.clear()
-        self.nbytes = 0
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._items
-
-    def check(self) -> None:
-        """The books must agree with the shelves."""
-        true = sum(self._size(item) for item in self._items.values())
-        if not self.nbytes == sum(self._sizes.values()) == true or true > self.budget:
-            raise AssertionError(f"counted {self.nbytes}, kept {true}, budget {self.budget}")

@@ -18,7 +18,7 @@ from keepsight.errors import FileError, InputError, UnknownOption, UnsupportedIn
 from keepsight.formats import codecs, engine_inputs
 from keepsight.formats.package import Package
 from keepsight.kinds import Options
-from keepsight.store import Recent, Store
+from keepsight.store import MemoryCache, Store
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ class Serving:
 
     def __init__(self, store: Store, binding: Binding) -> None:
         self._store, self._binding = store, binding
-        self._held: Recent[Package] = Recent(HELD, lambda package: package.nbytes)
+        self._held: MemoryCache[Package] = MemoryCache(
+            HELD, lambda package: package.nbytes, by_worth=False
+        )
         self._told: set[str] = set()
         self.counts = {"given": 0, "absent": 0, "refused": 0}
 
@@ -73,7 +75,7 @@ class Serving:
         match = _NAMED.fullmatch(name)
         if match is None:
             return None
-        held = self._held.get(name)
+        held = self._held.get("", name)
         if held is not None:
             return held
         found = self._store.get("package", match[1])
@@ -89,7 +91,7 @@ class Serving:
             self.counts["refused"] += 1
             self._tell(name, why)
             return None
-        self._held.put(name, package)
+        self._held.put("", name, package)
         return package
 
     def _why_not(self, package: Package, feature_id: str) -> str:

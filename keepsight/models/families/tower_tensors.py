@@ -16,7 +16,7 @@ import torch
 
 from keepsight.kinds import Inputs, Record
 from keepsight.models import upstream
-from keepsight.store import Recent
+from keepsight.store import MemoryCache
 
 BUDGET = 32 * 2**20  # bytes for one model; an image of 4,096 patches takes about 300 KB
 
@@ -77,7 +77,9 @@ class TowerTensors:
     """The tensors of one model's towers, the most recently used of them."""
 
     def __init__(self, core: torch.nn.Module, budget: int = BUDGET) -> None:
-        self.kept: Recent[_Kept] = Recent(budget, lambda kept: kept.nbytes)
+        self.kept: MemoryCache[_Kept] = MemoryCache(
+            budget, lambda kept: kept.nbytes, by_worth=False
+        )
         self._towers = {name: tower for name in _TELLING if (tower := _tower(core, name))}
         self._open = {name for name in (*_SIZES, _AUDIO[0]) if _passes_on(core, name)}
 
@@ -96,10 +98,10 @@ class TowerTensors:
         config = tower.module.config
         how = (str(device), getattr(config, "_attn_implementation", None))
         key = repr((how, [(n, str(t.dtype), t.tolist()) for n, t in sizes.items()]))
-        kept = self.kept.get(key)
+        kept = self.kept.get("", key)
         if kept is None:
             kept = _made(tower, {n: t.to(device) for n, t in sizes.items()})
-            self.kept.put(key, kept)
+            self.kept.put("", key, kept)
         if "chunk_lengths" not in kept.inputs:
             return dict(kept.inputs)
         return {**kept.inputs, "padded_feature": _padded(tensors, kept.chunks, device)}

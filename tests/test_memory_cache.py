@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from keepsight.errors import PinsFull
-from keepsight.media.cache import Shelf
+from keepsight.store import MemoryCache
 
 TENANTS, KEYS = st.sampled_from(["", "a", "b", "a\x1fsalt", "a\x1fother"]), st.sampled_from("klmno")
 
@@ -20,7 +22,9 @@ class Shelves(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.shelf: Shelf[bytes] = Shelf(100, len, quota=60, ttl=50, clock=lambda: self.now)
+        self.shelf: MemoryCache[bytes] = MemoryCache(
+            100, len, quota=60, ttl=50, clock=lambda: self.now
+        )
         self.model: dict[Any, tuple[bytes, float]] = {}
         self.pinned: set[Any] = set()
 
@@ -83,8 +87,8 @@ Shelves.TestCase.settings = settings(max_examples=60, stateful_step_count=40, de
 TestShelves = Shelves.TestCase
 
 
-def shelf(budget: int, **more: Any) -> Shelf[bytes]:
-    return Shelf(budget, len, **more)
+def shelf(budget: int, **more: Any) -> MemoryCache[bytes]:
+    return MemoryCache(budget, len, **more)
 
 
 def test_the_least_useful_goes_first() -> None:
@@ -120,3 +124,59 @@ def test_a_tenant_over_its_quota_loses_its_own() -> None:
     assert kept.has("a", "one") and kept.bytes_of("b") == 30
     kept.put("b", "too large", bytes(31))
     assert not kept.has("b", "too large") and kept.bytes_of("b") == 30
+
+
+class OldestMachine(RuleBasedStateMachine):
+    """By age alone: a dictionary in order of use is the model; a thing's size is its value."""
+
+    BUDGET = 20
+    names = st.sampled_from("abcdef")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: MemoryCache[int] = MemoryCache(self.BUDGET, lambda size: size, by_worth=False)
+        self.model: OrderedDict[str, int] = OrderedDict()
+
+    @rule(name=names, size=st.integers(0, 25))
+    def put(self, name: str, size: int) -> None:
+        self.recent.put("", name, size)
+        self.model.pop(name, None)
+        if size <= self.BUDGET:
+            self.model[name] = size
+        while sum(self.model.values()) > self.BUDGET:
+            self.model.popitem(last=False)
+
+    @rule(name=names)
+    def get(self, name: str) -> None:
+        assert self.recent.get("", name) == self.model.get(name)
+        if name in self.model:
+            self.model.move_to_end(name)
+
+    @rule(name=names)
+    def pop(self, name: str) -> None:
+        self.recent.pop("", name)
+        self.model.pop(name, None)
+
+    @rule()
+    def clear(self) -> None:
+        self.recent.clear()
+        self.model.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        self.recent.check()
+        assert len(self.recent) == len(self.model)
+        assert self.recent.nbytes == sum(self.model.values())
+        assert all(self.recent.has("", n) == (n in self.model) for n in "abcdef")
+
+
+TestOldest = OldestMachine.TestCase
+TestOldest.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_the_books_are_really_checked() -> None:
+    recent: MemoryCache[int] = MemoryCache(9, lambda size: size)
+    recent.put("", "a", 3)
+    recent.nbytes = 4
+    with pytest.raises(AssertionError, match="counted 4"):
+        recent.check()

@@ -1,0 +1,318 @@
+"""What is kept in memory under a budget of bytes, for several tenants or for one.
+
+What goes first is the least useful, as `worth` in `sizes.py` says for memory as for disks; or,
+where making a thing again costs next to nothing, what was asked for longest ago.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from keepsight.errors import PinsFull
+from keepsight.store.priority import EvictionQueue, Order
+from keepsight.store.sizes import worth
+from keepsight.system.accounts import account_of
+from keepsight.system.lock import Mutex
+
+T = TypeVar("T")
+Place = tuple[str, str]  # tenant and key
+
+
+@dataclass
+class _Held(Generic[T]):
+    """One thing, and when it may go."""
+
+    item: T
+    nbytes: int
+    cost: float
+    made: float
+    uses: int = 0
+    order: Order = (0.0, 0)
+    pinned: bool = False
+
+
+class MemoryCache(Generic[T]):
+    """Things under a tenant and a key. `quota` bounds the bytes of one tenant with all that it has
+    under salts, `ttl` a thing's seconds; `by_worth`: the least useful goes first, not the oldest.
+
+    What is pinned stays until it is unpinned, removed or expired. It counts: no more can be pinned
+    than quota and budget have room for.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        size: Callable[[T], int],
+        quota: int | None = None,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        by_worth: bool = True,
+    ) -> None:
+        self.budget, self.quota, self.ttl, self._by_worth = budget, quota, ttl, by_worth
+        self._size, self._clock = size, clock
+        self._held: dict[Place, _Held[T]] = {}
+        self._queue = EvictionQueue(self._order)
+        self._own: dict[str, EvictionQueue[Place]] = {}  # by account
+        self._uses = itertools.count(1)
+        self._floor = 0.0
+        self._swept = clock()
+        self._of: Counter[str] = Counter()
+        self._owned: Counter[str] = Counter()  # by account
+        self._pinned: Counter[str] = Counter()  # likewise, of what is pinned
+        self.nbytes = 0
+        self.evictions = 0
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def get(self, tenant: str, key: str) -> T | None:
+        """The thing, which is worth more from now on."""
+        held = self._held.get((tenant, key))
+        if held is None:
+            return None
+        if self._expired(held):
+            self._drop((tenant, key))
+            return None
+        self._use(held)
+        return held.item
+
+    def has(self, tenant: str, key: str) -> bool:
+        """Whether `get` would find it; asking makes nothing more useful."""
+        held = self._held.get((tenant, key))
+        return held is not None and not self._expired(held)
+
+    def items(self, tenant: str) -> Iterator[tuple[str, T]]:
+        """Keys and things of one tenant."""
+        for (owner, key), held in list(self._held.items()):
+            if owner == tenant and not self._expired(held):
+                yield key, held.item
+
+    def bytes_of(self, tenant: str) -> int:
+        """What one tenant keeps here."""
+        return self._of[tenant]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def room(self) -> int:
+        """Bytes that one thing may have."""
+        return self.budget if self.quota is None else min(self.budget, self.quota)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def put(self, tenant: str, key: str, item: T, cost: float = 0.0, pinned: bool = False) -> None:
+        """Keep it if it can fit, letting go of what is to go first."""
+        self._sweep()
+        place, pinned = (tenant, key), pinned or self.pinned(tenant, key)
+        self._drop(place)
+        size = self._size(item)
+        if size > self.room:
+            return
+        if pinned and self._too_many_pins(account_of(tenant), size):  # it has grown
+            pinned = False
+        held = _Held(item, size, cost, self._clock(), pinned=pinned)
+        self._held[place] = held
+        self._count(tenant, held, 1)
+        self._use(held)
+        self._offer(place)
+        self._fit(account_of(tenant))
+
+    def pop(self, tenant: str, key: str) -> int:
+        """Let it go, if it is there; its bytes."""
+        return self._drop((tenant, key))
+
+    def forget(self, tenant: str | None, only: Callable[[T], bool]) -> None:
+        """Let go of what `only` says, of everything or of what one tenant has."""
+        for place, held in list(self._held.items()):
+            if tenant in (None, place[0]) and only(held.item):
+                self._drop(place)
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Let go of everything, or of everything of one tenant."""
+        self.forget(tenant, lambda item: True)
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def put_pinned(self, tenant: str, key: str, item: T) -> None:
+        """Keep it pinned, letting go of what is not; refused by name where that is not enough."""
+        size = self._size(item)
+        if size > self.room:
+            raise PinsFull.over("features", size, self.room, "the room for one picture")
+        if error := self._too_many_pins(account_of(tenant), size):
+            raise error
+        self.put(tenant, key, item, pinned=True)
+
+    def pin(self, tenant: str, key: str, pinned: bool = True) -> bool:
+        """Keep it whatever comes, or no longer; False when it is not there."""
+        held = self._held.get((tenant, key))
+        if held is None:
+            return False
+        account = account_of(tenant)
+        if pinned != held.pinned:
+            if pinned and (error := self._too_many_pins(account, held.nbytes)):
+                raise error
+            _add(self._pinned, account, held.nbytes if pinned else -held.nbytes)
+        held.pinned = pinned
+        self._offer((tenant, key))
+        self._fit(account)
+        return True
+
+    def pinned(self, tenant: str, key: str) -> bool:
+        """Whether it is kept whatever comes."""
+        held = self._held.get((tenant, key))
+        return held is not None and held.pinned
+
+    def pinning(self) -> set[str]:
+        """The tenants of whom anything is pinned."""
+        if not self._pinned:
+            return set()
+        return {tenant for (tenant, _), held in self._held.items() if held.pinned}
+
+    def _too_many_pins(self, account: str, more: int) -> PinsFull | None:
+        """Why so many bytes more cannot be pinned."""
+        own, everything = self._pinned[account] + more, self._pinned.total() + more
+        if self.quota is not None and own > self.quota:
+            return PinsFull.over("features", own, self.quota, "half of tenant_quota")
+        if everything > self.budget:
+            return PinsFull.no_room("features", "half of vision_budget", self.budget)
+        return None
+
+    # -- letting go ------------------------------------------------------------------------------
+
+    def _use(self, held: _Held[T]) -> None:
+        held.uses += 1
+        value = worth(self._floor, held.uses, held.cost, held.nbytes) if self._by_worth else 0.0
+        held.order = value, next(self._uses)
+
+    def _order(self, place: Place) -> Order:
+        return self._held[place].order
+
+    def _offer(self, place: Place) -> None:
+        account = account_of(place[0])
+        if account not in self._own:
+            self._own[account] = EvictionQueue(self._order)
+        self._own[account].add(place)
+        self._queue.add(place)
+
+    def _fit(self, account: str) -> None:
+        while self.quota is not None and self._owned[account] > self.quota:
+            if not self._evict(self._own[account]):
+                break
+        while self.nbytes > self.budget:
+            if not self._evict(self._queue):
+                break
+
+    def _evict(self, queue: EvictionQueue[Place]) -> bool:
+        """Drop what is to go first; False where all is pinned."""
+        least = queue.pop(lambda place: not self._held[place].pinned)
+        if least is None:
+            return False
+        self._floor = max(self._floor, self._order(least)[0])
+        self._drop(least)
+        self.evictions += 1
+        return True
+
+    def _drop(self, place: Place) -> int:
+        held = self._held.pop(place, None)
+        if held is None:
+            return 0
+        self._count(place[0], held, -1)
+        account = account_of(place[0])
+        self._queue.discard(place)
+        own = self._own.get(account)
+        if own is not None:
+            own.discard(place)
+            if not len(own) and not self._owned[account]:  # there may be any number of tenants
+                del self._own[account]
+        return held.nbytes
+
+    def _count(self, tenant: str, held: _Held[T], sign: int) -> None:
+        nbytes, account = sign * held.nbytes, account_of(tenant)
+        self.nbytes += nbytes
+        _add(self._of, tenant, nbytes)
+        _add(self._owned, account, nbytes)
+        if held.pinned:
+            _add(self._pinned, account, nbytes)
+
+    def _expired(self, held: _Held[T]) -> bool:
+        return self.ttl is not None and self._clock() - held.made >= self.ttl
+
+    def _sweep(self) -> None:
+        """Drop what has expired, now and then: nobody may ever ask for it again."""
+        if self.ttl is not None and self._clock() - self._swept >= self.ttl / 8:
+            self._swept = self._clock()
+            for place in [place for place, held in self._held.items() if self._expired(held)]:
+                self._drop(place)
+
+    def check(self) -> None:
+        """Raise AssertionError where a count is wrong, or a budget or a quota is exceeded."""
+        of: Counter[str] = Counter()
+        owned: Counter[str] = Counter()
+        pinned: Counter[str] = Counter()
+        for place, held in self._held.items():
+            if held.nbytes != self._size(held.item):
+                raise AssertionError("a thing changed its size in memory")
+            account = account_of(place[0])
+            _add(of, place[0], held.nbytes)
+            _add(owned, account, held.nbytes)
+            _add(pinned, account, held.nbytes * held.pinned)
+            if not held.pinned and not (place in self._queue and place in self._own[account]):
+                raise AssertionError("a thing can go and is not asked")
+        counted = (self._of, self._owned, self._pinned)
+        if counted != (of, owned, pinned) or self.nbytes != of.total():
+            raise AssertionError(f"counted {self.nbytes} {counted}, kept {of}, {owned}, {pinned}")
+        over = [name for name in owned if self.quota is not None and owned[name] > self.quota]
+        if over or self.nbytes > self.budget:
+            raise AssertionError(f"{self.nbytes} bytes over {self.budget}, or {over} over quota")
+
+
+class SharedMemoryCache(MemoryCache[T]):
+    """The same for small things that are looked up in many threads at once; the oldest goes first,
+    and nothing is pinned."""
+
+    def __init__(
+        self,
+        budget: int,
+        size: Callable[[T], int],
+        quota: int | None = None,
+        ttl: float | None = None,
+    ) -> None:
+        super().__init__(budget, size, quota, ttl, by_worth=False)
+        self._lock = Mutex()
+
+    def get(self, tenant: str, key: str) -> T | None:
+        """The thing, which is the last to go now."""
+        with self._lock:
+            return super().get(tenant, key)
+
+    def put(self, tenant: str, key: str, item: T, cost: float = 0.0, pinned: bool = False) -> None:
+        """Keep it if it can fit."""
+        with self._lock:
+            super().put(tenant, key, item, cost, pinned)
+
+    def pop(self, tenant: str, key: str) -> int:
+        """Let it go, if it is there; its bytes."""
+        with self._lock:
+            return super().pop(tenant, key)
+
+    def forget(self, tenant: str | None, only: Callable[[T], bool]) -> None:
+        """Let go of what `only` says, of everything or of what one tenant has."""
+        with self._lock:
+            super().forget(tenant, only)
+
+    def check(self) -> None:
+        """As above, while nobody changes anything."""
+        with self._lock:
+            super().check()
+
+
+def _add(counts: Counter[str], name: str, more: int) -> None:
+    """Count on; what is nothing has no place."""
+    counts[name] += more
+    if not counts[name]:
+        del counts[name]
