@@ -32,7 +32,7 @@ from keepsight.kinds import DeviceMap, Dtype, Message, Options, Processor, Recor
 from keepsight.media.medium import Picture, Pictures
 from keepsight.models import loading, without_tower
 from keepsight.models.families import family_of
-from keepsight.models.upstream import newer_than_tested
+from keepsight.models.tested import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply, Report
@@ -136,7 +136,7 @@ class VLM:
         weights = Weights(model, family)
         if not family.proven:
             settle(model, family, processor, weights)
-        elif newer_than_tested() and family.answers and not hasattr(model, "exported"):
+        elif newer_than_tested() and family.answers:
             try_again(model, family, processor, weights)
         renderer = None
         if processor is not None and family.answers:

@@ -80,7 +80,8 @@ def test_the_chunked_delta_rule_is_traced_for_one_length() -> None:
 
     class Ours(torch.nn.Module):
         def forward(self, query: Any, key: Any, value: Any, g: Any, beta: Any, state: Any) -> Any:
-            return tracing.delta_rule(query, key, value, g, beta, state)
+            options = {"initial_state": state, "use_qk_l2norm_in_kernel": True}
+            return tracing.delta_rule(query, key, value, g, beta, **options)
 
     torch.export.export(Ours(), inputs, dynamic_shapes=(*[{1: AUTO}] * 5, None))
 

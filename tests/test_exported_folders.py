@@ -21,6 +21,7 @@ from exported_models import exported_demo
 from model_parts import picture
 
 import keepsight as ks
+from keepsight.core import probe
 from keepsight.errors import (
     DamagedFile,
     FileError,
@@ -31,6 +32,7 @@ from keepsight.errors import (
     UnsupportedInput,
     WrongFormatVersion,
 )
+from keepsight.models.tested import TESTED
 from keepsight.runtimes import manifest
 from keepsight.runtimes.load import is_export, other_versions, read
 from keepsight.runtimes.onnx import OnnxSession
@@ -427,7 +429,9 @@ def test_a_runtime_that_is_not_installed(whole: Path, monkeypatch: pytest.Monkey
         ks.load(whole)
 
 
-def test_other_versions_are_told_and_do_not_stop_what_works(folder: Path, whole: Path) -> None:
+def test_other_versions_are_told_and_do_not_stop_what_works(
+    folder: Path, whole: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     versions = {"torch": "1.0", "transformers": "99.0", "onnxruntime": "0.1"}
     sealed(folder, lambda told: told.update(versions=versions))
     found = other_versions(read(folder))
@@ -437,6 +441,21 @@ def test_other_versions_are_told_and_do_not_stop_what_works(folder: Path, whole:
     }
     assert not other_versions(read(whole))
     assert answers(folder) == answers(whole)
+    assert answers(folder) == answers(whole)
+    (warning,) = (r.getMessage() for r in caplog.records if "was made with" in r.getMessage())
+    assert f"{folder} was made with Transformers 99.0" in warning  # once
+
+
+def test_an_export_is_tried_with_a_newer_transformers(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    true = probe._difference
+    monkeypatch.setattr(probe, "_difference", lambda *a: tried.append("") or true(*a))
+    monkeypatch.setitem(TESTED, "transformers", "5.22.0")
+    with ks.load(whole, grain=16) as vlm:
+        assert tried
+        assert vlm.ask(picture(1), QUESTION, max_new_tokens=2).tokens
 
 
 # -- reading every byte, and remembering that ----------------------------------------------------

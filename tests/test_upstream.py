@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hostile import finished, start
 from models import build, picture, turn
 
@@ -17,6 +18,7 @@ import keepsight as ks
 from keepsight.core import attention, probe
 from keepsight.errors import UnsupportedModel, UpstreamChanged
 from keepsight.models import upstream
+from keepsight.models.tested import OLDEST_TESTED, TESTED, newer_than_tested
 from keepsight.models.upstream import PRIVATE, Private
 
 HOUSE = Path(ks.__file__).parent
@@ -122,7 +124,7 @@ def test_what_is_missing_is_named(row: Private, monkeypatch: pytest.MonkeyPatch)
     library = row.owner.split(".")[0]
     said = str(caught.value)
     assert f"{row.owner}.{row.name}" in said and row.use in said
-    assert upstream.TESTED[library] in said and "Install that version" in said
+    assert TESTED[library] in said and "Install that version" in said
 
 
 def miss(rows: list[Private], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +241,17 @@ def test_nothing_that_is_missing_takes_the_library_down() -> None:
     ],
 )
 def test_what_is_newer(version: str, newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(upstream.TESTED, "transformers", "5.23.0")
-    monkeypatch.setattr(upstream.transformers, "__version__", version)
-    assert upstream.newer_than_tested() is newer
+    monkeypatch.setitem(TESTED, "transformers", "5.23.0")
+    monkeypatch.setattr(transformers, "__version__", version)
+    assert newer_than_tested() is newer
 
 
 def test_the_tested_versions_are_those_of_the_tests() -> None:
     pins = (ROOT / "constraints.txt").read_text()
     limits = (ROOT / "docs" / "limits.md").read_text()
-    for library, version in upstream.TESTED.items():
+    for library, version in TESTED.items():
         assert f"{library}=={version}\n" in pins
+        assert re.search(rf"{library} {re.escape(OLDEST_TESTED[library])}", limits, re.IGNORECASE)
         assert re.search(rf"{library} {re.escape(version)}", limits, re.IGNORECASE)
 
 
@@ -260,7 +263,7 @@ def test_a_known_type_is_tried_again_with_a_newer_version(
     monkeypatch.setattr(probe, "_difference", lambda *a: tried.append("") or real(*a))
     with ks.wrap(*demo_parts["demo"]):
         assert not tried
-    monkeypatch.setitem(upstream.TESTED, "transformers", "5.22.0")
+    monkeypatch.setitem(TESTED, "transformers", "5.22.0")
     with ks.wrap(*demo_parts["demo"]) as vlm:
         assert len(tried) == 6 and not caplog.records
         assert vlm.ask(picture(1), "What is it?", max_new_tokens=2).tokens
@@ -273,7 +276,7 @@ def test_what_a_newer_version_changed_is_refused(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if upstream had begun to let a picture's tokens see each other, or to count otherwise."""
-    monkeypatch.setitem(upstream.TESTED, "transformers", "5.22.0")
+    monkeypatch.setitem(TESTED, "transformers", "5.22.0")
     kind = "gemma3" if wrong == "whole" else "qwen3_vl"
     model, processor = build(kind)
     family = type(ks.wrap(model, processor).runtime.family)

@@ -34,8 +34,8 @@ from keepsight.core.turn import Turn
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.kinds import Inputs, Processor, Record
 from keepsight.media.medium import Medium
-from keepsight.models import upstream
 from keepsight.models.families import Family
+from keepsight.models.tested import TESTED
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 
@@ -118,7 +118,7 @@ def try_again(
             "Transformers %s is newer than %s, with which model type %r was shown exact, and it "
             "cannot be tried here: run `keepsight verify` on a whole model with its processor",
             transformers.__version__,
-            upstream.TESTED["transformers"],
+            TESTED["transformers"],
             kind,
         )
         return
@@ -126,7 +126,7 @@ def try_again(
     if wrong:
         raise UnsupportedModel(
             f"model type {kind!r} was shown exact with Transformers "
-            f"{upstream.TESTED['transformers']}, and is not with {transformers.__version__} "
+            f"{TESTED['transformers']}, and is not with {transformers.__version__} "
             f"({wrong}); install the former, or a newer Keepsight"
         )
     _check_messages(model, family, processor, weights)

@@ -21,6 +21,7 @@ from transformers import CacheLayerMixin, DynamicCache, DynamicLayer, PreTrained
 from keepsight.errors import ModelError, UnsupportedModel
 from keepsight.formats.package import storage_bytes
 from keepsight.kinds import Record
+from keepsight.models.tested import refuse_unknown
 from keepsight.models.upstream import (
     DummyLayer,
     DynamicSlidingWindowLayer,
@@ -138,12 +139,14 @@ class LaneLayer(DynamicLayer):
         self.room_k, self.room_v = keys, values
         self._view(length)
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self, *more: object, **options: object) -> int:
         """Tokens held."""
+        refuse_unknown("get_seq_length of a cache layer", more, options)
         return self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
         """All that is held and all that comes, from the first token on."""
+        refuse_unknown("get_mask_sizes of a cache layer", more, named)
         return self.length + query_length, 0
 
     def reset(self) -> None:
@@ -384,8 +387,7 @@ def restore_linear(layer: CacheLayerMixin, what: str, number: int, tensor: torch
     """Put a convolution or recurrent state into a layer."""
     # Upstream updates these states in place, at a static address: copy, never assign.
     if not getattr(layer, f"is_{what}_states_initialized")[number]:
-        argument = {f"{what}_states": tensor}
-        layer.lazy_initialization(**argument, state_idx=number)
+        layer.lazy_initialization(**{f"{what}_states": tensor}, state_idx=number)
     getattr(layer, f"{what}_states")[number].copy_(tensor)
     layer.has_previous_state[number] = True
 

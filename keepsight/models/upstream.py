@@ -17,15 +17,12 @@ from typing import Any
 import torch
 import transformers
 from numpy import ndarray
-from packaging.version import Version
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.errors import UpstreamChanged
 from keepsight.kinds import Decoded, Inputs, Options, Processor, Record
-
-# The newest versions that all tests were run with.
-TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
+from keepsight.models.tested import TESTED, refuse_unknown
 
 # Names that other files use as they are: of things that are asked for and may be absent, which are
 # fields of a configuration, marks of PEFT's and of torch's compiler, and modules of torch's that
@@ -39,12 +36,6 @@ NAMED = frozenset(
         *("_stance", "_filter_state", "_init_weights", "_cdata"),
     }
 )
-
-
-def newer_than_tested() -> bool:
-    """Whether this Transformers is newer than any that the tests were run with."""
-    here = Version(transformers.__version__)
-    return Version(here.base_version) > Version(TESTED["transformers"])
 
 
 @dataclass(frozen=True)
@@ -351,7 +342,10 @@ _found_scan = _SCAN.found()  # looked up now, for nothing can be while a graph i
 def replace_deepstack(decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Add deepstack features to all tokens with `add(hidden, features)`, as a graph gets them."""
 
-    def process(hidden: Tensor, at: object, features: Tensor, *_: object, **__: object) -> Tensor:
+    def process(
+        hidden: Tensor, at: object, features: Tensor, *more: object, **options: object
+    ) -> Tensor:
+        refuse_unknown(_DEEPSTACK.name, more, options)
         return add(hidden, features)
 
     if _DEEPSTACK.found(decoder) is not None:

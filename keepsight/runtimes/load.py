@@ -11,7 +11,9 @@ runtimes      the doors of both, through which nothing is told to anybody
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +22,13 @@ from keepsight.core.settings import chosen_store
 from keepsight.errors import ModelError, UnsupportedInput
 from keepsight.kinds import DeviceMap, Dtype
 from keepsight.models.loading import files_digest
+from keepsight.models.tested import TESTED, is_newer_than_tested
 from keepsight.runtimes.manifest import Manifest, is_export, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["is_export", "load_exported", "other_versions", "read"]
 
@@ -52,6 +57,7 @@ def load_exported(
         )
     files = files_digest(path, "float32", every=True)
     manifest = read(Path(path), contents=not _was_read(files, store))
+    _warn_of_untested(path, manifest.versions.get("transformers", "an unknown version"))
     from keepsight.runtimes.weightless import load_model
 
     try:
@@ -62,6 +68,18 @@ def load_exported(
             raise
         told = ", ".join(f"{n} {was} (here {now})" for n, (was, now) in others.items())
         raise ModelError(f"{error}; it was made with {told}") from error
+
+
+@functools.lru_cache(64)  # once for each folder
+def _warn_of_untested(path: str, version: str) -> None:
+    if is_newer_than_tested(version):
+        logger.warning(
+            "%s was made with Transformers %s, and exports were tested with up to %s: compare its "
+            "answers with those of the checkpoint, or export it again with that version",
+            path,
+            version,
+            TESTED["transformers"],
+        )
 
 
 def _was_read(files: str | None, named: str | os.PathLike[str] | None) -> bool:

@@ -13,13 +13,21 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PreTrainedModel
+from transformers import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keepsight.core.state import LaneLayer, Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
 from keepsight.kinds import Options
-from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.models.families.tower_tensors import FOLLOWS_FROM_SIZES, TowerTensors
+from keepsight.models.tested import refuse_unknown
 from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
 from keepsight.runtimes.states import (
     BIAS,
@@ -32,6 +40,7 @@ from keepsight.runtimes.states import (
     state_sizes,
 )
 
+_OUTPUTS = ("return_dict", "use_cache", "cache_position")  # the same output with and without
 _MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
 # Upstream's layers whose states grow by being given new rows.
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
@@ -69,7 +78,8 @@ class EmbeddingStandIn:
         _check_inputs(session, {"input_ids", "features", "spots"}, "embedding")
         self._session, self._nothing = session, torch.zeros(0, width)
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def __call__(self, input: Tensor, *more: object, **options: object) -> Tensor:
+        refuse_unknown("an exported embedding", more, options)
         ids = input if input.ndim == 2 else input.reshape(1, -1)
         spots = torch.zeros_like(ids, dtype=torch.bool)
         feeds = {"input_ids": ids, "features": self._nothing, "spots": spots}
@@ -83,7 +93,8 @@ class HeadStandIn:
         _check_inputs(session, {"hidden"}, "head")
         self._session = session
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def __call__(self, input: Tensor, *more: object, **options: object) -> Tensor:
+        refuse_unknown("an exported head", more, options)
         return self._session.run({"hidden": input})["logits"]
 
 
@@ -97,8 +108,10 @@ class PackedTowerStandIn:
         self._levels = len(getattr(tower, "deepstack_visual_indexes", None) or ())
 
     def __call__(
-        self, hidden_states: Tensor, grid_thw: Tensor, **options: object
+        self, hidden_states: Tensor, grid_thw: Tensor, *more: object, **options: object
     ) -> SimpleNamespace:
+        _refuse_outputs("tower", options)
+        refuse_unknown("an exported tower", more, options, {*FOLLOWS_FROM_SIZES, *_OUTPUTS})
         # Frames see only themselves, so a video is as many pictures.
         frames = [(1, h, w) for t, h, w in grid_thw.tolist() for _ in range(t)]
         sizes = [h * w for _, h, w in frames]
@@ -133,15 +146,24 @@ def check_sizes(sizes: list[int], most: int) -> None:
 class WholeTowerStandIn:
     """Pictures of one size, and tiles of pictures, each through the graph alone."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, config: PreTrainedConfig) -> None:
         _check_inputs(session, {"pixel_values"}, "tower")
-        self._session = session
+        self._session, self._config = session, config
 
-    def __call__(self, pixel_values: Tensor, **options: object) -> SimpleNamespace:
+    def __call__(self, pixel_values: Tensor, *more: object, **options: object) -> SimpleNamespace:
+        _refuse_outputs("tower", options)
+        as_exported = {n for n, value in options.items() if self._is_usual(n, value)}
+        refuse_unknown("an exported tower", more, options, {*as_exported, *_OUTPUTS})
         rows = pixel_values.float().split(1)
         made = [self._session.run({"pixel_values": row})["features"] for row in rows]
         # As upstream's own: a tensor of all, or a list of what each picture gave.
         return SimpleNamespace(pooler_output=torch.cat(made) if made[0].ndim == 3 else made)
+
+    def _is_usual(self, name: str, value: object) -> bool:
+        """Whether an option is a setting as the configuration has it, with which it was traced."""
+        if isinstance(value, Tensor) or not hasattr(self._config, name):
+            return False
+        return bool(getattr(self._config, name) == value)
 
 
 class DecoderStandIn:
@@ -162,6 +184,8 @@ class DecoderStandIn:
 
     def __call__(
         self,
+        *more: object,
+        input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Mask = None,
@@ -170,9 +194,11 @@ class DecoderStandIn:
         deepstack_visual_embeds: Sequence[Tensor] | None = None,
         **options: object,
     ) -> BaseModelOutputWithPast:
-        if inputs_embeds is None:
+        if inputs_embeds is None or input_ids is not None:
             raise UnsupportedInput("an exported decoder takes embeddings, not ids")
-        _refuse_unknown(past_key_values, options)
+        _refuse_outputs("decoder", options)
+        _refuse_cache(past_key_values)
+        refuse_unknown("an exported decoder", more, options, _OUTPUTS)
         if past_key_values is None:
             past_key_values = DynamicCache(config=self._config)
         rows, tokens, _ = inputs_embeds.shape
@@ -293,11 +319,15 @@ def _check_inputs(session: Session, given: set[str], part: str) -> None:
         )
 
 
-def _refuse_unknown(cache: Cache | None, options: Options) -> None:
-    """What upstream's decoder could do, and a graph cannot."""
+def _refuse_outputs(part: str, options: Options) -> None:
+    """What upstream's module could give beside, and a graph cannot."""
     asked = [name for name in ("output_hidden_states", "output_attentions") if options.get(name)]
     if asked:
-        raise UnsupportedInput(f"{asked[0]}: an exported decoder gives its last states only")
+        raise UnsupportedInput(f"{asked[0]}: an exported {part} gives its last states only")
+
+
+def _refuse_cache(cache: Cache | None) -> None:
+    """Caches whose layers do not grow by being given new rows."""
     for layer in getattr(cache, "layers", ()):
         if type(layer) not in _LAYERS and not isinstance(layer, LaneLayer):
             raise UnsupportedInput(

@@ -148,7 +148,7 @@ def _fill(model: PreTrainedModel, manifest: Manifest, sessions: dict[str, Sessio
         sessions["decoder"], decoder, shape, manifest.appends, hasattr(core, "get_rope_index")
     )
     if manifest.most_patches is None:
-        _replace_encoder(core, WholeTowerStandIn(sessions["tower"]))
+        _replace_encoder(core, WholeTowerStandIn(sessions["tower"], model.config))
         return
     tensors = TowerTensors(core)
     core.visual.forward = PackedTowerStandIn(

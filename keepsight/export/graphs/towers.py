@@ -23,6 +23,7 @@ from keepsight.export.graphs.parts import GraphPart, Sample
 from keepsight.kinds import Inputs, Processor
 from keepsight.models import upstream
 from keepsight.models.families import Family
+from keepsight.models.tested import refuse_unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,8 +90,10 @@ def _forward(window: int, blocks: bool) -> Callable[..., Tensor]:
         hidden_states: Tensor,
         cu_seqlens: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
+        *more: object,
         **options: object,
     ) -> Tensor:
+        refuse_unknown("a tower's attention in a graph", more, options, ("max_seqlen",))
         count = hidden_states.shape[0]
         packed = self.qkv(hidden_states).reshape(count, 3, self.num_heads, -1)
         query, key, value = packed.permute(1, 0, 2, 3).unbind(0)

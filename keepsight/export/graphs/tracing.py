@@ -13,14 +13,16 @@ import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
+from keepsight.kinds import Options, Record
 from keepsight.models import upstream
+from keepsight.models.tested import refuse_unknown
 
 _BLOCK = 64  # tokens that a linear layer takes at once, as upstream's own chunks
 _tracing: list[TracedCache] = []  # the cache of the forward that is being traced
@@ -50,39 +52,64 @@ class TracedCache:
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """The new rows only; attention looks up the past itself."""
+        """The new rows only; attention looks up the past itself. What else upstream hands over
+        its own layers pass over too."""
         self.given[layer] = {"k": keys, "v": values}
         return keys, values
 
-    def get_seq_length(self, *args: object) -> int:
+    def get_seq_length(self, layer: int = 0, *more: object, **options: object) -> int:
         """Nothing may be derived from it: positions and masks are inputs of the graph."""
+        refuse_unknown("get_seq_length of a traced cache", more, options, ("layer_idx",))
         return 0
 
-    def get_conv_state(self, layer: int, **kwargs: object) -> Tensor:
+    def get_conv_state(
+        self, layer: int, state_idx: int = 0, *more: object, **options: object
+    ) -> Tensor:
         """The last inputs of a convolution."""
+        _refuse("get_conv_state", state_idx, more, options)
         return self._states[layer]["conv"]
 
-    def get_recurrent_state(self, layer: int, **kwargs: object) -> Tensor:
+    def get_recurrent_state(
+        self, layer: int, state_idx: int = 0, *more: object, **options: object
+    ) -> Tensor:
         """The state of a linear layer."""
+        _refuse("get_recurrent_state", state_idx, more, options)
         return self._states[layer]["recurrent"]
 
-    def is_recording_past(self, layer: int) -> bool:
+    def is_recording_past(self, layer: int, *more: object, **options: object) -> bool:
         """Yes: so that upstream takes the path that writes into none of its inputs."""
+        _refuse("is_recording_past", 0, more, options)
         return True
 
     def update_conv_state(
-        self, new: Tensor, layer: int, conv_kernel_size: int | None = None, **kwargs: object
+        self, new: Tensor, layer: int, state_idx: int = 0, *more: object, **options: object
     ) -> Tensor:
         """What was and what comes; the last of it goes out."""
+        _refuse("update_conv_state", state_idx, more, options, ("conv_kernel_size",))
         before = self._states[layer]["conv"]
         both = torch.cat([before, new], dim=-1)
         self.given[layer]["conv"] = both[..., -before.shape[-1] :].clone()
         return both
 
-    def update_recurrent_state(self, state: Tensor, layer: int, **kwargs: object) -> Tensor:
+    def update_recurrent_state(
+        self, state: Tensor, layer: int, state_idx: int = 0, *more: object, **options: object
+    ) -> Tensor:
         """The state that goes out."""
+        _refuse("update_recurrent_state", state_idx, more, options)
         self.given[layer]["recurrent"] = state
         return state
+
+
+def _refuse(
+    name: str,
+    state_idx: int,
+    more: tuple[object, ...],
+    options: Options,
+    known: tuple[str, ...] = (),
+) -> None:
+    """Refuse what a traced cache does not know; a layer has one state of each kind in it."""
+    given = {**options, "state_idx": state_idx or None}
+    refuse_unknown(f"{name} of a traced cache", more, given, known)
 
 
 @contextmanager
@@ -113,6 +140,11 @@ def begin(cache: TracedCache) -> None:
     _tracing[:] = [cache]
 
 
+# What attention is handed and has no part in it: its mask and the module say all of it. Layers in
+# evaluation mode drop nothing.
+_NEUTRAL = ("dropout", "sliding_window", "position_ids", "use_cache", "is_causal")
+
+
 def _flat(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
@@ -123,19 +155,22 @@ def _fused(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    **options: Any,
+    *,
+    scaling: float,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """ONNX Runtime's grouped attention, which appends to the buffers of past keys and values.
 
     It is causal by nature; the bias hides what a row of a batch must not see besides.
     """
+    refuse_unknown("attention in a graph", (), options, _NEUTRAL)
     cache = _tracing[0]
     layer = module.layer_idx
     past = cache.of(layer)
     if options.get("sliding_window") or module.__dict__.get("is_sliding"):
-        return _joined(module, query, key, value, mask, **options)
+        return _joined(module, query, key, value, mask, scaling=scaling, **options)
     rows, heads, tokens, width = query.shape
-    attributes = {"num_heads": heads, "kv_num_heads": key.shape[1], "scale": options["scaling"]}
+    attributes: Record = {"num_heads": heads, "kv_num_heads": key.shape[1], "scale": scaling}
     given = [past["k"], past["v"], cache.lengths, cache.total, None, None, None, mask]
     out, keys, values = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
@@ -155,9 +190,12 @@ def _joined(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    **options: Any,
+    *,
+    scaling: float,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attention over past and new rows; the bias says who sees whom."""
+    refuse_unknown("attention in a graph", (), options, _NEUTRAL)
     past = _tracing[0].of(module.layer_idx)
     keys = torch.cat([past["k"], key], dim=2)
     values = torch.cat([past["v"], value], dim=2)
@@ -166,7 +204,7 @@ def _joined(
     # repeated. The products are written out, as runtimes fuse them each in its own way.
     groups = heads // keys.shape[1]
     grouped = query.reshape(rows, keys.shape[1], groups, tokens, width).flatten(2, 3)
-    scores = (grouped @ keys.transpose(2, 3)) * options["scaling"]
+    scores = (grouped @ keys.transpose(2, 3)) * scaling
     scores = scores.view(rows, keys.shape[1], groups, tokens, -1)
     if mask is not None:
         scores = scores + mask[:, :, None]
@@ -182,13 +220,19 @@ AttentionInterface.register("keepsight_joined", _joined)
 # -- linear layers -------------------------------------------------------------------------------
 
 
+# A graph gives its last state in any case, and its chunks are its own.
+_OF_THE_RULE = ("chunk_size", "output_final_state", "use_cache")
+
+
 def delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     g: Tensor,
     beta: Tensor,
+    *more: object,
     initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
     **options: object,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule for any number of tokens, in a form that a graph of fixed size can hold.
@@ -197,6 +241,8 @@ def delta_rule(
     holds one length only, and sixty copies of it. Here the blocks are a scan, and one token alone
     goes its short way.
     """
+    given = {**options, "use_qk_l2norm_in_kernel=False": not use_qk_l2norm_in_kernel}
+    refuse_unknown("the delta rule in a graph", more, given, _OF_THE_RULE)
     repeat = value.shape[2] // key.shape[2]
     if repeat > 1:
         query, key = (x.repeat_interleave(repeat, dim=2) for x in (query, key))

@@ -52,6 +52,8 @@ _TAKERS = {
     "pool_indices": ("get_pool_indices",),
 }
 
+FOLLOWS_FROM_SIZES = frozenset(_TAKERS)  # what a tower may be handed beside its pixels
+
 
 @dataclass(frozen=True)
 class _Tower:
