@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL import Image
-    from transformers import BatchFeature, PreTrainedTokenizerBase
+    from transformers import BatchFeature, CacheLayerMixin, PreTrainedTokenizerBase
 
 # What a file's record, a request or a table says: text keys, plain JSON values.
 Record: TypeAlias = dict[str, Any]
@@ -31,6 +31,8 @@ Grid: TypeAlias = dict[str, Numbers]
 Decoded: TypeAlias = "Image.Image | np.ndarray"
 # The frames of a video or the samples of a sound, and what a processor wants to know of them.
 Clip: TypeAlias = "tuple[np.ndarray, Record]"
+# What one layer of a model remembers, as Transformers' caches hold it.
+CacheLayer: TypeAlias = "CacheLayerMixin"
 # Where `from_pretrained` puts the parts of a model.
 DeviceMap: TypeAlias = "str | int | torch.device | dict[str, str | int | torch.device] | None"
 Dtype: TypeAlias = "str | torch.dtype | None"

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from transformers import CacheLayerMixin, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from keepsight.core.attention import grouped_queries
 from keepsight.core.engine import Run
 from keepsight.core.state import CrossLayer, LaneLayer, restore_linear
 from keepsight.formats.package import storage_bytes
+from keepsight.kinds import CacheLayer
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
@@ -43,7 +44,7 @@ class Taker(Protocol):
 class _Source:
     """Where the states of one sequence are: a row of some layers."""
 
-    layers: Sequence[CacheLayerMixin]
+    layers: Sequence[CacheLayer]
     row: int
     length: int  # its tokens
     beside: int  # rows of the media beside it
@@ -242,7 +243,7 @@ class Batch:
         return layer
 
     def _rearrange(
-        self, sources: Sequence[_Source], layers: list[CacheLayerMixin] | None = None
+        self, sources: Sequence[_Source], layers: list[CacheLayer] | None = None
     ) -> None:
         """Put together what has a row for each sequence and no free seats."""
         fresh = DynamicCache(config=self._model.config).layers
@@ -300,7 +301,7 @@ def _on_lane(run: Run) -> _Source:
     return _Source(lane.cache.layers, 0, lane.length, beside)
 
 
-def _linear(layer: CacheLayerMixin) -> Iterable[tuple[str, int, torch.Tensor]]:
+def _linear(layer: CacheLayer) -> Iterable[tuple[str, int, torch.Tensor]]:
     """The convolution and recurrent states of a layer."""
     for what in ("conv", "recurrent"):
         for number, state in getattr(layer, f"{what}_states", {}).items():
@@ -341,9 +342,7 @@ def _padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def _fixed(
-    layer: CacheLayerMixin, index: int, sources: Sequence[_Source], length: int
-) -> CacheLayerMixin:
+def _fixed(layer: CacheLayer, index: int, sources: Sequence[_Source], length: int) -> CacheLayer:
     """Sliding, convolution and recurrent states side by side, in a new layer."""
     if isinstance(layer, DynamicSlidingWindowLayer):
         tails = [source.tail(index) for source in sources]

@@ -13,14 +13,13 @@ in the model, a prompt can only be continued where such a state was captured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import CacheLayerMixin, DynamicCache, DynamicLayer, PreTrainedModel
+from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from keepsight.errors import ModelError, UnsupportedModel
 from keepsight.formats.package import storage_bytes
-from keepsight.kinds import Record
+from keepsight.kinds import CacheLayer, Record
 from keepsight.models.tested import refuse_unknown
 from keepsight.models.upstream import (
     DummyLayer,
@@ -29,9 +28,7 @@ from keepsight.models.upstream import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
-
-if TYPE_CHECKING:
-    from keepsight.prefix.node import Node
+from keepsight.prefix.node import Node
 
 _ROUND = 256  # capacities are multiples of this, which also keeps every head's rows aligned
 Tensors = dict[str, torch.Tensor]
@@ -383,7 +380,7 @@ def pattern(kv: Tensors, fixed: Tensors) -> Record:
     return found
 
 
-def restore_linear(layer: CacheLayerMixin, what: str, number: int, tensor: torch.Tensor) -> None:
+def restore_linear(layer: CacheLayer, what: str, number: int, tensor: torch.Tensor) -> None:
     """Put a convolution or recurrent state into a layer."""
     # Upstream updates these states in place, at a static address: copy, never assign.
     if not getattr(layer, f"is_{what}_states_initialized")[number]:
@@ -392,7 +389,7 @@ def restore_linear(layer: CacheLayerMixin, what: str, number: int, tensor: torch
     layer.has_previous_state[number] = True
 
 
-def _restore_sliding(layer: CacheLayerMixin, what: str, tensor: torch.Tensor, end: int) -> None:
+def _restore_sliding(layer: CacheLayer, what: str, tensor: torch.Tensor, end: int) -> None:
     # Upstream never writes into these tensors (it concatenates), so they need no copy.
     if not layer.is_initialized:
         layer.lazy_initialization(tensor, tensor)

@@ -13,19 +13,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keepsight.core.state import LaneLayer, Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
-from keepsight.kinds import Options
+from keepsight.kinds import CacheLayer, Options
 from keepsight.models.families.tower_tensors import FOLLOWS_FROM_SIZES, TowerTensors
 from keepsight.models.tested import refuse_unknown
 from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -250,7 +243,7 @@ class DecoderStandIn:
     def _put_states(
         self,
         number: int,
-        layer: CacheLayerMixin,
+        layer: CacheLayer,
         like: Tensor,
         feeds: dict[str, Tensor],
         into: dict[str, Tensor],
@@ -275,7 +268,7 @@ class DecoderStandIn:
                 into[new_state(name, number)] = tensor
 
     def _take_states(
-        self, number: int, layer: CacheLayerMixin, found: dict[str, Tensor], tokens: int
+        self, number: int, layer: CacheLayer, found: dict[str, Tensor], tokens: int
     ) -> None:
         kind = self._kinds[number]
         given = {name: found[new_state(name, number)] for name in state_names(kind)}
@@ -288,7 +281,7 @@ class DecoderStandIn:
             rows = [tensor[:, :, -tokens:] for tensor in given.values()]
             layer.update(*rows)
 
-    def _in_place(self, kind: str, layer: CacheLayerMixin) -> bool:
+    def _in_place(self, kind: str, layer: CacheLayer) -> bool:
         return self._appends and kind == "full" and isinstance(layer, LaneLayer)
 
     # -- who sees whom ---------------------------------------------------------------------------
