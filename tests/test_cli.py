@@ -83,6 +83,33 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
     assert set(commands.split()) <= listed
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ask", "nope.png", "What is it?"),
+        ("chat", "--image", "nope.png"),
+        ("verify", "--image", "nope.sight"),
+        ("show", "nope.sight"),
+        ("encode", "nope.png"),
+        ("serve", "demo", "--port", "many"),
+        ("serve", "--config", "nope.toml"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_with_the_words_is_said_before_torch_is_imported(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    code = (
+        "import sys\nfrom keepsight.cli.app import app\n"
+        f"try: app({list(words)!r})\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert said.stdout == "2 False\n", said.stderr
+
+
 def test_version_is_the_package_s() -> None:
     assert run("--version").output.strip() == f"keepsight {ks.__version__}"
 

@@ -23,8 +23,9 @@ import keepsight as ks
 from keepsight import digests
 from keepsight.errors import InputError, StoreError
 from keepsight.formats import tensorfile
-from keepsight.store import FORMAT, DiskStore, parse_bytes
+from keepsight.store import FORMAT, DiskStore
 from keepsight.store.layout import KINDS
+from keepsight.system.units import parse_bytes
 from keepsight.testing import StoreTests
 from keepsight.testing.stores import KEYS
 

@@ -36,6 +36,7 @@ from keepsight.cli.options import (
     Temperature,
     Tenant,
     TopP,
+    check_images,
     decoding,
     load,
 )
@@ -118,6 +119,7 @@ def ask(
 ) -> None:
     """One question about any number of images; the answer comes as it is made."""
     images, question = _question(words or [], image or [], prompt)
+    check_images(images)
     options = decoding(max_tokens, temperature, top_p, seed)
     from keepsight.cli.chat import open_image
     from keepsight.core.render import user_message
@@ -178,6 +180,7 @@ def chat(
     options = decoding(max_tokens, temperature, top_p, seed)
     if named is not None and model is not None:
         raise InputError(f"{named!r} and --model {model}: name one model")
+    check_images(image or [])
     from keepsight.cli.chat import Shell
 
     history = Path(store).expanduser() / "chat-history" if store else None
@@ -208,6 +211,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """What a package, a saved session or an export is, what it is bound to, and if it is sound."""
+    if not file.expanduser().exists():
+        raise InputError(f"{file}: cannot be read: No such file or directory")
     from keepsight.runtimes.load import is_export
 
     room: ModuleType = export
@@ -234,6 +239,7 @@ def verify(
     max_pixels: MaxPixels = None,
 ) -> None:
     """Cold against warm, and against stock Transformers, on your own model and images."""
+    check_images(image or [])
     import random
 
     from keepsight.cli.chat import open_image

@@ -285,7 +285,7 @@ def gc(
     tenant: Tenant = None,
 ) -> None:
     """Remove the least useful entries until the rest fits."""
-    from keepsight.store import parse_bytes
+    from keepsight.system.units import parse_bytes
 
     opened = _open(store, tenant)
     freed = opened.gc(parse_bytes(int(budget) if budget.isdigit() else budget))

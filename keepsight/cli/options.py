@@ -6,11 +6,14 @@ only where a model is loaded.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keepsight.errors import InputError, UnsupportedInput
+from keepsight.errors import ImageError, InputError, UnsupportedInput
 from keepsight.kinds import Options, Record
 
 if TYPE_CHECKING:
@@ -54,6 +57,13 @@ MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge smaller imag
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink larger images to this.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
 ShowReport = Annotated[bool, typer.Option("--report", help="Say what was reused, and why.")]
+
+
+def check_images(names: Iterable[str]) -> None:
+    """Refuse an image file that is not there, before anything slow is imported."""
+    for name in names:
+        if not re.match("[a-z]{2,}:", name, re.IGNORECASE) and not Path(name).exists():
+            raise ImageError(f"{name}: no image can be read there (No such file or directory)")
 
 
 def load(

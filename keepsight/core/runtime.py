@@ -18,7 +18,7 @@ from keepsight.core import attention
 from keepsight.core.call import Call
 from keepsight.core.engine import Engine
 from keepsight.core.render import Name, Renderer
-from keepsight.core.settings import Settings, image_options, parse_seconds, refuse_stretching_rope
+from keepsight.core.settings import Settings, image_options, refuse_stretching_rope
 from keepsight.core.state import Shape
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Processor, Record
@@ -35,9 +35,10 @@ from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.pins import pinning
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
-from keepsight.store import Store, parse_bytes
+from keepsight.store import Store
 from keepsight.system.accounts import account_of
 from keepsight.system.lock import FairLock
+from keepsight.system.units import parse_bytes, parse_seconds
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
 _STATS_WAIT = 0.2  # seconds that statistics wait for a store to count what it has

@@ -5,7 +5,6 @@ Sizes are bytes, as a number or as in "2GiB"; times are seconds, or as in "7d".
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 
@@ -15,9 +14,9 @@ from keepsight.errors import InputError, UnknownOption, UnsupportedModel
 from keepsight.formats.codecs import check_codec
 from keepsight.kinds import Options, Processor, Record
 from keepsight.models import upstream
-from keepsight.store import Store, open_store, parse_bytes
+from keepsight.store import Store, open_store
+from keepsight.system.units import parse_bytes, parse_seconds
 
-_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _LONGEST_NAME = 1024
 
 
@@ -47,21 +46,6 @@ class Settings:
                 f"accept_features={self.accept_features!r}; expected 'same' (only features made "
                 "as this model would make them) or 'any'"
             )
-
-
-def parse_seconds(time: float | str) -> float:
-    """`"7d"`, `"36 h"`, `"90s"` or a plain number of seconds."""
-    value = -1.0
-    if isinstance(time, int | float) and not isinstance(time, bool):
-        value = float(time)
-    elif isinstance(time, str):
-        text = time.strip().lower().replace(" ", "")
-        number = text.rstrip("smindhw")
-        with contextlib.suppress(ValueError, KeyError):
-            value = float(number) * _UNITS[text[len(number) :]]
-    if not 0 < value < float("inf"):
-        raise InputError(f"{time!r} is not a time; write seconds as a number, or as in '7d'")
-    return value
 
 
 def tenant_name(tenant: object) -> str:

@@ -29,8 +29,8 @@ from keepsight.scheduler.intake import Follow, Intake, Request
 from keepsight.scheduler.policy import SequenceSizes, check_bounds, had_its_turn, next_of
 from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
 from keepsight.scheduler.ticket import Listener, Ticket
-from keepsight.store import parse_bytes
 from keepsight.system.exits import SCHEDULERS, finish_before_exit
+from keepsight.system.units import parse_bytes
 from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)

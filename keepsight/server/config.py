@@ -29,10 +29,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from keepsight.core.settings import parse_seconds
 from keepsight.errors import InputError, KeepsightError, MissingExtra, UnknownOption
 from keepsight.kinds import Options
-from keepsight.store import parse_bytes
+from keepsight.system.units import parse_bytes, parse_seconds
 
 _MAX_CONFIG = 1 << 20
 

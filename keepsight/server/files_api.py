@@ -20,7 +20,7 @@ from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, invalid, refused, unknown
 from keepsight.server.files import Upload
 from keepsight.server.service import Service, visit_of
-from keepsight.store import parse_bytes
+from keepsight.system.units import parse_bytes
 
 _PURPOSES = ("vision", "user_data", "assistants")
 _FIELDS = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}

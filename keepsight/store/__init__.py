@@ -4,7 +4,7 @@
 keeps entries in a folder, `remote` at an address, `tiers` in several stores in a row. Behind `disk`
 stand `folder` (files that stay inside the store), `entryfile` (one entry as one file), `catalogue`
 (the book about them), `writer` (the thread that writes) and `audit` (check and repair). `sizes`
-counts bytes and says what is worth keeping, `priority` what goes first, and `memory_cache` is what
+says what is worth keeping, `priority` what goes first, and `memory_cache` is what
 is kept in memory that way. Nothing in here knows of images, models or prompts.
 """
 
@@ -13,7 +13,7 @@ from keepsight.store.disk import FORMAT, DiskStore
 from keepsight.store.memory_cache import MemoryCache, SharedMemoryCache
 from keepsight.store.opening import open_store
 from keepsight.store.priority import EvictionQueue, Order
-from keepsight.store.sizes import likely_cost, parse_bytes, worth
+from keepsight.store.sizes import likely_cost, worth
 
 __all__ = [
     "FORMAT",
@@ -28,6 +28,5 @@ __all__ = [
     "Store",
     "likely_cost",
     "open_store",
-    "parse_bytes",
     "worth",
 ]

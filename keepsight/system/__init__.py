@@ -1,1 +1,1 @@
-"""Locks, forks, devices, and the end of the process. May import errors."""
+"""Locks, forks, devices, units, and the end of the process. May import errors."""
