@@ -23,7 +23,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TALKERS = {"cli", "bench"}  # the rooms that may print
 MAX_FILE, MAX_FUNCTION, MAX_P90 = 400, 60, 30
-MAX_ANY = 250
+MAX_ANY = 80
 
 
 @functools.cache

@@ -55,7 +55,7 @@ _CALLED = "(the original was called)"  # noted among the local names, each path 
 class Run(Values):
     """One function, run over kinds of values."""
 
-    def __init__(self, function: FunctionType, bound: list[Any], original: Any) -> None:
+    def __init__(self, function: FunctionType, bound: list[object], original: Any) -> None:
         code = function.__code__
         check_known(code)
         super().__init__(function, hooked=original is None)
@@ -66,7 +66,7 @@ class Run(Values):
         self._start = self._arguments(code, bound)
         self._found: set[Kind] = set()
 
-    def _arguments(self, code: CodeType, bound: list[Any]) -> dict[str, Kind]:
+    def _arguments(self, code: CodeType, bound: list[object]) -> dict[str, Kind]:
         count, names = code.co_argcount, list(code.co_varnames)
         found: dict[str, Kind] = {}
         for number, name in enumerate(names[:count]):
@@ -155,7 +155,7 @@ class Run(Values):
     def _store_global(self, step: dis.Instruction) -> None:
         self._bind(self._function.__globals__, step.argval)
 
-    def _bind(self, home: Any, name: str) -> None:
+    def _bind(self, home: object, name: str) -> None:
         if not self._is_own(self._pop()):
             raise Unproven
         self.proof.write(home, name)
@@ -229,7 +229,7 @@ class Run(Values):
 
     def _binary_subscr(self, step: dis.Instruction) -> None:
         home, name = self._take(2)
-        own: Any = self._own(home)
+        own: object = self._own(home)
         if not self._is_own(name) and name != SEEN:
             raise Unproven
         if type(own) in (list, dict):

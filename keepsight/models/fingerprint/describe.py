@@ -63,11 +63,11 @@ class Describer:
         private: Private,
     ) -> None:
         self.watch, self._places, self._digest, self.private = watch, places, digest, private
-        self._known: dict[int, tuple[Any, Plain]] = {}
+        self._known: dict[int, tuple[object, Plain]] = {}
         self.restless: set[int] = set()  # private ones with a state that cannot be watched
         self.is_private = False
 
-    def value(self, value: Any, owner: Owner) -> Plain:
+    def value(self, value: object, owner: Owner) -> Plain:
         """The description of a value."""
         kind = type(value)
         if kind in PLAIN:
@@ -85,7 +85,7 @@ class Describer:
         self._known[id(value)] = (value, found)
         return found
 
-    def _describe(self, value: Any, owner: Owner) -> Plain:
+    def _describe(self, value: object, owner: Owner) -> Plain:
         kind = functions.place_of(type(value))
         if isinstance(value, torch.Tensor):
             return self.tensor(value, owner)
@@ -110,7 +110,7 @@ class Describer:
             return (*kind, *self._sequence(value, owner))
         return self._object(value, kind, owner)
 
-    def _items(self, home: Mapping[Any, Any], owner: Owner) -> Iterator[Plain]:
+    def _items(self, home: Mapping[Any, object], owner: Owner) -> Iterator[Plain]:
         pairs = [(self.value(name, owner), self.value(part, owner)) for name, part in home.items()]
         yield from sorted(pairs, key=repr)
 
@@ -120,7 +120,7 @@ class Describer:
         found = [self.value(part, owner) for part in value]
         return sorted(found, key=repr) if isinstance(value, set | frozenset) else found
 
-    def _hold_home(self, home: dict[Any, Any], owner: Owner) -> None:
+    def _hold_home(self, home: dict[Any, object], owner: Owner) -> None:
         if self.watch is not None:
             self.watch.home(home, owner)
 
@@ -156,7 +156,7 @@ class Describer:
             slots = (slots, *self._items(named, owner))
         return (*kind, *made, *self._items(own, owner), slots)
 
-    def _packed(self, value: Any, owner: Owner) -> Plain:
+    def _packed(self, value: object, owner: Owner) -> Plain:
         """Weights that a kernel keeps in a form of its own."""
         try:
             state = value.__getstate__()
@@ -165,7 +165,7 @@ class Describer:
         silent = Describer(None, self._places, self._digest, self.private)  # made for us to read
         return silent.value(state, owner)
 
-    def unnamed(self, value: Any) -> Plain:
+    def unnamed(self, value: object) -> Plain:
         """The number of something that nothing describes."""
         self.is_private = True
         number = self.private.number(value)
@@ -175,11 +175,11 @@ class Describer:
 
     # -- code ------------------------------------------------------------------------------------
 
-    def _callable(self, value: Any, owner: Owner) -> Plain | None:
+    def _callable(self, value: object, owner: Owner) -> Plain | None:
         if isinstance(value, FunctionType):
             return self.function(value, owner)
         if isinstance(value, MethodType):
-            own: Any = value.__self__
+            own: object = value.__self__
             bound = self._bound(own, owner)
             return ("method", bound, self.value(value.__func__, owner))
         if isinstance(value, functools.partial):
@@ -203,7 +203,7 @@ class Describer:
             return self.unnamed(function)
         return ("code", function.name, digests.digest("graph", text))
 
-    def _bound(self, own: Any, owner: Owner) -> Plain:
+    def _bound(self, own: object, owner: Owner) -> Plain:
         named = isinstance(own, type) or id(own) in self._places
         if named or functions.is_library_type(type(own)):
             return self.value(own, owner)
@@ -245,7 +245,7 @@ class Describer:
             self.watch.home(home, owner, only=frozenset(reads))
         return (*name, *found)
 
-    def _plain_read(self, value: Any, seen: set[int], owner: Owner) -> Plain | None:
+    def _plain_read(self, value: object, seen: set[int], owner: Owner) -> Plain | None:
         """What a function reads, where it is plain and cannot change in itself."""
         if type(value) in PLAIN:
             return (type(value).__name__, repr(value))
@@ -288,7 +288,7 @@ class Describer:
             if not name.startswith("__") or name in CALLED or code:
                 yield (name, self.member(value, owner))
 
-    def member(self, value: Any, owner: Owner) -> Plain:
+    def member(self, value: object, owner: Owner) -> Plain:
         """One value of a class, seen through what makes a method of it."""
         if isinstance(value, staticmethod | classmethod):
             return (type(value).__name__, self.value(value.__func__, owner))
@@ -298,7 +298,7 @@ class Describer:
 
     # -- what has a state of its own -------------------------------------------------------------
 
-    def stateful(self, thing: Any) -> Plain:
+    def stateful(self, thing: object) -> Plain:
         """A user's object that may change in itself: its number, and how often it was seen to."""
         number = self.private.number(thing)
         if self.watch is not None and not follow(thing, number, self.watch, self._places):

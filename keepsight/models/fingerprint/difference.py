@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
-from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -130,7 +129,7 @@ class Difference:
             else:
                 yield ("hook", name, self._describer.value(hook, path), how)
 
-    def _believe(self, path: str, proof: Proof, label: tuple[str, ...], thing: Any) -> None:
+    def _believe(self, path: str, proof: Proof, label: tuple[str, ...], thing: object) -> None:
         proof.hold(self._watch, QUIET)
         self.beliefs.append(Belief(path, proof, label, thing))
 
@@ -196,13 +195,13 @@ def _is_random(module: torch.nn.Module) -> bool:
     )
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value: object) -> bool:
     """Whether we put a value there: a graph in the place of a module, which is named elsewhere."""
     named = value if type(value) is FunctionType else type(value)
     return str(named.__module__).startswith("keepsight.")
 
 
-def _is_silent(hook: Any) -> bool:
+def _is_silent(hook: object) -> bool:
     function = hook.__func__ if type(hook) is MethodType else hook
     if type(function) is not FunctionType or not functions.is_library(function):
         return False
@@ -228,7 +227,7 @@ def _is_only_placed(module: torch.nn.Module) -> bool:
     return isinstance(old, MethodType) and old.__func__ is type(module).forward
 
 
-def _extra_state(module: torch.nn.Module) -> Callable[[], Any] | None:
+def _extra_state(module: torch.nn.Module) -> Callable[[], object] | None:
     """What a module saves beside weights and buffers, where its class saves something."""
     if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
         return module.get_extra_state

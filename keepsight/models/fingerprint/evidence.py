@@ -29,7 +29,7 @@ class Unproven(Exception):
     """A step whose effect is not known."""
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether a value is a number, a text or the like."""
     return type(value) in PLAIN
 
@@ -49,14 +49,14 @@ class Proof:
 
     function: FunctionType | None
     # By the place: what holds a value (a dict, a cell of a function), and its name there.
-    reads: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
-    writes: dict[tuple[int, str], tuple[Any, str]] = field(default_factory=dict)
-    changed: dict[int, Any] = field(default_factory=dict)  # containers and objects written into
-    keeps: dict[int, Any] = field(default_factory=dict)  # containers that keep what was handed over
-    numbers: dict[int, Any] = field(default_factory=dict)  # containers of which all is plain
-    things: dict[int, Any] = field(default_factory=dict)  # objects whose classes matter
+    reads: dict[tuple[int, str], tuple[object, str]] = field(default_factory=dict)
+    writes: dict[tuple[int, str], tuple[object, str]] = field(default_factory=dict)
+    changed: dict[int, object] = field(default_factory=dict)  # containers and objects written into
+    keeps: dict[int, object] = field(default_factory=dict)  # that keep what was handed over
+    numbers: dict[int, object] = field(default_factory=dict)  # containers of which all is plain
+    things: dict[int, object] = field(default_factory=dict)  # objects whose classes matter
 
-    def read(self, home: Any, name: str) -> Any:
+    def read(self, home: object, name: str) -> object:
         """A value that the belief rests on."""
         value = _value(home, name)
         if value is _MISSING:
@@ -64,30 +64,30 @@ class Proof:
         self.reads[id(home), name] = (home, name)
         return value
 
-    def absent(self, home: Any, name: str) -> None:
+    def absent(self, home: object, name: str) -> None:
         """Note a name that is not there, so that another one is found."""
         self.reads[id(home), name] = (home, name)
 
-    def write(self, home: Any, name: str) -> None:
+    def write(self, home: object, name: str) -> None:
         """Note a name that the function binds itself, to plain values only."""
         if not is_plain(_value(home, name)):
             raise Unproven
         self.writes[id(home), name] = (home, name)
 
-    def number_in(self, container: Any) -> bool:
+    def number_in(self, container: object) -> bool:
         """Whether what is taken from a container is plain; the belief then rests on it."""
         if not are_plain(container):
             return False
         self.numbers[id(container)] = container
         return True
 
-    def thing(self, thing: Any) -> None:
+    def thing(self, thing: object) -> None:
         """Note an object whose class has no code for what was read or written."""
         self.things[id(thing)] = thing
 
-    def state(self) -> list[Any]:
+    def state(self) -> list[object]:
         """All that has to stay as it is; of what the function writes itself, the types."""
-        found: list[Any] = []
+        found: list[object] = []
         if self.function is not None:
             own = self.function
             found += [own.__code__, own.__defaults__, own.__kwdefaults__]
@@ -115,7 +115,7 @@ def _value(home: Any, name: str) -> Any:
     return home.get(name, _MISSING)
 
 
-def array_like(value: Any) -> bool:
+def array_like(value: object) -> bool:
     """Whether operators of a value make new arrays and run no code of a user's."""
     return type(value) in (torch.Tensor, torch.nn.Parameter, np.ndarray)
 
@@ -127,7 +127,7 @@ class Belief:
     path: str
     proof: Proof
     label: tuple[str, ...]
-    thing: Any
+    thing: object
 
 
 def doubted(beliefs: Iterable[Belief], watches: Callable[[], list[Watch]]) -> Iterator[Belief]:

@@ -15,7 +15,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
 
 from keepsight import digests
 from keepsight.kinds import Record
@@ -61,7 +60,7 @@ def is_library_type(kind: type) -> bool:
     return module is not None and _is_library_path(module) and kind.__module__ != "__main__"
 
 
-def layers(function: Any) -> Iterator[FunctionType]:
+def layers(function: object) -> Iterator[FunctionType]:
     """A function and those that it is wrapped around."""
     seen: set[int] = set()
     while isinstance(function, FunctionType) and id(function) not in seen:
@@ -70,7 +69,7 @@ def layers(function: Any) -> Iterator[FunctionType]:
         function = getattr(function, "__wrapped__", None)
 
 
-def in_place(function: Any, kind: type, name: str) -> bool:
+def in_place(function: object, kind: type, name: str) -> bool:
     """Whether a function stands in the class where its library wrote it down."""
     wrapped = list(layers(function))
     if not wrapped:
@@ -92,7 +91,7 @@ def version_of(module: str) -> str:
     return str(getattr(sys.modules.get(top), "__version__", ""))
 
 
-def place_of(thing: Any) -> tuple[str, ...]:
+def place_of(thing: object) -> tuple[str, ...]:
     """Where a library has something: module, name, and version where it matters."""
     module = str(getattr(thing, "__module__", None) or "")
     name = str(getattr(thing, "__qualname__", None) or getattr(thing, "__name__", ""))
@@ -138,7 +137,7 @@ def code_digest(code: CodeType) -> str:
     return digests.digest("code", code.co_code, constants, *map(list, names), counts, python)
 
 
-def _constant(value: Any) -> str:
+def _constant(value: object) -> str:
     if isinstance(value, CodeType):
         return code_digest(value)
     if isinstance(value, frozenset):
@@ -154,7 +153,7 @@ def globals_read(function: FunctionType) -> Record:
     return {name: home[name] for name in sorted(names_in(function.__code__)) if name in home}
 
 
-def is_builtin(value: Any) -> bool:
+def is_builtin(value: object) -> bool:
     """Whether a value is a function of C without an object of its own."""
     own = getattr(value, "__self__", None)
     return isinstance(value, BuiltinFunctionType) and (own is None or isinstance(own, ModuleType))

@@ -66,7 +66,7 @@ class Known:
 Kind = str | Known | tuple[Any, ...]
 
 
-def is_models(thing: Any) -> bool:
+def is_models(thing: object) -> bool:
     """Whether a value may be part of a model."""
     return isinstance(thing, torch.nn.Module | torch.Tensor)
 
@@ -76,10 +76,10 @@ def is_rest(kind: Kind) -> bool:
     return isinstance(kind, tuple) and kind[0] == "rest"
 
 
-def check_attribute(own: Any, name: str) -> None:
+def check_attribute(own: object, name: str) -> None:
     """Whether an attribute of an object is what lies in it, and nothing of its class's making."""
     kind = type(own)
-    plain: tuple[Any, Any] = (object.__getattribute__, object.__setattr__)
+    plain: tuple[object, object] = (object.__getattribute__, object.__setattr__)
     if isinstance(own, type | ModuleType | FunctionType) or type(kind) is not type:
         raise Unproven
     if (kind.__getattribute__, kind.__setattr__) != plain:

@@ -93,13 +93,13 @@ def sees_dicts() -> bool:
     return all(map(_renews, ({}, {"a": 1}, OrderedDict(), vars(_instance()))))
 
 
-def _instance() -> Any:
+def _instance() -> object:
     one = torch.nn.Module()
     _settle(one)
     return one
 
 
-def _renews(home: dict[Any, Any]) -> bool:
+def _renews(home: dict[Any, object]) -> bool:
     """Whether each change of a dict shows in its version, and reading does not."""
 
     def renewed(change: Any) -> bool:
@@ -117,19 +117,19 @@ def _renews(home: dict[Any, Any]) -> bool:
     return all(map(renewed, changes)) and not any(map(renewed, reads))
 
 
-def _settle(thing: Any) -> None:
+def _settle(thing: object) -> None:
     """From 3.13 on attributes may lie in the object itself, where a change renews no version. To
     give an object its own dict takes them out of it, and is nothing that could be seen."""
     if sys.version_info >= (3, 13):
         object.__setattr__(thing, "__dict__", vars(thing))
 
 
-def dict_words(homes: Sequence[dict[Any, Any]]) -> Words | None:
+def dict_words(homes: Sequence[dict[Any, object]]) -> Words | None:
     """The versions of dicts; the caller holds each."""
     return Words(id(home) + _VERSION for home in homes) if sees_dicts() else None
 
 
-def object_words(things: Sequence[Any]) -> Words | None:
+def object_words(things: Sequence[object]) -> Words | None:
     """The type and the dict of objects: two words for each. The caller holds each object, its type
     and its dict, so that no other can stand at their addresses."""
     if not sees_dicts():

@@ -18,7 +18,7 @@ from keepsight.models.fingerprint.kinds import NOTHING, PASSED, Kind, is_models
 _MOCKED = ("_mock_side_effect", "_mock_delegate", "_mock_return_value", "_mock_wraps")
 
 
-def only_looks(hook: Any, handed_back: int) -> Proof | None:
+def only_looks(hook: object, handed_back: int) -> Proof | None:
     """The proof that a hook gives nothing back but what it was handed, and changes nothing of it.
 
     `handed_back` is the number of the argument that a hook may return to change nothing.
@@ -29,7 +29,7 @@ def only_looks(hook: Any, handed_back: int) -> Proof | None:
         return None
 
 
-def passes_on(function: Any, original: Callable[..., Any]) -> Proof | None:
+def passes_on(function: object, original: Callable[..., object]) -> Proof | None:
     """The proof that a function calls the original with its own arguments and gives its answer."""
     try:
         return _idle_mock(function, original) or _proof(function, original, {PASSED})
@@ -37,10 +37,10 @@ def passes_on(function: Any, original: Callable[..., Any]) -> Proof | None:
         return None
 
 
-def _proof(function: Any, original: Any, allowed: set[Kind]) -> Proof | None:
+def _proof(function: object, original: object, allowed: set[Kind]) -> Proof | None:
     """The proof that a function returns only what is allowed, where there is one."""
-    bound: list[Any] = []
-    called: Any = None
+    bound: list[object] = []
+    called: object = None
     if isinstance(function, MethodType):
         bound, function = [function.__self__], function.__func__
     elif not isinstance(function, FunctionType | type):

@@ -108,7 +108,7 @@ class LibraryCode:
             if name in CALLED or usual or not _is_library_member(value):
                 self._read_member(base, name, value)
 
-    def _read_member(self, base: type, name: str, value: Any) -> None:
+    def _read_member(self, base: type, name: str, value: object) -> None:
         function = _function_of(value)
         if isinstance(function, FunctionType):
             function = self._own_one(function, base, name)
@@ -146,7 +146,7 @@ class LibraryCode:
         self._believe(proof, base, name, function)
         return own
 
-    def _believe(self, proof: Proof, base: type, name: str, value: Any) -> None:
+    def _believe(self, proof: Proof, base: type, name: str, value: object) -> None:
         proof.hold(self._reading, _OWNER)
         place = functions.place_of(base)
         self.beliefs.append(Belief("*", proof, ("replaced", *place, name), value))
@@ -185,7 +185,7 @@ class LibraryCode:
             self._read_global(place, name, home[name], names, watch)
 
     def _read_global(
-        self, place: str, name: str, value: Any, names: Iterable[str], watch: Watch
+        self, place: str, name: str, value: object, names: Iterable[str], watch: Watch
     ) -> None:
         if isinstance(value, FunctionType):
             self._read_function((place, name), value, followed=True)
@@ -229,7 +229,7 @@ class LibraryCode:
             elif value.__name__ in _NESTED or not functions.is_library_module(value):
                 self._read_module((place, name), value, names, watch)
 
-    def _read_object(self, where: tuple[str, ...], value: Any) -> None:
+    def _read_object(self, where: tuple[str, ...], value: object) -> None:
         """What is no function: a user's own is part of the model, a library's is told apart."""
         if functions.is_builtin(value):
             self._all.append((*where, *functions.place_of(value)))
@@ -241,7 +241,7 @@ class LibraryCode:
             if _is_users(found):
                 self._replace(None, (*where, found))
 
-    def _read_table(self, place: str, name: str, table: dict[Any, Any]) -> None:
+    def _read_table(self, place: str, name: str, table: dict[Any, object]) -> None:
         """A table of functions, such as that of the implementations of attention."""
         for key, value in list(table.items())[:_MANY]:
             if isinstance(value, FunctionType):
@@ -261,14 +261,14 @@ def _is_followed(function: FunctionType) -> bool:
     return module.startswith("transformers.") and not module.startswith(_SERVING)
 
 
-def _is_described(value: Any) -> bool:
+def _is_described(value: object) -> bool:
     """Whether what stands in a module may be called, or read as a constant."""
     if callable(value) or isinstance(value, (*BY_NAME, *_CONSTANTS)):
         return True
     return not functions.is_library_type(type(value))
 
 
-def _function_of(value: Any) -> Any:
+def _function_of(value: object) -> object:
     """What a class makes a method, a property or the like of."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
@@ -279,7 +279,7 @@ def _function_of(value: Any) -> Any:
     return value
 
 
-def _is_library_member(value: Any) -> bool:
+def _is_library_member(value: object) -> bool:
     """Whether a value of a class came with a library, as far as its type or its code tells."""
     function = _function_of(value)
     if isinstance(function, FunctionType):
@@ -294,14 +294,14 @@ def _is_users(found: Plain) -> bool:
     return found[:1] in (("code",), ("class",), ("private",)) or any(map(_is_users, found))
 
 
-def _places(function: Any) -> Iterator[str]:
+def _places(function: object) -> Iterator[str]:
     for layer in functions.layers(function):
         yield from functions.place_of(layer)
     if not isinstance(function, FunctionType):
         yield from functions.place_of(function)
 
 
-def _tables(value: Any) -> Iterator[dict[Any, Any]]:
+def _tables(value: object) -> Iterator[dict[Any, object]]:
     """The dicts behind a table of functions; what is in a later one counts."""
     if isinstance(value, dict):
         yield value

@@ -52,9 +52,9 @@ class Private:
     def __init__(self) -> None:
         self.name = secrets.token_hex(16)
         self.changes: dict[int, int] = {}
-        self._numbers: dict[int, tuple[Any, int]] = {}
+        self._numbers: dict[int, tuple[object, int]] = {}
 
-    def number(self, thing: Any) -> int:
+    def number(self, thing: object) -> int:
         """The number of an object, the same as long as it lives."""
         key = id(thing)
         known = self._numbers.get(key)
@@ -69,16 +69,16 @@ class Private:
         return number
 
 
-def _held(thing: Any) -> Any:
+def _held(thing: object) -> object:
     return thing() if isinstance(thing, weakref.ReferenceType) else thing
 
 
-def follow(thing: Any, number: int, watch: Watch, places: Container[int]) -> bool:
+def follow(thing: object, number: int, watch: Watch, places: Container[int]) -> bool:
     """Hold all that can be reached from an object; whether that is all it depends on.
 
     It ends at libraries, and at the modules in `places`, which are held anyhow.
     """
-    left, seen = [thing], dict[int, Any]()
+    left, seen = [thing], dict[int, object]()
     while left:
         value = left.pop()
         if id(value) in seen or id(value) in places:
@@ -94,7 +94,7 @@ def follow(thing: Any, number: int, watch: Watch, places: Container[int]) -> boo
     return True
 
 
-def _is_settled(value: Any) -> bool:
+def _is_settled(value: object) -> bool:
     """Whether a value has nothing in it that could change."""
     if isinstance(value, type):
         return is_library_type(value)
@@ -134,7 +134,7 @@ def _parts(value: Any, number: int, watch: Watch) -> list[Any] | None:
     return bound if bound is not None else _contents(value, number, watch)
 
 
-def _bound(value: Any) -> list[Any] | None:
+def _bound(value: object) -> list[object] | None:
     """What stands behind something that is called or looked up."""
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
@@ -147,8 +147,8 @@ def _bound(value: Any) -> list[Any] | None:
     return None
 
 
-def _contents(value: Any, number: int, watch: Watch) -> list[Any] | None:
-    parts: list[Any] | None = None
+def _contents(value: object, number: int, watch: Watch) -> list[object] | None:
+    parts: list[object] | None = None
     if isinstance(value, dict):
         watch.home(value, number)
         parts = [*value.values()]
@@ -165,7 +165,7 @@ def _contents(value: Any, number: int, watch: Watch) -> list[Any] | None:
     return parts
 
 
-def slots_of(value: Any) -> Record:
+def slots_of(value: object) -> Record:
     """What an object holds under names that its class gives a place of their own."""
     homes = [vars(base) for base in type(value).__mro__ if not is_library_type(base)]
     names = [n for home in homes for n, m in home.items() if type(m) is MemberDescriptorType]

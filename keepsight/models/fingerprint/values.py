@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dis
 from types import FunctionType, ModuleType
-from typing import Any
 
 from keepsight.models.fingerprint.evidence import Proof, Unproven, array_like, is_plain
 from keepsight.models.fingerprint.functions import is_library_type
@@ -45,16 +44,16 @@ class Values:
 
     def __init__(self, function: FunctionType, hooked: bool) -> None:
         self.proof = Proof(function)
-        self._objects: dict[int, Any] = {}
+        self._objects: dict[int, object] = {}
         self._hooked = hooked  # what is handed over second is then a tuple
 
-    def _known(self, thing: Any) -> Kind:
+    def _known(self, thing: object) -> Kind:
         if thing is None:
             return NOTHING
         self._objects[id(thing)] = thing
         return Known(id(thing))
 
-    def _own(self, kind: Kind) -> Any:
+    def _own(self, kind: Kind) -> object:
         """The object behind a kind, if the function brings it along."""
         return self._objects[kind.number] if isinstance(kind, Known) else None
 
@@ -87,7 +86,7 @@ class Values:
     def _is_part(self, kind: Kind) -> bool:
         return kind in (PART, ("argument", 0), ("rest", 0))
 
-    def _lies_in(self, own: Any, name: str) -> Any:
+    def _lies_in(self, own: object, name: str) -> object:
         """A value that lies in an object: a property, or a class with its own way, is code."""
         if type(own) is ModuleType:
             return self.proof.read(vars(own), name)
@@ -111,7 +110,7 @@ class Values:
             return FRESH if name in ("keys", "values", "items") else SEEN
         raise Unproven
 
-    def _written(self, own: Any, values: list[Kind]) -> None:
+    def _written(self, own: object, values: list[Kind]) -> None:
         self.proof.changed[id(own)] = own
         if not all(map(self._is_own, values)):
             self.proof.keeps[id(own)] = own
@@ -125,7 +124,7 @@ class Values:
             or (self._hooked and kind == ("argument", 1))
         )
 
-    def _own_method(self, name: str, own: Any, given: list[Kind]) -> Kind:
+    def _own_method(self, name: str, own: object, given: list[Kind]) -> Kind:
         if name in WRITES:
             if isinstance(own, set) and not all(map(self._is_own, given)):
                 raise Unproven  # it would be asked for its hash, and whether it is equal
@@ -137,7 +136,7 @@ class Values:
             self.proof.changed[id(own)] = own
         return OWN if self.proof.number_in(own) else STRANGE
 
-    def _built_in(self, thing: Any, given: list[Kind]) -> Kind:
+    def _built_in(self, thing: object, given: list[Kind]) -> Kind:
         if thing is id:
             return OWN
         if thing is type and len(given) == 1:
@@ -181,7 +180,7 @@ class Values:
     def _push(self, kind: Kind) -> None:
         self._stack.append(kind)
 
-    def _constant(self, value: Any) -> Kind:
+    def _constant(self, value: object) -> Kind:
         return NOTHING if value is None else OWN
 
     def _load_const(self, step: dis.Instruction) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FunctionType
 from typing import Any
@@ -25,7 +25,7 @@ _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: object, other: object) -> bool:
     """Whether two values are one object, or plain ones that read the same."""
     if one is other:
         return True
@@ -37,17 +37,17 @@ def same(one: Any, other: Any) -> bool:
 class _Home:
     """A dict as it was: all of it but some names, or only some names of it."""
 
-    home: dict[Any, Any]
+    home: dict[Any, object]
     owners: set[Owner]
     ignored: frozenset[str]
     quiet: frozenset[str]  # names whose change is a change, but none of any weight
     only: frozenset[str] | None
-    copy: dict[Any, Any] = field(default_factory=dict)
+    copy: dict[Any, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.copy = self._now()
 
-    def _now(self) -> dict[Any, Any]:
+    def _now(self) -> dict[Any, object]:
         if self.only is None:
             return dict(self.home)
         return {name: self.home[name] for name in self.only if name in self.home}
@@ -77,7 +77,7 @@ class Stamp:
         """Whether the tensor is as it was."""
         return self._look(tensor) == self._state
 
-    def _look(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def _look(self, tensor: torch.Tensor) -> tuple[object, ...]:
         version = None if tensor.is_inference() else tensor._version
         where = (_address(tensor), version, tensor.shape, _strides(tensor), tensor.dtype)
         before = self._state[:-1] if hasattr(self, "_state") else where
@@ -91,18 +91,18 @@ class Watch:
     def __init__(self, quick: bool = True) -> None:
         self._quick = quick
         self._homes: dict[tuple[int, frozenset[str] | None], _Home] = {}
-        self._things: dict[int, tuple[Any, type, dict[Any, Any], set[Owner]]] = {}
-        self._lists: dict[int, tuple[Any, list[Any], set[Owner]]] = {}
-        self._others: list[tuple[Callable[[], Sequence[Any]], Sequence[Any], Owner]] = []
+        self._things: dict[int, tuple[object, type, dict[Any, object], set[Owner]]] = {}
+        self._lists: dict[int, tuple[Collection[object], list[object], set[Owner]]] = {}
+        self._others: list[tuple[Callable[[], Sequence[object]], Sequence[object], Owner]] = []
         self._tensors: dict[int, tuple[torch.Tensor, Stamp, set[Owner]]] = {}
-        self._functions: dict[int, tuple[FunctionType, list[Any], set[Owner]]] = {}
-        self._kept: list[Any] = []
+        self._functions: dict[int, tuple[FunctionType, list[object], set[Owner]]] = {}
+        self._kept: list[object] = []
 
     # -- collecting ------------------------------------------------------------------------------
 
     def home(
         self,
-        home: dict[Any, Any],
+        home: dict[Any, object],
         owner: Owner,
         ignored: frozenset[str] = frozenset(),
         only: frozenset[str] | None = None,
@@ -128,11 +128,11 @@ class Watch:
         known[-1].add(owner)
         self.home(home, owner, ignored, quiet=quiet)
 
-    def sequence(self, values: Any, owner: Owner) -> None:
+    def sequence(self, values: Collection[object], owner: Owner) -> None:
         """Hold a list, a set or a deque."""
         self._lists.setdefault(id(values), (values, list(values), set()))[-1].add(owner)
 
-    def reading(self, read: Callable[[], Sequence[Any]], owner: Owner) -> None:
+    def reading(self, read: Callable[[], Sequence[object]], owner: Owner) -> None:
         """Hold whatever a function gives, compared object by object."""
         self._others.append((read, read(), owner))
 
@@ -150,7 +150,7 @@ class Watch:
             known = self._functions[id(function)] = (function, exchangeable(function), set())
         known[-1].add(owner)
 
-    def keep(self, thing: Any) -> None:
+    def keep(self, thing: object) -> None:
         """Hold something that cannot change, so that nothing else stands at its address."""
         self._kept.append(thing)
 
@@ -250,18 +250,18 @@ class Watch:
         return ((tensor, stamp) for tensor, stamp, _ in self._tensors.values())
 
 
-def exchangeable(function: FunctionType) -> list[Any]:
+def exchangeable(function: FunctionType) -> list[object]:
     """What may be exchanged in a function: its code, its defaults, what its cells hold."""
     given = (function.__code__, function.__defaults__, function.__kwdefaults__)
     return [*given, *closure(function)]
 
 
-def closure(function: FunctionType) -> list[Any]:
+def closure(function: FunctionType) -> list[object]:
     """What the cells of a function hold; empty ones are left out."""
     return [held for cell in function.__closure__ or () for held in _inside(cell)]
 
 
-def _inside(cell: CellType) -> list[Any]:
+def _inside(cell: CellType) -> list[object]:
     try:
         return [cell.cell_contents]
     except ValueError:
