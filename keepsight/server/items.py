@@ -11,46 +11,18 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from keepsight.server.parts import (
+    BareImagePart,
     Id,
     Name,
     PicturePart,
-    Place,
     RefusalPart,
     Text,
-    VideoPlace,
+    TextPart,
+    VideoPart,
     Where,
     kind_of,
 )
 from keepsight.server.unused import Open
-
-
-class InputText(Open):
-    """Text from the user's side."""
-
-    type: Literal["input_text", "text"]
-    text: Text
-    cache_control: JsonValue = None
-
-
-class OutputText(Open):
-    """Text of an earlier answer."""
-
-    type: Literal["output_text"]
-    text: Text
-    annotations: JsonValue = None
-    logprobs: JsonValue = None
-
-    def echoes(self) -> bool:
-        """It comes back as its client has it."""
-        return True
-
-
-class InputImage(PicturePart):
-    """A picture by URL, data URI or the id of an uploaded file."""
-
-    type: Literal["input_image"]
-    image_url: Place | None = None
-    file_id: Name | None = None
 
 
 class InputFile(PicturePart):
@@ -63,16 +35,8 @@ class InputFile(PicturePart):
     filename: Annotated[str, Field(max_length=1024)] | None = None
 
 
-class InputVideo(Open):
-    """A video, where the model takes videos."""
-
-    type: Literal["input_video"]
-    video_url: VideoPlace
-
-
 Part = Annotated[
-    InputText | OutputText | InputImage | InputFile | InputVideo | RefusalPart,
-    Discriminator("type"),
+    TextPart | RefusalPart | BareImagePart | VideoPart | InputFile, Discriminator("type")
 ]
 Content = Annotated[
     Annotated[Text, Tag("as text")] | Annotated[list[Part], Tag("as parts")], Discriminator(kind_of)

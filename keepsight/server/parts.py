@@ -37,6 +37,10 @@ class TextPart(Open):
     text: Text
     cache_control: JsonValue = None
 
+    def echoes(self) -> bool:
+        """Text of an earlier answer comes back as its client has it."""
+        return self.type == "output_text"
+
 
 class RefusalPart(Open):
     """What an earlier answer refused; it is text to the model."""
@@ -158,7 +162,7 @@ VideoPlace = Annotated[
 class VideoPart(Open):
     """A video, where the model takes videos."""
 
-    type: Literal["video_url", "video"]
+    type: Literal["video_url", "video", "input_video"]
     video_url: VideoPlace | None = None
     video: VideoPlace | None = None
     url: Where | None = None

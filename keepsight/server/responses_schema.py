@@ -15,11 +15,9 @@ from keepsight.server import parts, schema
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.items import (
     CallItem,
-    InputText,
-    InputVideo,
+    InputFile,
     Item,
     MessageItem,
-    OutputText,
     Part,
     ResultItem,
     ThoughtItem,
@@ -274,20 +272,15 @@ def _parts(given: Sequence[Part]) -> list[parts.Part]:
 
 
 def _part(part: Part) -> parts.Part:
-    if isinstance(part, InputText | OutputText):
-        mark = getattr(part, "cache_control", None)
-        return parts.TextPart(type="text", text=part.text, cache_control=mark)
-    if isinstance(part, parts.RefusalPart):
+    """A part as the chat API has it; only files are written in another way there."""
+    if not isinstance(part, InputFile):
         return part
-    if isinstance(part, InputVideo):
-        return parts.VideoPart(type="video_url", video_url=part.video_url)
-    names = ("image_url", "file_url", "file_id", "file_data")
-    given = [name for name in names if getattr(part, name, None) is not None]
+    names = ("file_url", "file_id", "file_data")
+    given = [name for name in names if getattr(part, name) is not None]
     if len(given) != 1:
         raise invalid("input", f"a part of type {part.type} needs one of {', '.join(names)}")
-    value = getattr(part, given[0])
     same = {name: getattr(part, name) for name in parts.PicturePart.model_fields}
-    if given[0] in ("image_url", "file_url"):
-        return parts.ImagePart(type="image_url", image_url=value, **same)
-    handle = parts.FileHandle(**{given[0]: value})
+    if part.file_url is not None:
+        return parts.ImagePart(type="image_url", image_url=part.file_url, **same)
+    handle = parts.FileHandle(file_id=part.file_id, file_data=part.file_data)
     return parts.FilePart(type="file", file=handle, **same)
