@@ -104,6 +104,7 @@ class Runtime:
         self._quantised = Quantised(model)
         self._quantised.check()
         self._read_at: tuple[str, ...] | None = None  # what the model was when it was last read
+        self._made_of: tuple[tuple[object, ...], str] = ((), "")  # as last seen, and its digest
         self.made_under: dict[str, Made] = {}  # by namespace, to say why a path is not here
 
     def fresh(self, family: Family | None = None, prefixes: PrefixCache | None = None) -> Runtime:
@@ -259,7 +260,7 @@ class Runtime:
         provenance, shared = self._provenance(now), not weights.vision_is_private
         self.vision_of(tenant).bind(weights.vision, weights.settings, provenance, shared)
         self._visions.move_to_end(tenant)
-        making = digests.digest("making", weights.all, weights.config, weights.code, now)
+        making = self._making(now)
         self.engine.bind(making)
         namespace = digests.digest(
             "namespace",
@@ -276,6 +277,13 @@ class Runtime:
             for empty in self.tree.drop_empty(namespace):
                 self.made_under.pop(empty, None)
         return namespace
+
+    def _making(self, now: Record) -> str:
+        """The digest of the model and its circumstances, made anew only where they are others."""
+        seen = (self.weights.all, self.weights.config, self.weights.code, now)
+        if seen != self._made_of[0]:
+            self._made_of = (seen, digests.digest("making", *seen))
+        return self._made_of[1]
 
     def _read_again(self) -> None:
         """The model is not what it was. Whatever was read off it is read again, as for a model that
@@ -301,7 +309,7 @@ class Runtime:
     def _now(self) -> Record:
         """The circumstances of this moment, in this thread."""
         now = circumstances(self.model, self.weights.dtype)
-        return {**now, "compiled": self._compiled.look()}
+        return {**now, "compiled": dict(self._compiled.look())}
 
     def circumstances(self) -> Record:
         """All that a snapshot depends on beside weights and input, as plain data for a file."""

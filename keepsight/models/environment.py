@@ -36,7 +36,7 @@ def circumstances(model: PreTrainedModel, dtype: str) -> Record:
         "device": _device_class(device),
         "dtype": dtype,
         **functions,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a version of torch's own kind is slow to compare
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "switches": switches(device.type, sorted(chosen)),
