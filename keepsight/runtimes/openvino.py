@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from torch import Tensor
 
 from keepsight.errors import ModelError
 from keepsight.runtimes import imports
-
-if TYPE_CHECKING:
-    from openvino import Core
 
 # float32 throughout: on processors that have it the runtime would take bfloat16, would keep keys
 # and values in 8 bits and quantise activations.
@@ -34,7 +31,7 @@ _SETTINGS = {
 
 
 @functools.cache
-def core() -> Core:
+def core() -> Any:
     """One for the process, never let go: with the last of them the runtime unloads code that its
     own threads may still be in, and the process dies some time later."""
     return imports.openvino().Core()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from keepsight.errors import MissingExtra
 from keepsight.export.graphs.parts import Decoder, GraphPart, Sample
 from keepsight.runtimes import imports
 from keepsight.runtimes.openvino import core
-
-if TYPE_CHECKING:
-    from openvino import Node
 
 BLOCK = 32  # weights of a row that share a scale, as in ONNX
 
@@ -59,7 +56,7 @@ def quantise_openvino(path: Path) -> None:
     openvino.save_model(graph, str(path), compress_to_fp16=False)
 
 
-def _quantise(product: Node, ops: ModuleType) -> None:
+def _quantise(product: Any, ops: ModuleType) -> None:
     """Weights in whole numbers; `BLOCK` of a row share a scale, or all where that leaves a rest."""
     weights = product.input_value(1).get_node()
     if weights.get_type_name() != "Constant" or weights.data.ndim != 2:
