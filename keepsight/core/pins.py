@@ -130,13 +130,9 @@ def is_known(runtime: Runtime, key: str, tenant: str) -> bool:
     return bool(_features_of(runtime, key, tenant))
 
 
-def pin_image(runtime: Runtime, key: str, pinned: bool, tenant: str) -> bool:
-    """Keep (or no longer keep) the features of an image where they lie; False when nowhere."""
-    return bool(pin_images(runtime, [key], pinned, tenant))
-
-
 def pin_images(runtime: Runtime, keys: list[str], pinned: bool, tenant: str) -> int:
-    """The same of several images, all of them or none; how many features are held."""
+    """Keep (or no longer keep) the features of images where they lie, all of them or none; how many
+    features are held."""
     shelf, store, found = runtime.shelves.packages, runtime.store_of(tenant), 0
     with contextlib.ExitStack() as undo:
         for made in (made for key in keys for made in _features_of(runtime, key, tenant)):

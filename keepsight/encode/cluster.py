@@ -6,7 +6,6 @@ nothing but time, because what it had finished is in the store and the rest is g
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import logging
@@ -21,6 +20,7 @@ from keepsight.encode.results import Encoded
 from keepsight.encode.sources import Piece, items
 from keepsight.errors import InputError, KeepsightError, MissingExtra, StoreError
 from keepsight.kinds import Inputs, Options, Record
+from keepsight.system.optional import optional
 
 _TOGETHER = 32  # files or lines that are given out at once; an archive or a table goes alone
 _SMALL = ("image", "text", "broken")
@@ -111,8 +111,5 @@ def grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _ray() -> ModuleType:
-    try:
-        importlib.import_module("ray.data")
-        return importlib.import_module("ray")
-    except ImportError:
-        raise MissingExtra.named("ray[data]", "ray") from None
+    optional("ray.data", "ray", "ray[data]")
+    return optional("ray", "ray")

@@ -7,7 +7,6 @@ else.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,11 +17,12 @@ from PIL import Image
 
 from keepsight import digests
 from keepsight.encode.items import Item, broken
-from keepsight.errors import ImageError, MissingExtra
+from keepsight.errors import ImageError
 from keepsight.media.clips import MAX_FRAMES, open_clip
 from keepsight.media.pictures import MAX_PIXELS
 from keepsight.media.sources import Source, open_source
 from keepsight.system.lock import FairLock
+from keepsight.system.optional import optional
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000
@@ -32,10 +32,7 @@ _POINTS = 72  # to an inch
 
 
 def pdfium() -> ModuleType:
-    try:
-        return importlib.import_module("pypdfium2")
-    except ImportError:
-        raise MissingExtra.named("pypdfium2", "pdf") from None
+    return optional("pypdfium2", "pdf")
 
 
 class _Document:
@@ -134,16 +131,9 @@ def _page(document: _Document, number: int, place: str, dpi: int) -> Item:
 # -- videos --------------------------------------------------------------------------------------
 
 
-def _av() -> ModuleType:
-    try:
-        return importlib.import_module("av")
-    except ImportError:
-        raise MissingExtra.named("av", "video") from None
-
-
 def clip_items(path: str, place: str) -> Iterator[Item]:
     """A video as one medium, where the family takes videos."""
-    _av()
+    optional("av", "video")
     yield Item(path, place, lambda: _clip(path), modality="video")
 
 
@@ -164,7 +154,7 @@ def _clip(path: str) -> Source:
 
 def frame_items(path: str, place: str, fps: float) -> Iterator[Item]:
     """Frames of a video as images, `fps` of them for each second of it."""
-    _av()
+    optional("av", "video")
     due = 0.0
     try:
         for number, (frame, rate) in enumerate(_frames(path)):
@@ -184,7 +174,7 @@ def _frame(frame: np.ndarray, name: str, place: str) -> Item:
 
 
 def _frames(path: str) -> Iterator[tuple[np.ndarray, float]]:
-    av = _av()
+    av = optional("av", "video")
     try:
         with av.open(path) as container:
             stream = container.streams.video[0]

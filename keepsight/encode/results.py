@@ -36,14 +36,6 @@ class Encoded:
         return {**vars(self), "package": package}
 
 
-class Look(Protocol):
-    """What a thread has found out of an item before its turn."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it holds, beside those of the item."""
-
-
 class Target(Protocol):
     """Where packages go."""
 

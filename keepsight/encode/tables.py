@@ -6,7 +6,6 @@ row it broke at, and what was read before stays good.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 from keepsight.encode.items import Item, broken, of_value
-from keepsight.errors import InputError, MissingExtra
+from keepsight.errors import InputError
+from keepsight.system.optional import optional
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -31,10 +31,7 @@ Reader: TypeAlias = "RecordBatchFileReader | RecordBatchStreamReader"
 
 def arrow() -> ModuleType:
     """pyarrow, or how to get it."""
-    try:
-        return importlib.import_module("pyarrow")
-    except ImportError:
-        raise MissingExtra.named("pyarrow", "data") from None
+    return optional("pyarrow", "data")
 
 
 def parquet_items(path: str, place: str, column: str) -> Iterator[Item]:

@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 
 from keepsight import digests
-from keepsight.errors import ImageError, MissingExtra
+from keepsight.errors import ImageError
 from keepsight.kinds import Clip
 from keepsight.media.sources import Fetched, Source, read_bytes
+from keepsight.system.optional import optional
 
 DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
 MAX_FRAMES = 100_000
@@ -84,10 +85,7 @@ def _frames(clip: object) -> np.ndarray:
 
 
 def _decode_video(data: bytes) -> tuple[np.ndarray, float]:
-    try:
-        import av
-    except ImportError:
-        raise MissingExtra.named("av", "video") from None
+    av = optional("av", "video")
     try:
         with av.open(io.BytesIO(data)) as container:
             stream = container.streams.video[0]
@@ -128,10 +126,7 @@ def _sound(clip: object, fetched: Fetched | None) -> Clip:
 
 
 def _decode_sound(data: bytes) -> tuple[np.ndarray, int]:
-    try:
-        import soundfile
-    except ImportError:
-        raise MissingExtra.named("soundfile", "audio") from None
+    soundfile = optional("soundfile", "audio")
     try:
         info = soundfile.info(io.BytesIO(data))
         if 4 * info.frames * info.channels > MAX_DECODED:

@@ -29,8 +29,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from keepsight.errors import InputError, KeepsightError, MissingExtra, UnknownOption
+from keepsight.errors import InputError, KeepsightError, UnknownOption
 from keepsight.kinds import Options
+from keepsight.system.optional import optional
 from keepsight.system.units import parse_bytes, parse_seconds
 
 _MAX_CONFIG = 1 << 20
@@ -268,10 +269,7 @@ def _parsed(path: Path) -> dict[str, object]:
 
 
 def _yaml(text: str) -> object:
-    try:
-        import yaml  # optional: only for a file in YAML
-    except ImportError:
-        raise MissingExtra.named("pyyaml", "server") from None
+    yaml = optional("yaml", "server", "pyyaml")
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 
-from keepsight.errors import ImageError, MissingExtra
+from keepsight.errors import ImageError
 from keepsight.media.clips import MAX_FRAMES
 from keepsight.server.errors import ApiError
+from keepsight.system.optional import optional
 
 _VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
 
@@ -23,10 +24,7 @@ def is_video(data: bytes) -> bool:
 
 def check_video(data: bytes, most: int) -> None:
     """Refuse a video whose frames would take more than `most` bytes."""
-    try:
-        import av
-    except ImportError:
-        raise MissingExtra.named("av", "video") from None
+    av = optional("av", "video")
     try:
         with av.open(io.BytesIO(data)) as container:
             stream = container.streams.video[0]
@@ -43,10 +41,7 @@ def check_video(data: bytes, most: int) -> None:
 
 def check_sound(data: bytes, most: int) -> None:
     """Refuse a sound whose samples would take more than `most` bytes."""
-    try:
-        import soundfile
-    except ImportError:
-        raise MissingExtra.named("soundfile", "audio") from None
+    soundfile = optional("soundfile", "audio")
     try:
         info = soundfile.info(io.BytesIO(data))
     except (RuntimeError, ValueError) as error:

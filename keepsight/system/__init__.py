@@ -1,1 +1,1 @@
-"""Locks, forks, devices, units, and the end of the process. May import errors."""
+"""Locks, forks, devices, units, optional libraries, the end of the process. May import errors."""

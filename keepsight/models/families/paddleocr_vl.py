@@ -7,19 +7,21 @@ is, Qwen and GLM keep on the tower; these keep it in the vision settings, or bes
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from keepsight.errors import InputError
-from keepsight.models.families.base import Family
+from keepsight.models.families.cast import Cast
 from keepsight.models.families.pixels import Pixels
 
 
-class PaddleOcrVL(Family):
-    """The vision settings say how many patches become one token."""
+class PaddleOcrVL(Cast):
+    """The vision settings say how many patches become one token.
+
+    Most of these models cast pixels to the tower's dtype themselves, and Kimi's expects it done.
+    """
 
     def merge_size(self) -> int:
         vision = self.model.config.vision_config
@@ -28,14 +30,6 @@ class PaddleOcrVL(Family):
 
     def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:
         raise InputError("pixel_values came without image_grid_thw")
-
-    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        # Most models cast pixels to the tower's dtype themselves, and Kimi's expects it done.
-        tensors = {
-            name: tensor.to(self.model.dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in pixels.tensors.items()
-        }
-        return super().encode(dataclasses.replace(pixels, tensors=tensors))
 
 
 class VideoLlama3(PaddleOcrVL):
