@@ -177,6 +177,50 @@ class Opaque(torch.Tensor):
         return super().__torch_function__(function, types, arguments, options or {})
 
 
+class Around(torch.Tensor):
+    """Whole numbers and a scale in a tensor that has no storage of its own, as torchao and quanto
+    keep weights in few bits."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values_in_few_bits, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values_in_few_bits", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(arguments[0].values_in_few_bits, arguments[0].scale)
+
+        def plain(x: Any) -> Any:
+            return x.values_in_few_bits * x.scale if isinstance(x, cls) else x
+
+        return function(*map(plain, arguments), **(options or {}))
+
+
+def test_weights_around_other_tensors_are_taken(parts: tuple[Any, Any]) -> None:
+    model, processor = parts
+    for layer in (model.get_decoder().layers[1].self_attn.q_proj, model.base_model.visual.merger):
+        layer = getattr(layer, "linear_fc1", layer)
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        around = Around((layer.weight.detach() / scale).round().to(torch.int8), scale)
+        layer.weight = torch.nn.Parameter(around, requires_grad=False)
+    assert isinstance(around, Around)
+    with ks.wrap(model, processor, grain=16) as vlm:
+        for messages in (FIRST, SECOND, OTHER, FIRST, SECOND):
+            assert torch.equal(logits(vlm, messages), cold(vlm, messages))
+        first = logits(vlm, FIRST)
+        layer.weight.scale.mul_(1.5)  # a change inside is one of the weight
+        assert not torch.equal(logits(vlm, FIRST), first)
+        assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
+
+
 def test_weights_that_cannot_be_read_are_refused_by_name(parts: tuple[Any, Any]) -> None:
     model, processor = parts
     layer = model.get_decoder().layers[1].self_attn.q_proj

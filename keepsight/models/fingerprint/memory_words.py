@@ -303,12 +303,13 @@ def can_be_read(tensor: torch.Tensor) -> bool:
         return False
     try:
         impl, storage = tensor._cdata, tensor.untyped_storage()
+        start = storage.data_ptr()  # a wrapper around other tensors has none
     except (RuntimeError, NotImplementedError):
         return False
     if _word(id(tensor) + where.impl) != impl or _word(impl + where.storage) != storage._cdata:
         return False
     counter = _word(impl + where.counter)
-    if not counter or _word(storage._cdata + where.data) != storage.data_ptr():
+    if not counter or _word(storage._cdata + where.data) != start:
         return False
     return _word(counter + where.version) & 0xFFFFFFFF == tensor._version
 
