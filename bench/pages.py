@@ -30,7 +30,7 @@ from rich.table import Table
 import keepsight
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
-from keepsight.bench.contestants import Answer, Keepsight, Limit, Stock, agreement, now
+from keepsight.bench.contestants import Answer, Keepsight, Limit, StockContestant, agreement, now
 from keepsight.bench.measure import TOKENS, quiet_heap
 from keepsight.bench.workloads import Pictures, user, words
 from keepsight.kinds import Message
@@ -150,7 +150,7 @@ def _meet(
     ways: dict[str, Any] = {
         "disk": Keepsight(forgetful),
         "memory": Keepsight(remembering),
-        "stock": Stock(forgetful.model, forgetful.runtime.needed_processor()),
+        "stock": StockContestant(forgetful.model, forgetful.runtime.needed_processor()),
         "limit": Limit(forgetful),
     }
     ready = _features(remembering, shelf)

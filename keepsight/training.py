@@ -56,7 +56,7 @@ _NOT_SHOWN = {
 
 
 @dataclass(frozen=True)
-class Place:
+class PackageLocation:
     """Where the package of one medium lies: in a file, in the store, or at hand."""
 
     identity: str
@@ -71,7 +71,7 @@ class Example:
 
     ids: np.ndarray
     answer: int  # where the answer begins; it goes on to the end
-    places: tuple[Place, ...]
+    places: tuple[PackageLocation, ...]
     inputs: dict[str, torch.Tensor]  # what forward takes beside ids and features
 
 
@@ -126,7 +126,7 @@ class PackageDataset(Dataset[Loaded]):
         _check_family(vlm.runtime.family)
         self._address = (None if store is None else os.fspath(store), tenant)
         self._opened: Store | None = None
-        layout = _Layout(vlm, Shelf.of(packages), self._store(), template_kwargs or {})
+        layout = _Layout(vlm, PackageIndex.of(packages), self._store(), template_kwargs or {})
         with vlm.runtime.lock:
             vlm.runtime.refresh()
             self._examples = [layout.example(i, record) for i, record in enumerate(records)]
@@ -149,7 +149,7 @@ class PackageDataset(Dataset[Loaded]):
         """Tokens of each example, for samplers that group by length."""
         return [len(example.ids) for example in self._examples]
 
-    def _package(self, place: Place) -> Package:
+    def _package(self, place: PackageLocation) -> Package:
         if place.package is not None:
             return place.package
         if place.path is not None:
@@ -185,7 +185,7 @@ class PackageDataset(Dataset[Loaded]):
 
 
 @dataclass
-class Shelf:
+class PackageIndex:
     """The packages in a folder, by what they say of themselves; their headers are read, no more."""
 
     by_identity: dict[str, Path] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class Shelf:
     records: dict[Path, Record] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: str | os.PathLike[str] | None) -> Shelf:
+    def of(cls, folder: str | os.PathLike[str] | None) -> PackageIndex:
         """All sound `.sight` files in and below a folder."""
         shelf = cls()
         if folder is None:
@@ -228,10 +228,12 @@ class Shelf:
 class _Layout:
     """Records to examples; the only place that asks anything of the model."""
 
-    def __init__(self, vlm: VLM, shelf: Shelf, store: Store | None, template: Options) -> None:
+    def __init__(
+        self, vlm: VLM, shelf: PackageIndex, store: Store | None, template: Options
+    ) -> None:
         self._vlm, self._shelf, self._store, self._template = vlm, shelf, store, template
         self._family, self._vision = vlm.runtime.family, vlm.runtime.vision
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, PackageLocation] = {}
         self._fits: set[str] = set()  # kinds of making that were compared with the model
 
     def example(self, number: int, record: Labelled) -> Example:
@@ -275,7 +277,7 @@ class _Layout:
         """The medium, noting where its package lies if that is known already."""
         if isinstance(image, Package):
             medium = self._vision.name(image, modality)
-            self._places[id(medium)] = Place(medium.identity, package=image)
+            self._places[id(medium)] = PackageLocation(medium.identity, package=image)
             return medium
         path = self._file_of(image, modality)
         return self._vision.name(image, modality) if path is None else self._of_file(path, modality)
@@ -302,10 +304,10 @@ class _Layout:
         made = feature_id(what, record["provenance"])
         layout, about = tuple(record["layout"]), (record["source"], _unread, modality)
         medium = Medium(record["key"], what, made, record["grid"], layout, *about)
-        self._places[id(medium)] = Place(what, path=str(path.absolute()))
+        self._places[id(medium)] = PackageLocation(what, path=str(path.absolute()))
         return medium
 
-    def _place(self, medium: Medium, number: int) -> Place:
+    def _place(self, medium: Medium, number: int) -> PackageLocation:
         if medium.modality == "audio":
             raise UnsupportedInput(
                 f"record {number} has sound, which no test has shown in training"
@@ -315,15 +317,15 @@ class _Layout:
         if known is not None:
             return known
         if path is not None:
-            return Place(medium.identity, path=str(path.absolute()))
+            return PackageLocation(medium.identity, path=str(path.absolute()))
         if self._store is not None and self._store.has("package", medium.feature_id):
-            return Place(medium.identity, feature_id=medium.feature_id)
+            return PackageLocation(medium.identity, feature_id=medium.feature_id)
         if self._vision.where(medium) == "tower":
             raise InputError(
                 f"record {number}: its {medium.modality} {medium.key[:12]}… has no package; make "
                 "all packages first, with keepsight encode or vlm.encode"
             )
-        return Place(medium.identity, package=self._vision.package(medium)[0])
+        return PackageLocation(medium.identity, package=self._vision.package(medium)[0])
 
 
 def _unread() -> NoReturn:

@@ -23,7 +23,7 @@ from keepsight.core.pins import delete, foresee, pin
 from keepsight.core.probe import settle, try_again
 from keepsight.core.render import Renderer, user_message
 from keepsight.core.runtime import Runtime
-from keepsight.core.settings import Settings, chosen_store, tenant_name
+from keepsight.core.settings import RuntimeSettings, chosen_store, tenant_name
 from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.verify import Verification, verify
 from keepsight.errors import ModelError, UnknownOption, UnsupportedInput
@@ -130,7 +130,7 @@ class VLM:
         self.model, self.processor = model, family.processor(processor)
         processor = self.processor
         _check_processor(processor, family.answers)
-        chosen = Settings(image_options=tuple((image_options or {}).items()), **settings)
+        chosen = RuntimeSettings(image_options=tuple((image_options or {}).items()), **settings)
         chosen.check()
         kept = chosen_store(store, store_budget, remote, chosen.tenant_quota)
         weights = Weights(model, family)

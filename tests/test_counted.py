@@ -20,11 +20,11 @@ from PIL import Image
 import keepsight as ks
 from keepsight.errors import ImageError, MediaChanged
 from keepsight.formats.package import storage_bytes
-from keepsight.media.caches import Shelves
+from keepsight.media.caches import MediaCaches
 from keepsight.media.downloads import Downloads
 from keepsight.server.served_model import ServedModel
 from keepsight.store import SharedMemoryCache, sizes
-from keepsight.store.tally import Tally
+from keepsight.store.tally import StoreCounters
 from keepsight.system.accounts import under_salt
 
 
@@ -197,7 +197,7 @@ def test_a_url_that_cannot_be_fetched_leaves_nothing(small: Any) -> None:
 
 
 def test_endless_urls_are_fetched_and_not_remembered() -> None:
-    shelves = Shelves.of(1 << 20)
+    shelves = MediaCaches.of(1 << 20)
     downloads = Downloads(shelves.downloads, shelves.urls, fetch=lambda url: noise(1))
     url = "http://127.0.0.1/" + "x" * 10_000
     assert downloads.get(url) == noise(1) and downloads.source(url).decode().size == (140, 140)
@@ -205,7 +205,7 @@ def test_endless_urls_are_fetched_and_not_remembered() -> None:
 
 
 def test_what_urls_gave_expires() -> None:
-    shelves = Shelves.of(1 << 20, ttl=100.0)
+    shelves = MediaCaches.of(1 << 20, ttl=100.0)
     downloads = Downloads(shelves.downloads, shelves.urls, fetch=lambda url: noise(1))
     downloads.source("http://127.0.0.1/1")
     for shared in (shelves.downloads, shelves.urls):
@@ -265,7 +265,7 @@ def test_template_options_are_remembered_by_their_digest(demo: Any) -> None:
 
 def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes.trim, "__defaults__", (10,))
-    tally = Tally()
+    tally = StoreCounters()
     for number in range(100):
         tally.count(f"tenant {number}", "hits")
         tally.count("", "hits")

@@ -23,7 +23,7 @@ import keepsight as ks
 from keepsight.cli.app import app
 from keepsight.cli.terminal import age_text, bytes_text, plain, share_bar, thumbnail
 from keepsight.cli.tour_stage import Stage, scenes_of, script
-from keepsight.cli.tour_stock import Heard, Stock, answer, judge, question
+from keepsight.cli.tour_stock import Heard, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene, difference
 
 SEED = 4
@@ -46,10 +46,10 @@ def toured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 @pytest.fixture
-def stock(demo_parts: dict[str, Any]) -> Iterator[Stock]:
+def stock(demo_parts: dict[str, Any]) -> Iterator[StockSession]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Stock(*demo_parts["demo"])
+    yield StockSession(*demo_parts["demo"])
     torch.set_num_threads(before)
 
 
@@ -151,7 +151,7 @@ def test_the_truth_is_that_of_the_scenes() -> None:
 
 
 def test_attempts_show_what_really_comes(
-    stock: Stock, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+    stock: StockSession, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = [question("Describe the picture.", pictures[:1])]
     said = answer(stock.answer(stock.inputs(first)).text)
@@ -170,7 +170,9 @@ def test_attempts_show_what_really_comes(
     assert not any(outcome.right for outcome in outcomes)
 
 
-def test_a_cache_that_upstream_handles_is_called_right(stock: Stock, pictures: list[Path]) -> None:
+def test_a_cache_that_upstream_handles_is_called_right(
+    stock: StockSession, pictures: list[Path]
+) -> None:
     """The control: without another conversation in between, stock's text follow-up is exact."""
     first = [question("Describe the picture.", pictures[:1])]
     said = answer(stock.answer(stock.inputs(first)).text)
@@ -181,7 +183,7 @@ def test_a_cache_that_upstream_handles_is_called_right(stock: Stock, pictures: l
 
 
 def test_a_cache_of_something_else_is_not_held_against_stock(
-    stock: Stock, pictures: list[Path]
+    stock: StockSession, pictures: list[Path]
 ) -> None:
     first = [question("Describe the picture.", pictures[:1])]
     third = [*first, answer("Something it never said."), question("Where is it?")]

@@ -158,7 +158,7 @@ def test_progress_tells_rates_and_the_time_left(
     clock = iter(range(0, 1000, 4))
     monkeypatch.setattr(progress.time, "perf_counter", lambda: float(next(clock)))
     out = io.StringIO()
-    tally = progress.Tally(total=20)
+    tally = progress.EncodeCounts(total=20)
     assert len(list(progress.shown(results(5), tally, Console(file=out), as_json))) == 6
     first = out.getvalue().splitlines()[0]
     if as_json:
@@ -175,7 +175,7 @@ def test_progress_tells_rates_and_the_time_left(
 def test_a_bar_is_shown_on_a_terminal() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
-    tally = progress.Tally()
+    tally = progress.EncodeCounts()
     list(progress.shown(results(3), tally, console))
     assert "images/s" in out.getvalue() and "3.0 MiB" in out.getvalue()
     assert tally.left() is None and tally.to_dict()["total"] is None
@@ -186,7 +186,7 @@ def test_a_list_without_end_is_not_told_in_full(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_MOST_TOLD", 2)
-    tally = progress.Tally()
+    tally = progress.EncodeCounts()
     for number in range(5):
         tally.add(Encoded(f"{number}.png", "broken", error="torn"))
     encode._tell(tally, encode.Asked(["x"], "store"))

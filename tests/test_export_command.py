@@ -287,10 +287,10 @@ def test_kill_9_leaves_no_folder_that_loads_and_the_next_export_removes_it(tmp_p
     assert (left / "export" / "keepsight.json").exists(), "killed too late or too early"
     with pytest.raises(DamagedFile, match="before it was compared"):
         ks.load(left / "export")
-    there = target.Target(tmp_path / "out")
+    there = target.ExportFolder(tmp_path / "out")
     with there.scratch() as folder:
         assert not left.exists()
-        with target.Target(tmp_path / "out").scratch():
+        with target.ExportFolder(tmp_path / "out").scratch():
             assert folder.exists(), "somebody is at work there"
     assert not list(tmp_path.iterdir())
 

@@ -192,6 +192,16 @@ def test_what_is_never_written(path: Path) -> None:
     assert not re.search(r"\b(TODO|FIXME|XXX)\b", path.read_text(encoding="utf-8"))
 
 
+def test_a_class_name_stands_for_one_thing() -> None:
+    homes: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, set()).add(shown(path))
+    twice = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
+    assert not twice, f"class names in several modules: {twice}"
+
+
 # -- the public face ---------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from keepsight.formats import tensorfile
 from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
 from keepsight.store import index as book_module
 from keepsight.store.catalogue import NAME, WRITING, Catalogue
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 from keepsight.testing.stores import KEYS
 
 
@@ -159,7 +159,7 @@ def test_rows_of_writers_that_died_are_settled_by_the_next(tmp_path: Path, opene
     with Catalogue(tmp_path / NAME) as book:
         announced = Entry("package", KEYS[0], 0, time.time()), Entry("package", KEYS[5], 0, 1.0)
         book.put(announced, WRITING)
-        book.mark([Place("", "package", KEYS[1])], 2)
+        book.mark([EntryName("", "package", KEYS[1])], 2)
     book.close()
     store = opened(tmp_path)
     assert {e.key: e.nbytes for e in store.entries() if e.kind == "package"} == {
@@ -516,8 +516,8 @@ def test_repair_makes_files_and_book_agree(tmp_path: Path, opened: Any) -> None:
     for kind, key in (("package", KEYS[0]), ("snapshot", KEYS[4])):  # a row and a file less
         next(tmp_path.glob(f"{kind}/*/{key}.*")).unlink()
     with Catalogue(tmp_path / NAME) as book:
-        book.drop([Place("", "package", KEYS[1])])
-        book.resize(Place("", "package", KEYS[2]), 7)
+        book.drop([EntryName("", "package", KEYS[1])])
+        book.resize(EntryName("", "package", KEYS[2]), 7)
         book._base.execute("UPDATE total SET bytes = bytes + 5 WHERE kind = 'alias'")
     book.close()
     wrong = store.check()

@@ -18,7 +18,7 @@ from keepsight.core import attention, probe
 from keepsight.errors import UnsupportedModel, UpstreamChanged
 from keepsight.models import tested, upstream
 from keepsight.models.tested import OLDEST_TESTED, TESTED, newer_than_tested
-from keepsight.models.upstream import PRIVATE, Private
+from keepsight.models.upstream import PRIVATE, PrivateApi
 
 HOUSE = Path(ks.__file__).parent
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +103,7 @@ def test_every_row_is_there_today() -> None:
 # -- without them ------------------------------------------------------------------------------
 
 
-def remove(row: Private, monkeypatch: pytest.MonkeyPatch) -> None:
+def remove(row: PrivateApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a thing out of upstream, wherever a class has it anew."""
     home = row._home()
     waiting = [getattr(home, "m", home)]  # torch wraps some of its modules
@@ -115,7 +115,7 @@ def remove(row: Private, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_is_missing_is_named(row: Private, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(row: PrivateApi, monkeypatch: pytest.MonkeyPatch) -> None:
     remove(row, monkeypatch)
     assert row.found() is None
     with pytest.raises(UpstreamChanged) as caught:
@@ -126,14 +126,14 @@ def test_what_is_missing_is_named(row: Private, monkeypatch: pytest.MonkeyPatch)
     assert TESTED[library] in said and "Install that version" in said
 
 
-def miss(rows: list[Private], monkeypatch: pytest.MonkeyPatch) -> None:
+def miss(rows: list[PrivateApi], monkeypatch: pytest.MonkeyPatch) -> None:
     """As if upstream had given these other names."""
-    real = Private.found
+    real = PrivateApi.found
 
-    def found(self: Private, owner: object = None) -> Any:
+    def found(self: PrivateApi, owner: object = None) -> Any:
         return None if self in rows else real(self, owner)
 
-    monkeypatch.setattr(Private, "found", found)
+    monkeypatch.setattr(PrivateApi, "found", found)
 
 
 def test_all_that_can_be_done_without_is_done_without(
@@ -162,7 +162,7 @@ def test_objects_need_what_makes_them_plain(demo: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("row", [row for row in PRIVATE if "settings say" in row.use], ids=str)
 def test_what_an_answer_needs_is_missed_by_name(
-    row: Private, demo_parts: Any, monkeypatch: pytest.MonkeyPatch
+    row: PrivateApi, demo_parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
         with monkeypatch.context() as patch:

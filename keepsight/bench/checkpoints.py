@@ -79,7 +79,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class Architecture:
     """One architecture: its classes in Transformers and how its parts are set up."""
 
     model: str
@@ -173,7 +173,7 @@ def _hybrid_text(size: Size) -> Record:
 
 
 SHAPES = {
-    "qwen3_vl": Shape(
+    "qwen3_vl": Architecture(
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLConfig",
         "Qwen3VLProcessor",
@@ -181,7 +181,7 @@ SHAPES = {
         _qwen3_text,
         _qwen3_vision,
     ),
-    "qwen2_5_vl": Shape(
+    "qwen2_5_vl": Architecture(
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen2_5_VLConfig",
         "Qwen2_5_VLProcessor",
@@ -189,7 +189,7 @@ SHAPES = {
         _qwen2_5_text,
         _qwen2_5_vision,
     ),
-    "qwen3_5": Shape(
+    "qwen3_5": Architecture(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5Config",
         "Qwen3VLProcessor",
@@ -218,7 +218,7 @@ def checkpoint(shape: str, size: str, folder: Path) -> Path:
     return path
 
 
-def _build(shape: Shape, size: Size, folder: Path) -> None:
+def _build(shape: Architecture, size: Size, folder: Path) -> None:
     tokenizer = _tokenizer(size.vocabulary)
     ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(list(SPECIAL)), strict=True))
     config = getattr(transformers, shape.config)(
@@ -286,7 +286,7 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     )
 
 
-def _write_processor(shape: Shape, folder: Path) -> None:
+def _write_processor(shape: Architecture, folder: Path) -> None:
     unit = (2 * shape.patch) ** 2
     clip = shape.patch == 14  # the older towers keep the normalisation of CLIP
     mean = [0.48145466, 0.4578275, 0.40821073] if clip else [0.5] * 3

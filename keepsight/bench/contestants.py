@@ -85,7 +85,7 @@ class _FirstToken(BaseStreamer):
         """Nothing is kept open."""
 
 
-class Stock:
+class StockContestant:
     """Transformers alone, on the whole conversation, from the files on."""
 
     name = "stock"

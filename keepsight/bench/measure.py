@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
-from keepsight.bench.contestants import Answer, Keepsight, Limit, Stock, agreement
+from keepsight.bench.contestants import Answer, Keepsight, Limit, StockContestant, agreement
 from keepsight.bench.workloads import Step, Workload
 from keepsight.kinds import Record
 from keepsight.vlm import VLM
@@ -38,12 +38,12 @@ class Bench:
 
     vlm: VLM
     keepsight: Keepsight = field(init=False)
-    stock: Stock = field(init=False)
+    stock: StockContestant = field(init=False)
     limit: Limit = field(init=False)
 
     def __post_init__(self) -> None:
         self.keepsight = Keepsight(self.vlm)
-        self.stock = Stock(self.vlm.model, self.vlm.runtime.needed_processor())
+        self.stock = StockContestant(self.vlm.model, self.vlm.runtime.needed_processor())
         self.limit = Limit(self.vlm)
 
 
@@ -90,7 +90,7 @@ def quiet_heap() -> Iterator[None]:
 
 def _meet(bench: Bench, step: Step, key: str, shift: int) -> Round:
     bench.limit.prepare(key, step.messages)
-    order: list[Keepsight | Stock | Limit] = [bench.keepsight, bench.stock, bench.limit]
+    order: list[Keepsight | StockContestant | Limit] = [bench.keepsight, bench.stock, bench.limit]
     order = order[shift % 3 :] + order[: shift % 3]
     answers = {}
     for contestant in order:

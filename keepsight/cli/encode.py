@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from keepsight.encode.cluster import Shard
     from keepsight.encode.items import Reading
     from keepsight.encode.results import Encoded
-    from keepsight.encode.sources import Piece
+    from keepsight.encode.sources import SourcePiece
 
 # Packages in memory are of no use to a run that looks at each image once.
 _VISION_BUDGET = "512MiB"
@@ -143,7 +143,7 @@ def run(asked: Asked) -> int:
     found = room.find(asked.sources, asked.column)
     if found.left_out:
         err.print(f"{found.left_out} files of other kinds left out")
-    tally = progress.Tally()
+    tally = progress.EncodeCounts()
     _count_aside(tally, found.pieces, reading, shard)
     with ExitStack() as stack:
         log = _error_log(stack, asked.errors)
@@ -163,7 +163,7 @@ def run(asked: Asked) -> int:
 
 
 def _results(
-    asked: Asked, pieces: Iterable[Piece], reading: Reading, shard: Shard
+    asked: Asked, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
 ) -> Generator[Encoded]:
     from keepsight import encode as room
 
@@ -206,7 +206,7 @@ def _worker(asked: Asked) -> Record:
 
 
 def _count_aside(
-    tally: progress.Tally, pieces: Iterable[Piece], reading: Reading, shard: Shard
+    tally: progress.EncodeCounts, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
 ) -> None:
     """Find out in a thread how many images there are: documents have to be opened for that."""
     from keepsight import encode as room
@@ -233,7 +233,7 @@ def _error_log(stack: ExitStack, path: Path | None) -> IO[str] | None:
         raise InputError(f"--errors {path} cannot be written: {error.strerror}") from None
 
 
-def _tell(tally: progress.Tally, asked: Asked) -> None:
+def _tell(tally: progress.EncodeCounts, asked: Asked) -> None:
     err = console(stderr=True)
     tally.total = tally.done  # whatever was thought before
     if asked.as_json:

@@ -28,7 +28,7 @@ Problem = tuple[str, str, str]  # name, status, reason
 
 
 @dataclass
-class Tally:
+class EncodeCounts:
     """What became of the images so far."""
 
     total: int | None = None  # as soon as somebody knows
@@ -110,7 +110,7 @@ def duration(seconds: float) -> str:
 
 
 def shown(
-    results: Iterable[Encoded], tally: Tally, console: Console, as_json: bool = False
+    results: Iterable[Encoded], tally: EncodeCounts, console: Console, as_json: bool = False
 ) -> Iterator[Encoded]:
     """The results as they come, counted: a bar on a terminal, else a line now and then."""
     tally.started = time.perf_counter()
@@ -120,7 +120,9 @@ def shown(
         yield from _with_lines(results, tally, console, as_json)
 
 
-def _with_bar(results: Iterable[Encoded], tally: Tally, console: Console) -> Iterator[Encoded]:
+def _with_bar(
+    results: Iterable[Encoded], tally: EncodeCounts, console: Console
+) -> Iterator[Encoded]:
     columns = (
         TextColumn("encoding"),
         BarColumn(),
@@ -138,7 +140,7 @@ def _with_bar(results: Iterable[Encoded], tally: Tally, console: Console) -> Ite
 
 
 def _with_lines(
-    results: Iterable[Encoded], tally: Tally, console: Console, as_json: bool
+    results: Iterable[Encoded], tally: EncodeCounts, console: Console, as_json: bool
 ) -> Iterator[Encoded]:
     told = tally.started
     for result in results:

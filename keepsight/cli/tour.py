@@ -27,8 +27,8 @@ from transformers import logging
 import keepsight as ks
 from keepsight.cli import show
 from keepsight.cli.terminal import bytes_text, table
-from keepsight.cli.tour_stage import Ask, Stage, Turn, scenes_of, script, times
-from keepsight.cli.tour_stock import Heard, Outcome, Stock, answer, judge, question
+from keepsight.cli.tour_stage import Ask, Stage, TurnTimes, scenes_of, script, times
+from keepsight.cli.tour_stock import Heard, Outcome, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Message
@@ -53,7 +53,7 @@ def run(console: Console, out: Path, seed: int = 1) -> None:
         stage.draw()
         _opening(stage)
         with ks.load("demo", dtype="float32", store="") as vlm:
-            stock = Stock(vlm.model, vlm.runtime.needed_processor())
+            stock = StockSession(vlm.model, vlm.runtime.needed_processor())
             _conversation(stage, vlm, stock)
             _one_more_picture(stage, vlm, stock)
             _package(stage, vlm)
@@ -87,7 +87,7 @@ def _opening(stage: Stage) -> None:
 # -- act 1 -------------------------------------------------------------------------------------
 
 
-def _conversation(stage: Stage, vlm: VLM, stock: Stock) -> None:
+def _conversation(stage: Stage, vlm: VLM, stock: StockSession) -> None:
     stage.act(
         "1  A conversation over several pictures",
         "Each turn is answered by Keepsight, and by stock Transformers, which looks at all the "
@@ -95,7 +95,7 @@ def _conversation(stage: Stage, vlm: VLM, stock: Stock) -> None:
     )
     asks = script(stage.scenes)
     _warm_up(stage, vlm, stock)
-    runs: list[list[Turn]] = []
+    runs: list[list[TurnTimes]] = []
     for number in range(_RUNS):
         vlm.clear()
         session, turns = vlm.session(), []
@@ -117,7 +117,7 @@ def _conversation(stage: Stage, vlm: VLM, stock: Stock) -> None:
     stage.console.print(Text(why, "dim"))
 
 
-def _warm_up(stage: Stage, vlm: VLM, stock: Stock) -> None:
+def _warm_up(stage: Stage, vlm: VLM, stock: StockSession) -> None:
     """First calls in a process pay for things that have nothing to do with either side."""
     path = stage.out / "pictures" / "warm-up.png"
     Scene(random.Random(0), (112, 112)).draw().save(path)
@@ -127,8 +127,8 @@ def _warm_up(stage: Stage, vlm: VLM, stock: Stock) -> None:
 
 
 def _play(
-    stage: Stage, session: Session, stock: Stock, asks: Sequence[Ask]
-) -> Iterator[tuple[Ask, Turn]]:
+    stage: Stage, session: Session, stock: StockSession, asks: Sequence[Ask]
+) -> Iterator[tuple[Ask, TurnTimes]]:
     """The conversation, turn by turn, by both sides."""
     messages: list[Message] = []
     for ask in asks:
@@ -138,7 +138,7 @@ def _play(
         stock_ms = stock.first_token_ms(messages)
         heard = stock.answer(stock.inputs(messages))
         messages.append(answer(reply.text))
-        yield ask, Turn(reply, ms, stock_ms, heard.text)
+        yield ask, TurnTimes(reply, ms, stock_ms, heard.text)
 
 
 def _timed(session: Session, text: str, pictures: Sequence[Path]) -> tuple[Reply, float]:
@@ -154,7 +154,7 @@ def _timed(session: Session, text: str, pictures: Sequence[Path]) -> tuple[Reply
 # -- act 2 -------------------------------------------------------------------------------------
 
 
-def _one_more_picture(stage: Stage, vlm: VLM, stock: Stock) -> None:
+def _one_more_picture(stage: Stage, vlm: VLM, stock: StockSession) -> None:
     stage.act(
         "2  Picture 1 is remembered, picture 2 is new",
         "The same question to Keepsight with its memory, and to stock `generate` with the "
@@ -179,7 +179,9 @@ def _one_more_picture(stage: Stage, vlm: VLM, stock: Stock) -> None:
     _attempt(stage, stock.interrupted(first, third, between))
 
 
-def _keepsight(stage: Stage, vlm: VLM, stock: Stock, messages: list[Message], fresh: Heard) -> None:
+def _keepsight(
+    stage: Stage, vlm: VLM, stock: StockSession, messages: list[Message], fresh: Heard
+) -> None:
     """Keepsight's answer to the very tensors that stock was given."""
     output = vlm.generate(
         **stock.inputs(messages),
@@ -227,7 +229,7 @@ def _restart(stage: Stage) -> None:
         stage.show_pictures(asked.new)
         stage.exchange(asked.text, vlm.ask(pictures, asked.text), asked.truth)
         vlm.flush()
-        stock = Stock(vlm.model, vlm.runtime.needed_processor())
+        stock = StockSession(vlm.model, vlm.runtime.needed_processor())
         fresh = stock.answer(stock.inputs([question(later, pictures)]))
     kept = bytes_text(DiskStore(folder).stats()["bytes"])
     stage.say(f"{kept} in {folder}\n", "dim")

@@ -36,7 +36,7 @@ class Ask:
 
 
 @dataclass
-class Turn:
+class TurnTimes:
     """What one turn came to: times are milliseconds from the question to the first token."""
 
     reply: Reply
@@ -130,7 +130,7 @@ class Stage:
         bar = share_bar(report.cached_tokens, report.prompt_tokens)
         self.console.print(Text.assemble(_INDENT, bar, told))
 
-    def turn(self, ask: Ask, turn: Turn) -> None:
+    def turn(self, ask: Ask, turn: TurnTimes) -> None:
         """One turn of the conversation, beside stock."""
         if ask.new:
             self.show_pictures(ask.new)
@@ -158,7 +158,7 @@ class Stage:
         self.console.print(Text(f"     {plain(text)}"))
 
 
-def times(runs: Sequence[Sequence[Turn]]) -> Table:
+def times(runs: Sequence[Sequence[TurnTimes]]) -> Table:
     """Tokens and times of each turn, as medians over the runs."""
     right = ("prompt", "reused", "computed", "looked at", "first token", "stock", "ratio")
     title = f"medians of {len(runs)} runs; time is from the question to the first token"

@@ -47,7 +47,7 @@ class Outcome:
     right: bool
 
 
-class Stock:
+class StockSession:
     """`model.generate` and a processor; the cache is handed over by whoever asks."""
 
     def __init__(self, model: PreTrainedModel, processor: Processor) -> None:

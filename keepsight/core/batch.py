@@ -31,7 +31,7 @@ _WASTE = 4  # columns that nobody needs: one in so many may be left, then all mo
 _ROUND = 64
 
 
-class Taker(Protocol):
+class TokenTaker(Protocol):
     """Takes the tokens of one sequence."""
 
     over: bool
@@ -360,7 +360,7 @@ def _fixed(layer: CacheLayer, index: int, sources: Sequence[_Source], length: in
     return layer
 
 
-def decode_together(batch: Batch, takers: Sequence[Taker], logits: torch.Tensor) -> int:
+def decode_together(batch: Batch, takers: Sequence[TokenTaker], logits: torch.Tensor) -> int:
     """Let each row take tokens until all have ended; the number of steps that took.
 
     The row of a sequence that has ended goes on with a token that nobody reads.

@@ -29,7 +29,7 @@ from PIL import Image
 from keepsight.core.generate import Generated, generate
 from keepsight.core.render import Renderer
 from keepsight.core.runtime import Runtime
-from keepsight.core.settings import Settings
+from keepsight.core.settings import RuntimeSettings
 from keepsight.core.turn import Turn
 from keepsight.errors import KeepsightError, UnsupportedModel
 from keepsight.kinds import Inputs, Processor, Record
@@ -243,7 +243,7 @@ def _runtime(
     model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
 ) -> Runtime:
     """An empty one, with a boundary at every few tokens."""
-    runtime = Runtime(model, family, processor, weights, Settings(grain=1), None)
+    runtime = Runtime(model, family, processor, weights, RuntimeSettings(grain=1), None)
     runtime.rule = dataclasses.replace(runtime.rule, run=_RUN)
     return runtime
 

@@ -18,11 +18,11 @@ from keepsight.core import attention
 from keepsight.core.call import Call
 from keepsight.core.engine import Engine
 from keepsight.core.render import Name, Renderer
-from keepsight.core.settings import Settings, image_options, refuse_stretching_rope
+from keepsight.core.settings import RuntimeSettings, image_options, refuse_stretching_rope
 from keepsight.core.state import Shape
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Processor, Record
-from keepsight.media.caches import Shelves
+from keepsight.media.caches import MediaCaches
 from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
@@ -68,7 +68,7 @@ class Runtime:
         family: Family,
         processor: Processor | None,
         weights: Weights,
-        settings: Settings,
+        settings: RuntimeSettings,
         store: Store | None,
         renderer: Renderer | None = None,
         prefixes: PrefixCache | None = None,
@@ -82,7 +82,7 @@ class Runtime:
         self._quota = None if settings.tenant_quota is None else parse_bytes(settings.tenant_quota)
         self._ttl = None if settings.ttl is None else parse_seconds(settings.ttl)
         self.image_options = image_options(processor, dict(settings.image_options))
-        self.shelves = Shelves.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
+        self.shelves = MediaCaches.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
         self._visions: OrderedDict[str, Vision] = OrderedDict()  # the latest refreshed is last
         self.tree = self._tree(model)
         shape = Shape.of(model)

@@ -265,7 +265,7 @@ def _overlap(text: str, stop: str) -> int:
     return len(text) - at if at >= 0 else 0
 
 
-class Taker:
+class SequenceSampler:
     """Takes the tokens of one sequence from the logits it is given."""
 
     def __init__(
@@ -293,7 +293,7 @@ def decode(
     step: Callable[[int], torch.Tensor],
 ) -> Iterator[int]:
     """Tokens one by one; each is handed out before the step behind it is computed."""
-    taker = Taker(sampler, ids)
+    taker = SequenceSampler(sampler, ids)
     while True:
         token = taker.take(logits)
         yield token

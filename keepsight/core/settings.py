@@ -21,7 +21,7 @@ _LONGEST_NAME = 1024
 
 
 @dataclass(frozen=True)
-class Settings:
+class RuntimeSettings:
     """The options of a VLM that its memory listens to."""
 
     grain: int | None = None

@@ -18,7 +18,7 @@ import torch
 from keepsight.core.engine import Run
 from keepsight.core.explain import Findings, Origin, explain
 from keepsight.core.runtime import Runtime
-from keepsight.core.sampling import Sampler, Taker, check_length, decode, sampler
+from keepsight.core.sampling import Sampler, SequenceSampler, check_length, decode, sampler
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
 from keepsight.kinds import Options
@@ -81,11 +81,11 @@ class Turn:
             self.begin()
             return self.prefill()
 
-    def taker(self) -> Taker:
+    def taker(self) -> SequenceSampler:
         """Hop 5 for somebody else to drive."""
         if self.sampler is None:
             raise KeepsightError("this turn was begun without sampling")
-        return Taker(self.sampler, self._ids(), self._note_token)
+        return SequenceSampler(self.sampler, self._ids(), self._note_token)
 
     def begin(self, sample: bool = True) -> None:
         """Hops 1 and 2."""

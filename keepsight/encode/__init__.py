@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, Reading
-from keepsight.encode.results import STATUSES, Encoded, Target
+from keepsight.encode.results import STATUSES, Encoded, EncodeTarget
 from keepsight.encode.run import run
-from keepsight.encode.sources import Found, Piece, count, find, items
+from keepsight.encode.sources import SourcePiece, SourceScan, count, find, items
 from keepsight.encode.to_files import ToFiles
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import InputError
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 __all__ = [
     "STATUSES",
     "Encoded",
-    "Found",
+    "SourceScan",
     "Item",
-    "Piece",
+    "SourcePiece",
     "Reading",
     "count",
     "encode",
@@ -72,7 +72,7 @@ def target_of(
     tenant: str | None = None,
     codec: str = "exact",
     most: int | None = None,
-) -> Target:
+) -> EncodeTarget:
     """The model's store, or a folder of files, as the place for packages."""
     whose = vlm.tenant if tenant is None else tenant_name(tenant)
     if most is not None and most < 1:

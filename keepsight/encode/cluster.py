@@ -17,7 +17,7 @@ import torch
 from keepsight.encode.items import Reading
 from keepsight.encode.mapping import Encoder
 from keepsight.encode.results import Encoded
-from keepsight.encode.sources import Piece, items
+from keepsight.encode.sources import SourcePiece, items
 from keepsight.errors import InputError, KeepsightError, MissingExtra, StoreError
 from keepsight.kinds import Inputs, Options, Record
 from keepsight.system.optional import optional
@@ -36,13 +36,13 @@ class Worker:
 
     def __call__(self, batch: Inputs) -> dict[str, list[str]]:
         """What became of every image in some pieces."""
-        pieces = [Piece(**piece) for group in batch["pieces"] for piece in json.loads(group)]
+        pieces = [SourcePiece(**piece) for group in batch["pieces"] for piece in json.loads(group)]
         mine = (item for item in items(pieces, self._reading) if item.in_shard(self._shard))
         return {"result": [json.dumps(r.to_dict()) for r in self._encoder.encode(mine)]}
 
 
 def run_on_ray(
-    pieces: Iterable[Piece],
+    pieces: Iterable[SourcePiece],
     reading: Reading,
     options: Options,
     *,
@@ -102,7 +102,7 @@ def _plain_error(error: BaseException) -> KeepsightError:
     return kind(str(cause) if cause is not None else f"a worker failed: {error}")
 
 
-def grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def grouped(pieces: Iterable[SourcePiece]) -> Iterator[list[SourcePiece]]:
     """Pieces to be given out together."""
     for small, run in itertools.groupby(pieces, lambda piece: piece.kind in _SMALL):
         size = _TOGETHER if small else 1

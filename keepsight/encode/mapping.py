@@ -16,7 +16,7 @@ from PIL import Image
 
 from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, of_value
-from keepsight.encode.results import Encoded, Target
+from keepsight.encode.results import Encoded, EncodeTarget
 from keepsight.encode.run import run
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import InputError
@@ -62,7 +62,7 @@ class Encoder:
         # make the same ones must be told the number.
         self._torch_threads = torch_threads
         self._vlm: VLM | None = None
-        self._target: Target | None = None
+        self._target: EncodeTarget | None = None
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch, with four more columns."""
@@ -83,7 +83,7 @@ class Encoder:
         """What became of some items, once that is safe."""
         return run(items, self._ready(), None, self._threads, back=_BACK)
 
-    def _ready(self) -> Target:
+    def _ready(self) -> EncodeTarget:
         """The model's store; loaded when it is needed first, once in each process."""
         if self._target is None:
             from keepsight.vlm import load

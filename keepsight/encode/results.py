@@ -36,7 +36,7 @@ class Encoded:
         return {**vars(self), "package": package}
 
 
-class Target(Protocol):
+class EncodeTarget(Protocol):
     """Where packages go."""
 
     def look(self, item: Item) -> Any:

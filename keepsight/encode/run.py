@@ -13,7 +13,7 @@ from typing import Any
 
 from keepsight.encode.items import Item
 from keepsight.encode.prefetch import Ahead, usual_threads
-from keepsight.encode.results import Encoded, Target
+from keepsight.encode.results import Encoded, EncodeTarget
 
 BUDGET = 512 << 20  # bytes of images and pixels that wait for the tower
 _SECONDS, _BYTES = 1.0, 64 << 20  # between two acknowledgements
@@ -21,7 +21,7 @@ _SECONDS, _BYTES = 1.0, 64 << 20  # between two acknowledgements
 
 def run(
     items: Iterable[Item],
-    target: Target,
+    target: EncodeTarget,
     shard: tuple[int, int] | None = None,
     threads: int | None = None,
     budget: int = BUDGET,
@@ -53,6 +53,6 @@ def run(
     target.look_back(back)
 
 
-def _confirmed(target: Target, results: list[Encoded]) -> list[Encoded]:
+def _confirmed(target: EncodeTarget, results: list[Encoded]) -> list[Encoded]:
     target.flush()
     return [target.confirm(result) for result in results]

@@ -39,7 +39,7 @@ MAX_LINE = 64 << 20  # a data URI may be in it
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourcePiece:
     """One file, or one line of a list, that holds items."""
 
     path: str
@@ -50,16 +50,16 @@ class Piece:
 
 
 @dataclass
-class Found:
+class SourceScan:
     """The pieces behind some sources, each file once, and how many other files lay there."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[SourcePiece] = field(default_factory=list)
     left_out: int = 0
 
 
-def find(sources: Sequence[str | os.PathLike[str]], column: str = "image") -> Found:
+def find(sources: Sequence[str | os.PathLike[str]], column: str = "image") -> SourceScan:
     """Files, folders (with all that is in them), globs and lists, in a stable order."""
-    found, seen = Found(), set()
+    found, seen = SourceScan(), set()
     for source in sources:
         for piece in _pieces_of(os.fspath(source), column, found):
             mark = (piece.path, piece.place if piece.kind in ("text", "broken") else "")
@@ -69,9 +69,9 @@ def find(sources: Sequence[str | os.PathLike[str]], column: str = "image") -> Fo
     return found
 
 
-def _pieces_of(source: str, column: str, found: Found) -> Iterator[Piece]:
+def _pieces_of(source: str, column: str, found: SourceScan) -> Iterator[SourcePiece]:
     if source.startswith(("http://", "https://")):
-        yield Piece(source, "text", source)
+        yield SourcePiece(source, "text", source)
         return
     path = os.path.expanduser(source)
     if os.path.isdir(path):
@@ -82,7 +82,7 @@ def _pieces_of(source: str, column: str, found: Found) -> Iterator[Piece]:
         yield from _matches(source, path, column, found)
 
 
-def _matches(source: str, pattern: str, column: str, found: Found) -> Iterator[Piece]:
+def _matches(source: str, pattern: str, column: str, found: SourceScan) -> Iterator[SourcePiece]:
     """What a glob gives: all of it where it ends in a suffix, else as from a folder."""
     paths = sorted(glob.glob(pattern, recursive=True))
     if not paths:
@@ -100,7 +100,7 @@ def _matches(source: str, pattern: str, column: str, found: Found) -> Iterator[P
             yield from _taken(path, place, found)
 
 
-def _inside(folder: str, place: str, found: Found) -> Iterator[Piece]:
+def _inside(folder: str, place: str, found: SourceScan) -> Iterator[SourcePiece]:
     """All that is of use in a folder, hidden files aside."""
     for root, folders, files in os.walk(os.path.normpath(folder)):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -108,7 +108,7 @@ def _inside(folder: str, place: str, found: Found) -> Iterator[Piece]:
         saved = tables.saved_tables(root)
         if saved is not None:  # other tables in there are what `datasets` has computed
             for path in saved:
-                yield Piece(path, "arrow", os.path.join(here, os.path.basename(path)))
+                yield SourcePiece(path, "arrow", os.path.join(here, os.path.basename(path)))
             continue
         for name in sorted(files):
             if not name.startswith("."):
@@ -116,12 +116,12 @@ def _inside(folder: str, place: str, found: Found) -> Iterator[Piece]:
                 yield from _taken(path, os.path.normpath(os.path.join(here, name)), found)
 
 
-def _taken(path: str, place: str, found: Found) -> Iterator[Piece]:
+def _taken(path: str, place: str, found: SourceScan) -> Iterator[SourcePiece]:
     kind = kind_of(path)
     if kind in (None, "list"):
         found.left_out += 1
     else:
-        yield Piece(path, str(kind), place)
+        yield SourcePiece(path, str(kind), place)
 
 
 def kind_of(path: str) -> str | None:
@@ -129,34 +129,34 @@ def kind_of(path: str) -> str | None:
     return next((kind for kind, suffixes in _KINDS.items() if suffixes.fullmatch(path)), None)
 
 
-def _file(path: str, place: str, column: str) -> Iterator[Piece]:
+def _file(path: str, place: str, column: str) -> Iterator[SourcePiece]:
     kind = kind_of(path) or "image"
     if kind == "list":
         yield from _lines(path, place, column)
     else:
-        yield Piece(path, kind, place)
+        yield SourcePiece(path, kind, place)
 
 
 # -- lists ---------------------------------------------------------------------------------------
 
 
-def _lines(path: str, place: str, column: str) -> Iterator[Piece]:
+def _lines(path: str, place: str, column: str) -> Iterator[SourcePiece]:
     """The lines of a list: paths from where the list lies on, or URLs."""
     folder = os.path.dirname(path)
     for number, (text, error) in _entries(path, column):
         spot = f"{place}#line={number}"
         if error:
-            yield Piece(f"{path}#line={number}", "broken", spot, error=error)
+            yield SourcePiece(f"{path}#line={number}", "broken", spot, error=error)
             continue
         whole = os.path.join(folder, text)
         kind = kind_of(text) if "://" not in text and not text.startswith("data:") else None
         if kind == "list" or os.path.isdir(whole):
             error = f"{path}, line {number}: {text} is a list or a folder; name it as a source"
-            yield Piece(whole, "broken", spot, error=error)
+            yield SourcePiece(whole, "broken", spot, error=error)
         elif kind in (None, "image"):
-            yield Piece(text, "text", spot, folder)
+            yield SourcePiece(text, "text", spot, folder)
         else:
-            yield Piece(whole, kind, spot)
+            yield SourcePiece(whole, kind, spot)
 
 
 def _entries(path: str, column: str) -> Iterator[tuple[int, tuple[str, str]]]:
@@ -226,13 +226,13 @@ def _table(
 # -- pieces to items -----------------------------------------------------------------------------
 
 
-def items(pieces: Iterable[Piece], reading: Reading) -> Iterator[Item]:
+def items(pieces: Iterable[SourcePiece], reading: Reading) -> Iterator[Item]:
     """The items in some pieces, one after the other, read when they are asked for."""
     for piece in pieces:
         yield from _items(piece, reading)
 
 
-def _items(piece: Piece, reading: Reading) -> Iterator[Item]:
+def _items(piece: SourcePiece, reading: Reading) -> Iterator[Item]:
     path, place, kind = piece.path, piece.place, piece.kind
     if kind == "pdf":
         yield from documents.pdf_items(path, place, reading.dpi)
@@ -260,7 +260,7 @@ def _is_image(name: str) -> bool:
     return kind_of(name) == "image" and not os.path.basename(name).startswith(".")
 
 
-def count(pieces: Iterable[Piece], reading: Reading) -> int | None:
+def count(pieces: Iterable[SourcePiece], reading: Reading) -> int | None:
     """How many items some pieces hold, as far as that can be told without reading them."""
     total = 0
     for piece in pieces:

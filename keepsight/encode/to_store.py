@@ -30,7 +30,7 @@ _TOO_SMALL = "its budget, or the tenant's quota, is too small for these images"
 
 
 @dataclass(frozen=True)
-class Seen:
+class LookResult:
     """What a thread found: the medium and whether its package is there, or why it is of no use."""
 
     item: Item
@@ -70,14 +70,14 @@ class ToStore:
 
     # -- in a thread -------------------------------------------------------------------------------
 
-    def look(self, item: Item) -> Seen:
+    def look(self, item: Item) -> LookResult:
         """Open, name, and where nobody has the package: decode and preprocess."""
         try:
             return self._look(item)
         except KeepsightError as error:
-            return Seen(item, error=str(error))
+            return LookResult(item, error=str(error))
 
-    def _look(self, item: Item) -> Seen:
+    def _look(self, item: Item) -> LookResult:
         namer = self._vision.namer
         looked = namer.look(item.open(), item.modality)
         medium = self._vision.medium_of(looked)
@@ -90,7 +90,7 @@ class ToStore:
         if not wanted:
             looked.source.fresh.clear()
             looked = dataclasses.replace(looked, pixels=None)
-        return Seen(item, looked, medium, there)
+        return LookResult(item, looked, medium, there)
 
     def _there(self, medium: Medium) -> str | None:
         if self._codec == EXACT:
@@ -109,7 +109,7 @@ class ToStore:
 
     # -- in its turn -------------------------------------------------------------------------------
 
-    def settle(self, look: Seen) -> Encoded:
+    def settle(self, look: LookResult) -> Encoded:
         """Count it if it is there, else run the tower and hand the package over."""
         name = look.item.name
         if look.looked is None or look.medium is None:

@@ -23,7 +23,7 @@ SGLANG_READ = "0.5.23"
 PREFIX = "keepsight-"  # of the names by which requests ask a connector for features
 
 
-class Features(Protocol):
+class PackageFields(Protocol):
     """What is needed of a package."""
 
     @property
@@ -69,7 +69,7 @@ _SGLANG_REFUSES: dict[str, str] = {
 }
 
 
-def to_vllm(packages: Sequence[Features]) -> Record:
+def to_vllm(packages: Sequence[PackageFields]) -> Record:
     """The `multi_modal_data` of a vLLM request whose images, in prompt order, are these packages.
 
     The prompt holds one placeholder for each image, as with pixels. The engine must run with
@@ -81,7 +81,7 @@ def to_vllm(packages: Sequence[Features]) -> Record:
     return {"image": {"image_embeds": torch.cat(list(map(rows, packages))), **_grids(packages)}}
 
 
-def named_for_vllm(packages: Sequence[Features]) -> Record:
+def named_for_vllm(packages: Sequence[PackageFields]) -> Record:
     """The same by name only, for a vLLM that reads a store which has these packages.
 
     What the request carries is the grids, from which vLLM counts tokens, and the names.
@@ -99,12 +99,12 @@ def named_for_vllm(packages: Sequence[Features]) -> Record:
     }
 
 
-def identifier(package: Features) -> str:
+def identifier(package: PackageFields) -> str:
     """The name by which a request asks a connector for these features."""
     return PREFIX + package.feature_id
 
 
-def to_sglang(packages: Sequence[Features]) -> Record:
+def to_sglang(packages: Sequence[PackageFields]) -> Record:
     """The `image_data` of an SGLang request whose images, in prompt order, are these packages.
 
     All images travel in one item, which is the only form that SGLang takes them in. The request
@@ -118,7 +118,7 @@ def to_sglang(packages: Sequence[Features]) -> Record:
     return {"image_data": [{**item, **features, **_grids(packages)}]}
 
 
-def rows(package: Features) -> torch.Tensor:
+def rows(package: PackageFields) -> torch.Tensor:
     """The features as one row for each token; deepstack levels stand behind, side by side."""
     if "indicator" in package.tensors:
         raise UnsupportedInput("features with indicator tokens are taken by Keepsight only")
@@ -127,7 +127,7 @@ def rows(package: Features) -> torch.Tensor:
     return torch.cat([package.tensors[name].flatten(0, -2) for name in names], dim=-1)
 
 
-def _grids(packages: Sequence[Features]) -> dict[str, torch.Tensor]:
+def _grids(packages: Sequence[PackageFields]) -> dict[str, torch.Tensor]:
     grid = [row for package in packages for row in package.grid.get("image_grid_thw", [])]
     if len(grid) != len(packages):
         raise InputError(
@@ -137,7 +137,7 @@ def _grids(packages: Sequence[Features]) -> dict[str, torch.Tensor]:
 
 
 def _kind(
-    packages: Sequence[Features],
+    packages: Sequence[PackageFields],
     engine: str,
     version: str,
     takes: dict[str, str],

@@ -21,7 +21,7 @@ _SHARE = 16  # of the budget, for what URLs gave
 
 
 @dataclass
-class Shelves:
+class MediaCaches:
     """What the tenants of one model keep in memory of their media."""
 
     pixels: MemoryCache[Pixels]
@@ -32,7 +32,7 @@ class Shelves:
     given: SharedMemoryCache[str]  # contents of packages that were given out, by feature id
 
     @classmethod
-    def of(cls, budget: int, quota: int | None = None, ttl: float | None = None) -> Shelves:
+    def of(cls, budget: int, quota: int | None = None, ttl: float | None = None) -> MediaCaches:
         """Half of the budget for packages, and for the rest what waits to become one. Names have a
         budget of their own."""
         part = None if quota is None else quota // 2

@@ -17,7 +17,7 @@ from keepsight import digests
 from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
 from keepsight.formats.package import Package, check_shapes, feature_id, identity
 from keepsight.kinds import Record
-from keepsight.media.caches import Shelves
+from keepsight.media.caches import MediaCaches
 from keepsight.media.medium import Medium, entry_of, medium_in
 from keepsight.media.naming import Looked, Namer
 from keepsight.models.families import Family, Pixels
@@ -34,7 +34,7 @@ class Vision:
         self,
         family: Family,
         namer: Namer,
-        shelves: Shelves,
+        shelves: MediaCaches,
         store: Store | None,
         accept_features: str = "same",
         tenant: str = "",

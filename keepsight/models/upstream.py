@@ -39,7 +39,7 @@ NAMED = frozenset(
 
 
 @dataclass(frozen=True)
-class Private:
+class PrivateApi:
     """One private thing: what has it, what it is for, and what is done where it is missing."""
 
     owner: str  # a module, or a class in one
@@ -76,13 +76,13 @@ class Private:
 
 # -- text ------------------------------------------------------------------------------------------
 
-_ENCODE = Private(
+_ENCODE = PrivateApi(
     "transformers.PreTrainedTokenizerBase",
     "_encode_without_added_tokens",
     "to encode a typed control token as text",
     without="it is spelled out, one character after another",
 )
-_PLAIN = Private(
+_PLAIN = PrivateApi(
     "transformers.utils.chat_template_utils",
     "_plain_template_data",
     "to render messages with objects in them",
@@ -118,13 +118,13 @@ def tool_schema(tool: Record | Callable[..., object]) -> Record:
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
-_FILE = Private("transformers.utils", "cached_file", "to read a checkpoint's files")
-_FINISH = Private(
+_FILE = PrivateApi("transformers.utils", "cached_file", "to read a checkpoint's files")
+_FINISH = PrivateApi(
     "transformers.PreTrainedModel",
     "_finalize_model_loading",
     "to read weights one by one",
 )
-_IGNORED = Private(
+_IGNORED = PrivateApi(
     "transformers.PreTrainedModel",
     "_keys_to_ignore_on_load_unexpected",
     "to load a model without its tower quietly",
@@ -157,18 +157,18 @@ def ignore_weights(model: PreTrainedModel, patterns: set[str]) -> None:
 # -- processors ------------------------------------------------------------------------------------
 
 _IMAGES, _VIDEOS, _SOUND = (
-    Private("transformers.ProcessorMixin", f"_process_{kind}", f"to prepare {kind}")
+    PrivateApi("transformers.ProcessorMixin", f"_process_{kind}", f"to prepare {kind}")
     for kind in ("images", "videos", "audio")
 )
-_MERGE = Private(
+_MERGE = PrivateApi(
     "transformers.ProcessorMixin", "_merge_kwargs", "to pass a processor's options to its parts"
 )
-_HEARD = Private(
+_HEARD = PrivateApi(
     "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe",
     "_get_feat_extract_output_lengths",
     "to count the tokens of a sound",
 )
-_TILES = Private(
+_TILES = PrivateApi(
     "transformers.models.llava_next.modeling_llava_next",
     "image_size_to_num_patches",
     "to count the tiles of an image",
@@ -220,7 +220,7 @@ def tiles_of(size: Tensor, pinpoints: list[list[int]], side: int) -> int:
 # -- generation ------------------------------------------------------------------------------------
 
 _CONFIG, _SPECIAL, _PROCESSORS, _CRITERIA = (
-    Private("transformers.GenerationMixin", name, "to decode as a checkpoint's settings say")
+    PrivateApi("transformers.GenerationMixin", name, "to decode as a checkpoint's settings say")
     for name in (
         *("_prepare_generation_config", "_prepare_special_tokens"),
         *("_get_logits_processor", "_get_stopping_criteria"),
@@ -258,9 +258,9 @@ def padding_of(config: GenerationConfig) -> int:
 # -- caches and attention --------------------------------------------------------------------------
 
 
-def _layer(name: str) -> tuple[Private, type[transformers.CacheLayerMixin]]:
+def _layer(name: str) -> tuple[PrivateApi, type[transformers.CacheLayerMixin]]:
     """A kind of cache layer, or one that no model has: its layers are refused as unknown then."""
-    row = Private(
+    row = PrivateApi(
         "transformers.cache_utils",
         name,
         "to remember what such a layer does",
@@ -276,25 +276,25 @@ _BOTH, LinearAttentionAndFullAttentionLayer = _layer("LinearAttentionAndFullAtte
 _EITHER, LinearAttentionAndSlidingWindowAttentionLayer = _layer(
     "LinearAttentionAndSlidingWindowAttentionLayer"
 )
-_GROUPED = Private(
+_GROUPED = PrivateApi(
     "transformers.integrations.sdpa_attention",
     "use_gqa_in_sdpa",
     "to read grouped keys and values where they lie",
     without="keys and values are copied for each query of a group, which is slower",
 )
-_PRECOMPUTE = Private(
+_PRECOMPUTE = PrivateApi(
     "transformers.exporters.utils",
     "precompute_export_inputs",
     "to make a tower's tensors once for each size",
     without="each tower makes them itself, for every image",
 )
-_ATTENTION = Private(
+_ATTENTION = PrivateApi(
     "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "to notice exchanged attention"
 )
-_MASKS = Private(
+_MASKS = PrivateApi(
     "transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", "to notice exchanged masks"
 )
-_EXPERTS = Private(
+_EXPERTS = PrivateApi(
     "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS", "to notice exchanged experts"
 )
 
@@ -329,13 +329,13 @@ def registered_functions() -> dict[str, tuple[Mapping[str, Callable[..., object]
 
 # -- graphs ----------------------------------------------------------------------------------------
 
-_DEEPSTACK = Private(
+_DEEPSTACK = PrivateApi(
     "transformers.Qwen3VLTextModel",
     "_deepstack_process",
     "to write a graph of a model with deepstack",
     without="its graph is compared with the model, and refused where it differs",
 )
-_SCAN = Private("torch._higher_order_ops", "scan", "to write a loop into a graph")
+_SCAN = PrivateApi("torch._higher_order_ops", "scan", "to write a loop into a graph")
 _found_scan = _SCAN.found()  # looked up now, for nothing can be while a graph is traced
 
 
@@ -365,22 +365,22 @@ def scan(step: Callable[..., tuple[Tensor, Tensor]], first: Tensor, rows: Tensor
 # -- torch's switches, which switches.py reads before each call -----------------------------------
 
 PRECISION, SDP_ORDER, FUNCTION_MODES, DISPATCH_MODES = (
-    Private("torch._C", name, "to notice a switch that changes results")
+    PrivateApi("torch._C", name, "to notice a switch that changes results")
     for name in (
         *("_get_fp32_precision_getter", "_get_sdp_priority_order"),
         *("_len_torch_function_stack", "_len_torch_dispatch_stack"),
     )
 )
-FUNCTION_STACK = Private(
+FUNCTION_STACK = PrivateApi(
     "torch.overrides", "_get_current_function_mode_stack", "to notice a mode such as a device's"
 )
-DISPATCH_STACK = Private(
+DISPATCH_STACK = PrivateApi(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "to notice a mode"
 )
-DROPOUT = Private("torch.nn.modules.dropout", "_DropoutNd", "to tell what is random in training")
-NORM = Private("torch.nn.modules.batchnorm", "_NormBase", DROPOUT.use)
+DROPOUT = PrivateApi("torch.nn.modules.dropout", "_DropoutNd", "to tell what is random in training")
+NORM = PrivateApi("torch.nn.modules.batchnorm", "_NormBase", DROPOUT.use)
 EINSUM, STRATEGY = (
-    Private("torch.backends.opt_einsum", name, "to notice how products are ordered")
+    PrivateApi("torch.backends.opt_einsum", name, "to notice how products are ordered")
     for name in ("_get_enabled", "_get_strategy")
 )
 
@@ -391,4 +391,4 @@ def switch(name: str) -> Callable[[], object] | None:
     return found
 
 
-PRIVATE = tuple(row for row in dict(globals()).values() if isinstance(row, Private))
+PRIVATE = tuple(row for row in dict(globals()).values() if isinstance(row, PrivateApi))

@@ -17,13 +17,18 @@ from transformers import PreTrainedModel
 from keepsight import digests
 from keepsight.errors import UnreadableWeights
 from keepsight.models.families import Family
-from keepsight.models.families.tower_absent import AbsentTower, AbsentWeight, Source, absent_parts
+from keepsight.models.families.tower_absent import (
+    AbsentTower,
+    AbsentWeight,
+    TowerSource,
+    absent_parts,
+)
 from keepsight.models.fingerprint.describe import Describer
 from keepsight.models.fingerprint.difference import Difference, Row
 from keepsight.models.fingerprint.evidence import doubted
 from keepsight.models.fingerprint.patches import LibraryCode
 from keepsight.models.fingerprint.stock import stock_parts
-from keepsight.models.fingerprint.undescribed import Private
+from keepsight.models.fingerprint.undescribed import ObjectNumbers
 from keepsight.models.fingerprint.watch import Owner, Stamp, Watch
 
 _USUAL = (torch.Tensor, torch.nn.Parameter)
@@ -34,12 +39,12 @@ class Weights:
 
     def __init__(self, model: PreTrainedModel, family: Family) -> None:
         self._model, self._family = model, family
-        self._private = Private()
+        self._private = ObjectNumbers()
         self._code = LibraryCode(self._private)
         self._watch: Watch | None = None
         self._restless: set[int] = set()
         self._digests = _Digests()
-        self._source: Source | None = None
+        self._source: TowerSource | None = None
         self.all = self.vision = self.config = self.code = ""
         self.settings = ""  # those that the tower runs under
         self.tensors = self.vision_tensors = ""  # the values of the weights alone

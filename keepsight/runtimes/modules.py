@@ -52,7 +52,7 @@ _DECODER = (
 )  # beside states and features
 
 
-class Session(Protocol):
+class GraphSession(Protocol):
     """A graph that can be run."""
 
     inputs: frozenset[str]
@@ -67,7 +67,7 @@ class Session(Protocol):
 class EmbeddingStandIn:
     """Token ids to embeddings."""
 
-    def __init__(self, session: Session, width: int) -> None:
+    def __init__(self, session: GraphSession, width: int) -> None:
         _check_inputs(session, {"input_ids", "features", "spots"}, "embedding")
         self._session, self._nothing = session, torch.zeros(0, width)
 
@@ -82,7 +82,7 @@ class EmbeddingStandIn:
 class HeadStandIn:
     """Hidden states to logits."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: GraphSession) -> None:
         _check_inputs(session, {"hidden"}, "head")
         self._session = session
 
@@ -95,7 +95,7 @@ class PackedTowerStandIn:
     """Patches of pictures, or of the frames of a video, each through the graph alone."""
 
     def __init__(
-        self, session: Session, tower: PreTrainedModel, tensors: TowerTensors, most: int
+        self, session: GraphSession, tower: PreTrainedModel, tensors: TowerTensors, most: int
     ) -> None:
         self._session, self._tower, self._tensors, self._most = session, tower, tensors, most
         self._levels = len(getattr(tower, "deepstack_visual_indexes", None) or ())
@@ -139,7 +139,7 @@ def check_sizes(sizes: list[int], most: int) -> None:
 class WholeTowerStandIn:
     """Pictures of one size, and tiles of pictures, each through the graph alone."""
 
-    def __init__(self, session: Session, config: PreTrainedConfig) -> None:
+    def __init__(self, session: GraphSession, config: PreTrainedConfig) -> None:
         _check_inputs(session, {"pixel_values"}, "tower")
         self._session, self._config = session, config
 
@@ -163,7 +163,12 @@ class DecoderStandIn:
     """Embeddings, positions and a cache; hidden states, and the cache with more in it."""
 
     def __init__(
-        self, session: Session, decoder: PreTrainedModel, shape: Shape, appends: bool, mrope: bool
+        self,
+        session: GraphSession,
+        decoder: PreTrainedModel,
+        shape: Shape,
+        appends: bool,
+        mrope: bool,
     ) -> None:
         self._session, self._kinds, self._appends = session, shape.kinds, appends
         self._mrope = mrope
@@ -303,7 +308,7 @@ class DecoderStandIn:
         return found
 
 
-def _check_inputs(session: Session, given: set[str], part: str) -> None:
+def _check_inputs(session: GraphSession, given: set[str], part: str) -> None:
     """A graph that wants what this model has not is of another model, whatever the record says."""
     if unknown := sorted(session.inputs - given):
         raise ModelError(

@@ -27,9 +27,9 @@ from keepsight.runtimes.manifest import GRAPHS, Manifest
 from keepsight.runtimes.modules import (
     DecoderStandIn,
     EmbeddingStandIn,
+    GraphSession,
     HeadStandIn,
     PackedTowerStandIn,
-    Session,
     WholeTowerStandIn,
     check_sizes,
 )
@@ -132,14 +132,14 @@ def _empty(folder: Path) -> PreTrainedModel:
     return model
 
 
-def _session(folder: Path, manifest: Manifest, name: str, threads: int) -> Session:
+def _session(folder: Path, manifest: Manifest, name: str, threads: int) -> GraphSession:
     path = folder / GRAPHS
     if manifest.runtime == "openvino":
         return OpenVinoSession(path / f"{name}.xml", threads)
     return OnnxSession(path / f"{name}.onnx", threads)
 
 
-def _fill(model: PreTrainedModel, manifest: Manifest, sessions: dict[str, Session]) -> None:
+def _fill(model: PreTrainedModel, manifest: Manifest, sessions: dict[str, GraphSession]) -> None:
     shape = Shape.of(model)
     core, decoder, embedding = model.base_model, model.get_decoder(), model.get_input_embeddings()
     embedding.forward = EmbeddingStandIn(sessions["embedding"], embedding.embedding_dim)

@@ -19,7 +19,7 @@ from keepsight.core.call import Call
 from keepsight.core.lengths import characters
 from keepsight.core.render import Renderer, parse_messages
 from keepsight.core.sampling import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
-from keepsight.core.sampling import Taker as TokenTaker
+from keepsight.core.sampling import SequenceSampler as TokenTaker
 from keepsight.core.turn import Turn
 from keepsight.errors import ModelKeepsChanging
 from keepsight.formats.package import Package

@@ -127,7 +127,7 @@ class ApiKey:
         return cls(name, key, admin=admin) if colon else cls("default", text, admin=admin)
 
 
-class Settings(BaseModel):
+class StrictSettings(BaseModel):
     """Settings with strict types, whose errors are Keepsight's."""
 
     model_config = ConfigDict(
@@ -141,7 +141,7 @@ class Settings(BaseModel):
             raise _refusal(error) from None
 
 
-class ModelSettings(Settings):
+class ModelSettings(StrictSettings):
     """The options of the model, as `load` takes them; null leaves the choice to it."""
 
     model: str | None = Field(None, description="demo, demo-hybrid, a folder, or a hub id.")
@@ -171,7 +171,7 @@ class ModelSettings(Settings):
     max_pixels: Count | None = Field(None, description="Shrink larger images to this.")
 
 
-class ServerConfig(Settings):
+class ServerConfig(StrictSettings):
     """The settings of the server itself: times in seconds or "10m", sizes in bytes or "20MiB"."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")

@@ -50,7 +50,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class Found(NamedTuple):
+class RemoteObject(NamedTuple):
     """One object of a listing."""
 
     name: str  # from the address on
@@ -110,7 +110,7 @@ class Address:
         data: bytes = self.bounded(lambda: self.fs.cat_file(path, start=start, end=end))
         return data
 
-    def info(self, name: str) -> Found:
+    def info(self, name: str) -> RemoteObject:
         """What a listing would say of an object; FileNotFoundError where there is none."""
         told = self.bounded(lambda: self.fs.info(self._path(name)))
         if not _is_file(told):
@@ -180,7 +180,7 @@ class Address:
 
     # -- many objects ----------------------------------------------------------------------------
 
-    def listed(self, folders: list[str]) -> Iterator[Found]:
+    def listed(self, folders: list[str]) -> Iterator[RemoteObject]:
         """All objects in these folders. Each is asked for by itself and several at once, so that
         a large store is never held in memory as one answer."""
         for found in self.each(self._below, folders):
@@ -190,7 +190,7 @@ class Address:
         """The folders in a folder, named from the address on."""
         return [name for name, info in self._ls(folder) if info.get("type") == "directory"]
 
-    def _below(self, folder: str) -> list[Found]:
+    def _below(self, folder: str) -> list[RemoteObject]:
         return [_found(name, info) for name, info in self._ls(folder) if _is_file(info)]
 
     def _ls(self, folder: str) -> list[tuple[str, Record]]:
@@ -301,8 +301,8 @@ def _is_file(info: Record) -> bool:
     return bool(info.get("type", "file") == "file")
 
 
-def _found(name: str, info: Record) -> Found:
-    return Found(name, int(info.get("size") or 0), _moment(info))
+def _found(name: str, info: Record) -> RemoteObject:
+    return RemoteObject(name, int(info.get("size") or 0), _moment(info))
 
 
 def _moment(info: Record) -> float:

@@ -14,7 +14,7 @@ from keepsight.store.catalogue import WRITING, Catalogue
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
 from keepsight.store.index import Book
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 from keepsight.store.rows import as_found, name_of
 from keepsight.store.tally import COUNTED, Counted
 from keepsight.system.lock import Mutex
@@ -42,7 +42,7 @@ class Keeper:
         self.book.try_to_change(lambda catalogue: catalogue.put(rows, WRITING), None)
         return not self.book.disk.is_aside
 
-    def enter(self, written: list[Entry], failed: list[Place]) -> None:
+    def enter(self, written: list[Entry], failed: list[EntryName]) -> None:
         """What was written, and what was announced and was not."""
 
         def settle(catalogue: Catalogue) -> bool:
@@ -66,7 +66,7 @@ class Keeper:
         self.enter([], [])
         return self.book.health.wait if self._owed else None
 
-    def enter_file(self, place: Place) -> None:
+    def enter_file(self, place: EntryName) -> None:
         """A file that is there, if the book does not know it."""
         unknown = self.book.try_to(lambda catalogue: catalogue.state(place) is None, False)
         if unknown:
@@ -75,7 +75,7 @@ class Keeper:
 
     # -- afterwards ------------------------------------------------------------------------------
 
-    def count(self, uses: dict[Place, int], events: dict[str, int]) -> bool:
+    def count(self, uses: dict[EntryName, int], events: dict[str, int]) -> bool:
         """Enter how often entries were read, and what else is counted; whether that was done."""
 
         def enter(catalogue: Catalogue) -> bool:
@@ -87,7 +87,7 @@ class Keeper:
 
         return not (uses or events) or self.book.try_to_change(enter, False)
 
-    def sweep(self, ended: list[Place]) -> None:
+    def sweep(self, ended: list[EntryName]) -> None:
         """Remove what readers found to be over, and what the book says is over."""
         now = time.time()
         absent = [place for place in ended if self.folder.status(name_of(place)) is None]
@@ -101,23 +101,23 @@ class Keeper:
         if places:
             self.book.remove(self.book.act(lambda catalogue: catalogue.tower(places)))
 
-    def let_fall(self, refused: list[Place]) -> None:
+    def let_fall(self, refused: list[EntryName]) -> None:
         """Remove what stands on entries that were refused; they came before them."""
         refused = [p for p in refused if self.folder.status(name_of(p)) is None]
         if refused:
             tower = self.book.act(lambda catalogue: catalogue.tower(refused))
             self.book.remove([place for place in tower if place not in refused])
 
-    def _is_over(self, place: Place, now: float) -> bool:
+    def _is_over(self, place: EntryName, now: float) -> bool:
         """By the file once more: somebody may have written it anew."""
         path = self.folder.path(name_of(place))
         with contextlib.suppress(OSError, ValueError):
             return layout.expired(entryfile.keeping(path, place.kind, place.key), now)
         return False
 
-    def fit(self, tenants: set[str]) -> list[Place]:
+    def fit(self, tenants: set[str]) -> list[EntryName]:
         """Let the least useful go where a budget or a quota is exceeded."""
-        gone: list[Place] = []
+        gone: list[EntryName] = []
         if self.quota is not None:
             for tenant in tenants:
                 gone += self.book.fit(tenant, self.quota)[0]
@@ -139,7 +139,7 @@ class Keeper:
 
     # -- in idle time ----------------------------------------------------------------------------
 
-    def adopt_some(self) -> tuple[bool, list[Place]]:
+    def adopt_some(self) -> tuple[bool, list[EntryName]]:
         """Enter files that the book does not know: whether there are more, and once there are
         none, what had to go because all of them were over the budget."""
         before, self._adopting = self._adopting, self.book.adopt_some()
@@ -156,4 +156,4 @@ class Keeper:
 
 
 def _name(entry: Entry) -> str:
-    return name_of(Place(entry.tenant, entry.kind, entry.key))
+    return name_of(EntryName(entry.tenant, entry.kind, entry.key))

@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from keepsight.store.contract import Entry, Name
-from keepsight.store.layout import Place, is_name, is_tenant
+from keepsight.store.layout import EntryName, is_name, is_tenant
 from keepsight.store.sizes import worth
 from keepsight.system import private_files
 
@@ -190,14 +190,14 @@ class Catalogue:
                 names = [(e.tenant, image, number) for image in e.media]
                 self._base.executemany("INSERT OR IGNORE INTO medium VALUES (?, ?, ?)", names)
 
-    def row(self, place: Place) -> Entry | None:
+    def row(self, place: EntryName) -> Entry | None:
         """One entry that is there."""
         row = self._base.execute(
             f"SELECT * FROM entry WHERE {_HERE} AND state = 0", place
         ).fetchone()
         return None if row is None else _entry(row)
 
-    def state(self, place: Place) -> int | None:
+    def state(self, place: EntryName) -> int | None:
         """The state of a row, or None when there is none."""
         row = self._base.execute(f"SELECT state FROM entry WHERE {_HERE}", place).fetchone()
         if row is not None and row[0] not in (THERE, WRITING, GOING):
@@ -214,25 +214,25 @@ class Catalogue:
                 return False
         return True
 
-    def mark(self, places: Iterable[Place], state: int) -> None:
+    def mark(self, places: Iterable[EntryName], state: int) -> None:
         """Put rows into another state."""
         values = [(state, *place) for place in places]
         self._base.executemany(f"UPDATE entry SET state = ? WHERE {_HERE}", values)
 
-    def drop(self, places: Iterable[Place]) -> None:
+    def drop(self, places: Iterable[EntryName]) -> None:
         """Remove rows."""
         self._base.executemany(f"DELETE FROM entry WHERE {_HERE}", list(places))
 
-    def resize(self, place: Place, nbytes: int) -> None:
+    def resize(self, place: EntryName, nbytes: int) -> None:
         """Correct a row's size."""
         self._base.execute(f"UPDATE entry SET bytes = ? WHERE {_HERE}", (nbytes, *place))
 
-    def pin(self, place: Place, pinned: bool) -> bool:
+    def pin(self, place: EntryName, pinned: bool) -> bool:
         """Keep a row whatever the budget, or no longer; whether there is one."""
         values = (pinned, *place)
         return self._base.execute(f"UPDATE entry SET pinned = ? WHERE {_HERE}", values).rowcount > 0
 
-    def use(self, uses: dict[Place, int], now: float) -> list[Place]:
+    def use(self, uses: dict[EntryName, int], now: float) -> list[EntryName]:
         """Count uses, and set worth anew; those that have no row come back."""
         floor, unknown = self.fact("floor"), []
         for place, count in uses.items():
@@ -245,7 +245,7 @@ class Catalogue:
                 unknown.append(place)
         return unknown
 
-    def unsettled(self) -> list[tuple[Place, int, float]]:
+    def unsettled(self) -> list[tuple[EntryName, int, float]]:
         """Rows whose file was being written or removed: place, state, and since when."""
         rows = self._base.execute("SELECT * FROM entry WHERE state <> 0").fetchall()
         return [(_place(row), row["state"], float(row["created"])) for row in rows]
@@ -266,14 +266,14 @@ class Catalogue:
         rows = self._base.execute(_LEAVES.format(whose=whose), (*values, count)).fetchall()
         return [(row["worth"], _entry(row)) for row in rows]
 
-    def worth_of(self, place: Place) -> tuple[float, Entry] | None:
+    def worth_of(self, place: EntryName) -> tuple[float, Entry] | None:
         """A row that may be let go, as far as it is concerned itself."""
         row = self._base.execute(
             f"SELECT * FROM entry WHERE {_HERE} AND state = 0 AND pinned = 0", place
         ).fetchone()
         return None if row is None else (row["worth"], _entry(row))
 
-    def worst(self, tenant: str | None, count: int) -> list[Place]:
+    def worst(self, tenant: str | None, count: int) -> list[EntryName]:
         """The least useful that nobody pinned, whatever stands on them."""
         whose, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
         rows = self._base.execute(
@@ -282,14 +282,14 @@ class Catalogue:
         )
         return [_place(row) for row in rows]
 
-    def upon(self, place: Place) -> list[Place]:
+    def upon(self, place: EntryName) -> list[EntryName]:
         """What stands directly on an entry."""
         rows = self._base.execute(
             "SELECT * FROM entry WHERE tenant = ? AND base_kind = ? AND base_key = ?", place
         )
         return [_place(row) for row in rows]
 
-    def tower(self, places: Iterable[Place]) -> list[Place]:
+    def tower(self, places: Iterable[EntryName]) -> list[EntryName]:
         """These and all that stands on them, the highest first."""
         found = dict.fromkeys(places)
         open_ = list(found)
@@ -299,9 +299,9 @@ class Catalogue:
             open_ += new
         return list(reversed(found))
 
-    def with_media(self, tenant: str, images: Iterable[str]) -> list[Place]:
+    def with_media(self, tenant: str, images: Iterable[str]) -> list[EntryName]:
         """What holds anything of these images."""
-        found: list[Place] = []
+        found: list[EntryName] = []
         for image in images:
             rows = self._base.execute(
                 "SELECT e.* FROM medium AS m JOIN entry AS e ON e.id = m.id"
@@ -311,7 +311,7 @@ class Catalogue:
             found += [_place(row) for row in rows]
         return list(dict.fromkeys(found))
 
-    def ended(self, now: float, slack: float) -> list[Place]:
+    def ended(self, now: float, slack: float) -> list[EntryName]:
         """What may no longer be used, or was made later than now and would live too long."""
         rows = self._base.execute(
             "SELECT * FROM entry WHERE expires IS NOT NULL AND state = 0"
@@ -327,7 +327,7 @@ class Catalogue:
         ).fetchone()
         return None if row[0] is None else float(row[0])
 
-    def without_base(self) -> list[tuple[Place, Name]]:
+    def without_base(self) -> list[tuple[EntryName, Name]]:
         """What stands on something that has no row at all."""
         rows = self._base.execute(
             "SELECT * FROM entry AS e WHERE state = 0 AND base_key IS NOT NULL AND NOT EXISTS ("
@@ -357,9 +357,9 @@ class Catalogue:
         )
 
 
-def _place(row: sqlite3.Row) -> Place:
+def _place(row: sqlite3.Row) -> EntryName:
     """What a row names. A flipped bit is seen by no checksum of SQLite's, only here."""
-    place = Place(row["tenant"], row["kind"], row["key"])
+    place = EntryName(row["tenant"], row["kind"], row["key"])
     if not (is_name(place.kind, place.key) and is_tenant(place.tenant)):
         raise sqlite3.DatabaseError("a row names what can be no entry")
     return place

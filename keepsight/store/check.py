@@ -16,7 +16,7 @@ from keepsight.store import entryfile, layout
 from keepsight.store.contract import Entry
 from keepsight.store.folder import DAMAGED, PART, Folder
 from keepsight.store.index import Book
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 from keepsight.store.rows import as_found, name_of, pin_name, pins
 
 __all__ = ["Audit", "as_found", "sweep"]
@@ -28,7 +28,7 @@ class Audit:
     def __init__(self, folder: Folder, book: Book, tenants: list[str], repair: bool) -> None:
         self.folder, self.book, self.tenants, self.repair = folder, book, tenants, repair
         self.found: list[str] = []
-        self._missing: list[Place] = []  # what has a row and no sound file
+        self._missing: list[EntryName] = []  # what has a row and no sound file
 
     def run(self) -> list[str]:
         """What is wrong, one line each."""
@@ -84,7 +84,7 @@ class Audit:
         elif self._is_sound(place, status.st_size):
             self._compare(place, status.st_size)
 
-    def _is_sound(self, place: Place, size: int) -> bool:
+    def _is_sound(self, place: EntryName, size: int) -> bool:
         path = self.folder.path(name_of(place))
         try:
             entryfile.verify(path, place.kind, place.key)
@@ -101,13 +101,13 @@ class Audit:
             return False
         return True
 
-    def _put_aside(self, place: Place) -> None:
+    def _put_aside(self, place: EntryName) -> None:
         self._missing.append(place)
         if self.repair:
             self.folder.set_aside(name_of(place))
             self.book.change(lambda catalogue: catalogue.drop([place]))
 
-    def _compare(self, place: Place, size: int) -> None:
+    def _compare(self, place: EntryName, size: int) -> None:
         state, row = self.book.act(lambda c: (c.state(place), c.row(place)))
         if row is None and state is None:
             self._say(name_of(place), "not in the catalogue")
@@ -121,7 +121,7 @@ class Audit:
         elif row is not None:
             self._compare_keeping(place, row)
 
-    def _compare_keeping(self, place: Place, row: Entry) -> None:
+    def _compare_keeping(self, place: EntryName, row: Entry) -> None:
         """The file is the truth; a row that says something else could take sound entries away."""
         true = as_found(self.folder, place)
         if true is None:
@@ -186,9 +186,9 @@ class Audit:
             sweep(self.folder, tenant, 7 * 86400.0)
 
 
-def place_of(entry: Entry) -> Place:
+def place_of(entry: Entry) -> EntryName:
     """Where an entry stands."""
-    return Place(entry.tenant, entry.kind, entry.key)
+    return EntryName(entry.tenant, entry.kind, entry.key)
 
 
 def sweep(folder: Folder, tenant: str, age: float) -> None:

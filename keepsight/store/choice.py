@@ -8,22 +8,22 @@ from __future__ import annotations
 import heapq
 
 from keepsight.store.catalogue import Catalogue
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 
 AT_ONCE = 256  # removed in one transaction
 _KNOTS = 64  # entries looked at for a circle
 
 
-def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float, list[Place]]:
+def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float, list[EntryName]]:
     """The least useful entries that make up so many bytes, and the worth of the best of them.
 
     What something stands on comes after all that stands on it.
     """
     leaves = catalogue.leaves(tenant, AT_ONCE)
     limit = leaves[-1][0] if len(leaves) == AT_ONCE else float("inf")
-    heap = [(value, e.used, Place(e.tenant, e.kind, e.key), e) for value, e in leaves]
+    heap = [(value, e.used, EntryName(e.tenant, e.kind, e.key), e) for value, e in leaves]
     heapq.heapify(heap)
-    chosen: dict[Place, None] = {}
+    chosen: dict[EntryName, None] = {}
     worst = total = 0.0
     while heap and total < excess and heap[0][0] <= limit:
         value, _, place, entry = heapq.heappop(heap)
@@ -31,14 +31,14 @@ def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float
         worst, total = max(worst, value), total + entry.nbytes
         if entry.stands_on is None:
             continue
-        base = Place(entry.tenant, *entry.stands_on)
+        base = EntryName(entry.tenant, *entry.stands_on)
         found = catalogue.worth_of(base)
         if found is not None and all(other in chosen for other in catalogue.upon(base)):
             heapq.heappush(heap, (found[0], found[1].used, base, found[1]))
     return worst, list(chosen)
 
 
-def knot(catalogue: Catalogue, tenant: str | None) -> list[Place]:
+def knot(catalogue: Catalogue, tenant: str | None) -> list[EntryName]:
     """Entries that stand on each other in a circle, so that none is the last: no store writes that,
     but files may say it. They go together, unless one of them is pinned."""
     for place in catalogue.worst(tenant, _KNOTS):
@@ -48,7 +48,7 @@ def knot(catalogue: Catalogue, tenant: str | None) -> list[Place]:
     return []
 
 
-def left_alone(catalogue: Catalogue, gone: list[Place]) -> list[Place]:
+def left_alone(catalogue: Catalogue, gone: list[EntryName]) -> list[EntryName]:
     """What was written, while these were removed, to stand on them. What has the key of its base
     waits for it to be written too."""
     left = [up for place in gone for up in catalogue.upon(place) if up.key != place.key]

@@ -25,11 +25,11 @@ from keepsight.store.entryfile import FORMAT
 from keepsight.store.folder import Folder
 from keepsight.store.health import OK, SLOW, Health
 from keepsight.store.index import Book
-from keepsight.store.layout import Place
-from keepsight.store.pending import Job
+from keepsight.store.layout import EntryName
+from keepsight.store.pending import PendingWrite
 from keepsight.store.rows import name_of, pin_name
 from keepsight.store.tally import COUNTED, Counted
-from keepsight.store.timeout import Call
+from keepsight.store.timeout import TimedCall
 from keepsight.store.writer import Writer
 from keepsight.system.devices import COMPLETE, to_host
 from keepsight.system.exits import when_dropped
@@ -100,7 +100,7 @@ class DiskStore:
         return self._book.act(lambda catalogue: catalogue.tenants())
 
     def _refuse_other_formats(self) -> None:
-        def look(call: Call[bytes]) -> bytes:
+        def look(call: TimedCall[bytes]) -> bytes:
             self._folder.look()
             return self._folder.read_file(layout.MARKER)
 
@@ -158,11 +158,11 @@ class DiskStore:
         place = self._place(kind, key)
         self._reach.ask(lambda call: self._set_aside(place, why), None)
 
-    def _place(self, kind: str, key: str) -> Place:
+    def _place(self, kind: str, key: str) -> EntryName:
         layout.checked(kind, key)
-        return Place(self._tenant, kind, key)
+        return EntryName(self._tenant, kind, key)
 
-    def _waiting(self, place: Place) -> Job | None:
+    def _waiting(self, place: EntryName) -> PendingWrite | None:
         """What was handed over, is not on the disk yet, and is not over."""
         job = self._writer.pending.jobs.get(place)
         if job is None or layout.expired(job.told):
@@ -170,17 +170,19 @@ class DiskStore:
         self._writer.tally.count(place.tenant, "hits")
         return job
 
-    def _is_over(self, place: Place, told: object) -> bool:
+    def _is_over(self, place: EntryName, told: object) -> bool:
         if not layout.expired(told):
             return False
         self._writer.over(place)
         return True
 
-    def _careful(self, read: Callable[[Path, str, str], T], place: Place) -> T | None:
+    def _careful(self, read: Callable[[Path, str, str], T], place: EntryName) -> T | None:
         """What can be read. Only a file that is wrong is set aside, not one out of reach."""
         return self._reach.ask(lambda call: self._read(read, place, call), None)
 
-    def _read(self, read: Callable[[Path, str, str], T], place: Place, call: Call) -> T | None:
+    def _read(
+        self, read: Callable[[Path, str, str], T], place: EntryName, call: TimedCall
+    ) -> T | None:
         path = self._folder.path(name_of(place))
         try:
             call.expect(os.stat(path).st_size)
@@ -200,7 +202,7 @@ class DiskStore:
             return found
         return None
 
-    def _set_aside(self, place: Place, error: object) -> None:
+    def _set_aside(self, place: EntryName, error: object) -> None:
         path = self._folder.path(name_of(place))
         logger.warning("damaged entry set aside: %s (%s)", path, error)
         try:
@@ -227,7 +229,7 @@ class DiskStore:
         self._hand_over(self._place(kind, key), body, None, about)
 
     def _hand_over(
-        self, place: Place, record: Record, tensors: Tensors | None, about: About
+        self, place: EntryName, record: Record, tensors: Tensors | None, about: About
     ) -> None:
         if (tensors is None) != (place.kind in layout.NOTES):
             expected = "a note: use put_note" if tensors is not None else "tensors: use put"
@@ -239,7 +241,9 @@ class DiskStore:
         ready = COMPLETE
         if tensors is not None:
             tensors, ready = to_host(tensors)
-        self._writer.hand_over(Job(place, record, tensors, about, layout.kept(about), ready=ready))
+        self._writer.hand_over(
+            PendingWrite(place, record, tensors, about, layout.kept(about), ready=ready)
+        )
 
     def flush(self) -> None:
         """Return when everything handed over before is on the disk, or say that it is not: of this
@@ -329,7 +333,7 @@ class DiskStore:
         """Remove all that holds anything of this image, and all that stands on that."""
         self._catch_up()
 
-        def holders() -> list[Place]:
+        def holders() -> list[EntryName]:
             found = self._book.act(lambda c: c.with_media(self._tenant, [image_key]))
             # Older snapshots name the features of an image and not the image.
             features = [place.key for place in found if place.kind == "package"]
@@ -340,7 +344,7 @@ class DiskStore:
     def clear(self) -> int:
         """Remove every entry of this tenant; the bytes freed."""
         self._catch_up()
-        freed = self._remove([Place(e.tenant, e.kind, e.key) for e in self.entries()])
+        freed = self._remove([EntryName(e.tenant, e.kind, e.key) for e in self.entries()])
         check.sweep(self._folder, self._tenant, 0.0)
         return freed
 
@@ -352,7 +356,7 @@ class DiskStore:
         check.sweep(self._folder, self._tenant, 7 * 86400.0)
         return freed
 
-    def _remove(self, places: list[Place]) -> int:
+    def _remove(self, places: list[EntryName]) -> int:
         tower = self._book.act(lambda catalogue: catalogue.tower(places))
         freed = self._book.remove(tower)
         for place in tower:

@@ -34,7 +34,7 @@ _LEFT_OVER = 60.0  # seconds; a writer locks its part at once, so what is older 
 
 
 @dataclass
-class Part:
+class PartFile:
     """A file that is written and not in place yet."""
 
     folder: str
@@ -137,7 +137,9 @@ class Folder:
             raise done.error
         return done.size
 
-    def begin(self, name: str, parts: Iterable[bytes | memoryview], until: float | None) -> Part:
+    def begin(
+        self, name: str, parts: Iterable[bytes | memoryview], until: float | None
+    ) -> PartFile:
         """Write a file under another name, to be put in place by `finish`.
 
         `until` becomes its time of change: see `entryfile.live`.
@@ -151,7 +153,7 @@ class Folder:
         except BaseException:
             os.close(inside)
             raise
-        part = Part("/".join(folders), last, temporary, inside, os.fdopen(handle, "wb", BUFFER))
+        part = PartFile("/".join(folders), last, temporary, inside, os.fdopen(handle, "wb", BUFFER))
         try:
             _lock(handle)
             part.size = sum(part.file.write(some) for some in parts)
@@ -163,7 +165,7 @@ class Folder:
             raise
         return part
 
-    def finish(self, parts: list[Part]) -> list[Part]:
+    def finish(self, parts: list[PartFile]) -> list[PartFile]:
         """Bring files to the disk and put them in place; each has its `error` then, or none.
 
         First the bytes of all, then the names of all, then the folders, and each of these

@@ -17,10 +17,10 @@ from keepsight.store.contract import NOTHING
 from keepsight.store.folder import Folder
 from keepsight.store.health import FULL, GONE
 from keepsight.store.index import Book
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 from keepsight.store.rows import row_of
 
-_TRIAL = Place("", "alias", "0" * 64)  # of an entry that nobody has
+_TRIAL = EntryName("", "alias", "0" * 64)  # of an entry that nobody has
 
 
 class Ground:

@@ -25,7 +25,7 @@ from keepsight.store.choice import AT_ONCE, choose, knot, left_alone, raise_floo
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 from keepsight.store.retry import opened, opened_to_read
 from keepsight.store.rows import everything, name_of, pins
 from keepsight.system import forks
@@ -305,7 +305,7 @@ class Book:
             return True
 
     def _enter(self, catalogue: Catalogue, found: list[Entry]) -> None:
-        new = [e for e in found if catalogue.state(Place(e.tenant, e.kind, e.key)) is None]
+        new = [e for e in found if catalogue.state(EntryName(e.tenant, e.kind, e.key)) is None]
         catalogue.put(new)
 
     def _finish(self, catalogue: Catalogue) -> None:
@@ -315,7 +315,7 @@ class Book:
 
     # -- letting go ------------------------------------------------------------------------------
 
-    def remove(self, places: list[Place]) -> int:
+    def remove(self, places: list[EntryName]) -> int:
         """Remove entries in this order, files and rows; the bytes freed."""
         freed = 0
         for start in range(0, len(places), AT_ONCE):
@@ -323,7 +323,7 @@ class Book:
             freed += self.act(lambda catalogue, some=some: self._remove(catalogue, some))  # type: ignore[misc]
         return freed
 
-    def _remove(self, catalogue: Catalogue, places: list[Place]) -> int:
+    def _remove(self, catalogue: Catalogue, places: list[EntryName]) -> int:
         is_marked = self._mark_going(catalogue, places)
         freed, gone, stay = 0, [], []
         failed: OSError | None = None
@@ -345,7 +345,7 @@ class Book:
             raise StoreError(f"{self.folder.root}: entries cannot be removed: {failed}") from failed
         return freed + (self.remove(left) if left else 0)
 
-    def _mark_going(self, catalogue: Catalogue, places: list[Place]) -> bool:
+    def _mark_going(self, catalogue: Catalogue, places: list[EntryName]) -> bool:
         """Say what will be removed. A full disk has no room for that, and removing makes some."""
         try:
             with catalogue:
@@ -356,9 +356,9 @@ class Book:
             return False
         return True
 
-    def fit(self, tenant: str | None, budget: int) -> tuple[list[Place], int]:
+    def fit(self, tenant: str | None, budget: int) -> tuple[list[EntryName], int]:
         """Let the least useful go until the rest fits; which went, and the bytes freed."""
-        went: list[Place] = []
+        went: list[EntryName] = []
         freed = 0
         while True:
             excess = self.act(lambda catalogue: catalogue.nbytes(tenant)) - budget

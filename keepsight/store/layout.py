@@ -35,7 +35,7 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 _PLACE = re.compile(r"(?:tenants/([0-9a-f]{64})/)?([a-z]+)/([0-9a-f]{2})/([0-9a-f]{64})(\.[a-z]+)")
 
 
-class Place(NamedTuple):
+class EntryName(NamedTuple):
     """What a name inside a store says."""
 
     tenant: str
@@ -78,7 +78,7 @@ def tenant_prefix(tenant: str) -> str:
     return f"tenants/{tenant}/" if tenant else ""
 
 
-def parse(name: str) -> Place | None:
+def parse(name: str) -> EntryName | None:
     """What a name inside a store says; None for whatever no store wrote."""
     found = _PLACE.fullmatch(name)
     if found is None:
@@ -86,7 +86,7 @@ def parse(name: str) -> Place | None:
     tenant, kind, folder, key, suffix = found.groups()
     if KINDS.get(kind) != suffix or folder != key[:2]:
         return None
-    return Place(tenant or "", kind, key)
+    return EntryName(tenant or "", kind, key)
 
 
 # -- what stands in a file beside its content ----------------------------------------------------

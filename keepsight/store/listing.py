@@ -18,7 +18,7 @@ from keepsight.errors import DamagedFile, FileError
 from keepsight.formats import tensorfile
 from keepsight.kinds import Record
 from keepsight.store import entryfile, layout
-from keepsight.store.address import Address, Found
+from keepsight.store.address import Address, RemoteObject
 from keepsight.store.contract import Entry, Name
 from keepsight.system.lock import Mutex
 
@@ -28,18 +28,18 @@ _SURE, _DOUBTFUL = 600.0, 5.0  # seconds that "it is there" and "it is not" are 
 _PINS = "pins"
 
 
-class Head(NamedTuple):
+class EntryHeader(NamedTuple):
     """What a file says of itself."""
 
     told: Record
     cost: float = 0.0  # only known to the process that made it
 
 
-def head(link: Address, name: str, kind: str, key: str) -> Head:
+def head(link: Address, name: str, kind: str, key: str) -> EntryHeader:
     """Read the beginning of an entry; its tensors are neither read nor checked."""
     where = f"{link.shown}/{name}"
     if kind in layout.NOTES:
-        return Head(note_in(kind, key, link.read(name), where)[1])
+        return EntryHeader(note_in(kind, key, link.read(name), where)[1])
     data = link.read(name, 0, _HEAD)
     size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter one is the whole object
     record = tensorfile.parse_record(data, size, where)
@@ -47,7 +47,7 @@ def head(link: Address, name: str, kind: str, key: str) -> Head:
         record = tensorfile.parse_record(link.read(name, 0, record), size, where)
     if isinstance(record, int) or record.get("entry") != key or record.get("kind") != kind:
         raise DamagedFile(f"{where}: it is not the entry that its name says")
-    return Head(keeping_in(kind, key, record))
+    return EntryHeader(keeping_in(kind, key, record))
 
 
 def keeping_in(kind: str, key: str, record: Record) -> Record:
@@ -64,17 +64,17 @@ def note_in(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Recor
     return body, told
 
 
-class Seen:
+class RecentNames:
     """What this process has lately learned of names: there, not there, how often read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, Mutex()
-        self._heads: OrderedDict[str, tuple[Head | None, float]] = OrderedDict()
+        self._heads: OrderedDict[str, tuple[EntryHeader | None, float]] = OrderedDict()
         self._foreign: set[str] = set()
         self.removals = 0
         self._uses: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
-    def find(self, name: str) -> tuple[bool, Head | None]:
+    def find(self, name: str) -> tuple[bool, EntryHeader | None]:
         """Whether anything is known of it, and its head if it is there."""
         found, until = self._heads.get(name, (None, -1.0))
         if self._clock() >= until:
@@ -83,7 +83,7 @@ class Seen:
             return True, None
         return True, found
 
-    def there(self, name: str, found: Head, since: int | None = None) -> None:
+    def there(self, name: str, found: EntryHeader, since: int | None = None) -> None:
         """It was written, or seen by a read that began at that count of removals: what was removed
         meanwhile may be just this."""
         if since is None or since == self.removals:
@@ -124,11 +124,11 @@ class Seen:
         """How often it was read by this process, and when last."""
         return self._uses.get(name, (0, 0.0))
 
-    def old_head(self, name: str) -> Head | None:
+    def old_head(self, name: str) -> EntryHeader | None:
         """Its head, however long ago that was seen: a file never changes under its name."""
         return self._heads.get(name, (None, 0.0))[0]
 
-    def _put(self, name: str, found: Head | None, seconds: float) -> None:
+    def _put(self, name: str, found: EntryHeader | None, seconds: float) -> None:
         with self._lock:
             self._heads.pop(name, None)
             self._heads[name] = (found, self._clock() + seconds)
@@ -139,7 +139,7 @@ class Seen:
 class Survey:
     """The entries of one tenant, as a listing shows them."""
 
-    def __init__(self, link: Address, seen: Seen, tenant: str) -> None:
+    def __init__(self, link: Address, seen: RecentNames, tenant: str) -> None:
         self._link, self._seen, self._tenant = link, seen, tenant
         self._prefix = layout.tenant_prefix(tenant)
 
@@ -147,7 +147,7 @@ class Survey:
         """Where an entry lies."""
         return layout.place(*name, self._tenant)
 
-    def found(self) -> Iterator[tuple[Name, Found]]:
+    def found(self) -> Iterator[tuple[Name, RemoteObject]]:
         """Name and listing of each entry; no file is opened."""
         for one in self._link.listed(self._folders()):
             place = layout.parse(one.name)
@@ -172,23 +172,23 @@ class Survey:
         pairs = zip(listed, heads, strict=True)
         return {name: self._entry(name, one, told, name in pins) for (name, one), told in pairs}
 
-    def entry(self, name: Name, told: Head) -> Entry:
+    def entry(self, name: Name, told: EntryHeader) -> Entry:
         """One entry whose head is known; asks for its size and its pin."""
         info = self._link.info(self.path(name))
         return self._entry(name, info, told, self._link.exists(self.pin_name(name)))
 
-    def _head(self, item: tuple[Name, Found]) -> Head:
+    def _head(self, item: tuple[Name, RemoteObject]) -> EntryHeader:
         (kind, key), one = item
         told, since = self._seen.old_head(one.name), self._seen.removals
         if told is None:
             try:
                 told = head(self._link, one.name, kind, key)
             except (FileError, FileNotFoundError):
-                return Head({})  # `check` names it; here it is only counted
+                return EntryHeader({})  # `check` names it; here it is only counted
             self._seen.there(one.name, told, since)
         return told
 
-    def _entry(self, name: Name, one: Found, known: Head, pinned: bool) -> Entry:
+    def _entry(self, name: Name, one: RemoteObject, known: EntryHeader, pinned: bool) -> Entry:
         about = layout.told_about(known.told, known.cost)
         uses, last = self._seen.uses(one.name)
         written = min(one.written, time.time())  # a stamp from the future is of no use
@@ -219,7 +219,7 @@ class Survey:
         return f"{self._prefix}{_PINS}/{name[0]}/{name[1]}.json"
 
 
-def whole_table(link: Address, seen: Seen) -> dict[Name, Entry]:
+def whole_table(link: Address, seen: RecentNames) -> dict[Name, Entry]:
     """The entries of all tenants; a kind is spelled with its tenant, so that no two meet."""
     folders = link.folders("tenants")
     tenants = ["", *(folder.rpartition("/")[2] for folder in folders)]

@@ -24,7 +24,7 @@ Place = tuple[str, str]  # tenant and key
 
 
 @dataclass
-class _Held(Generic[T]):
+class _CacheEntry(Generic[T]):
     """One thing, and when it may go."""
 
     item: T
@@ -55,7 +55,7 @@ class MemoryCache(Generic[T]):
     ) -> None:
         self.budget, self.quota, self.ttl, self._by_worth = budget, quota, ttl, by_worth
         self._size, self._clock = size, clock
-        self._held: dict[Place, _Held[T]] = {}
+        self._held: dict[Place, _CacheEntry[T]] = {}
         self._queue = EvictionQueue(self._order)
         self._own: dict[str, EvictionQueue[Place]] = {}  # by account
         self._uses = itertools.count(1)
@@ -115,7 +115,7 @@ class MemoryCache(Generic[T]):
             return
         if pinned and self._too_many_pins(account_of(tenant), size):  # it has grown
             pinned = False
-        held = _Held(item, size, cost, self._clock(), pinned=pinned)
+        held = _CacheEntry(item, size, cost, self._clock(), pinned=pinned)
         self._held[place] = held
         self._count(tenant, held, 1)
         self._use(held)
@@ -184,7 +184,7 @@ class MemoryCache(Generic[T]):
 
     # -- letting go ------------------------------------------------------------------------------
 
-    def _use(self, held: _Held[T]) -> None:
+    def _use(self, held: _CacheEntry[T]) -> None:
         held.uses += 1
         value = worth(self._floor, held.uses, held.cost, held.nbytes) if self._by_worth else 0.0
         held.order = value, next(self._uses)
@@ -231,7 +231,7 @@ class MemoryCache(Generic[T]):
                 del self._own[account]
         return held.nbytes
 
-    def _count(self, tenant: str, held: _Held[T], sign: int) -> None:
+    def _count(self, tenant: str, held: _CacheEntry[T], sign: int) -> None:
         nbytes, account = sign * held.nbytes, account_of(tenant)
         self.nbytes += nbytes
         _add(self._of, tenant, nbytes)
@@ -239,7 +239,7 @@ class MemoryCache(Generic[T]):
         if held.pinned:
             _add(self._pinned, account, nbytes)
 
-    def _expired(self, held: _Held[T]) -> bool:
+    def _expired(self, held: _CacheEntry[T]) -> bool:
         return self.ttl is not None and self._clock() - held.made >= self.ttl
 
     def _sweep(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from keepsight.kinds import Record
 from keepsight.store.contract import About, Entry, Tensors
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 from keepsight.store.losses import Losses
 from keepsight.store.rows import row_of
 from keepsight.system.devices import COMPLETE, Fence
@@ -22,10 +22,10 @@ STUCK = 30.0  # seconds without any progress after which a disk is no longer wai
 
 
 @dataclass
-class Job:
+class PendingWrite:
     """One write that has not reached the disk yet."""
 
-    place: Place
+    place: EntryName
     record: Record
     tensors: Tensors | None  # None: a note, JSON alone
     about: About
@@ -55,14 +55,14 @@ class Pending:
     def start_anew(self) -> None:
         """With nothing in it, as at first and after a fork."""
         self.changed = threading.Condition()  # reentrant: the collector may ring it, see `retire`
-        self.jobs: dict[Place, Job] = {}
+        self.jobs: dict[EntryName, PendingWrite] = {}
         self.nbytes = 0
         self.handed = self.done = 0
-        self.order: deque[Job] = deque()
+        self.order: deque[PendingWrite] = deque()
         self._moved = 0.0  # when there was progress last
         self.losses = Losses()
 
-    def offer(self, job: Job) -> bool:
+    def offer(self, job: PendingWrite) -> bool:
         """Take a write; False where there is no room for it."""
         job.nbytes = job.size + _OVERHEAD
         with self.changed:
@@ -74,16 +74,16 @@ class Pending:
             self.handed += 1
             return True
 
-    def batch(self, most: int, room: int) -> list[Job]:
+    def batch(self, most: int, room: int) -> list[PendingWrite]:
         """The next writes: so many at most, and about so many bytes."""
-        taken: list[Job] = []
+        taken: list[PendingWrite] = []
         with self.changed:
             while self.order and len(taken) < most and room > 0:
                 taken.append(self.order.popleft())
                 room -= taken[-1].nbytes
         return taken
 
-    def forget(self, job: Job) -> bool:
+    def forget(self, job: PendingWrite) -> bool:
         """It waits no longer; False when it did not wait."""
         with self.changed:
             if self.jobs.pop(job.place, None) is None:

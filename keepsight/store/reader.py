@@ -17,7 +17,7 @@ from keepsight.kinds import Record
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import Tensors
-from keepsight.store.listing import Head, Seen, head, keeping_in, note_in
+from keepsight.store.listing import EntryHeader, RecentNames, head, keeping_in, note_in
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class Reader:
     """Entries by the name under which they lie at an address."""
 
-    def __init__(self, link: Address, seen: Seen, ended: Callable[[str], None]) -> None:
+    def __init__(self, link: Address, seen: RecentNames, ended: Callable[[str], None]) -> None:
         self._link, self._seen, self._ended = link, seen, ended
         self._breaker = Breaker(f"the store {link.shown} cannot be read")
 
@@ -41,7 +41,7 @@ class Reader:
         """Since when, in seconds since the epoch."""
         return self._breaker.since
 
-    def look(self, name: str, kind: str, key: str) -> Head | None:
+    def look(self, name: str, kind: str, key: str) -> EntryHeader | None:
         """The head of an entry: what is remembered of it, or one small read."""
         known, found = self._seen.find(name)
         if known:
@@ -91,7 +91,7 @@ class Reader:
         self._breaker.worked()
         return answer
 
-    def _head(self, name: str, kind: str, key: str) -> Head | None:
+    def _head(self, name: str, kind: str, key: str) -> EntryHeader | None:
         try:
             return head(self._link, name, kind, key)
         except WrongFormatVersion:
@@ -133,7 +133,7 @@ class Reader:
             return None
         if self._is_over(name, told):
             return None
-        self._seen.there(name, Head(told, found.cost if found is not None else 0.0), since)
+        self._seen.there(name, EntryHeader(told, found.cost if found is not None else 0.0), since)
         self._seen.touch(name)
         return content
 

@@ -25,11 +25,11 @@ from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
 from keepsight.store.counting import Counting, Kinds
 from keepsight.store.health import OK, UNREACHABLE
-from keepsight.store.listing import Head, Seen, head
+from keepsight.store.listing import EntryHeader, RecentNames, head
 from keepsight.store.losses import larger_than
 from keepsight.store.reader import Reader
 from keepsight.store.remote_upkeep import Allowance, Upkeep
-from keepsight.store.write_queue import Job, Outbox
+from keepsight.store.write_queue import Outbox, RemoteWrite
 from keepsight.system.exits import begin, when_dropped
 from keepsight.system.lock import Mutex
 
@@ -59,7 +59,7 @@ class RemoteStore:
     ) -> None:
         self._link = Address(address, options, timeout)
         self.address, self.budget, self.quota = self._link.shown, budget, quota
-        self._seen = Seen()
+        self._seen = RecentNames()
         self._writing = Breaker(f"the store {self.address} cannot be written")
         self._tenant, self._is_view = "", False
         self._counts = dict.fromkeys(("hits", "misses", "evictions", "written", "refused"), 0)
@@ -143,7 +143,7 @@ class RemoteStore:
     def _name(self, kind: str, key: str) -> str:
         return layout.place(kind, key, self._tenant)
 
-    def _waiting(self, name: str) -> Job | None:
+    def _waiting(self, name: str) -> RemoteWrite | None:
         job = self._outbox.find(name)
         return None if job is None or layout.expired(job.told) else job
 
@@ -188,12 +188,12 @@ class RemoteStore:
             self._count("refused")
             return
         on, told = None if base is None or base[1] == key else self._name(*base), layout.kept(about)
-        job = Job(name, kind, key, tensors, record, about, on, told, nbytes, self._tenant)
+        job = RemoteWrite(name, kind, key, tensors, record, about, on, told, nbytes, self._tenant)
         job.leave_device()
         if not self._outbox.offer(job):
             self._count("refused")
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: RemoteWrite) -> None:
         """In the background. What cannot be spelled is the entry's fault and not the address's."""
         parts = list(entryfile.spelled(job.kind, job.key, job.tensors, job.record, job.told))
         if not self._writing.allows(self._link.timeout):
@@ -208,7 +208,7 @@ class RemoteStore:
             raise StoreError(f"{self.address} cannot be written: {error}") from error
         self._writing.worked()
 
-    def _refuse(self, job: Job) -> None:
+    def _refuse(self, job: RemoteWrite) -> None:
         """Never without what it stands on; and what came before, to stand on it, goes with it."""
         self._count("refused")
         for kind in layout.KINDS:
@@ -218,7 +218,7 @@ class RemoteStore:
                 self._link.remove(name)
                 self._seen.removed(name)
 
-    def _put_in_place(self, job: Job, parts: list[bytes | memoryview]) -> None:
+    def _put_in_place(self, job: RemoteWrite, parts: list[bytes | memoryview]) -> None:
         if not self._marked:
             if not self._link.exists(layout.MARKER):
                 self._link.write(layout.MARKER, [layout.marker_bytes()], lambda: False)
@@ -228,7 +228,7 @@ class RemoteStore:
         claims.write(self._link, job.name, parts, lambda: job.unwanted, careful)
         if job.unwanted:
             return
-        self._seen.there(job.name, Head(job.told, job.about.cost))
+        self._seen.there(job.name, EntryHeader(job.told, job.about.cost))
         nbytes = sum(len(part) for part in parts)
         self._count("written")
         self._outbox.losses.found(job.tenant, (job.kind, job.key))

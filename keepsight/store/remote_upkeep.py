@@ -13,10 +13,10 @@ import time
 from keepsight.errors import FileError, WrongFormatVersion
 from keepsight.formats import tensorfile
 from keepsight.store import entryfile, layout, ranking
-from keepsight.store.address import Address, Found
+from keepsight.store.address import Address, RemoteObject
 from keepsight.store.claims import claim
 from keepsight.store.contract import Entry, Name
-from keepsight.store.listing import Seen, Survey, whole_table
+from keepsight.store.listing import RecentNames, Survey, whole_table
 from keepsight.store.listing import head as read_head
 from keepsight.store.sizes import MOST_TENANTS
 from keepsight.system.lock import Mutex
@@ -118,7 +118,7 @@ class Upkeep(Survey):
             self.sweep(_HOUR)
         return lines
 
-    def _wrong(self, item: tuple[Name, Found]) -> tuple[Name, str | None]:
+    def _wrong(self, item: tuple[Name, RemoteObject]) -> tuple[Name, str | None]:
         (kind, key), one = item
         where = f"{self._link.shown}/{one.name}"
         try:
@@ -136,7 +136,7 @@ class Upkeep(Survey):
         return (kind, key), None
 
 
-def make_room(link: Address, seen: Seen, budget: int, tenant: str | None) -> int:
+def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None) -> int:
     """Let the least useful go until the rest fits, of one tenant or (None) of all together; how
     many went."""
     table = whole_table(link, seen) if tenant is None else Upkeep(link, seen, tenant).table()
@@ -157,7 +157,9 @@ class Allowance:
     """Budget and quota. Looking at everything costs time, so it is done when the first entry is
     written and then after each sixteenth of what is allowed."""
 
-    def __init__(self, link: Address, seen: Seen, budget: int | None, quota: int | None) -> None:
+    def __init__(
+        self, link: Address, seen: RecentNames, budget: int | None, quota: int | None
+    ) -> None:
         self._link, self._seen, self._budget, self._quota = link, seen, budget, quota
         self._grown: dict[str | None, int] = {}
         self._lock = Mutex()

@@ -14,15 +14,15 @@ from keepsight.errors import FileError
 from keepsight.store import entryfile, layout
 from keepsight.store.contract import About, Entry
 from keepsight.store.folder import Folder
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 
 
-def name_of(place: Place) -> str:
+def name_of(place: EntryName) -> str:
     """The file of an entry."""
     return layout.place(place.kind, place.key, place.tenant)
 
 
-def pin_name(place: Place) -> str:
+def pin_name(place: EntryName) -> str:
     """The note that keeps a pin where the book is lost."""
     return f"{layout.tenant_prefix(place.tenant)}pins/{place.kind}/{place.key}.json"
 
@@ -41,7 +41,7 @@ def everything(folder: Folder) -> Iterator[list[Entry]]:
                 yield found
 
 
-def as_found(folder: Folder, place: Place) -> Entry | None:
+def as_found(folder: Folder, place: EntryName) -> Entry | None:
     """An entry as its file tells it; None where the file is none or cannot be read."""
     status = folder.status(name_of(place))
     if status is None or not stat.S_ISREG(status.st_mode):
@@ -57,7 +57,7 @@ def as_found(folder: Folder, place: Place) -> Entry | None:
     return row_of(place, about, status.st_size, created, max(status.st_atime, created))
 
 
-def row_of(place: Place, about: About, nbytes: int, created: float, used: float) -> Entry:
+def row_of(place: EntryName, about: About, nbytes: int, created: float, used: float) -> Entry:
     """A row for something new."""
     expires = None if about.ttl is None else created + about.ttl
     return Entry(
@@ -75,11 +75,11 @@ def row_of(place: Place, about: About, nbytes: int, created: float, used: float)
     )
 
 
-def pins(folder: Folder) -> Iterator[Place]:
+def pins(folder: Folder) -> Iterator[EntryName]:
     """Every pin that was set."""
     for tenant in ["", *folder.names("tenants")]:
         for kind in layout.KINDS:
             for name in folder.names(f"{layout.tenant_prefix(tenant)}pins/{kind}"):
                 key = os.path.splitext(name)[0]
                 if layout.is_name(kind, key):
-                    yield Place(tenant, kind, key)
+                    yield EntryName(tenant, kind, key)

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 from keepsight.store.sizes import trim
 
 COUNTED = ("hits", "misses", "evictions", "written", "refused")
@@ -33,28 +33,30 @@ class Counted:
 class Due:
     """What the book is to learn."""
 
-    uses: dict[Place, int]
+    uses: dict[EntryName, int]
     events: dict[str, int]
-    ended: list[Place]
-    refused: set[Place]
+    ended: list[EntryName]
+    refused: set[EntryName]
 
 
-class Tally:
+class StoreCounters:
     """Counts of one store."""
 
     def __init__(self) -> None:
         # By tenant, since the store was opened; of those that were heard of last.
         self.counts: OrderedDict[str, Counter[str]] = OrderedDict()
-        self.ended: set[Place] = set()  # read and found to be over or damaged; still in the book
+        self.ended: set[EntryName] = (
+            set()
+        )  # read and found to be over or damaged; still in the book
         self.known: dict[str, Counted] = {}
         self.start_anew()
 
     def start_anew(self) -> None:
         """With nothing that the book has not been told, as at first and after a fork."""
         self._lock = threading.Lock()
-        self._uses: Counter[Place] = Counter()
+        self._uses: Counter[EntryName] = Counter()
         self._events: Counter[str] = Counter()
-        self._refused: set[Place] = set()
+        self._refused: set[EntryName] = set()
 
     def count(self, tenant: str, what: str, number: int = 1) -> None:
         """Something happened."""
@@ -72,12 +74,12 @@ class Tally:
             self.known[tenant] = counted
             trim(self.known)
 
-    def evicted(self, places: Iterable[Place]) -> None:
+    def evicted(self, places: Iterable[EntryName]) -> None:
         """These had to go."""
         for place in places:
             self.count(place.tenant, "evictions")
 
-    def use(self, place: Place) -> bool:
+    def use(self, place: EntryName) -> bool:
         """An entry was read; whether it is the first of which the book has not been told."""
         self.count(place.tenant, "hits")
         with self._lock:
@@ -85,18 +87,18 @@ class Tally:
                 self._uses[place] += 1
             return len(self._uses) == 1
 
-    def end(self, place: Place) -> None:
+    def end(self, place: EntryName) -> None:
         """An entry was read and cannot be used."""
         with self._lock:
             if len(self.ended) < _GATHERED:
                 self.ended.add(place)
 
-    def refuse(self, place: Place) -> None:
+    def refuse(self, place: EntryName) -> None:
         """It stands on nothing."""
         self.count(place.tenant, "refused")
         self._add_refused([place])
 
-    def _add_refused(self, places: Iterable[Place]) -> None:
+    def _add_refused(self, places: Iterable[EntryName]) -> None:
         with self._lock:
             room = _GATHERED - len(self._refused)
             self._refused.update(itertools.islice(places, max(0, room)))

@@ -28,11 +28,11 @@ _IDLE_FOR = 10.0  # seconds that a thread waits for more to do
 T = TypeVar("T")
 
 
-class Call(Generic[T]):
+class TimedCall(Generic[T]):
     """One call on its way."""
 
-    def __init__(self, work: Callable[[Call[T]], T]) -> None:
-        self._work: Callable[[Call[T]], T] | None = work
+    def __init__(self, work: Callable[[TimedCall[T]], T]) -> None:
+        self._work: Callable[[TimedCall[T]], T] | None = work
         self._ended = threading.Lock()
         self._ended.acquire()
         self._more = 0.0
@@ -79,11 +79,11 @@ class _Worker:
     """What a thread does that makes calls, one at a time."""
 
     def __init__(self) -> None:
-        self._call: Call | None = None
+        self._call: TimedCall | None = None
         self._given = threading.Lock()  # measured: a third of the time that a queue takes
         self._given.acquire()
 
-    def give(self, call: Call) -> None:
+    def give(self, call: TimedCall) -> None:
         """The next call; for who has taken this worker."""
         self._call = call
         self._given.release()
@@ -106,7 +106,7 @@ _IDLE: deque[_Worker] = deque()
 os.register_at_fork(after_in_child=_IDLE.clear)
 
 
-def start(call: Call) -> None:
+def start(call: TimedCall) -> None:
     """Have it made by some thread; by this one where no thread can be had any more."""
     try:
         worker = _IDLE.pop()
@@ -128,18 +128,18 @@ class Reach:
 
     def start_anew(self) -> None:
         """With no call under way, as at first and after a fork."""
-        self._left: set[Call] = set()
+        self._left: set[TimedCall] = set()
 
     @property
     def is_closed(self) -> bool:
         """Whether nobody asks at the moment."""
         return bool(self._left) or (self.health.state == SLOW and self.health.is_aside)
 
-    def ask(self, work: Callable[[Call[T]], T], otherwise: T) -> T:
+    def ask(self, work: Callable[[TimedCall[T]], T], otherwise: T) -> T:
         """What the work gives; `otherwise` where the disk takes too long, or did so lately."""
         if self.is_closed:
             return otherwise
-        call = Call(work)
+        call = TimedCall(work)
         start(call)
         if not call.wait(PATIENCE):
             self._leave(call)
@@ -148,7 +148,7 @@ class Reach:
             self.health.worked()
         return call.result()
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: TimedCall) -> None:
         self._left.add(call)
         call.afterwards = lambda: self._left.discard(call)
         if call.is_over():  # at this very moment

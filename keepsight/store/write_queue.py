@@ -31,7 +31,7 @@ _ROOM = 1 << 30  # bytes that may wait; what comes then is not taken
 
 
 @dataclass(eq=False)
-class Job:
+class RemoteWrite:
     """One entry on its way."""
 
     name: str  # where it is to lie
@@ -44,7 +44,7 @@ class Job:
     told: Record  # what its file will say of its keeping
     nbytes: int
     tenant: str
-    after: list[Job] = field(default_factory=list)
+    after: list[RemoteWrite] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
     failed: str | None = None
     unwanted: bool = False  # deleted while it was on its way
@@ -75,7 +75,7 @@ class Job:
 class Outbox:
     """A bounded queue and the threads that empty it."""
 
-    def __init__(self, write: Callable[[Job], None], room: int = _ROOM) -> None:
+    def __init__(self, write: Callable[[RemoteWrite], None], room: int = _ROOM) -> None:
         self._write, self._room = write, room
         self._lock = Mutex()
         self._forget()
@@ -83,20 +83,20 @@ class Outbox:
         finish_before_exit(self, STORES)
 
     def _forget(self) -> None:
-        self._jobs: dict[str, Job] = {}
-        self._keys: dict[str, list[Job]] = {}
-        self._late: list[Job] = []
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: dict[str, RemoteWrite] = {}
+        self._keys: dict[str, list[RemoteWrite]] = {}
+        self._late: list[RemoteWrite] = []
+        self._queue: queue.SimpleQueue[RemoteWrite | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.losses = Losses()
         self.nbytes = 0
 
-    def find(self, name: str) -> Job | None:
+    def find(self, name: str) -> RemoteWrite | None:
         """The entry of that name, if it is on its way."""
         job = self._jobs.get(name)
         return None if job is None or job.unwanted else job
 
-    def offer(self, job: Job) -> bool:
+    def offer(self, job: RemoteWrite) -> bool:
         """Take an entry; False where there is no room left, and `settle` will say so."""
         with self._lock:
             if self.nbytes + job.nbytes > self._room:
@@ -118,7 +118,7 @@ class Outbox:
             self._attempt(job)
             job = None  # nothing of it is kept while the next is waited for
 
-    def _attempt(self, job: Job) -> None:
+    def _attempt(self, job: RemoteWrite) -> None:
         try:
             self._one(job)
         except Exception as error:
@@ -127,7 +127,7 @@ class Outbox:
                 logger.exception("writing %s/%s failed; going on", job.kind, job.key)
         self._over(job)
 
-    def _one(self, job: Job) -> None:
+    def _one(self, job: RemoteWrite) -> None:
         # What a job waits for came before it, so it is at work or done: this always ends.
         for earlier in job.after:
             earlier.done.wait()
@@ -137,7 +137,7 @@ class Outbox:
         if not job.unwanted:
             self._write(job)
 
-    def _over(self, job: Job) -> None:
+    def _over(self, job: RemoteWrite) -> None:
         with self._lock:
             if self._jobs.get(job.name) is job:
                 del self._jobs[job.name]
@@ -153,7 +153,7 @@ class Outbox:
         job.after = []
         job.done.set()
 
-    def waiting(self) -> list[Job]:
+    def waiting(self) -> list[RemoteWrite]:
         """All that is on its way now."""
         with self._lock:
             return list(self._jobs.values())
@@ -168,7 +168,7 @@ class Outbox:
         waiting = self.waiting()
         return all(job.done.wait(_left(end)) for job in waiting)
 
-    def withdraw(self, unwanted: Callable[[Job], bool]) -> None:
+    def withdraw(self, unwanted: Callable[[RemoteWrite], bool]) -> None:
         """These are not wanted any more, even if a write of them that hangs comes through yet."""
         with self._lock:
             for job in [*self._jobs.values(), *self._late]:

@@ -18,15 +18,15 @@ from keepsight.errors import StoreError
 from keepsight.store import entryfile, layout
 from keepsight.store.after_write import Keeper
 from keepsight.store.contract import About, Entry
-from keepsight.store.folder import Folder, Part
+from keepsight.store.folder import Folder, PartFile
 from keepsight.store.folder_state import Ground
 from keepsight.store.health import LONGEST_PAUSE, OK, Health
 from keepsight.store.index import Book
-from keepsight.store.layout import Place
+from keepsight.store.layout import EntryName
 from keepsight.store.losses import TOO_MUCH, larger_than
-from keepsight.store.pending import STUCK, Job, Pending
+from keepsight.store.pending import STUCK, Pending, PendingWrite
 from keepsight.store.rows import name_of
-from keepsight.store.tally import Counted, Due, Tally
+from keepsight.store.tally import Counted, Due, StoreCounters
 from keepsight.store.timeout import Reach
 from keepsight.system import forks
 from keepsight.system.exits import STORES, begin, finish_before_exit
@@ -45,7 +45,7 @@ class Writer:
     ) -> None:
         self.folder, self.book, self.disk = folder, book, book.disk
         self.budget, self.quota = budget, quota
-        self.tally, self.pending = Tally(), Pending(waiting)
+        self.tally, self.pending = StoreCounters(), Pending(waiting)
         self.reach = Reach(Health(f"the store {folder.root} cannot be read"))
         self._keeper, self._ground = Keeper(folder, book, budget, quota), Ground(folder, book)
         self.start_anew()
@@ -64,7 +64,7 @@ class Writer:
 
     # -- for whoever hands over or reads -----------------------------------------------------------
 
-    def hand_over(self, job: Job) -> None:
+    def hand_over(self, job: PendingWrite) -> None:
         """Take a write, if there is room for it."""
         too_large = larger_than(job.size, self.budget, self.quota)
         with self._wake:
@@ -77,33 +77,33 @@ class Writer:
             else:
                 self._awake()
 
-    def used(self, place: Place) -> None:
+    def used(self, place: EntryName) -> None:
         """An entry was read; the book learns of it with the next batch."""
         if self.tally.use(place):
             with self._wake:
                 self._awake()
 
-    def over(self, place: Place) -> None:
+    def over(self, place: EntryName) -> None:
         """An entry was read and cannot be used; the book learns of it with the next batch."""
         self.tally.end(place)
         with self._wake:
             self._awake()
 
-    def is_there(self, place: Place) -> bool:
+    def is_there(self, place: EntryName) -> bool:
         """Whether a file stands at its place whose time is not over."""
         status = self.folder.status(name_of(place))
         if status is None or place in self.tally.ended or not stat.S_ISREG(status.st_mode):
             return False
         return entryfile.live(status, time.time())
 
-    def has_base(self, place: Place, about: About) -> bool:
+    def has_base(self, place: EntryName, about: About) -> bool:
         """Whether what an entry stands on is there, or will be: it may have the same key."""
         if about.stands_on is None or about.stands_on[1] == place.key:
             return True
-        base = Place(place.tenant, *about.stands_on)
+        base = EntryName(place.tenant, *about.stands_on)
         return base in self.pending.jobs or self.is_there(base)
 
-    def refuse(self, place: Place) -> None:
+    def refuse(self, place: EntryName) -> None:
         """It stands on nothing; what came before it, to stand on it, goes with the next batch."""
         self.tally.refuse(place)
         with self._wake:
@@ -215,7 +215,7 @@ class Writer:
                 return False
             return True
 
-    def _next(self) -> list[Job]:
+    def _next(self) -> list[PendingWrite]:
         """What to write now. Uses wait a moment for others, unless there is something to write."""
         if not self._has_work():
             pause = self._idle()
@@ -296,7 +296,7 @@ class Writer:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def _write_batch(self, batch: list[Job]) -> None:
+    def _write_batch(self, batch: list[PendingWrite]) -> None:
         try:
             if self.disk.is_aside:
                 return
@@ -318,7 +318,7 @@ class Writer:
                 if self.pending.forget(job):
                     self._lose(job.place, self.disk.why)
 
-    def _is_wanted(self, job: Job) -> bool:
+    def _is_wanted(self, job: PendingWrite) -> bool:
         """Not what is there already, and not what stands on nothing."""
         if self.is_there(job.place):
             self._keeper.enter_file(job.place)
@@ -329,7 +329,7 @@ class Writer:
         self.pending.forget(job)
         return False
 
-    def _write(self, jobs: list[Job]) -> list[Entry]:
+    def _write(self, jobs: list[PendingWrite]) -> list[Entry]:
         """The rows of what is on the disk then. What is not stays pending, and is lost."""
         begun = [(job, part) for job in jobs if (part := self._begin(job)) is not None]
         self.folder.finish([part for _, part in begun])
@@ -346,7 +346,7 @@ class Writer:
             rows.append(job.row(part.size))
         return rows
 
-    def _begin(self, job: Job) -> Part | None:
+    def _begin(self, job: PendingWrite) -> PartFile | None:
         place = job.place
         self.pending.move()
         if self.disk.is_aside:
@@ -365,6 +365,6 @@ class Writer:
 
     # -- a disk that refuses ---------------------------------------------------------------------
 
-    def _lose(self, place: Place, why: str) -> None:
+    def _lose(self, place: EntryName, why: str) -> None:
         self.pending.losses.add(place.tenant, (place.kind, place.key), why)
         self.tally.count(place.tenant, "refused")

@@ -26,8 +26,8 @@ from keepsight.errors import (
 )
 from keepsight.export.graphs import quantise, tracing
 from keepsight.export.graphs.check import deviation
-from keepsight.export.graphs.parts import Decoder, Embedding, GraphPart, Head
-from keepsight.export.graphs.target import Target, check_room, size_text
+from keepsight.export.graphs.parts import Decoder, Embedding, GraphPart, OutputHead
+from keepsight.export.graphs.target import ExportFolder, check_room, size_text
 from keepsight.export.graphs.towers import tower_of
 from keepsight.export.graphs.write import write_graph
 from keepsight.kinds import Record
@@ -63,7 +63,7 @@ def export(
     `max_patches` bounds one picture, where pictures may have any size (default: 16,384).
     """
     _check_words(runtime, quantised, max_patches)
-    target = Target(to)
+    target = ExportFolder(to)
     path = loading.model_path(name)
     if revision is not None and Path(path).is_dir():
         raise UnsupportedInput(
@@ -192,7 +192,7 @@ def _write(
         "tower": tower_of(family, vlm.runtime.needed_processor(), blocks=runtime == "onnx"),
         "embedding": Embedding(family),
         "decoder": Decoder(family, vlm.runtime.engine.shape, appends),
-        "head": Head(family),
+        "head": OutputHead(family),
     }
     for name, part in parts.items():
         tell(f"tracing the {name}")

@@ -84,7 +84,7 @@ class Embedding(GraphPart):
         return sample
 
 
-class Head(GraphPart):
+class OutputHead(GraphPart):
     """Hidden states to logits."""
 
     def __init__(self, family: Family) -> None:

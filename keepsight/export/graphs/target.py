@@ -23,7 +23,7 @@ _LOCK = "lock"
 _FULL = 2**20  # bytes free where something was just refused for want of room
 
 
-class Target:
+class ExportFolder:
     """A folder that does not exist yet, or is empty."""
 
     def __init__(self, to: str | Path) -> None:

@@ -25,7 +25,7 @@ LEFT_OUT = (
 )
 
 
-class Source(Protocol):
+class TowerSource(Protocol):
     """Where the weights of an absent tower can be read, to name them."""
 
     def weights(self) -> list[AbsentWeight]:
@@ -38,7 +38,7 @@ AbsentWeight = tuple[str, str, str]  # name in the whole model, digest, floating
 class AbsentTower(torch.nn.Module):
     """Stands where a module of the tower was; it has its settings, and refuses to run."""
 
-    source: Source | None = None
+    source: TowerSource | None = None
     stands_for: type  # the class of the module that was left out
 
     def __init__(self, part: torch.nn.Module) -> None:

@@ -38,7 +38,7 @@ from keepsight.models.fingerprint.kinds import (
     VALUES,
     WRITES,
     Kind,
-    Known,
+    KnownObject,
     check_attribute,
     check_known,
     is_models,
@@ -52,7 +52,7 @@ _State = tuple[int, tuple[Kind, ...], tuple[tuple[str, Kind], ...]]
 _CALLED = "(the original was called)"  # noted among the local names, each path on its own
 
 
-class Run(Values):
+class Interpretation(Values):
     """One function, run over kinds of values."""
 
     def __init__(self, function: FunctionType, bound: list[object], original: Any) -> None:
@@ -352,7 +352,7 @@ class Run(Values):
         if isinstance(called, tuple) and called[0] == "own method":
             return self._own_method(called[1], self._own(called[2]), given)
         thing = self._own(called)
-        if not isinstance(called, Known) or id(thing) not in SAFE:
+        if not isinstance(called, KnownObject) or id(thing) not in SAFE:
             raise Unproven
         return self._built_in(thing, given)
 

@@ -28,7 +28,7 @@ from keepsight.models.fingerprint.undescribed import (
     LARGE,
     PLAIN,
     WITHOUT_VALUE,
-    Private,
+    ObjectNumbers,
     class_dict,
     follow,
     slots_of,
@@ -60,7 +60,7 @@ class Describer:
         watch: Watch | None,
         places: Mapping[int, str],
         digest: Callable[[torch.Tensor], str],
-        private: Private,
+        private: ObjectNumbers,
     ) -> None:
         self.watch, self._places, self._digest, self.private = watch, places, digest, private
         self._known: dict[int, tuple[object, Plain]] = {}

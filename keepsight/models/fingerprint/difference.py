@@ -22,7 +22,7 @@ from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.describe import Describer, Plain
 from keepsight.models.fingerprint.evidence import Belief, Proof
 from keepsight.models.fingerprint.onlookers import only_looks, passes_on
-from keepsight.models.fingerprint.stock import BASE, NOTES, Part, reads_training, settings_of
+from keepsight.models.fingerprint.stock import BASE, NOTES, StockModule, reads_training, settings_of
 from keepsight.models.fingerprint.watch import QUIET, Watch
 
 _HOMES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
@@ -64,7 +64,7 @@ class Difference:
     def __init__(
         self,
         model: PreTrainedModel,
-        stock: dict[str, Part],
+        stock: dict[str, StockModule],
         describer: Describer,
         watch: Watch,
     ) -> None:

@@ -57,13 +57,13 @@ OWN_KINDS = (*CONTAINERS, deque)
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownObject:
     """An object that the function brings along."""
 
     number: int
 
 
-Kind = str | Known | tuple[Any, ...]
+Kind = str | KnownObject | tuple[Any, ...]
 
 
 def is_models(thing: object) -> bool:

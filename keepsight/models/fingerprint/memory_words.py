@@ -179,7 +179,7 @@ def function_words(functions: Sequence[FunctionType]) -> tuple[Words, list[int]]
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _TensorLayout:
     """Where PyTorch keeps the parts of a tensor, as bytes from the start of each object."""
 
     impl: int  # in the Python object
@@ -207,14 +207,14 @@ class _Layout:
 
 
 @functools.cache
-def _layout() -> _Layout | None:
+def _layout() -> _TensorLayout | None:
     try:
         return _find_layout()
     except (AttributeError, RuntimeError, StopIteration, ValueError):
         return None
 
 
-def _find_layout() -> _Layout:
+def _find_layout() -> _TensorLayout:
     """Looked for in tensors whose parts are known."""
 
     def made() -> torch.Tensor:
@@ -235,7 +235,7 @@ def _find_layout() -> _Layout:
     (counter,) = (i for i in common if i != storage)
     base = one.untyped_storage()
     data = _spots(base._cdata, 8, base.data_ptr())
-    return _Layout(
+    return _TensorLayout(
         impl=spot,
         storage=WORD * storage,
         counter=WORD * counter,

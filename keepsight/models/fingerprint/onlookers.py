@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
-from keepsight.models.fingerprint.bytecode import Run
+from keepsight.models.fingerprint.bytecode import Interpretation
 from keepsight.models.fingerprint.evidence import Proof, Unproven
 from keepsight.models.fingerprint.kinds import NOTHING, PASSED, Kind, is_models
 
@@ -49,7 +49,7 @@ def _proof(function: object, original: object, allowed: set[Kind]) -> Proof | No
     if not isinstance(function, FunctionType) or any(is_models(thing) for thing in bound):
         return None
     try:
-        run = Run(function, bound, original)
+        run = Interpretation(function, bound, original)
         if called is not None:
             run.proof.thing(called)
         return run.proof if run.outcomes() <= allowed else None

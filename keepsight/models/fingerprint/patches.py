@@ -21,7 +21,7 @@ from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.describe import CALLED, Describer, Plain
 from keepsight.models.fingerprint.evidence import Belief, Proof
 from keepsight.models.fingerprint.onlookers import passes_on
-from keepsight.models.fingerprint.undescribed import BY_NAME, PLAIN, Private, class_dict
+from keepsight.models.fingerprint.undescribed import BY_NAME, PLAIN, ObjectNumbers, class_dict
 from keepsight.models.fingerprint.watch import Watch, closure
 
 _OWNER = "code"
@@ -41,7 +41,7 @@ _MANY = 1000  # entries of a table that are looked at
 class LibraryCode:
     """The code of some classes and all it reads, looked at again when something of it changed."""
 
-    def __init__(self, private: Private) -> None:
+    def __init__(self, private: ObjectNumbers) -> None:
         self._private = private
         self._kinds: frozenset[type] = frozenset()
         self._watch: Watch | None = None

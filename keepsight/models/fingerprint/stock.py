@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from keepsight import digests
 from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.describe import Describer, Plain
-from keepsight.models.fingerprint.undescribed import Private
+from keepsight.models.fingerprint.undescribed import ObjectNumbers
 from keepsight.models.fingerprint.watch import Owner
 
 BASE = frozenset(vars(torch.nn.Module()))  # what every module has, and is looked at by itself
@@ -73,7 +73,7 @@ _KEPT = 4  # configurations whose models are remembered
 
 
 @dataclass(frozen=True)
-class Part:
+class StockModule:
     """A module as Transformers builds it: its kind, its settings and the buffers it derives."""
 
     kind: type
@@ -81,7 +81,7 @@ class Part:
     derived: dict[str, torch.Tensor]
 
 
-_known: OrderedDict[tuple[type, str], dict[str, Part]] = OrderedDict()
+_known: OrderedDict[tuple[type, str], dict[str, StockModule]] = OrderedDict()
 
 
 def settings_of(
@@ -93,7 +93,7 @@ def settings_of(
     return {**found, "children": ("children", *module._modules)}
 
 
-def stock_parts(model: PreTrainedModel, config: Plain) -> dict[str, Part]:
+def stock_parts(model: PreTrainedModel, config: Plain) -> dict[str, StockModule]:
     """Every module that Transformers makes of the model's configuration, by its path.
 
     `config` describes that configuration. Empty where no model can be made of it.
@@ -107,7 +107,7 @@ def stock_parts(model: PreTrainedModel, config: Plain) -> dict[str, Part]:
     return found
 
 
-def _build(model: PreTrainedModel) -> dict[str, Part]:
+def _build(model: PreTrainedModel) -> dict[str, StockModule]:
     try:
         with torch.random.fork_rng(devices=[]), _quiet():
             with torch.device("meta"):
@@ -117,10 +117,14 @@ def _build(model: PreTrainedModel) -> dict[str, Part]:
         logging.getLogger(__name__).info("no model to compare with: %s", error)
         return {}
     places = {id(part): path for path, part in twin.named_modules()}
-    describer = Describer(None, places, lambda tensor: f"unread {tuple(tensor.shape)}", Private())
+    describer = Describer(
+        None, places, lambda tensor: f"unread {tuple(tensor.shape)}", ObjectNumbers()
+    )
     ignored = BASE | NOTES
     return {
-        path: Part(type(part), settings_of(part, describer, None, ignored), derived.get(path, {}))
+        path: StockModule(
+            type(part), settings_of(part, describer, None, ignored), derived.get(path, {})
+        )
         for path, part in twin.named_modules(remove_duplicate=False)
     }
 

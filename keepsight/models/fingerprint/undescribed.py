@@ -46,7 +46,7 @@ LARGE = 1 << 20  # bytes of an array that are compared on every call
 _MOST = 20_000  # values followed from one object
 
 
-class Private:
+class ObjectNumbers:
     """Numbers for objects, each with how often it was seen to change."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from keepsight.models.fingerprint.kinds import (
     TYPES,
     WRITES,
     Kind,
-    Known,
+    KnownObject,
     check_attribute,
     is_rest,
 )
@@ -51,15 +51,17 @@ class Values:
         if thing is None:
             return NOTHING
         self._objects[id(thing)] = thing
-        return Known(id(thing))
+        return KnownObject(id(thing))
 
     def _own(self, kind: Kind) -> object:
         """The object behind a kind, if the function brings it along."""
-        return self._objects[kind.number] if isinstance(kind, Known) else None
+        return self._objects[kind.number] if isinstance(kind, KnownObject) else None
 
     def _is_own(self, kind: Kind) -> bool:
         """Whether a value is plain, and no part of what the caller handed over."""
-        return is_plain(self._own(kind)) if isinstance(kind, Known) else kind in (OWN, NOTHING)
+        return (
+            is_plain(self._own(kind)) if isinstance(kind, KnownObject) else kind in (OWN, NOTHING)
+        )
 
     def _ask(self, kind: Kind, containers: bool = False) -> None:
         """Only what answers operators, and whether it is empty, without code of a user's."""
