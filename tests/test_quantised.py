@@ -221,6 +221,20 @@ def test_weights_around_other_tensors_are_taken(parts: tuple[Any, Any]) -> None:
         assert torch.equal(logits(vlm, FIRST), cold(vlm, FIRST))
 
 
+class HandsOn(torch.nn.Linear):
+    """As quanto's layers with activations in few bits: what comes out is of a kind of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).as_subclass(Opaque)
+
+
+def test_activations_of_a_kind_of_their_own_are_refused(parts: tuple[Any, Any]) -> None:
+    model, processor = parts
+    put_in(model, HandsOn)
+    with pytest.raises(UnsupportedModel, match=r"HandsOn hands on values of kind Opaque.* only"):
+        ks.wrap(model, processor)
+
+
 def test_weights_that_cannot_be_read_are_refused_by_name(parts: tuple[Any, Any]) -> None:
     model, processor = parts
     layer = model.get_decoder().layers[1].self_attn.q_proj

@@ -73,11 +73,15 @@ class Quantised:
         try:
             with torch.inference_mode():
                 return _ask(self._model, layer)
+        except UnsupportedModel:
+            raise
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
             first = error
         try:
             with torch.no_grad():
                 off = _ask(self._model, layer)
+        except UnsupportedModel:
+            raise
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
             packed = not _is_usual(layer) and not any(True for _ in _held(layer))
             if not packed and not _has_odd_weights(layer):
@@ -152,6 +156,12 @@ def _ask(model: PreTrainedModel, layer: torch.nn.Module) -> float:
         except (RuntimeError, NotImplementedError, AssertionError, ValueError) as refusal:
             error = error or refusal
             continue
+        if _is_odd(one) and type(one) not in map(type, _held(layer)):
+            raise UnsupportedModel(
+                f"a layer of kind {type(layer).__module__}.{type(layer).__name__} hands on values "
+                f"of kind {type(one).__name__}, which cannot be remembered beside others; quantise "
+                "the weights only"
+            )
         mine, theirs = (x[:, : _TOKENS // 2].float() for x in (one, other))
         return float((mine - theirs).abs().max() / mine.abs().max().clamp(min=1e-30))
     raise error or RuntimeError("no dtype")
