@@ -57,7 +57,7 @@ def load(
     """
     _check_options(options)
     path = loading.model_path(os.fspath(name))
-    if str(name) in loading.DEMO:
+    if str(name) == "demo-hybrid":
         options.setdefault("grain", loading.DEMO_GRAIN)
     if is_export(path):
         model, files = load_exported(
@@ -89,6 +89,7 @@ _WRAP_OPTIONS = (
     "chat_template",
     "feature_codec",
     "grain",
+    "pack",
     "host_budget",
     "image_options",
     "remote",
@@ -141,7 +142,8 @@ class VLM:
         renderer = None
         if processor is not None and family.answers:
             renderer = Renderer(family, processor, chat_template)
-        self.runtime = Runtime(model, family, processor, weights, chosen, kept, renderer)
+        own = files is not None
+        self.runtime = Runtime(model, family, processor, weights, chosen, kept, renderer, owned=own)
         self._fingerprint(files)
         if self.runtime.store is not None and family.answers:
             self.runtime.engine.snapshot_pattern()  # now: no turn after a restart pays for it

@@ -15,9 +15,10 @@ import torch
 
 from keepsight import digests
 from keepsight.media.medium import Medium
+from keepsight.prefix.match import Match
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt, Rule
-from keepsight.prefix.tree import Match, Tree
+from keepsight.prefix.tree import Tree
 
 END, PAD, SHORT_RUN = 9, 5, 6
 RULE = Rule(2, frozenset({END}), True)

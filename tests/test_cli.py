@@ -250,7 +250,8 @@ def test_chat_remembers_forks_clears_saves_and_loads(folder: Path) -> None:
         compared = two.ask("Compare the pictures.", images=["b.png"])
         answers = [one.ask("How many pictures are there?"), two.ask("How many pictures are there?")]
     tokens = measured(said)
-    assert [reused > 0 for reused, _ in tokens] == [False, True, True, False, True]
+    # What is said in front of every conversation, nine tokens, any of them may use.
+    assert [reused > 9 for reused, _ in tokens] == [False, True, True, False, True]
     last = answers[1].usage
     assert sum(tokens[-1]) == last.prompt_tokens and sum(tokens[2]) < sum(tokens[1])
     assert compared.text in said and said.count(answers[1].text) >= 1

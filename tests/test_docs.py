@@ -18,6 +18,7 @@ PAGES = [
     "README.md",
     "docs/quickstart.md",
     "docs/how-it-works.md",
+    "docs/exactness.md",
     "docs/families.md",
     "docs/stores.md",
     "docs/datasets.md",

@@ -82,7 +82,9 @@ def test_delete_means_gone_from_every_tier(name: str, tmp_path: Path) -> None:
         assert vlm.delete(picture(1)) > 0
         vlm.flush()
         again = vlm.explain(conversation(1))
-        assert again.cached_tokens == 0 and {s.features for s in again.segments} == {None, "tower"}
+        shown = next(s.start for s in again.segments if s.kind == "image")
+        assert again.cached_tokens <= shown  # what stands before it may serve another prompt
+        assert {s.features for s in again.segments} == {None, "tower"}
         # What stood before the deleted image is still there.
         kept = vlm.explain([*conversation(2), *said()])
         assert kept.cached_tokens > 0

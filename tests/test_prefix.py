@@ -44,9 +44,10 @@ from hypothesis.stateful import (
 from keepsight import digests
 from keepsight.formats import tensorfile
 from keepsight.prefix import prompt, tombstones
+from keepsight.prefix.match import Known, Match
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.tree import Known, Match, Tree
+from keepsight.prefix.tree import Tree
 from keepsight.store import FORMAT, DiskStore
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from server_harness import QUESTION, Live, Scripted, asked, live, png, scene, uri
+from test_server_desk import until
 
 import keepsight as ks
 from keepsight.server.content import MessageReader
@@ -275,6 +276,7 @@ def test_what_is_not_used_is_named_everywhere(
         object.__setattr__(other.service.config, "log", True)
         with caplog.at_level(logging.INFO, logger="keepsight.server.requests"):
             other.chat(body)
+            until(lambda: caplog.records)  # it is written when the answer is out
     line = json.loads(caplog.records[-1].getMessage())
     assert line["unused"] == named
     prepared = server.call("/v1/prepare", {"model": "demo", **body})

@@ -158,18 +158,18 @@ def test_what_ran_while_another_thread_changed_a_switch_is_not_remembered(vlm: A
             thread.start()
             thread.join()
 
-    prefill = vlm.runtime.engine._chunk
+    prefill = vlm.runtime.engine.chunk
 
     def chunk(*arguments: Any) -> Any:
         other_thread()
         return prefill(*arguments)
 
-    vlm.runtime.engine._chunk = chunk
+    vlm.runtime.engine.chunk = chunk
     try:
         report = vlm.prepare(SECOND)
     finally:
         torch.use_deterministic_algorithms(False)
-        del vlm.runtime.engine._chunk
+        del vlm.runtime.engine.chunk
     assert len(passes) > 2 and report.cached_tokens == 0
     assert vlm.explain(SECOND).cached_tokens == 0
     assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))

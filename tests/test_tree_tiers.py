@@ -39,11 +39,12 @@ import keepsight as ks
 from keepsight import digests
 from keepsight.errors import InputError, PinsFull
 from keepsight.prefix import prompt, tier
+from keepsight.prefix.match import Known
 from keepsight.prefix.node import DEVICE, HOST, Node
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.residency import Books
 from keepsight.prefix.transfer import Carrier
-from keepsight.prefix.tree import Known, Tree
+from keepsight.prefix.tree import Tree
 from keepsight.store import NOTHING, About
 from keepsight.system.accounts import under_salt
 

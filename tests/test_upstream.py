@@ -190,7 +190,7 @@ class Less:
 def import_module(name, *more, **options):
     module = real(name, *more, **options)
     asks = sys._getframe(1).f_globals.get("__name__")
-    return Less(module) if asks == "keepsight.models.upstream" else module
+    return Less(module) if asks == "keepsight.models.private" else module
 
 left = None
 importlib.import_module = import_module

@@ -20,7 +20,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from keepsight.core.attention import grouped_queries
 from keepsight.core.engine import Run
-from keepsight.core.state import CrossLayer, LaneLayer, restore_linear
+from keepsight.core.lane_layer import CrossLayer, LaneLayer
+from keepsight.core.state import restore_linear
 from keepsight.formats.package import storage_bytes
 from keepsight.kinds import CacheLayer
 from keepsight.models.families import Family
@@ -294,6 +295,24 @@ class Batch:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
+    def decode(self, takers: Sequence[TokenTaker], logits: torch.Tensor) -> int:
+        """Let each row take tokens until all have ended; the number of steps that took.
+
+        The row of a sequence that has ended goes on with a token that nobody reads.
+        """
+        steps = 0
+        running = dict(enumerate(takers))
+        tokens = [0] * len(takers)
+        while True:
+            for row in list(running):
+                tokens[row] = running[row].take(logits[row : row + 1])
+                if running[row].over:
+                    del running[row]
+            if not running:
+                return steps
+            logits = self.step(tokens)
+            steps += 1
+
 
 def _on_lane(run: Run) -> _Source:
     lane = run.lane
@@ -358,22 +377,3 @@ def _fixed(layer: CacheLayer, index: int, sources: Sequence[_Source], length: in
         rows = [x[s.row : s.row + 1] for x, s in zip(states, sources, strict=True)]
         restore_linear(layer, what, number, torch.cat(rows))
     return layer
-
-
-def decode_together(batch: Batch, takers: Sequence[TokenTaker], logits: torch.Tensor) -> int:
-    """Let each row take tokens until all have ended; the number of steps that took.
-
-    The row of a sequence that has ended goes on with a token that nobody reads.
-    """
-    steps = 0
-    running = dict(enumerate(takers))
-    tokens = [0] * len(takers)
-    while True:
-        for row in list(running):
-            tokens[row] = running[row].take(logits[row : row + 1])
-            if running[row].over:
-                del running[row]
-        if not running:
-            return steps
-        logits = batch.step(tokens)
-        steps += 1

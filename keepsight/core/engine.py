@@ -17,6 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.core.attention import grouped_queries
+from keepsight.core.kernels.passes import Kernels, running
+from keepsight.core.lanes import Lanes, restore, shared
 from keepsight.core.placement import Placement
 from keepsight.core.state import Lane, Shape, Tensors, pattern
 from keepsight.errors import KeepsightError
@@ -25,75 +27,12 @@ from keepsight.kinds import Inputs, Record
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.prefix.cache import PrefixCache
+from keepsight.prefix.match import Match
 from keepsight.prefix.node import LOGITS, Node, Received
 from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.tree import Match
 from keepsight.system.devices import Order
 
-MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
 MAX_PATTERNS = 64  # makings whose snapshots are known by shape
-
-
-class Lanes:
-    """A few lanes, so that a conversation that goes on finds its keys and values in place.
-
-    `making` names everything that shapes and bits of a lane's tensors depend on: weights and
-    circumstances, but not the tenant. A lane serves turns of its own making only; after a cast, or
-    inside and outside of autocast, its buffers would be of another dtype or on another device.
-    """
-
-    def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
-        self._model, self._shape, self._budget = model, shape, budget
-        self._idle: list[Lane] = []  # least recently used first
-        self.making = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the idle lanes."""
-        return sum(lane.nbytes for lane in self._idle)
-
-    def take(self, node: Node) -> Lane:
-        """A lane for continuing from `node`: the one that holds most of its path already."""
-        chain = node.chain()
-        best, shared = None, 0
-        fitting = [lane for lane in self._idle if lane.making == self.making]
-        for lane in fitting:
-            end = _shared(lane, chain)
-            if end > shared:
-                best, shared = lane, end
-        # A lane with much of another conversation behind the shared part is left to it.
-        crowded = best is not None and shared * 2 < _marked(best)
-        if (best is None or crowded) and len(self._idle) < MAX_LANES:
-            return Lane(self._model, self._shape, self.making)
-        if best is None and not fitting:
-            self._idle.pop(0)
-            return Lane(self._model, self._shape, self.making)
-        lane = best if best is not None else fitting[0]
-        self._idle.remove(lane)
-        return lane
-
-    def give_back(self, lane: Lane) -> None:
-        """Keep an unused lane while the budget allows."""
-        self._idle.append(lane)
-        while self._idle and (len(self._idle) > MAX_LANES or self.nbytes > self._budget):
-            self._idle.pop(0)
-
-    def clear(self) -> None:
-        """Let all idle lanes go."""
-        self._idle.clear()
-
-
-def _shared(lane: Lane, chain: list[Node]) -> int:
-    end = 0
-    for (mark, node), wanted in zip(lane.marks, chain, strict=False):
-        if node is not wanted:
-            break
-        end = mark
-    return end
-
-
-def _marked(lane: Lane) -> int:
-    return lane.marks[-1][0] if lane.marks else 0
 
 
 @dataclass(eq=False)
@@ -110,6 +49,8 @@ class Run:
     since: int = 0  # when the prompt was matched
     open: bool = True
     left: bool = False  # its lane is for others, it goes on in a batch or not at all
+    kernels: Kernels | None = None  # those by which any cut gives the same bits
+    changed: bool = False  # another thread changed the model meanwhile: nothing is remembered
 
     def last_logits(self) -> torch.Tensor:
         """The logits behind the prompt."""
@@ -192,51 +133,51 @@ class Engine:
         positions = self._family.positions(ids, ids, [])
         run = Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), positions)
         counted = self.prefill_tokens
-        self._chunk(run, 0, 2, [])
+        self.chunk(run, 0, 2, [])
         self.prefill_tokens = counted
         return pattern(*lane.capture(0, 2))
 
     @quietly
-    def start(self, prompt: Prompt, match: Match, room: int) -> Run:
+    def start(self, prompt: Prompt, match: Match, room: int, kernels: Kernels | None = None) -> Run:
         """Put a lane where the (held) match ends. `room`: tokens that will follow the prompt."""
         positions = self._family.positions(prompt.ids, prompt.types, prompt.grids)
         lane = self.lanes.take(match.node)
         lane.busy = True
         lane.reserve(len(prompt) + room)
-        chain = match.node.chain()
-        stands = _shared(lane, chain)
+        stands = shared(lane, match.base.chain())
         lane.rewind(stands)
-        for node in chain:
-            if node.end > stands:
-                lane.restore_full(node.start, node.kv or {})
-                if not node.terminal:
-                    lane.marks.append((node.end, node))
-        if match.length:
-            lane.restore_fixed(match.length, match.node.fixed or {})
+        restore(lane, match, stands)
         # As upstream's `generate` goes on: behind the last token, not behind the largest position,
         # which may belong to the last frame of a slow video.
         behind = (positions[..., -1:] + 1).to(self._model.device)
-        run = Run(prompt, positions, lane, match.node, behind)
+        run = Run(prompt, positions, lane, match.base, behind, kernels=kernels)
         run.logits, run.since = match.logits, match.since
+        if match.base is not match.node:
+            self._prefixes.hold(match.base)
+            self._prefixes.release(match.node)
         return run
 
     @quietly
     def go_on(self, run: Run, match: Match) -> None:
         """Take over what the (held) match remembers behind the run's end, instead of computing."""
-        reached = run.lane.length
-        for node in match.node.chain():
-            if node.end > reached:
-                run.lane.restore_full(node.start, node.kv or {})
-                if not node.terminal:
-                    run.lane.marks.append((node.end, node))
-        run.lane.restore_fixed(match.length, match.node.fixed or {})
+        restore(run.lane, match, run.lane.length)
+        if match.base is not match.node:
+            self._prefixes.hold(match.base)
+            self._prefixes.release(match.node)
         self._prefixes.release(run.node)
-        run.node, run.logits = match.node, match.logits
+        run.node, run.logits = match.base, match.logits
 
     def prefill(
-        self, run: Run, cut: int, fetch: Callable[[int], Package], changed: Callable[[], bool]
+        self,
+        run: Run,
+        cut: int,
+        fetch: Callable[[int], Package],
+        changed: Callable[[], bool],
+        ends: Sequence[int] = (),
     ) -> None:
-        """Compute up to the next boundary; its snapshot is in the tree when this returns.
+        """Compute up to the next cut; its snapshot is in the tree when this returns.
+
+        Where any cut gives the same bits, one pass goes over several snapshots, at `ends`.
 
         `fetch` gives the package of a medium by its index; each chunk asks only for its own.
         `changed` is asked behind the pass: where another thread changed the model or a switch
@@ -248,17 +189,21 @@ class Engine:
             for span in run.prompt.clip(start, cut)
         ]
         begun = time.perf_counter()
-        logits = self._chunk(run, start, cut, parts)
+        logits = self.chunk(run, start, cut, parts)
         cost = 1e3 * (time.perf_counter() - begun)
         if cut == len(run.prompt):
             run.logits = logits
-        if run.node.end == start and not changed():
-            self._remember(run, start, cut, logits, cost)
+        run.changed |= changed()
+        if run.kernels is not None and not run.changed:
+            self._remember_all(run, ends, logits, cost)
+        elif run.node.end == start and not run.changed:
+            self._remember(run, cut, logits, cost)
 
     @quietly
-    def _chunk(
+    def chunk(
         self, run: Run, start: int, end: int, parts: list[tuple[Package, int, int]]
     ) -> torch.Tensor | None:
+        """One pass over a stretch of a prompt; the logits behind it, at the prompt's end."""
         device = self._model.device
         inputs: Inputs = {
             "input_ids": torch.from_numpy(run.prompt.ids[start:end])[None].to(device),
@@ -273,7 +218,7 @@ class Engine:
         self.prefill_tokens += end - start
         run.computed += end - start
         last = end == len(run.prompt)
-        with grouped_queries(device):
+        with grouped_queries(device), running(run.kernels):
             if last or self._core is self._model:
                 output = self._model(**inputs, logits_to_keep=1)
             else:  # without the output head, whose logits nobody would read
@@ -289,25 +234,39 @@ class Engine:
         return {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
 
     @quietly
-    def _remember(
-        self, run: Run, start: int, end: int, logits: torch.Tensor | None, cost: float
-    ) -> None:
-        kv, fixed = run.lane.capture(start, end)
-        previous = run.node
+    def _remember(self, run: Run, end: int, logits: torch.Tensor | None, cost: float) -> None:
+        previous, ends = run.node, run.kernels is None
+        kv, fixed = self._capture(run, previous.end, end)
         node = self._prefixes.insert(
-            previous, run.prompt, end, kv, fixed, logits, cost=cost, since=run.since
+            previous, run.prompt, end, kv, fixed, logits, cost=cost, since=run.since, ends=ends
         )
         self._prefixes.release(previous)
         run.node = node
-        if logits is None:
+        if not node.terminal:
             run.lane.marks.append((end, node))
+
+    def _capture(self, run: Run, start: int, end: int) -> tuple[Tensors, Tensors]:
+        """A snapshot at the lane's end; anywhere, where all layers only grow."""
+        if run.kernels is None:
+            return run.lane.capture(start, end)
+        return run.lane.capture_full(start, end), {}
+
+    def _remember_all(
+        self, run: Run, ends: Sequence[int], logits: torch.Tensor | None, cost: float
+    ) -> None:
+        """The snapshots of one pass, which went over several."""
+        begin, stop = run.node.end, run.lane.length
+        for end in ends:
+            if run.node.end < end <= stop:
+                share = cost * (end - run.node.end) / (stop - begin)
+                self._remember(run, end, logits if end == len(run.prompt) else None, share)
 
     @quietly
     def step(self, run: Run, token: int) -> torch.Tensor:
         """One decoded token through the model; the logits behind it."""
         device = self._model.device
         extra = self._family.step_inputs(1, run.lane.length + 1)
-        with grouped_queries(device):
+        with grouped_queries(device), running(run.kernels):
             output = self._model(
                 **{name: tensor.to(device) for name, tensor in extra.items()},
                 **self._media_inputs(run, run.lane.length, run.lane.length + 1),
@@ -328,24 +287,26 @@ class Engine:
         self.leave_lane(run)
         if not self._prefixes.load(run.node, run.prompt):
             raise KeepsightError("the prompt was forgotten while its answer was being computed")
-        fresh = self.start(run.prompt, Match(run.node, since=run.since), len(tokens))
+        match = Match(run.node, since=run.since)
+        fresh = self.start(run.prompt, match, len(tokens), run.kernels)
         run.lane, run.next_positions, run.left = fresh.lane, fresh.next_positions, False
         for token in tokens:
             self.step(run, token)
 
     @quietly
     def keep_decoded(self, run: Run, prompt: Prompt) -> None:
-        """Remember the lane as it stands, decoded tokens and all (`exact=False` only)."""
+        """Remember the lane as it stands, decoded tokens and all."""
         node = run.node
         if node.terminal and node.parent is not None:
             node = node.parent
-        end = run.lane.length
+        end = min(run.lane.length, len(prompt))
         if end <= node.end or self._prefixes.is_forgotten(run.node, prompt, run.since):
             return
         self._prefixes.hold(node)
-        kv, fixed = run.lane.capture(node.end, end)
+        stays = run.kernels is not None
+        kv, fixed = self._capture(run, node.end, end)
         decoded = self._prefixes.insert(
-            node, prompt, end, kv, fixed, keep_on_disk=False, since=run.since
+            node, prompt, end, kv, fixed, keep_on_disk=stays, since=run.since
         )
         self._prefixes.release(node)
         run.lane.marks.append((end, decoded))

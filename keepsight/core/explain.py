@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from keepsight.prefix.match import Known, Match
 from keepsight.prefix.prompt import Prompt, Rule
-from keepsight.prefix.tree import Known, Match
 from keepsight.report import Segment
 
 
@@ -49,7 +49,7 @@ def explain(
     for start, end in itertools.pairwise(sorted(edges)):
         match = next((m for at, m in reused if at <= start and end <= m.length), None)
         if match is not None:
-            why = "whole prompt" if match.node.terminal else match.tier
+            why = "whole prompt" if match.node.terminal or match.whole else match.tier
             segments += _reused(prompt, start, end, match.tier, why)
         else:
             why = next((reason for at, reason in reversed(reasons) if at <= start), "")

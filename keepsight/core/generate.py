@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from keepsight.core.batch import Batch, decode_together
+from keepsight.core.lane_batch import batch_of
 from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
 from keepsight.core.sampling import known_options
@@ -295,9 +295,11 @@ def _run_together(runtime: Runtime, turns: list[Turn]) -> list[_Row]:
         room = max(turn.sampler.max_new_tokens for turn in turns if turn.sampler is not None)
         with runtime.lock:
             for some in _side_by_side(runtime, len(turns)):
-                batch = Batch(runtime.model, runtime.family, runs[some], min(room, 4096))
+                batch = batch_of(runtime.model, runtime.family, runs[some], min(room, 4096))
                 takers = [turn.taker() for turn in turns[some]]
-                runtime.engine.decode_steps += decode_together(batch, takers, logits[some])
+                runtime.engine.decode_steps += batch.decode(takers, logits[some])
+        for turn in turns:
+            turn.keep_decoded()
         return [_Row(turn.generated, turn) for turn in turns]
     finally:
         for turn in turns:

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight import digests
 from keepsight.core import attention
+from keepsight.core.any_cut import AnyCut
 from keepsight.core.call import Call
 from keepsight.core.engine import Engine
+from keepsight.core.kernels import passes
 from keepsight.core.render import Name, Renderer
 from keepsight.core.settings import RuntimeSettings, image_options, refuse_stretching_rope
 from keepsight.core.state import Shape
@@ -72,9 +74,11 @@ class Runtime:
         store: Store | None,
         renderer: Renderer | None = None,
         prefixes: PrefixCache | None = None,
+        owned: bool = False,
     ) -> None:
         settings.check()
         attention.begin()
+        passes.begin()
         self.lock, self.renderer, self.closed = FairLock(), renderer, False
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
@@ -92,13 +96,15 @@ class Runtime:
         self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.clear
         default = CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
         tokenizer = getattr(processor, "tokenizer", None)
-        self.rule = Rule(
+        self.rule = self._boundaries = Rule(
             settings.grain or default,
             family.turn_ends(tokenizer),
             family.sees_whole_media,
             family.reuse,
             family.media_ends,
         )
+        self._any_cut = AnyCut(model, family, self.engine, weights, settings, owned)
+        self.finding = self._any_cut.before
         self._compiled = Compiled(model, family.answers)
         self._compiled.gather()
         self._quantised = Quantised(model)
@@ -111,7 +117,9 @@ class Runtime:
         """The same model and settings under the same lock, with nothing remembered."""
         own = (self.model, family or self.family, self.processor, self.weights, self.settings)
         other = Runtime(*own, None, self.renderer, prefixes)
-        other.lock, other.rule = self.lock, self.rule
+        other.lock, other.rule, other._boundaries = self.lock, self.rule, self._boundaries
+        other._any_cut, other.finding = self._any_cut, self.finding
+        self.weights.on_forget = self._any_cut.packing.forget
         return other
 
     # -- what a call needs -----------------------------------------------------------------------
@@ -262,6 +270,8 @@ class Runtime:
         self._visions.move_to_end(tenant)
         making = self._making(now)
         self.engine.bind(making)
+        if self._any_cut.asked:
+            self.rule, self.finding = self._any_cut.rule(self._boundaries, now)
         namespace = digests.digest(
             "namespace",
             making,
@@ -367,6 +377,9 @@ class Runtime:
         told["engine"] = {
             "prefill_tokens": self.engine.prefill_tokens,
             "decode_steps": self.engine.decode_steps,
+            "any_cut": self.rule.any_cut,
+            "boundaries_because": self.finding.why,
+            "packed_bytes": self._any_cut.packing.nbytes,
         }
         return {**told, "store": _stats_of(self.store)}
 

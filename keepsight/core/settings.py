@@ -32,6 +32,7 @@ class RuntimeSettings:
     ttl: int | float | str | None = None  # seconds, or as in "7d"
     accept_features: str = "same"
     feature_codec: str = "exact"  # how a store keeps packages
+    pack: bool | str = "auto"  # packed copies of weights: of models that `load` loaded, or not
     image_options: tuple[tuple[str, object], ...] = ()
 
     def check(self) -> None:
@@ -41,6 +42,8 @@ class RuntimeSettings:
             parse_seconds(self.ttl)
         if self.grain is not None and (not isinstance(self.grain, int) or self.grain < 1):
             raise InputError(f"grain={self.grain!r}; expected a number of tokens, at least 1")
+        if self.pack not in (True, False, "auto"):
+            raise InputError(f"pack={self.pack!r}; expected True, False or 'auto'")
         if self.accept_features not in ("same", "any"):
             raise InputError(
                 f"accept_features={self.accept_features!r}; expected 'same' (only features made "

@@ -22,9 +22,9 @@ from keepsight.core.sampling import Sampler, SequenceSampler, check_length, deco
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
 from keepsight.kinds import Options
+from keepsight.prefix.match import Match
 from keepsight.prefix.node import Node
-from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.tree import Match
+from keepsight.prefix.prompt import RUN, Prompt
 from keepsight.report import Report, Usage
 
 
@@ -47,6 +47,7 @@ class Turn:
         self._sources: dict[int, str] = {}
         self._notes: dict[int, str] = {}
         self._others: set[int] = set()
+        self.piece = RUN  # tokens of one pass, where a prompt can be cut anywhere
         self.asked: float | None = None  # when the caller asked, where that was before `begin`
         self.generated: list[int] = []
         self.sampler: Sampler | None = None
@@ -126,6 +127,9 @@ class Turn:
         self._sources, self._notes, self._others = {}, {}, set()  # nothing of an earlier beginning
         with self._stage("check"):
             self.namespace = self._runtime.refresh(self._exact, self._tenant)
+        self.rule, self._kernels = self._runtime.rule, self._runtime.finding.kernels
+        if not self.rule.any_cut:
+            self._kernels = None
         self._vision = self._runtime.vision_of(self._tenant)
         with self._stage("render"):
             self.prompt = self._render()
@@ -134,7 +138,7 @@ class Turn:
     @property
     def _loose(self) -> bool:
         """Whether snapshots of decoded state may be used, wherever they stand."""
-        return not self._exact and self._runtime.rule.reuse == "prefix"
+        return not self._exact and self.rule.reuse == "prefix" and not self.rule.any_cut
 
     def _find(self) -> None:
         tree = self._runtime.prefixes
@@ -144,12 +148,24 @@ class Turn:
             self._waiting = self.match.node
             with self._stage("load"):
                 if tree.load(self.match.node, self.prompt):
+                    if self.match.whole and self.match.logits is None:
+                        self.found.match = self.match.but_the_last(self.prompt)
                     break
             # An entry on disk was damaged. It is marked now, and the next match ends before it.
             tree.release(self.match.node)
             self._waiting = None
             self.found.match = self._deepest()
-        self.cuts = self.prompt.boundaries(self._runtime.rule, self.match.length)
+        self.ends = self._ends(self.match)
+        self.cuts = self._pieces() if self.rule.any_cut else self.ends
+
+    def _ends(self, match: Match) -> list[int]:
+        """Where snapshots end, behind those that are remembered."""
+        ends = self.prompt.boundaries(self.rule, match.base.end)
+        return [*ends, len(self.prompt)]
+
+    def _pieces(self) -> list[int]:
+        """Where a prompt is cut that can be cut anywhere."""
+        return list(range(self.match.length + self.piece, len(self.prompt), self.piece))
 
     def _look(self) -> None:
         known = self._runtime.prefixes.known(self.namespace, self.prompt)
@@ -163,13 +179,17 @@ class Turn:
         return self.found.match
 
     def _deepest(self) -> Match:
+        if self.rule.any_cut:
+            return self._runtime.prefixes.match_tokens(self.namespace, self.prompt, self.rule)
         find = self._runtime.prefixes.match
         return find(self.namespace, self.prompt, self._next_cut(), loose=self._loose)
 
     def from_boundary(self) -> None:
         """Where the whole prompt is remembered, step back to the boundary before its end."""
         tree, whole = self._runtime.prefixes, self.match.node
-        if whole.terminal and whole.parent is not None:
+        if self.match.whole:
+            self.found.match = self.match.but_the_last(self.prompt)
+        elif whole.terminal and whole.parent is not None:
             tree.hold(whole.parent)
             tree.release(whole)
             self._waiting = whole.parent
@@ -177,7 +197,7 @@ class Turn:
             tree.load(whole.parent, self.prompt)
 
     def _next_cut(self) -> Callable[[int], int | None]:
-        rule, prompt = self._runtime.rule, self.prompt
+        rule, prompt = self.rule, self.prompt
         cuts = prompt.boundaries(rule)
 
         def next_cut(position: int) -> int | None:
@@ -223,7 +243,7 @@ class Turn:
         self._vision.require(self.prompt.shown(self.match.length))  # before anything is computed
         room = self.sampler.max_new_tokens if self.sampler is not None else 0
         with self._stage("restore"):
-            self._run = run = engine.start(self.prompt, self.match, min(room, 4096))
+            self._run = run = engine.start(self.prompt, self.match, min(room, 4096), self._kernels)
             self._waiting = None
         self.milliseconds.setdefault("prefill", 0.0)
         packages: dict[int, Package] = {}
@@ -239,7 +259,7 @@ class Turn:
                     yield self.prompt.media[missing[0]].tokens
                 continue
             with self._stage("prefill"):
-                engine.prefill(run, cut, packages.__getitem__, self.out_of_date)
+                engine.prefill(run, cut, packages.__getitem__, self.out_of_date, self.ends)
             packages.clear()
             yield cut - start
         self._reached = run.node
@@ -249,7 +269,7 @@ class Turn:
         tree, start = self._runtime.prefixes, run.lane.length
         match = self._deepest()
         begun = run.node.parent is not None
-        if match.length <= start or (begun and run.node not in match.node.chain()):
+        if match.length <= start or (begun and run.node not in match.base.chain()):
             return False
         tree.hold(match.node)
         with self._stage("load"):
@@ -297,13 +317,14 @@ class Turn:
             self.milliseconds["first_token"] = 1e3 * (self._first - self._started)
 
     def keep_decoded(self) -> None:
-        """Remember the answer as it was decoded, where the caller gave up exactness for that."""
-        if not self._loose or self._run is None:
+        """Remember the answer as it was decoded: where that gives the bits that prefilling it would
+        give, or where the caller gave up exactness for it."""
+        if not (self._loose or self.rule.any_cut) or self._run is None:
             return
         with self._lock:
             if self.out_of_date():  # some of it was decoded by other weights
                 return
-            length = self._run.lane.length - len(self.prompt)
+            length = max(0, self._run.lane.length - len(self.prompt))
             ids = np.concatenate([self.prompt.ids, self.generated[:length]]).astype(np.int64)
             whole = Prompt(ids, self.prompt.media, self.prompt.ranges)
             self._runtime.engine.keep_decoded(self._run, whole)
@@ -343,7 +364,7 @@ class Turn:
 
     def report(self) -> Report:
         """Why each stretch of the prompt was reused or computed."""
-        rule = self._runtime.rule
+        rule = self.rule
         return Report(
             segments=explain(self.prompt, rule, self.found, self._origin),
             milliseconds=dict(self.milliseconds),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,58 +20,24 @@ from numpy import ndarray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from keepsight.errors import UpstreamChanged
 from keepsight.kinds import Decoded, Inputs, Options, Processor, Record
-from keepsight.models.tested import TESTED, refuse_unknown
+from keepsight.models.private import PrivateApi
+from keepsight.models.tested import refuse_unknown
 
 # Names that other files use as they are: of things that are asked for and may be absent, which are
 # fields of a configuration, marks of PEFT's and of torch's compiler, and modules of torch's that
-# are loaded late; and torch's own dictionaries of a module, which are as old as torch.
+# are loaded late; kernels of torch's; and torch's own dictionaries of a module, which are as old
+# as torch.
 NAMED = frozenset(
     {
         *("_attn_implementation", "_attn_implementation_internal"),
         *("_experts_implementation_internal", "_commit_hash", "_name_or_path"),
         *("_active_adapter", "_disable_adapters", "_compiled_call_impl"),
         *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
+        *("_reorder_linear_weight", "_linear_pointwise"),
         *("_stance", "_filter_state", "_init_weights", "_cdata"),
     }
 )
-
-
-@dataclass(frozen=True)
-class PrivateApi:
-    """One private thing: what has it, what it is for, and what is done where it is missing."""
-
-    owner: str  # a module, or a class in one
-    name: str
-    use: str
-    without: str = ""  # an error, where this is empty
-
-    def found(self, owner: object = None) -> Any:
-        """The thing itself, of an object or of its usual owner; None where it is missing."""
-        home = self._home() if owner is None else owner
-        return getattr(home, self.name, None)
-
-    def needed(self, owner: object = None) -> Any:
-        """The thing itself, or an error that names it."""
-        found = self.found(owner)
-        if found is None:
-            library = self.owner.partition(".")[0]
-            version = {"torch": torch, "transformers": transformers}[library].__version__
-            raise UpstreamChanged.named(
-                f"{self.owner}.{self.name}", self.use, f"{library} {version}", TESTED[library]
-            )
-        return found
-
-    def _home(self) -> object:
-        try:
-            return importlib.import_module(self.owner)
-        except ImportError:
-            module, _, name = self.owner.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            return None
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -325,6 +291,35 @@ def registered_functions() -> dict[str, tuple[Mapping[str, Callable[..., object]
         "attention": (_ATTENTION.needed(), _MASKS.needed()),
         "experts": (_EXPERTS.needed(),),
     }
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+_DISPATCH = PrivateApi(
+    "torch.utils._python_dispatch",
+    "TorchDispatchMode",
+    "to see which products a model computes",
+    without="prompts are cut at boundaries only",
+)
+
+
+def watched(note: Callable[[str, tuple[object, ...]], None]) -> AbstractContextManager[object]:
+    """Tell of each of torch's functions that this thread runs meanwhile, by name and arguments."""
+    mode: Any = _DISPATCH.needed()
+
+    class Watch(mode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., object],
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            note(str(func).split(".")[1], args)  # such as aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    watch: AbstractContextManager[object] = Watch()
+    return watch
 
 
 # -- graphs ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ again, and a model that is as it was before has the fingerprint that it had befo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -51,6 +51,7 @@ class Weights:
         self.dtype = self.vision_dtype = ""
         self.is_private = self.vision_is_private = False  # whether no other process may know it
         self.rows: list[Row] = []  # in what it differs from its configuration
+        self.on_forget: Callable[[Iterable[torch.Tensor]], None] = _nothing
 
     def refresh(self, remembered: dict[str, str] | None = None) -> bool:
         """Look; recompute what changed. True when something was described anew.
@@ -113,7 +114,9 @@ class Weights:
             if isinstance(owner, int):
                 self._private.changes[owner] += 1
         paths = [owner for owner in moved if isinstance(owner, str)]
-        self._digests.forget(tensor for name, tensor in self._named() if _below(name, paths))
+        forgotten = [tensor for name, tensor in self._named() if _below(name, paths)]
+        self._digests.forget(forgotten)
+        self.on_forget(forgotten)
 
     def _fingerprint(
         self,
@@ -199,6 +202,10 @@ class Weights:
         """The parts that no picture goes through."""
         text = {id(module) for module in self._family.text_modules()}
         return [path for path, module in self._model.named_modules() if id(module) in text]
+
+
+def _nothing(tensors: Iterable[torch.Tensor]) -> None:
+    """What is done with weights that may have changed, where nobody asked to be told."""
 
 
 class _Digests:

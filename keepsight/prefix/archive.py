@@ -6,14 +6,20 @@ before its snapshot, so that a snapshot that is there has all that it needs.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
+from keepsight import digests
 from keepsight.kinds import Record
 from keepsight.prefix.node import LOGITS, Node, Tensors
-from keepsight.store import About, Store
+from keepsight.prefix.prompt import Span
+from keepsight.store import About, Listing, Store
 
 SNAPSHOT, STATE = "snapshot", "state"
+_LATEST = 32  # entries upon one that are looked at
 
 
 def write(store: Store, node: Node, ttl: float | None) -> None:
@@ -42,7 +48,10 @@ def _write_one(store: Store, node: Node, ttl: float | None) -> None:
     above = node.parent
     base = None if above is None or above.parent is None else (SNAPSHOT, above.digest)
     about = About(node.cost, base, media, ttl)
-    store.put(SNAPSHOT, node.digest, tensors, path_of(node), about)
+    record = path_of(node)
+    if node.home.any_cut:  # others look for the longest common prefix before they read tensors
+        record |= {"ids": node.ids.tolist(), "whole_spans": [list(s.all()) for s in node.spans]}
+    store.put(SNAPSHOT, node.digest, tensors, record, about)
     node.on_disk, node.unreadable = True, False
 
 
@@ -57,6 +66,31 @@ def read_rows(store: Store, node: Node) -> Tensors | None:
     named = found[0].items()
     rows = {name[3:]: tensor for name, tensor in named if name.startswith("kv/")}
     return rows | ({LOGITS: found[0][LOGITS]} if LOGITS in found[0] else {})
+
+
+def nodes_upon(store: Store, node: Node) -> Iterator[Node]:
+    """Nodes as a store describes them that stand directly on a node; not read, and not adopted."""
+    if not isinstance(store, Listing):
+        return
+    base = None if node.parent is None else node.digest
+    for digest, record in store.upon(SNAPSHOT, base, _LATEST):
+        if digest in node.children or record.get("parent") != node.digest:
+            continue
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # a record that lies: not there
+            ids = np.array(record["ids"], dtype=np.int64)
+            spans = tuple(Span(*row) for row in record["whole_spans"])
+            found = Node(node, node.end, node.end + len(ids), digest, ids, spans)
+            found.code()  # raises where a feature id is none
+            if len(ids) and digest in _names_of(found):
+                yield found
+
+
+def _names_of(node: Node) -> list[str]:
+    """The digests that a stretch of this content may have, without and with logits."""
+    above = node.parent.digest if node.parent is not None else ""
+    spans = [span.plain()[:4] for span in node.spans]
+    kinds = ("segment", "terminal")
+    return [digests.digest(kind, above, node.start, node.ids, spans) for kind in kinds]
 
 
 def read_state(store: Store, node: Node) -> Tensors | None:

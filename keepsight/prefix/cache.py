@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
+from keepsight.prefix.match import Known, Match
 from keepsight.prefix.node import Node, Tensors
-from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.tree import Known, Match
+from keepsight.prefix.prompt import Prompt, Rule
 
 
 class PrefixCache(Protocol):
@@ -26,6 +26,9 @@ class PrefixCache(Protocol):
         loose: bool = False,
     ) -> Match:
         """Return the deepest usable snapshot of a prompt."""
+
+    def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
+        """Return the longest remembered prefix of a prompt, to its last token."""
 
     def known(self, namespace: str, prompt: Prompt) -> Known:
         """Return how far the prompt agrees with anything seen before."""
@@ -50,6 +53,7 @@ class PrefixCache(Protocol):
         keep_on_disk: bool = True,
         cost: float = 0.0,
         since: int | None = None,
+        ends: bool = True,
     ) -> Node:
         """Remember a snapshot behind `parent`; the node comes back held."""
 
@@ -73,6 +77,10 @@ class NothingRemembered:
         next_cut: Callable[[int], int | None],
         loose: bool = False,
     ) -> Match:
+        """Return an empty path."""
+        return Match(Node(None, 0, 0, namespace))
+
+    def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
         """Return an empty path."""
         return Match(Node(None, 0, 0, namespace))
 
@@ -101,12 +109,14 @@ class NothingRemembered:
         keep_on_disk: bool = True,
         cost: float = 0.0,
         since: int | None = None,
+        ends: bool = True,
     ) -> Node:
         """Return a node that holds nothing and that nothing leads to."""
         kind = "segment" if logits is None else "terminal"
         digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
         ids = prompt.ids[parent.end : end]
-        return Node(parent, parent.end, end, digest, ids, terminal=logits is not None, gone=True)
+        terminal = logits is not None and ends
+        return Node(parent, parent.end, end, digest, ids, terminal=terminal, gone=True)
 
     def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
         """Nothing was remembered."""

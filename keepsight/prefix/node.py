@@ -8,7 +8,8 @@ is kept, in which tier, and what is let go of is the tree's business.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,7 @@ from keepsight.system.devices import Fence
 Tensors = dict[str, torch.Tensor]
 Received = tuple[Tensors, Tensors | None]  # rows, and states of fixed size
 DEVICE, HOST, NOWHERE = "memory", "host", ""  # tiers of memory, as reports name them
+_LOOKED = 64  # children on each side of a place, of which the usable ones are found
 LOGITS = "logits"  # among the rows of a whole prompt
 
 
@@ -36,6 +38,7 @@ class Home:
     barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
     cleared: int = -1  # tick when everything was
     pins: int = 0  # nodes of it that are pinned
+    any_cut: bool = False  # its paths can be continued anywhere
 
     def __post_init__(self) -> None:
         self.account = account_of(self.tenant)
@@ -114,6 +117,7 @@ class Node:
     used: int = 0
     floors: tuple[float, float] = (0.0, 0.0)  # those of all and of its tenant, at the last use
     path: str = ""  # the digest of its path without the namespace
+    looked_up: bool = False  # the store was asked what stands on it
 
     def __post_init__(self) -> None:
         self.home: Home = Home() if self.parent is None else self.parent.home
@@ -199,13 +203,16 @@ class Node:
             spot += 1
         del self.order[spot]
 
-    def closest(self, prompt: Prompt) -> tuple[Node | None, int]:
-        """The child that shares most with the prompt from here on, and how many tokens."""
+    def closest(
+        self, prompt: Prompt, usable: Callable[[Node], bool] | None = None
+    ) -> tuple[Node | None, int]:
+        """The child that shares most with the prompt from here on, and how many tokens; of those
+        that are `usable`, where that is asked."""
         end = min(len(prompt), self.end + 2 * RUN)
         ids, spans = prompt.ids[self.end : end], shift(prompt.clip(self.end, end), -self.end)
         spot = bisect.bisect_left(self.order, _code(ids, spans), key=Node.code)
         best, rank = None, (-1, False, False)
-        for child in self.order[max(0, spot - 2) : spot + 2]:
+        for child in self._around(spot, usable):
             shared = common(child.ids, child.spans, ids, spans)
             # Of equals: first one that agrees in full and may go on, then one that goes on
             # differently, last one that only ends.
@@ -214,6 +221,15 @@ class Node:
             if mine > rank:
                 best, rank = child, mine
         return best, rank[0]
+
+    def _around(self, spot: int, usable: Callable[[Node], bool] | None) -> Iterator[Node]:
+        """The two children on each side of a place in their order, of the usable ones."""
+        if usable is None:
+            yield from self.order[max(0, spot - 2) : spot + 2]
+            return
+        before = (child for child in reversed(self.order[max(0, spot - _LOOKED) : spot]))
+        for side in (before, self.order[spot : spot + _LOOKED]):
+            yield from itertools.islice(filter(usable, side), 2)
 
     def same_as(self, prompt: Prompt) -> bool:
         """The hit compared in full: ids and feature ids, not digests."""

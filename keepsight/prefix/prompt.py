@@ -42,6 +42,11 @@ class Span:
         a, b = max(self.start, start), min(self.end, end)
         return replace(self, start=a, end=b, offset=self.offset + a - self.start)
 
+    def all(self) -> tuple[int, int, str, int, str, int, str]:
+        """All fields, in their order."""
+        what = (self.feature_id, self.offset, self.identity, self.medium, self.key)
+        return (self.start, self.end, *what)
+
     def plain(self) -> list[int | str]:
         """As JSON."""
         return [self.start, self.end, self.feature_id, self.offset, self.identity, self.medium]
@@ -57,6 +62,13 @@ class Rule:
     reuse: str = "prefix"  # see families/base.py
     media_ends: frozenset[int] = frozenset()
     run: int | None = None  # the longest stretch without a boundary; RUN where nothing is said
+    kernels: tuple[str, ...] = ()  # by which any cut gives the same bits; empty where none is
+
+    @property
+    def any_cut(self) -> bool:
+        """Whether a prompt can be cut and continued anywhere. Boundaries then only say where
+        snapshots begin and end."""
+        return bool(self.kernels)
 
     @property
     def longest(self) -> int:
@@ -66,6 +78,8 @@ class Rule:
     def record(self) -> list[object]:
         """What of the rule enters the namespace."""
         ids = [sorted(self.turn_ends), sorted(self.media_ends)]
+        if self.any_cut:
+            return ["any cut", *self.kernels]
         return [self.longest, self.grain, *ids, self.whole_media, self.reuse]
 
 

@@ -13,63 +13,13 @@ the device, `insert` fills what is there. Which snapshots are kept, and in which
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from keepsight.prefix import Books, archive
+from keepsight.prefix.match import Known, Match
 from keepsight.prefix.node import DEVICE, HOST, LOGITS, NOWHERE, Node, Part, Tensors
 from keepsight.prefix.prompt import Prompt, Rule, shift
-
-
-@dataclass(frozen=True)
-class Match:
-    """The deepest usable snapshot for a prompt."""
-
-    node: Node
-    tier: str = DEVICE  # the farthest that something of it lies: memory, host, disk or remote
-    since: int = 0  # when the tree was asked: what is forgotten later must not come back
-
-    @property
-    def length(self) -> int:
-        """Tokens that need not be computed."""
-        return self.node.end
-
-    @property
-    def logits(self) -> torch.Tensor | None:
-        """Set when the whole prompt is remembered, and loaded."""
-        return self.node.logits if self.node.terminal else None
-
-
-@dataclass(frozen=True)
-class Known:
-    """How far a prompt agrees with anything ever seen, and why that was not all usable."""
-
-    until: int  # tokens shared with the closest remembered path
-    diverged: bool  # the closest path goes on differently (else it just ends)
-    evicted_from: int | None = None
-    elsewhere: bool = False  # it differs only in who made the features
-
-    def why_not_usable(self, at: int, prompt: Prompt, rule: Rule) -> str:
-        """Why what is known behind the match, which ends at `at`, has to be computed again."""
-        if self.evicted_from is not None:
-            return "evicted"
-        if rule.reuse == "whole prompt":
-            return "not possible: every token of this model's prompts sees all others"
-        if rule.reuse == "same media" and any(span.start >= at for span in prompt.spans):
-            return "not possible: a new medium changes what stands before it"
-        if self.until - at < rule.grain:
-            return "no boundary yet (below the grain)"
-        return f"no snapshot between {at} and {self.until}"
-
-    def why_unknown(self, behind: int, prompt: Prompt) -> str:
-        """Why a stretch that begins at `behind` is not known."""
-        if not self.diverged or behind != self.until:
-            return "new"
-        if self.elsewhere:
-            return "made elsewhere"
-        medium = prompt.medium_at(behind)
-        return f"diverged at token {behind} ({'text' if medium is None else f'medium {medium}'})"
 
 
 class Tree(Books):
@@ -105,6 +55,51 @@ class Tree(Books):
             if self._usable(node):
                 best = node
 
+    def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
+        """The longest remembered prefix, to its last token, where any cut gives the same bits."""
+        self.expire()
+        node, last = self.root(namespace), len(prompt) - 1
+        while node.end < last:
+            child, shared = self._most_shared(node, prompt, rule)
+            end = node.end + shared
+            if child is None or not shared:
+                break
+            if end == child.end == len(prompt):
+                return Match(child, self._farthest(child), self.tick, None, True)
+            if end < child.end or end > last:
+                return Match(child, self._farthest(child), self.tick, min(end, last))
+            node = child
+        return Match(node, self._farthest(node), self.tick)
+
+    def _most_shared(self, node: Node, prompt: Prompt, rule: Rule) -> tuple[Node | None, int]:
+        """The usable child that shares most with a prompt from here on, and how many tokens."""
+        self._look_up(node)
+        best, most = node.closest(prompt, usable=self._usable)
+        while best is not None and best.leased and not self._stored(best):
+            self.forget(best, fit=False)  # its time is over
+            best, most = node.closest(prompt, usable=self._usable)
+        for cut in (*prompt.boundaries(rule, node.end)[:1], len(prompt)):
+            for kind in ("terminal", "segment") if cut - node.end > most else ():
+                child = self._child(node, prompt, cut, kind, ends=False)
+                if child is not None and self._usable(child):
+                    best, most = child, cut - node.end
+                    break
+        whole = self._child(node, prompt, len(prompt), "terminal", ends=False)
+        if whole is not None and self._usable(whole):  # of two that agree, the one with logits
+            return whole, len(prompt) - node.end
+        return best, most
+
+    def _look_up(self, node: Node) -> None:
+        """Take in, once, what the store has upon a node; what is used of it is read then."""
+        store, node.home.any_cut = node.home.store, True
+        if store is None or node.looked_up:
+            return
+        node.looked_up = True
+        for child in archive.nodes_upon(store, node):
+            child.leased, child.on_disk = self.ttl is not None, True
+            self._adopt(child)
+            self.tombstones.note(child)
+
     def _longest(self, node: Node, prompt: Prompt, cut: int | None, loose: bool) -> Node | None:
         """The child at the next boundary, or (where decoded state is kept) beyond it."""
         best = None if cut is None else self._child(node, prompt, cut, "segment")
@@ -118,9 +113,16 @@ class Tree(Books):
         return best
 
     def _child(
-        self, node: Node, prompt: Prompt, end: int, kind: str, stored: bool = True
+        self,
+        node: Node,
+        prompt: Prompt,
+        end: int,
+        kind: str,
+        stored: bool = True,
+        ends: bool = True,
     ) -> Node | None:
-        """The node at `end`. One that is in no memory may be in the store, unless not `stored`."""
+        """The node at `end`. One that is in no memory may be in the store, unless not `stored`.
+        One with logits ends its path, unless not `ends`."""
         digest = prompt.segment_digest(node.digest, node.end, end, kind)
         child, store = node.children.get(digest), node.home.store
         if child is not None and child.leased and not self._stored(child):
@@ -129,7 +131,7 @@ class Tree(Books):
         asked = child is not None and (child.rows.tier or child.on_disk or child.unreadable)
         if stored and not asked and store is not None and store.has(archive.SNAPSHOT, digest):
             if child is None:
-                child = self._new_node(node, prompt, end, digest, kind == "terminal")
+                child = self._new_node(node, prompt, end, digest, kind == "terminal" and ends)
                 child.leased = self.ttl is not None
                 self.tombstones.note(child)
             child.on_disk = True
@@ -252,11 +254,13 @@ class Tree(Books):
         keep_on_disk: bool = True,
         cost: float = 0.0,
         since: int | None = None,
+        ends: bool = True,
     ) -> Node:
         """Remember a snapshot behind `parent`; what exists is filled. It comes back held.
 
         `cost` is the milliseconds that computing it took. `since` says when the prompt was matched:
-        what has been forgotten after that comes back `gone`, held but not remembered.
+        what has been forgotten after that comes back `gone`, held but not remembered. One with
+        logits ends its path, unless not `ends`: then others may go on from it.
         """
         kind = "segment" if logits is None else "terminal"
         digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
@@ -267,7 +271,7 @@ class Tree(Books):
         late = since is not None and self._barred(parent, prompt, parent.end, end, since)
         gone = parent.gone or nowhere or late  # even where a later turn made the same node anew
         if node is None or gone:
-            node = self._new_node(parent, prompt, end, digest, logits is not None, gone)
+            node = self._new_node(parent, prompt, end, digest, logits is not None and ends, gone)
         self._hold(node)
         node.uses += 1
         if node.gone:
@@ -318,12 +322,16 @@ class Tree(Books):
         if gone:
             self.detached.add(node)
         else:
-            parent.adopt(node)
             kind = "terminal" if terminal else "segment"
             node.path = prompt.segment_digest(parent.path, start, end, kind)
-            self.paths.add(node)
-            self._will_expire(node)
+            self._adopt(node)
         return node
+
+    def _adopt(self, node: Node) -> None:
+        if node.parent is not None:
+            node.parent.adopt(node)
+        self.paths.add(node)
+        self._will_expire(node)
 
 
 def _made_elsewhere(node: Node, prompt: Prompt, until: int) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from keepsight.core.state import LaneLayer, Shape, restore_linear
+from keepsight.core.lane_layer import LaneLayer
+from keepsight.core.state import Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
 from keepsight.kinds import CacheLayer, Options
 from keepsight.models.families.tower_tensors import FOLLOWS_FROM_SIZES, TowerTensors

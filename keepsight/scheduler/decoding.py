@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from keepsight.core.batch import Batch
 from keepsight.core.engine import Engine, Run
+from keepsight.core.lane_batch import LaneBatch, batch_of
 from keepsight.errors import KeepsightError
 from keepsight.models.families import Family
 from keepsight.scheduler.policy import SequenceSizes
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _ROOM = 256  # columns kept free when rows are laid side by side
 
-Group = Batch | Run
+Group = Batch | LaneBatch | Run
 
 
 class Decoding:
@@ -36,7 +37,7 @@ class Decoding:
         self._model, self._family, self._engine, self._sizes = model, family, engine, sizes
         self.groups: list[Group] = []
         self._loners: set[Run] = set()  # decode alone to their end
-        self._unsound: list[Batch] = []
+        self._unsound: list[Batch | LaneBatch] = []
         self._keep: set[Run] = set()  # need their lanes back at the end
         self.passes = self.rows = 0
 
@@ -67,7 +68,7 @@ class Decoding:
         """Let a sequence go, at its end or before it: then nobody wants its lane."""
         group = next((group for group in self.groups if run in _runs(group)), None)
         failed: Exception | None = None
-        if isinstance(group, Batch):
+        if isinstance(group, Batch | LaneBatch):
             try:
                 if ended and run in self._keep:
                     group.put_back(run)
@@ -79,7 +80,7 @@ class Decoding:
                 logger.warning("a batch could not be laid anew: %s", error)
                 group.runs = [other for other in group.runs if other is not run]
                 self._unsound += [group] if group.runs else []
-        if group is run or (isinstance(group, Batch) and not group.runs):
+        if group is run or (isinstance(group, Batch | LaneBatch) and not group.runs):
             self.groups.remove(group)
         self._loners.discard(run)
         self._keep.discard(run)
@@ -113,28 +114,27 @@ class Decoding:
         """How many bytes a step reads less when two groups become one."""
         if self._loners & {*_runs(one), *_runs(other)} or {one, other} & {*self._unsound}:
             return -1
+        own = {run.kernels is not None for run in (*_runs(one), *_runs(other))}
+        if own != {False}:  # rows on lanes of their own cost nothing beside each other
+            return 1 if own == {True} else -1
         rows, columns = [len(_runs(g)) for g in (one, other)], [_columns(one), _columns(other)]
         apart = sum(map(self._sizes.cost, rows, columns))
         return apart - self._sizes.cost(sum(rows), max(columns))
 
-    def _joined(self, one: Group, other: Group) -> Batch | None:
+    def _joined(self, one: Group, other: Group) -> Batch | LaneBatch | None:
         """Both in one batch, or None where there is no memory to lay them side by side."""
         if isinstance(one, Run):
             one, other = other, one
         try:
             if isinstance(one, Run) and isinstance(other, Run):
-                batch = Batch(self._model, self._family, [other, one], _ROOM)
-            elif isinstance(one, Batch):
-                batch = one
-                if isinstance(other, Run):
-                    batch.join([other], _ROOM)
-                else:
-                    batch.absorb(other, _ROOM)
+                batch = batch_of(self._model, self._family, [other, one], _ROOM)
+            else:
+                batch = _added(one, other)
         except Exception as error:  # memory above all; apart they can go on as they are
             logger.warning("sequences go on apart, they could not be laid together: %s", error)
             return None
         for run in (one, other):
-            if isinstance(run, Run) and run not in self._keep:
+            if isinstance(run, Run) and run.kernels is None and run not in self._keep:
                 self._engine.leave_lane(run)
         return batch
 
@@ -185,6 +185,19 @@ class Decoding:
 
 def _runs(group: Group) -> list[Run]:
     return [group] if isinstance(group, Run) else list(group.runs)
+
+
+def _added(batch: Group, other: Group) -> Batch | LaneBatch:
+    """A batch with one sequence more, or with those of another."""
+    if isinstance(batch, Run):
+        raise KeepsightError("a sequence alone takes in no other")
+    if isinstance(other, Run):
+        batch.join([other], _ROOM)
+    elif isinstance(batch, LaneBatch):
+        batch.join(other.runs)
+    elif isinstance(other, Batch):
+        batch.absorb(other, _ROOM)
+    return batch
 
 
 def _columns(group: Group) -> int:

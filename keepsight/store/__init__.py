@@ -8,7 +8,7 @@ says what is worth keeping, `priority` what goes first, and `memory_cache` is wh
 is kept in memory that way. Nothing in here knows of images, models or prompts.
 """
 
-from keepsight.store.contract import NOTHING, About, Entry, Store
+from keepsight.store.contract import NOTHING, About, Entry, Listing, Store
 from keepsight.store.disk import FORMAT, DiskStore
 from keepsight.store.memory_cache import MemoryCache, SharedMemoryCache
 from keepsight.store.opening import open_store
@@ -21,6 +21,7 @@ __all__ = [
     "About",
     "DiskStore",
     "Entry",
+    "Listing",
     "EvictionQueue",
     "MemoryCache",
     "Order",

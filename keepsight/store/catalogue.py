@@ -169,8 +169,8 @@ class Catalogue:
 
     def tenants(self) -> list[str]:
         """All tenants that have anything here."""
-        rows = self._base.execute("SELECT DISTINCT tenant FROM total WHERE entries > 0")
-        return sorted(row[0] for row in rows)
+        found = self._base.execute("SELECT DISTINCT tenant FROM total WHERE entries > 0")
+        return sorted(row[0] for row in found)
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -287,6 +287,14 @@ class Catalogue:
         rows = self._base.execute(
             "SELECT * FROM entry WHERE tenant = ? AND base_kind = ? AND base_key = ?", place
         )
+        return [_place(row) for row in rows]
+
+    def latest_upon(self, tenant: str, kind: str, base: str | None, count: int) -> list[EntryName]:
+        """What stands directly on an entry of its own kind, or on nothing: the latest used."""
+        where = "base_key IS NULL" if base is None else "base_key = ? AND base_kind = kind"
+        where = f"tenant = ? AND kind = ? AND state = 0 AND {where} ORDER BY used DESC LIMIT ?"
+        values = (tenant, kind, *filter(None, [base]), count)
+        rows = self._base.execute(f"SELECT * FROM entry WHERE {where}", values)
         return [_place(row) for row in rows]
 
     def tower(self, places: Iterable[EntryName]) -> list[EntryName]:

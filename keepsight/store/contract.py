@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -130,3 +130,12 @@ class Store(Protocol):
     def check(self, repair: bool = False) -> list[str]:
         """Read everything in full; what is wrong, one line each. `repair` puts it right, so that
         nothing is wrong afterwards."""
+
+
+@runtime_checkable
+class Listing(Protocol):
+    """A store that can say what stands on an entry. One that cannot is asked by key only."""
+
+    def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
+        """What stands directly on an entry of its own kind, or on nothing: so many of the latest
+        used, by key, each with its record."""

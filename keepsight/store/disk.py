@@ -153,6 +153,21 @@ class DiskStore:
         self._writer.used(place)
         return found[0]
 
+    def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
+        """What stands directly on an entry of its own kind, or on nothing: the latest used, by key,
+        each with its record. No tensors are read."""
+
+        def look(call: TimedCall[list[EntryName]]) -> list[EntryName]:
+            wanted = (self._tenant, kind, base, count)
+            return self._book.try_to(lambda catalogue: catalogue.latest_upon(*wanted), [])
+
+        found, none = [], list[EntryName]()
+        for place in self._reach.ask(look, none):
+            record = self._careful(entryfile.read_record, place)
+            if record is not None and not layout.expired(record.get("kept")):
+                found.append((place.key, record))
+        return found
+
     def reject(self, kind: str, key: str, why: str) -> None:
         """Set aside an entry whose content turned out not to be what its key says."""
         place = self._place(kind, key)

@@ -63,6 +63,15 @@ def keeping(path: Path, kind: str, key: str) -> Record:
     return found if isinstance(found, dict) else older(kind, key, record)
 
 
+def read_record(path: Path, kind: str, key: str) -> Record:
+    """The record of an entry; its tensors are neither read nor checked."""
+    _refuse_pipes(path)
+    record = tensorfile.read_record(path)
+    if record.get("entry") != key:
+        raise DamagedFile(f"{path}: this is the entry {record.get('entry')!r}")
+    return record
+
+
 def verify(path: Path, kind: str, key: str) -> None:
     """Read every byte; a file that is not what its name says gets a named error."""
     if kind in layout.NOTES:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from keepsight.errors import InputError, NotStored, StoreError
 from keepsight.kinds import Record
 from keepsight.store import ranking
-from keepsight.store.contract import NOTHING, About, Entry, Name, Store, Tensors
+from keepsight.store.contract import NOTHING, About, Entry, Listing, Name, Store, Tensors
 from keepsight.store.health import OK
 from keepsight.system import forks
 from keepsight.system.exits import STORES, begin, finish_before_exit, when_dropped
@@ -166,6 +166,11 @@ class TieredStore:
     def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
         """Tensors and record from the nearest that has them."""
         return self._find(kind, key, lambda store: store.get(kind, key))
+
+    def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
+        """What stands directly on an entry, or on nothing, in the nearest that knows of any."""
+        able = (store for store in self.tiers if isinstance(store, Listing))
+        return next((found for store in able if (found := store.upon(kind, base, count))), [])
 
     def note(self, kind: str, key: str) -> Record | None:
         """A small JSON record from the nearest that has it."""

@@ -35,6 +35,7 @@ from keepsight.models import loading
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import GRAPHS, RUNTIMES, Manifest, files_in, is_export, unfinished
 from keepsight.runtimes.states import KINDS
+from keepsight.system.memory import free_memory
 from keepsight.vlm import VLM, load
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "internvl")
@@ -141,7 +142,7 @@ def _weight_bytes(config: PreTrainedConfig) -> int:
 def _check_memory(needed: int, tell: Tell) -> None:
     """Refuse what cannot work; what may be too much is only said."""
     tell(_takes(needed))
-    free = _free_memory()
+    free = free_memory()
     if free is not None and free < 2 * needed:
         raise ModelError(
             f"{_takes(needed)}, and {size_text(free)} of memory are free; close other "
@@ -152,16 +153,6 @@ def _check_memory(needed: int, tell: Tell) -> None:
 def _takes(needed: int) -> str:
     memory = size_text(_COPIES * needed + 2**29)
     return f"this takes about {memory} of memory and {size_text(needed)} of disk"
-
-
-def _free_memory() -> int | None:
-    """Bytes that can be had, swap among them, where the system says so."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line}
-    return told.get("MemAvailable", 0) + told.get("SwapFree", 0) or None
 
 
 def _check(vlm: VLM, max_patches: int | None) -> None:

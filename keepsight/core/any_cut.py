@@ -1,0 +1,223 @@
+"""Whether a model's states depend on the tokens before them and on nothing else, on this machine.
+
+Nothing is assumed. Each shape of a linear layer and each kind of attention that the model uses is
+tried with numbers whose sums cancel, so that another order of adding shows; a pass of the model is
+watched for products that are computed by other functions; and the whole model is run over one
+prompt in one pass, in pieces, token by token and beside others, which must give equal bits. Where
+one of these fails, or cannot be asked, the model runs by boundaries, and `why` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight import digests
+from keepsight.core.engine import Engine, Run
+from keepsight.core.kernels.attention import attention_rows_are_equal
+from keepsight.core.kernels.linear import Linears
+from keepsight.core.kernels.packing import Packing
+from keepsight.core.kernels.passes import Kernels, is_inside
+from keepsight.core.lane_batch import LaneBatch
+from keepsight.core.settings import RuntimeSettings
+from keepsight.core.state import Lane
+from keepsight.kinds import Record
+from keepsight.models import upstream
+from keepsight.models.families import Family
+from keepsight.models.no_gradients import quiet
+from keepsight.models.weights import Weights
+from keepsight.prefix.node import Node
+from keepsight.prefix.prompt import Prompt, Rule
+
+TOKENS = 46  # of the prompt that is run
+CUTS = (1, 4, 9, 24, 45)  # where it is cut
+# Products of matrices, whose rows may depend on the rows beside them.
+_PRODUCTS = {
+    *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "matmul", "linear", "_grouped_mm"),
+    *("convolution", "_convolution", "conv1d", "cumsum", "cumprod", "logcumsumexp"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math"),
+    *("scaled_dot_product_attention", "_linear_pointwise", "_mkl_linear"),
+}
+_APART, _LONGEST = 32, 512  # tokens of a snapshot, where any cut gives the same bits
+_CHOSEN = "the caller chose boundaries, with grain="
+_MOST = 8  # circumstances whose findings are remembered
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found: the kernels by which it holds, or why it does not."""
+
+    kernels: Kernels | None
+    why: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the kernels are, for the name of what is computed with them."""
+        if self.kernels is None:
+            return ()
+        rows = self.kernels.linears.rows.items()
+        return tuple(sorted(f"{shape}: {rule}" for shape, rule in rows))
+
+
+class AnyCut:
+    """What holds for one model, under the circumstances of the moment."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        engine: Engine,
+        weights: Weights,
+        settings: RuntimeSettings,
+        owned: bool,
+    ) -> None:
+        self._model, self._family, self._engine = model, family, engine
+        self._weights = weights
+        # A caller who names a grain wants boundaries.
+        self.asked = settings.grain is None and family.answers
+        self.before = Finding(None, "" if self.asked else _CHOSEN)
+        pack = owned if settings.pack == "auto" else bool(settings.pack)
+        self.packing = Packing(pack and self.asked, sparing=settings.pack == "auto")
+        weights.on_forget = self.packing.forget
+        self._found: dict[str, Finding] = {}
+        self._packed_for = ""
+
+    def rule(self, boundaries: Rule, circumstances: Record) -> tuple[Rule, Finding]:
+        """Whether a prompt can be cut anywhere now, or at boundaries only; and what was found."""
+        found = self.find(circumstances)
+        if found.kernels is None:
+            return boundaries, found
+        return replace(boundaries, kernels=found.names, grain=_APART, run=_LONGEST), found
+
+    def find(self, circumstances: Record) -> Finding:
+        """What holds now; it is tried once for all that it can depend on."""
+        weights = self._weights
+        why = self._why_not(circumstances)
+        if why:
+            return Finding(None, why)
+        if weights.all != self._packed_for:
+            self.packing.follow(self._layers())
+            self._packed_for = weights.all
+        packed = self.packing.wanted
+        name = digests.digest("any cut", circumstances, weights.code, weights.config, packed)
+        if name not in self._found:
+            while len(self._found) >= _MOST:
+                self._found.pop(next(iter(self._found)))
+            self._found[name] = self._try()
+        return self._found[name]
+
+    def _why_not(self, circumstances: Record) -> str:
+        """What excludes it, without trying."""
+        model, shape = self._model, self._engine.shape
+        kinds = sorted({kind for kind in shape.kinds if kind not in ("full", "none")})
+        if hasattr(model, "exported"):
+            return "the model is an exported one"
+        if model.device.type != "cpu":
+            return f"its kernels were never tried on {model.device.type}"
+        if kinds:
+            return f"it has layers of other kinds than full attention: {', '.join(kinds)}"
+        if self._family.reuse != "prefix" or self._family.sees_whole_media:
+            return "tokens of a medium, or of the prompt, see those behind them"
+        if circumstances.get("compiled") or circumstances.get("autocast"):
+            return "it is compiled, or runs under autocast"
+        if any(_is_stacked(weight) for weight in model.get_decoder().parameters()):
+            return "its experts are computed together, which depends on who is there"
+        return ""
+
+    def _layers(self) -> Iterator[torch.nn.Linear]:
+        """The linear layers of the decoder and the output head."""
+        for part in self._family.text_modules():
+            yield from (m for m in part.modules() if type(m) is torch.nn.Linear)
+
+    def _try(self) -> Finding:
+        kernels = Kernels(Linears(lambda: self.packing.packed))
+        try:
+            with quiet(self._model):
+                return Finding(kernels) if not (why := self._fails(kernels)) else Finding(None, why)
+        except Exception as error:  # whatever a strange model runs into
+            return Finding(None, f"it could not be tried: {type(error).__name__}: {error}")
+
+    def _fails(self, kernels: Kernels) -> str:
+        """What shows that bits depend on something else; empty where nothing does."""
+        ids = self._ids()
+        others: set[str] = set()
+
+        def note(name: str, arguments: Sequence[object]) -> None:
+            if name in _PRODUCTS and not is_inside() and not _outer(arguments):
+                others.add(name)
+
+        with upstream.watched(note):
+            wanted = self._states(kernels, ids, ())
+        if others:
+            return f"products are computed by {', '.join(sorted(others))}"
+        for shape, rule in kernels.linears.rows.items():
+            if rule is None:
+                return f"linear layers of shape {shape[1]}x{shape[0]} depend on their rows"
+        for heads in kernels.seen:
+            if not attention_rows_are_equal(heads):
+                return f"attention of {heads[0]} heads of {heads[2]} depends on its rows"
+        if not kernels.seen:
+            return "its attention is computed by functions of its own"
+        if not _equal(wanted, self._states(kernels, ids, CUTS)):
+            return "the whole model gives other bits when a prompt is cut"
+        if not self._equal_beside_others(kernels, ids, wanted):
+            return "the whole model gives other bits beside other sequences"
+        return ""
+
+    def _ids(self) -> np.ndarray:
+        """Ids of text."""
+        count = self._model.get_input_embeddings().weight.shape[0]
+        kept = set(self._family.placeholders.values())
+        some = (np.arange(TOKENS * 2) * 7919 + 11) % count
+        return np.array([one for one in some if one not in kept][:TOKENS], dtype=np.int64)
+
+    def _run(self, kernels: Kernels, ids: np.ndarray) -> Run:
+        engine, types = self._engine, np.zeros(len(ids), dtype=np.int8)
+        lane = Lane(self._model, engine.shape, engine.lanes.making)
+        positions = self._family.positions(ids, types, [])
+        behind = positions[..., -1:] + 1
+        return Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), behind, kernels=kernels)
+
+    def _states(self, kernels: Kernels, ids: np.ndarray, cuts: Sequence[int]) -> list[torch.Tensor]:
+        """Keys, values and logits of a prompt that is computed in these pieces."""
+        run, engine = self._run(kernels, ids), self._engine
+        counted, logits = engine.prefill_tokens, None
+        for start, stop in pairwise([0, *cuts, len(ids)]):
+            logits = engine.chunk(run, start, stop, [])
+        engine.prefill_tokens = counted
+        return [*run.lane.capture_full(0, len(ids)).values(), *([] if logits is None else [logits])]
+
+    def _equal_beside_others(
+        self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
+    ) -> bool:
+        """Whether the last tokens, decoded beside other sequences, have the states of before."""
+        engine, first = self._engine, len(ids) - 2
+        runs = [self._run(kernels, ids[:count]) for count in (first, 5)]
+        counted = engine.prefill_tokens
+        for run in runs:
+            engine.chunk(run, 0, len(run.prompt), [])
+        engine.prefill_tokens = counted
+        batch, logits = LaneBatch(self._model, self._family, runs), torch.empty(0)
+        for token in ids[first:]:
+            logits = batch.step([int(token)] * len(runs))
+        found = [*runs[0].lane.capture_full(0, len(ids)).values(), logits[:1]]
+        return _equal(wanted, found)
+
+
+def _is_stacked(weight: torch.Tensor) -> bool:
+    return weight.dim() > 2
+
+
+def _equal(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _outer(args: Sequence[object]) -> bool:
+    """Whether a product has nothing to add: columns times rows, as rotary positions are made."""
+    sizes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
+    return len(sizes) == 2 and len(sizes[0]) > 1 and sizes[0][-1] == 1

@@ -1,0 +1,227 @@
+"""Attention whose rows come out the same however many there are, and however long the lane is.
+
+The kernel reads keys in blocks of 512 and treats a block that is cut off in another way than a
+whole one. So keys and values lie in rooms of whole blocks, zeros behind the end, and a mask of
+numbers says which of them a row sees. Queries that share keys are laid side by side as rows; there
+are always a multiple of four of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+_plain = functional.scaled_dot_product_attention
+BLOCK = 512  # keys that the kernel reads at a time
+_QUERIES = 256  # of one call, so that keys that none of them sees are not read
+_STEP = 4  # rows of queries
+_TRIED = 1100  # keys of a trial
+_PIECES = (
+    *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (300, 301), (509, 514), (511, 512), (512, 513)),
+    *((513, 516), (600, 777), (777, 1100), (1023, 1024), (1024, 1025), (1090, 1100), (1099, 1100)),
+)
+_AMPLIFIED = 3e4  # scores of a trial are the rounding of sums: so much, and they are told apart
+
+
+Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width and dtype
+
+
+class Room(Protocol):
+    """A layer of a lane: buffers of whole blocks, of which the first `length` rows are filled."""
+
+    length: int
+    room_k: torch.Tensor | None
+    room_v: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a layer gave out last: by these keys, a call of attention is known to be its own."""
+
+    keys: torch.Tensor
+    layers: Sequence[Room]
+
+
+@dataclass(frozen=True, eq=False)
+class _Mask:
+    """What some rows of queries see, and how many keys that takes."""
+
+    given: torch.Tensor | None
+    values: torch.Tensor
+    end: int
+
+
+class Attention:
+    """The attention of one pass; layers that see the same share their masks."""
+
+    def __init__(self, seen: set[Heads]) -> None:
+        self._seen = seen
+        self._held: _Held | None = None
+        self._masks: dict[tuple[object, ...], _Mask] = {}
+
+    def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
+        """Say in which rooms the keys lie that attention is asked for next."""
+        self._held = _Held(keys, layers)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """`scaled_dot_product_attention` over sequences that each have a room."""
+        if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
+            return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
+        self._seen.add((query.shape[1], key.shape[1], query.shape[-1], query.dtype))
+        rows = []
+        for row, (keys, values, length) in enumerate(self._rooms(key, value)):
+            own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
+            sees_all = own is None and not causal and query.shape[-2] > 1
+            rows.append(self._row(query[row : row + 1], keys, values, length, own, sees_all, scale))
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _rooms(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Keys and values of each sequence in whole blocks, and how many of them there are."""
+        held, found = self._held, []
+        if held is not None and held.keys is key:
+            for layer in held.layers:
+                if layer.room_k is not None and layer.room_v is not None:
+                    found.append((layer.room_k, layer.room_v, layer.length))
+            return found
+        length = key.shape[-2]
+        more = (0, 0, 0, -length % BLOCK)
+        key, value = functional.pad(key, more), functional.pad(value, more)
+        return [(key[i : i + 1], value[i : i + 1], length) for i in range(key.shape[0])]
+
+    def _row(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        length: int,
+        mask: torch.Tensor | None,
+        sees_all: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        _, heads, count, width = query.shape
+        group = heads // keys.shape[1]
+        pieces = []
+        for start in range(0, count, _QUERIES):
+            stop = min(start + _QUERIES, count)
+            rows = query[:, :, start:stop].reshape(1, keys.shape[1], -1, width)
+            wanted = rows.shape[2]
+            seen = self._mask(mask, sees_all, count, start, stop, length, group, query.dtype)
+            if missing := -wanted % _STEP:
+                rows = functional.pad(rows, (0, 0, 0, missing))
+            found = _plain(
+                rows,
+                keys[:, :, : seen.end],
+                values[:, :, : seen.end],
+                attn_mask=seen.values,
+                scale=scale,
+            )
+            pieces.append(found[:, :, :wanted].reshape(1, heads, stop - start, -1))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def _mask(
+        self,
+        given: torch.Tensor | None,
+        sees_all: bool,
+        count: int,
+        start: int,
+        stop: int,
+        length: int,
+        group: int,
+        dtype: torch.dtype,
+    ) -> _Mask:
+        name = (id(given), sees_all, count, start, length, group, dtype)
+        known = self._masks.get(name)
+        if known is None or known.given is not given:
+            known = self._masks[name] = _make_mask(
+                given, sees_all, count, start, stop, length, group, dtype
+            )
+        return known
+
+
+def _make_mask(
+    given: torch.Tensor | None,
+    sees_all: bool,
+    count: int,
+    start: int,
+    stop: int,
+    length: int,
+    group: int,
+    dtype: torch.dtype,
+) -> _Mask:
+    if given is None:
+        last = length if sees_all else length - count + stop
+        end = -(-last // BLOCK) * BLOCK
+        places = torch.arange(end)
+        behind = torch.arange(length - count + start, length - count + stop) + 1
+        if sees_all:
+            behind = torch.full_like(behind, length)
+        values = torch.zeros(stop - start, end, dtype=dtype)
+        values.masked_fill_(places[None] >= behind[:, None], float("-inf"))
+    else:
+        values, end = _of_given(given, start, stop, length, dtype)
+    values = values.repeat(group, 1)
+    if missing := -len(values) % _STEP:
+        values = functional.pad(values, (0, 0, 0, missing))
+    return _Mask(given, values[None, None], end)
+
+
+def _of_given(
+    given: torch.Tensor, start: int, stop: int, length: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, int]:
+    """A mask that the model made, as numbers over whole blocks."""
+    rows = given[0, 0, start:stop, :length]
+    if rows.dtype == torch.bool:
+        seen = rows
+        rows = torch.zeros(rows.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    else:
+        seen = rows > torch.finfo(rows.dtype).min
+        rows = rows.to(dtype)
+    last = int(seen.any(0).nonzero()[-1]) + 1
+    end = -(-last // BLOCK) * BLOCK
+    if end > length:
+        return functional.pad(rows, (0, end - length), value=float("-inf")), end
+    return rows[:, :end].contiguous(), end
+
+
+def attention_rows_are_equal(heads: Heads) -> bool:
+    """Whether rows of this kind of attention come out the same in any company, over lanes of any
+    length: in one call, in pieces, and one by one."""
+    queries, keys, width, dtype = heads
+    generator = torch.Generator().manual_seed(queries * 31 + width)
+
+    order = torch.randperm(width // 2, generator=generator)
+
+    def noise(count: int, sign: int) -> torch.Tensor:
+        half = torch.randn(1, count, _TRIED, width // 2, generator=generator).bfloat16().float()
+        odd = (0, width - 2 * (width // 2))
+        return functional.pad(torch.cat([half, sign * half[..., order]], -1), odd).to(dtype)
+
+    # Products cancel, but for what rounding leaves of them.
+    query, key, value = noise(queries, 1), noise(keys, -1), noise(keys, 1)
+    wanted = _over(query, key, value, 0, _TRIED)
+    return all(
+        torch.equal(_over(query, key, value, start, stop), wanted[:, :, start:stop])
+        for start, stop in _PIECES
+    )
+
+
+def _over(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, stop: int
+) -> torch.Tensor:
+    """Some rows of queries over the keys up to the last of them."""
+    own = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+    return Attention(set())(*own, None, True, _AMPLIFIED)

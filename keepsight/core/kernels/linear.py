@@ -1,0 +1,154 @@
+"""Linear layers whose rows come out the same however many there are.
+
+A library chooses its kernel by the number of rows, and another kernel adds in another order. Which
+numbers of rows give the same bits is found by trying; a call with fewer is filled up to the next
+such number. Packed weights, where there are any, are also read faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+_plain = functional.linear
+OFFSETS = (0, 1, 37)
+_ROWS = 512  # of the pass that others are compared with
+_SAMPLE = (*range(1, 34), 40, 48, 63, 64, 65, 100, 127, 128, 200, 256, 300, 384, 475)
+_LARGE_SAMPLE = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 24, 33, 64, 100, 200, 257)
+_LARGE = 1 << 22  # weights, from which on fewer numbers of rows are tried
+
+Shape = tuple[int, int, torch.dtype, bool, bool]  # out, in, dtype, with a bias, packed
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Numbers of rows that give equal bits: at least `least`, and a multiple of `step`."""
+
+    least: int = 1
+    step: int = 1
+
+    def fill(self, rows: int) -> int:
+        """The smallest such number that has room."""
+        return max(self.least, -(-rows // self.step) * self.step)
+
+
+CANDIDATES = (Rows(), Rows(2), Rows(4), Rows(4, 4), Rows(8, 8), Rows(16, 16))
+
+
+class Linears:
+    """Linear layers of one model. How rows of each shape are filled up is found when it is met."""
+
+    def __init__(self, packed: Callable[[], dict[int, Packed]] = dict) -> None:
+        self.rows: dict[Shape, Rows | None] = {}
+        self._packed = packed
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`functional.linear`, row by row the same bits."""
+        known = self._packed().get(id(weight))
+        if known is not None and known.weight is not weight:
+            known = None
+        rule = self._rule(weight, bias, known)
+        if rule is None or input.dtype != weight.dtype:
+            return _plain(input, weight, bias)
+        flat = input.reshape(-1, input.shape[-1])
+        count = flat.shape[0]
+        missing = rule.fill(count) - count
+        if missing:
+            flat = functional.pad(flat, (0, 0, 0, missing))
+        if known is not None:
+            result = run_packed(flat, known.tensor, bias)
+        else:
+            result = _plain(flat, weight, bias)
+        if missing:
+            result = result[:count]
+        return result.view(*input.shape[:-1], weight.shape[0])
+
+    def _rule(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, packed: Packed | None
+    ) -> Rows | None:
+        shape = (*weight.shape, weight.dtype, bias is not None, packed is not None)
+        try:
+            return self.rows[shape]  # type: ignore[index]
+        except KeyError:
+            rule = self.rows[shape] = rows_of(shape)  # type: ignore[index,arg-type]
+            return rule
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A weight as the kernel reads it fastest. The weight itself is held, to be compared with."""
+
+    weight: torch.Tensor
+    tensor: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return self.weight.numel() * self.weight.element_size()
+
+
+def packs_weights() -> bool:
+    """Whether this torch has linear layers with packed weights."""
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    return all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as its kernel reads it fastest."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 64)
+    return packed
+
+
+def run_packed(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A linear layer with a packed weight."""
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return found
+
+
+def rows_of(shape: Shape) -> Rows | None:
+    """Which numbers of rows give equal bits for linear layers of a shape here; None for none."""
+    out, width, dtype, biased, packed = shape
+    generator = torch.Generator().manual_seed(out * 31 + width)
+    weight, inputs = _telling(out, width, generator)
+    weight, inputs = weight.to(dtype), inputs.to(dtype)
+    bias = torch.zeros(out, dtype=dtype) if biased else None
+    tensor = pack(weight) if packed else weight
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        return run_packed(rows, tensor, bias) if packed else _plain(rows, tensor, bias)
+
+    wanted = run(inputs)
+    sample = _SAMPLE if out * width < _LARGE else _LARGE_SAMPLE
+    known: dict[int, bool] = {}
+
+    def equal(count: int) -> bool:
+        if count not in known:
+            known[count] = all(
+                torch.equal(run(inputs[at : at + count].clone()), wanted[at : at + count])
+                for at in OFFSETS
+                if at + count <= _ROWS
+            )
+        return known[count]
+
+    for rule in CANDIDATES:
+        if all(equal(rule.fill(count)) for count in sample):
+            return rule
+    return None
+
+
+def _telling(out: int, width: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and inputs whose products cancel, so that what is left of a sum is its rounding: sums
+    in another order differ in nearly every number, also where results are rounded to few digits."""
+    half = width // 2
+    order = torch.randperm(half, generator=generator)
+    left = torch.randn(out, half, generator=generator).bfloat16().float()
+    rows = torch.randn(_ROWS, half, generator=generator).bfloat16().float()
+    odd = (0, width - 2 * half)
+    weight = functional.pad(torch.cat([left, -left[:, order]], dim=1), odd)
+    inputs = functional.pad(torch.cat([rows, rows[:, order]], dim=1), odd)
+    return weight, inputs

@@ -1,0 +1,83 @@
+"""Packed copies of the weights of linear layers, which follow every change of the weights.
+
+A copy takes as much memory as its weight. It is made before the first pass that needs it, dropped
+when its weight may have changed, and none is made where memory is short: then weights are read as
+they are, which gives the same bits in more time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from keepsight.core.kernels.linear import Packed, Rows, Shape, pack, packs_weights, rows_of
+from keepsight.system.memory import free_memory
+
+logger = logging.getLogger(__name__)
+
+_SHARE = 4  # of the memory that is free, copies may take one part in so many
+_SMALLEST = 16  # numbers in and out, below which nothing is gained
+
+
+class Packing:
+    """The packed weights of one model."""
+
+    def __init__(self, wanted: bool, sparing: bool = False) -> None:
+        self._sparing = sparing  # none, where they would take much of the memory that is free
+        self.wanted = wanted and packs_weights()
+        self.packed: dict[int, Packed] = {}
+        self._rows: dict[Shape, Rows | None] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(one.nbytes for one in self.packed.values())
+
+    def forget(self, weights: Iterable[torch.Tensor]) -> None:
+        """Drop the copies of weights that may have changed."""
+        for weight in weights:
+            self.packed.pop(id(weight), None)
+
+    def follow(self, layers: Iterable[torch.nn.Linear]) -> None:
+        """Have a copy of each of these weights, and of no others."""
+        if not self.wanted:
+            return
+        weights = {id(layer.weight): layer for layer in layers if self._can_be_packed(layer)}
+        self.packed = {name: one for name, one in self.packed.items() if name in weights}
+        missing = sum(w.weight.nbytes for name, w in weights.items() if name not in self.packed)
+        free = free_memory(swap=False)
+        if self._sparing and free is not None and missing * _SHARE > free:
+            self._give_up(f"they would take {missing} bytes of memory, of {free} that are free")
+            return
+        try:
+            for name, layer in weights.items():
+                if name not in self.packed:
+                    self.packed[name] = Packed(layer.weight, pack(layer.weight))
+        except (RuntimeError, MemoryError) as error:
+            self._give_up(error)
+
+    def _give_up(self, why: object) -> None:
+        self.wanted = False
+        self.packed.clear()
+        logger.warning("weights are not packed, they are read as they are: %s", why)
+
+    def _can_be_packed(self, layer: torch.nn.Linear) -> bool:
+        weight = layer.weight
+        if type(weight) is not torch.nn.Parameter or weight.device.type != "cpu":
+            return False
+        if weight.dtype not in (torch.float32, torch.bfloat16) or min(weight.shape) < _SMALLEST:
+            return False
+        out, width = weight.shape
+        shape = (out, width, weight.dtype, layer.bias is not None, True)
+        if shape not in self._rows:
+            self._rows[shape] = _tried(shape)
+        return self._rows[shape] is not None
+
+
+def _tried(shape: Shape) -> Rows | None:
+    try:
+        return rows_of(shape)
+    except RuntimeError:  # not on this machine
+        return None

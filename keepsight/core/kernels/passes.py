@@ -1,0 +1,145 @@
+"""Our kernels in the place of torch's own, in passes of ours and in no others.
+
+A model calls `torch.nn.functional.linear` and `scaled_dot_product_attention` by name, so these two
+names are exchanged once in a process; what stands there asks whether the thread is in a pass of
+ours, and else calls torch's own function with the same arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional
+
+from keepsight.core.kernels import attention
+from keepsight.core.kernels.linear import Linears
+
+_stock_linear = functional.linear
+_stock_attention = functional.scaled_dot_product_attention
+
+
+@dataclass(eq=False)
+class Kernels:
+    """The kernels of one model."""
+
+    linears: Linears = field(default_factory=Linears)
+    seen: set[attention.Heads] = field(default_factory=set)  # in which attention was asked for
+
+
+@contextmanager
+def running(kernels: Kernels | None) -> Iterator[None]:
+    """What this thread computes meanwhile is computed with these kernels, where there are any."""
+    if kernels is None:
+        yield
+        return
+    before = vars(_here).get("call")
+    _here.call = _Call(kernels, attention.Attention(kernels.seen))
+    try:
+        yield
+    finally:
+        _here.call = before
+
+
+@dataclass
+class _Call:
+    """One pass: its kernels, and what its attention layers have in common."""
+
+    kernels: Kernels
+    attention: attention.Attention
+    inside: bool = False  # one of ours runs
+
+
+_here = threading.local()
+
+
+def _call() -> _Call | None:
+    found: _Call | None = vars(_here).get("call")
+    return found
+
+
+def is_inside() -> bool:
+    """Whether one of ours runs now, in this thread."""
+    call = _call()
+    return call is not None and call.inside
+
+
+def attention_here() -> attention.Attention | None:
+    """Where a layer notes what room its keys and values lie in, during a pass of ours."""
+    call = _call()
+    return None if call is None else call.attention
+
+
+def _linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return _stock_linear(input, weight, bias)
+    else:  # noqa: RET505 (a script is compiled up to here and no further)
+        return _ours_or_stock_linear(input, weight, bias)
+
+
+def _ours_or_stock_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    call = None if torch.compiler.is_compiling() else _call()
+    if call is None:
+        return _stock_linear(input, weight, bias)
+    call.inside = True
+    try:
+        return call.kernels.linears(input, weight, bias)
+    finally:
+        call.inside = False
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return _stock_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    else:  # noqa: RET505
+        return _ours_or_stock_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+
+
+def _ours_or_stock_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> torch.Tensor:
+    call = None if torch.compiler.is_compiling() or dropout else _call()
+    if call is None:
+        return _stock_attention(
+            query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        )
+    call.inside = True
+    try:
+        return call.attention(query, key, value, mask, causal, scale)
+    finally:
+        call.inside = False
+
+
+@functools.cache
+def begin() -> None:
+    """Put them there: once in a process, before the first look at the code of a model."""
+    functional.linear = _linear
+    functional.scaled_dot_product_attention = _attention

@@ -1,0 +1,139 @@
+"""Sequences that decode together, each on its own lane, with the bits that each has alone.
+
+Linear layers read their weights once for all rows; attention goes over each lane by itself. So who
+joins or leaves copies nothing, nothing is padded, and no row knows of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from keepsight.core.attention import grouped_queries
+from keepsight.core.batch import Batch, TokenTaker
+from keepsight.core.engine import Run
+from keepsight.core.kernels.passes import attention_here, running
+from keepsight.core.lane_layer import LaneLayer
+from keepsight.models.families import Family
+from keepsight.models.no_gradients import quietly
+
+
+class _Rows(LaneLayer):
+    """One layer of several lanes."""
+
+    def __init__(self, layers: list[LaneLayer]) -> None:
+        super().__init__()
+        self._layers = layers
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a token to each lane; attention finds the lanes by these keys."""
+        for row, layer in enumerate(self._layers):
+            layer.append(key_states[row : row + 1], value_states[row : row + 1])
+        attention = attention_here()
+        if attention is not None:
+            attention.note(key_states, self._layers)
+        return key_states, value_states
+
+    def get_seq_length(self, *more: object, **options: object) -> int:
+        """Tokens of the longest lane."""
+        return max(layer.length for layer in self._layers)
+
+    def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
+        """Of the longest lane; attention makes masks of its own for each."""
+        return self.get_seq_length() + query_length, 0
+
+
+def batch_of(
+    model: PreTrainedModel, family: Family, runs: Sequence[Run], room: int
+) -> Batch | LaneBatch:
+    """The sequences in one batch: each on its lane where that gives the bits it has alone."""
+    kind = Batch if runs[0].kernels is None else LaneBatch
+    return kind(model, family, runs, room)
+
+
+class LaneBatch:
+    """The sequences that decode together, and their next positions."""
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, runs: Sequence[Run] = (), room: int = 0
+    ) -> None:
+        self._model, self._family = model, family
+        self.runs: list[Run] = []
+        self.copies = 0
+        self.join(runs, room)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max((run.lane.length for run in self.runs), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all lanes."""
+        return sum(run.lane.nbytes for run in self.runs)
+
+    def join(self, runs: Sequence[Run], room: int = 0) -> None:
+        """Take in sequences, each as it stands on its lane."""
+        self.runs += runs
+        self._lay()
+
+    def leave(self, run: Run) -> None:
+        """Let a sequence go."""
+        self.runs.remove(run)
+        self._lay()
+
+    def put_back(self, run: Run) -> None:
+        """Its lane holds all that it has become."""
+
+    def _lay(self) -> None:
+        if not self.runs:
+            return
+        self._cache = DynamicCache(config=self._model.config)
+        for index, layer in enumerate(self.runs[0].lane.cache.layers):
+            if isinstance(layer, LaneLayer):
+                self._cache.layers[index] = _Rows(
+                    [run.lane.cache.layers[index] for run in self.runs]
+                )
+
+    def decode(self, takers: Sequence[TokenTaker], logits: torch.Tensor) -> int:
+        """Let each sequence take tokens until all have ended; the number of steps that took."""
+        running = list(zip(self.runs, takers, strict=True))
+        steps = 0
+        while True:
+            tokens, going_on = [], []
+            for row, (run, taker) in enumerate(running):
+                token = taker.take(logits[row : row + 1])
+                if taker.over:
+                    self.leave(run)
+                else:
+                    tokens.append(token)
+                    going_on.append((run, taker))
+            if not going_on:
+                return steps
+            running, logits = going_on, self.step(tokens)
+            steps += 1
+
+    @quietly
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """One token of each sequence through the model; the logits behind them, a row for each."""
+        runs = self.runs
+        extra = self._family.step_inputs(len(runs), self.longest + 1)
+        with grouped_queries(self._model.device), running(runs[0].kernels):
+            output = self._model(
+                **extra,
+                input_ids=torch.tensor([[token] for token in tokens]),
+                position_ids=torch.cat([run.next_positions for run in runs], dim=-2),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        for run in runs:
+            run.lane.length += 1
+            run.next_positions = run.next_positions + 1
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits

@@ -1,0 +1,176 @@
+"""A full-attention layer of a lane: keys and values in one buffer at a fixed address.
+
+Buffers have room for whole blocks of keys, zeros behind the last one, so that attention can read
+them where they lie.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicLayer
+
+from keepsight.core.kernels.attention import BLOCK
+from keepsight.core.kernels.passes import attention_here
+from keepsight.errors import ModelError
+from keepsight.formats.package import storage_bytes
+from keepsight.models.tested import refuse_unknown
+
+_ROUND = BLOCK  # capacities are multiples of this, which also keeps every head's rows aligned
+
+
+class LaneLayer(DynamicLayer):
+    """A full-attention layer in one preallocated buffer. Rows past `length` mean nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized: bool = False
+        self.length = 0
+        self.reserved = 0
+        self.room_k: torch.Tensor | None = None
+        self.room_v: torch.Tensor | None = None
+        self._written = 0  # rows that were ever written since the room was made
+        self._clean = 0  # up to here the rows behind the end are zeros
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append, and return all keys and values so far."""
+        start = self.length
+        self.append(key_states, value_states)
+        attention = attention_here()
+        if attention is not None:
+            attention.note(self.keys, [self])
+            return self.keys, self.values
+        if start == 0:
+            # The first chunk gets what stock gives it: its own contiguous tensors.
+            return key_states, value_states
+        return self.keys, self.values
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values behind those that are held."""
+        if not self.is_initialized:
+            self.dtype, self.device = keys.dtype, keys.device
+            self.is_initialized = True
+        start, end = self.length, self.length + keys.shape[-2]
+        self._ensure(end, keys, values)
+        self.room_k[:, :, start:end] = keys  # type: ignore[index]
+        self.room_v[:, :, start:end] = values  # type: ignore[index]
+        self._view(end)
+        if attention_here() is not None:
+            self._clear_behind(end)
+
+    def _clear_behind(self, end: int) -> None:
+        """Zeros behind the end, up to the end of its block: attention reads whole blocks."""
+        self._written = max(self._written, end)
+        whole = -(-end // BLOCK) * BLOCK
+        if self._written > end and self._clean < whole:
+            for room in (self.room_k, self.room_v):
+                room[:, :, end : min(whole, self._written)] = 0  # type: ignore[index]
+        self._clean = whole
+
+    def _ensure(self, end: int, like_k: torch.Tensor, like_v: torch.Tensor) -> None:
+        for room, like in ((self.room_k, like_k), (self.room_v, like_v)):
+            if room is not None and not _alike(room, like):
+                self._make_anew(room, like)
+        have = 0 if self.room_k is None else self.room_k.shape[-2]
+        if end <= have:
+            return
+        wanted = max(end, self.reserved, have + have // 2)
+        capacity = -(-wanted // _ROUND) * _ROUND
+        old_k, old_v = self.room_k, self.room_v
+        self.room_k = like_k.new_zeros(*like_k.shape[:2], capacity, like_k.shape[-1])
+        self.room_v = like_v.new_zeros(*like_v.shape[:2], capacity, like_v.shape[-1])
+        self._written, self._clean = self.length, 0
+        if self.length and old_k is not None and old_v is not None:
+            self.room_k[:, :, : self.length] = old_k[:, :, : self.length]
+            self.room_v[:, :, : self.length] = old_v[:, :, : self.length]
+
+    def _make_anew(self, room: torch.Tensor, like: torch.Tensor) -> None:
+        """Drop buffers that cannot take what comes; they must be empty."""
+        if self.length:
+            raise ModelError(
+                f"the model computed in {room.dtype} on {room.device} when this turn began, and "
+                f"now in {like.dtype} on {like.device}: it was cast or moved, or autocast was "
+                "entered or left, while the turn was running; ask again"
+            )
+        self.room_k = self.room_v = None
+
+    def _view(self, length: int) -> None:
+        self.length = length
+        self.keys = self.room_k[:, :, :length]  # type: ignore[index]
+        self.values = self.room_v[:, :, :length]  # type: ignore[index]
+
+    def rewind(self, length: int) -> None:
+        """Forget everything from `length` on. What stands before was written by the same chunks."""
+        if length > self.length:
+            raise ValueError(f"cannot rewind from {self.length} to {length}")
+        self._written, self._clean = max(self._written, self.length), 0
+        if self.room_k is not None:
+            self._view(length)
+        if length == 0:
+            # As new: PaliGemma and Mllama ask it whether this is the first chunk.
+            self.is_initialized = False
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put remembered keys and values back at their place."""
+        if not self.is_initialized:
+            self.dtype, self.device = keys.dtype, keys.device
+            self.is_initialized = True
+        end = start + keys.shape[-2]
+        self._written, self._clean = max(self._written, self.length, end), 0
+        self.length = start
+        self._ensure(end, keys, values)
+        self.room_k[:, :, start:end] = keys  # type: ignore[index]
+        self.room_v[:, :, start:end] = values  # type: ignore[index]
+        self._view(end)
+
+    def stretch(
+        self, tokens: int, like_k: torch.Tensor, like_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The room, with place for some tokens more; who writes them there then says `advance`."""
+        if not self.is_initialized:
+            self.dtype, self.device = like_k.dtype, like_k.device
+            self.is_initialized = True
+        self._ensure(self.length + tokens, like_k, like_v)
+        return self.room_k, self.room_v  # type: ignore[return-value]
+
+    def advance(self, tokens: int) -> None:
+        """Some tokens more were written behind what was held."""
+        self._view(self.length + tokens)
+
+    def hold(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """Take these buffers as the room, their first `length` rows filled already."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+        self.room_k, self.room_v = keys, values
+        self._view(length)
+
+    def get_seq_length(self, *more: object, **options: object) -> int:
+        """Tokens held."""
+        refuse_unknown("get_seq_length of a cache layer", more, options)
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
+        """All that is held and all that comes, from the first token on."""
+        refuse_unknown("get_mask_sizes of a cache layer", more, named)
+        return self.length + query_length, 0
+
+    def reset(self) -> None:
+        """Forget everything, keep the room."""
+        self.rewind(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the room."""
+        return storage_bytes(t for t in (self.room_k, self.room_v) if t is not None)
+
+
+def _alike(room: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether rows of one tensor can be written into the other as they are."""
+    if room.dtype != like.dtype or room.device != like.device:
+        return False
+    return room.shape[:2] == like.shape[:2] and room.shape[-1] == like.shape[-1]
+
+
+class CrossLayer(LaneLayer):
+    """Keys and values of the media beside the sequence: as many rows as the media have."""

@@ -1,0 +1,91 @@
+"""Idle lanes, and what is put back into one of what was remembered.
+
+A conversation that goes on finds most of its keys and values where it left them.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from keepsight.core.state import Lane, Shape, first_rows
+from keepsight.prefix.match import Match
+from keepsight.prefix.node import Node
+
+MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
+
+
+class Lanes:
+    """A few lanes, so that a conversation that goes on finds its keys and values in place.
+
+    `making` names everything that shapes and bits of a lane's tensors depend on: weights and
+    circumstances, but not the tenant. A lane serves turns of its own making only; after a cast, or
+    inside and outside of autocast, its buffers would be of another dtype or on another device.
+    """
+
+    def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
+        self._model, self._shape, self._budget = model, shape, budget
+        self._idle: list[Lane] = []  # least recently used first
+        self.making = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the idle lanes."""
+        return sum(lane.nbytes for lane in self._idle)
+
+    def take(self, node: Node) -> Lane:
+        """A lane for continuing from `node`: the one that holds most of its path already."""
+        chain = node.chain()
+        best, most = None, 0
+        fitting = [lane for lane in self._idle if lane.making == self.making]
+        for lane in fitting:
+            end = shared(lane, chain)
+            if end > most:
+                best, most = lane, end
+        # A lane with much of another conversation behind the shared part is left to it.
+        crowded = best is not None and most * 2 < _marked(best)
+        if (best is None or crowded) and len(self._idle) < MAX_LANES:
+            return Lane(self._model, self._shape, self.making)
+        if best is None and not fitting:
+            self._idle.pop(0)
+            return Lane(self._model, self._shape, self.making)
+        lane = best if best is not None else fitting[0]
+        self._idle.remove(lane)
+        return lane
+
+    def give_back(self, lane: Lane) -> None:
+        """Keep an unused lane while the budget allows."""
+        self._idle.append(lane)
+        while self._idle and (len(self._idle) > MAX_LANES or self.nbytes > self._budget):
+            self._idle.pop(0)
+
+    def clear(self) -> None:
+        """Let all idle lanes go."""
+        self._idle.clear()
+
+
+def shared(lane: Lane, chain: list[Node]) -> int:
+    end = 0
+    for (mark, node), wanted in zip(lane.marks, chain, strict=False):
+        if node is not wanted:
+            break
+        end = mark
+    return end
+
+
+def _marked(lane: Lane) -> int:
+    return lane.marks[-1][0] if lane.marks else 0
+
+
+def restore(lane: Lane, match: Match, stands: int) -> None:
+    """Put into a lane what a match remembers behind the place where the lane stands."""
+    for node in match.node.chain():
+        if node.end <= stands:
+            continue
+        rows = node.kv or {}
+        if node.end > match.length:
+            rows = first_rows(rows, match.length - node.start)
+        lane.restore_full(node.start, rows)
+        if not node.terminal and node.end <= match.length:
+            lane.marks.append((node.end, node))
+    if match.length:
+        lane.restore_fixed(match.length, match.node.fixed or {})

@@ -1,0 +1,403 @@
+"""Law 2 where kernels are shown to give it: a token's state depends on the tokens before it alone.
+
+Everything is compared bit for bit with a memory that has seen nothing and computes the prompt in
+one pass, and the rows that go through the language model are counted.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ALL, build, picture, stock_inputs, turn
+from test_exact import Catch
+from torch.nn import functional
+
+import keepsight as ks
+from keepsight.core.kernels import attention, linear, passes
+from keepsight.core.kernels.linear import Rows, rows_of
+from keepsight.errors import InputError
+from keepsight.scheduler import Together
+
+# Families all of whose layers grow with the sequence and whose tokens see none behind them.
+SHOWN = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "llava_next", "llava_onevision"),
+    *("mistral3", "llava_pixtral", "idefics3", "smolvlm", "idefics2", "glm4v", "glm46v", "glm_ocr"),
+    *("paddleocr_vl", "video_llama_3", "qwen2_5_omni_thinker", "got_ocr2", "deepseek_vl", "ovis2"),
+)
+BY_BOUNDARIES = {
+    "qwen3_5": "linear",
+    "sliding": "sliding",
+    "gemma3": "sliding",
+    "qwen3_vl_moe": "experts",
+    "paligemma": "see those behind them",
+    "mllama": "cross",
+}
+GREEDY: dict[str, Any] = {"do_sample": False}
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+
+
+@contextmanager
+def wrapped(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[ks.VLM]:
+    with ks.wrap(*build(kind, dtype), **options) as vlm:
+        yield vlm
+
+
+def ids_of(vlm: ks.VLM, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(10, 400, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(vlm: ks.VLM, ids: torch.Tensor) -> torch.Tensor:
+    catch = Catch()
+    vlm.generate(input_ids=ids, max_new_tokens=1, logits_processor=[catch])
+    assert catch.seen is not None
+    return catch.seen
+
+
+def rows(vlm: ks.VLM) -> int:
+    return int(vlm.stats()["engine"]["prefill_tokens"])
+
+
+# -- where it holds --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+@BOTH
+def test_it_holds_for(kind: str, dtype: torch.dtype) -> None:
+    with wrapped(kind, dtype) as vlm:
+        engine = vlm.stats()["engine"]
+        assert engine["any_cut"], engine["boundaries_because"]
+
+
+@pytest.mark.parametrize("kind", BY_BOUNDARIES)
+def test_where_it_is_not_shown_boundaries_hold_and_the_reason_is_said(kind: str) -> None:
+    with wrapped(kind) as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and BY_BOUNDARIES[kind] in engine["boundaries_because"]
+
+
+def test_a_named_grain_asks_for_boundaries() -> None:
+    with wrapped("qwen3_vl", grain=16) as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "grain=" in engine["boundaries_because"]
+
+
+def test_all_families_are_in_one_of_the_lists_or_hold_by_themselves() -> None:
+    assert set(SHOWN) <= set(ALL) and set(BY_BOUNDARIES) <= set(ALL)
+
+
+# -- the promise -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_vl", "llava", "internvl"])
+@BOTH
+def test_any_prefix_is_used_to_its_last_token(kind: str, dtype: torch.dtype) -> None:
+    """Prompts that share a prefix of any length with one before run their own tokens only."""
+    with wrapped(kind, dtype) as vlm, wrapped(kind, dtype) as other:
+        ids = ids_of(vlm, 150)
+        logits_of(vlm, ids)
+        for shared in (1, 2, 31, 32, 33, 77, 128, 149, 150):
+            behind = ids_of(vlm, 9, seed=shared) + 100
+            prompt, before = torch.cat([ids[:, :shared], behind], dim=1), rows(vlm)
+            found = logits_of(vlm, prompt)
+            assert rows(vlm) - before == 9
+            other.clear()
+            assert torch.equal(found, logits_of(other, prompt))
+        vlm.runtime.check()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava"])
+@BOTH
+def test_what_was_decoded_is_not_computed_again(kind: str, dtype: torch.dtype) -> None:
+    """The next turn computes the last token of the reply, which nothing has read yet, and its own
+    words."""
+    with wrapped(kind, dtype) as vlm, wrapped(kind, dtype) as other:
+        options = {"max_new_tokens": 40, "min_new_tokens": 40, **GREEDY}
+        options["suppress_tokens"] = sorted(vlm.runtime.family.placeholders.values())
+        talk = vlm.generate(input_ids=ids_of(vlm, 60), **options)
+        assert isinstance(talk, torch.Tensor)
+        for seed in range(3):
+            talk, before = torch.cat([talk, ids_of(vlm, 7, seed + 5)], dim=1), rows(vlm)
+            found = logits_of(vlm, talk)
+            assert rows(vlm) - before == 7 + (1 if seed == 0 else 0)
+            other.clear()
+            assert torch.equal(found, logits_of(other, talk))
+
+
+@BOTH
+def test_a_conversation_with_pictures(dtype: torch.dtype) -> None:
+    with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as other:
+        first = [turn("What do you see in it?", picture(1))]
+        said = [*first, turn("A pattern.", role="assistant")]
+        for messages in (
+            first,
+            [*said, turn("And the colour?")],
+            [*said, turn("Compare it with this one.", picture(2), picture(3, 160, 96))],
+            [turn("What do you see in it?", picture(2))],
+            [turn("What do you see here?", picture(1))],
+            [*said, turn("And the colours?")],
+        ):
+            catch, again = Catch(), Catch()
+            vlm.chat(messages, max_new_tokens=5, logits_processor=[catch])
+            other.clear()
+            other.chat(messages, max_new_tokens=5, logits_processor=[again])
+            assert catch.seen is not None and again.seen is not None
+            assert torch.equal(catch.seen, again.seen)
+        assert vlm.verify(messages, stock=True)
+        vlm.runtime.check()
+
+
+def test_a_cold_prompt_with_six_pictures_is_one_pass() -> None:
+    with wrapped("qwen3_vl") as vlm:
+        passes_of = []
+        handle = vlm.model.get_decoder().register_forward_pre_hook(lambda *_: passes_of.append(1))
+        vlm.chat([turn("Look. " * 60, *map(picture, range(6)))], max_new_tokens=1)
+        handle.remove()
+        assert len(passes_of) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_edits_forks_and_budgets(seed: int) -> None:
+    """Twenty conversations interleaved, cut, forked and edited anywhere, under a small budget."""
+    rng = random.Random(seed)
+    with wrapped("llava", cache_budget="400KB") as vlm, wrapped("llava") as other:
+        talks = [ids_of(vlm, 20, seed=one) for one in range(20)]
+        for step in range(60):
+            one = rng.randrange(len(talks))
+            talk = talks[one]
+            kept = talk[:, : rng.randint(1, talk.shape[1])] if rng.random() < 0.5 else talk
+            prompt = torch.cat([kept, ids_of(vlm, rng.randint(1, 40), 100 + step)], dim=1)
+            many = rng.randint(1, 6)
+            talk = vlm.generate(
+                input_ids=prompt, max_new_tokens=many, min_new_tokens=many, **GREEDY
+            )
+            assert isinstance(talk, torch.Tensor)
+            talks[one] = talk
+            vlm.runtime.check()
+            if step % 6 == 0:
+                other.clear()
+                assert torch.equal(logits_of(vlm, talk), logits_of(other, talk))
+
+
+# -- together --------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_decoded_together_is_decoded_alone(dtype: torch.dtype) -> None:
+    """Sampling with a seed included; who joins and leaves changes no bit."""
+    chats = [
+        [turn("Look.", picture(1))],
+        [turn("Only words here.")],
+        [turn("Look at this one. " * 9, picture(2, 160, 96))],
+        [turn("Compare. " * 3, picture(1), picture(2)), turn("And?")],
+    ]
+    counts, options = (6, 15, 3, 11), {"do_sample": True, "temperature": 1.5}
+    with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as own:
+        together = Together(vlm)
+        with together:
+            asked = list(enumerate(zip(chats, counts, strict=True)))
+            catches = [Catch() for _ in chats]
+            tickets = [
+                together.submit(
+                    c, max_new_tokens=n, seed=i, logits_processor=[catches[i]], **options
+                )
+                for i, (c, n) in asked
+            ]
+            replies = [ticket.result().tokens for ticket in tickets]
+            assert together.stats()["rows_per_pass"] > 1.2
+        for i, (chat, count) in asked:
+            alone = own.chat(chat, max_new_tokens=count, seed=i, **options)
+            assert alone.tokens == replies[i]
+
+
+@BOTH
+def test_rows_of_a_batch_have_the_logits_of_each_alone(dtype: torch.dtype) -> None:
+    with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as own:
+        long, short = ids_of(vlm, 40, 1), ids_of(vlm, 23, 2)
+        padded = torch.cat([torch.zeros(1, 17, dtype=torch.long), short], dim=1)
+        seen = torch.cat([torch.zeros(1, 17, dtype=torch.long), torch.ones_like(short)], dim=1)
+        options: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, **GREEDY}
+        options |= {"return_dict_in_generate": True, "output_logits": True}
+        both: Any = vlm.generate(
+            input_ids=torch.cat([long, padded]),
+            attention_mask=torch.cat([torch.ones_like(long), seen]),
+            **options,
+        )
+        for row, prompt in enumerate((long, short)):
+            alone: Any = own.generate(input_ids=prompt, **options)
+            for mine, theirs in zip(both.logits, alone.logits, strict=True):
+                assert torch.equal(mine[row], theirs[0])
+
+
+# -- stores ----------------------------------------------------------------------------------------
+
+
+def test_a_restart_goes_on_from_the_store(tmp_path: Path) -> None:
+    first = [turn("What do you see in it? Please tell me all of it.", picture(1))]
+    then = [*first, turn("A pattern.", role="assistant"), turn("And the colour?")]
+    with wrapped("qwen3_vl", store=tmp_path) as vlm:
+        vlm.chat(first, max_new_tokens=4)
+        wanted = vlm.chat(then, max_new_tokens=4, **GREEDY).tokens
+        vlm.flush()
+    with wrapped("qwen3_vl", store=tmp_path) as vlm:
+        reply = vlm.chat(then, max_new_tokens=4, **GREEDY)
+        assert reply.tokens == wanted
+        assert reply.usage.cached_tokens == reply.usage.prompt_tokens and not rows(vlm)
+        vlm.runtime.check()
+
+
+def test_entries_made_by_boundaries_are_of_another_namespace(tmp_path: Path) -> None:
+    messages = [turn("What do you see in it?", picture(1))]
+    with wrapped("qwen3_vl", store=tmp_path, grain=16) as vlm:
+        vlm.chat(messages, max_new_tokens=1)
+        vlm.flush()
+    with wrapped("qwen3_vl", store=tmp_path) as vlm:
+        assert vlm.chat(messages, max_new_tokens=1).usage.cached_tokens == 0
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_packed_copies_follow_the_weights(dtype: torch.dtype) -> None:
+    import copy
+
+    model, processor = build("qwen3_vl", dtype)
+    model = copy.deepcopy(model)
+    layer = model.get_decoder().layers[0].mlp.down_proj
+    with ks.wrap(model, processor, pack=True) as vlm:
+        assert vlm.stats()["engine"]["packed_bytes"] > 0
+        ids = ids_of(vlm, 40)
+        before = logits_of(vlm, ids)
+        changes = {
+            "in place": lambda: layer.weight.data.mul_(1.5),
+            "a new parameter": lambda: setattr(
+                layer, "weight", torch.nn.Parameter(layer.weight * 0.5)
+            ),
+            "loaded": lambda: model.load_state_dict(build("qwen3_vl", dtype)[0].state_dict()),
+        }
+        for name, change in changes.items():
+            change()
+            with ks.wrap(copy.deepcopy(model), processor, pack=True) as fresh:
+                found = logits_of(vlm, ids)
+                assert torch.equal(found, logits_of(fresh, ids)), name
+                assert torch.equal(found, before) == (name == "loaded")
+
+
+def test_wrap_packs_nothing_unasked_and_load_does() -> None:
+    with wrapped("qwen3_vl") as vlm:
+        assert vlm.stats()["engine"]["packed_bytes"] == 0
+    with ks.load("demo") as vlm:
+        assert vlm.stats()["engine"]["packed_bytes"] > 0
+    with ks.load("demo", pack=False) as vlm:
+        assert vlm.stats()["engine"]["packed_bytes"] == 0
+    with pytest.raises(InputError, match="pack="):
+        wrapped("qwen3_vl", pack="often").__enter__()
+
+
+def test_no_memory_for_copies_falls_back(monkeypatch: Any, caplog: Any) -> None:
+    def full(weight: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("keepsight.core.kernels.packing.pack", full)
+    with wrapped("qwen3_vl", pack=True) as vlm:
+        engine = vlm.stats()["engine"]
+        assert engine["any_cut"] and not engine["packed_bytes"]
+        assert caplog.text.count("weights are not packed") == 1
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def test_calls_of_others_are_torchs_own() -> None:
+    """Outside of our passes, and in another thread during one, nothing is exchanged."""
+    passes.begin()
+    weight, inputs = torch.randn(64, 64), torch.randn(3, 64)
+    wanted = passes._stock_linear(inputs, weight, None)
+    seen: list[torch.Tensor] = [functional.linear(inputs, weight)]
+    with passes.running(passes.Kernels()):
+        thread = threading.Thread(target=lambda: seen.append(functional.linear(inputs, weight)))
+        thread.start()
+        thread.join()
+    assert all(torch.equal(one, wanted) for one in seen)
+
+
+def test_a_models_own_answers_stay_as_they_were() -> None:
+    model, processor = build("qwen3_vl")
+    inputs = stock_inputs(processor, [turn("Look at it.", picture(1))])
+    with torch.no_grad():
+        before = model(**inputs).logits
+        with wrapped("qwen3_vl") as vlm:
+            vlm.chat([turn("Look.", picture(1))], max_new_tokens=2)
+            assert torch.equal(model(**inputs).logits, before)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scripts_and_compilers_see_torchs_own() -> None:
+    passes.begin()
+    layer, inputs = torch.nn.Linear(8, 8), torch.randn(2, 8)
+    assert torch.equal(torch.jit.script(layer)(inputs), layer(inputs))
+    exported = torch.export.export(layer, (inputs,))
+    assert torch.equal(exported.module()(inputs), layer(inputs))
+
+
+def test_a_machine_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
+    """A linear layer that adds in another order for odd numbers of rows, and one that always
+    does."""
+    plain = linear._plain
+
+    def odd(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        if rows.dim() == 2 and len(rows) % 2:
+            return plain(rows.flip(-1), weight.flip(-1), bias)
+        return plain(rows, weight, bias)
+
+    def restless(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        order = torch.randperm(rows.shape[-1])
+        return plain(rows[..., order], weight[:, order], bias)
+
+    shape = (64, 64, torch.float32, False, False)
+    with torch.inference_mode():
+        monkeypatch.setattr(linear, "_plain", odd)
+        rule = rows_of(shape)
+        assert rule is not None and not rule.fill(1) % 2
+        monkeypatch.setattr(linear, "_plain", restless)
+        assert rows_of(shape) is None
+    with wrapped("qwen3_vl") as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "depend on their rows" in engine["boundaries_because"]
+        assert vlm.chat([turn("Look.", picture(1))], max_new_tokens=2).tokens
+
+
+def test_attention_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
+    plain = attention._plain
+
+    def restless(query: Any, key: Any, value: Any, attn_mask: Any, scale: Any) -> torch.Tensor:
+        order = torch.randperm(query.shape[-1])
+        return plain(query[..., order], key[..., order], value, attn_mask=attn_mask, scale=scale)
+
+    monkeypatch.setattr(attention, "_plain", restless)
+    with wrapped("qwen3_vl") as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "attention" in engine["boundaries_because"]
+
+
+def test_products_of_its_own_are_found_out(monkeypatch: Any) -> None:
+    """A model that multiplies matrices beside its linear layers is not shown exact."""
+    model, processor = build("qwen3_vl")
+    layer = model.get_decoder().layers[0]
+    forward = layer.mlp.forward
+    monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) + x @ torch.eye(x.shape[-1]))
+    with ks.wrap(model, processor) as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "products" in engine["boundaries_because"]
+
+
+def test_rows_are_filled_up() -> None:
+    assert [Rows(4, 4).fill(n) for n in (1, 4, 5, 8)] == [4, 4, 8, 8]
+    assert [Rows(2).fill(n) for n in (1, 2, 3)] == [2, 2, 3]
