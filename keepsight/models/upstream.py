@@ -307,7 +307,7 @@ def watched(note: Callable[[str, tuple[object, ...]], None]) -> AbstractContextM
     """Tell of each of torch's functions that this thread runs meanwhile, by name and arguments."""
     mode: Any = _DISPATCH.needed()
 
-    class Watch(mode):  # type: ignore[misc]
+    class FunctionWatch(mode):  # type: ignore[misc]
         def __torch_dispatch__(
             self,
             func: Callable[..., object],
@@ -318,7 +318,7 @@ def watched(note: Callable[[str, tuple[object, ...]], None]) -> AbstractContextM
             note(str(func).split(".")[1], args)  # such as aten.mm.default
             return func(*args, **(kwargs or {}))
 
-    watch: AbstractContextManager[object] = Watch()
+    watch: AbstractContextManager[object] = FunctionWatch()
     return watch
 
 

@@ -39,7 +39,7 @@ class Room(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _NotedKeys:
     """What a layer gave out last: by these keys, a call of attention is known to be its own."""
 
     keys: torch.Tensor
@@ -60,12 +60,12 @@ class Attention:
 
     def __init__(self, seen: set[Heads]) -> None:
         self._seen = seen
-        self._held: _Held | None = None
+        self._held: _NotedKeys | None = None
         self._masks: dict[tuple[object, ...], _Mask] = {}
 
     def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
         """Say in which rooms the keys lie that attention is asked for next."""
-        self._held = _Held(keys, layers)
+        self._held = _NotedKeys(keys, layers)
 
     def __call__(
         self,

@@ -38,7 +38,7 @@ def running(kernels: Kernels | None) -> Iterator[None]:
         yield
         return
     before = vars(_here).get("call")
-    _here.call = _Call(kernels, attention.Attention(kernels.seen))
+    _here.call = _Pass(kernels, attention.Attention(kernels.seen))
     try:
         yield
     finally:
@@ -46,7 +46,7 @@ def running(kernels: Kernels | None) -> Iterator[None]:
 
 
 @dataclass
-class _Call:
+class _Pass:
     """One pass: its kernels, and what its attention layers have in common."""
 
     kernels: Kernels
@@ -57,8 +57,8 @@ class _Call:
 _here = threading.local()
 
 
-def _call() -> _Call | None:
-    found: _Call | None = vars(_here).get("call")
+def _call() -> _Pass | None:
+    found: _Pass | None = vars(_here).get("call")
     return found
 
 
