@@ -2,9 +2,9 @@
 
 Each round is at most one piece of prefill (a chunk of one prompt, or one picture through the tower)
 and one decode step of all running sequences. The lock of the model is taken for each of the two, so
-direct calls of `chat` take their turns between. Which prompt is next, `pace.py` says; a chunk is
-never cut otherwise than the same prompt alone would cut it. When nobody asks for anything, answers
-are prefilled as the next turns will render them (`ahead.py`).
+direct calls of `chat` take their turns between. `policy.py` decides which prompt is next; a chunk
+is cut exactly as it would be for the same prompt alone. While there are no requests, answers are
+prefilled as the next turns will render them (`prefill_ahead.py`).
 """
 
 from __future__ import annotations
