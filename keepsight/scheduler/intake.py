@@ -62,6 +62,16 @@ class Request:
     follow: Follow | None = None
     said: list[str] = field(default_factory=list)  # the answer so far
 
+    def close(self) -> None:
+        """End its work, wherever that stands."""
+        if self.work is not None:
+            self.work.close()  # type: ignore[attr-defined]
+
+    def keep_what_stands(self) -> None:
+        """Remember a prompt and an answer as far as they came, where they are exact anywhere."""
+        if self.turn.begun and self.turn.rule.any_cut:
+            self.turn.keep_decoded()
+
     def count_restart(self) -> None:
         """Refuse to begin one prompt without end: the model may change in each pass."""
         self.restarts += 1
@@ -106,8 +116,8 @@ class SharedRenderer:
 class Intake:
     """Makes requests to one model ready. Its methods may be called in many threads."""
 
-    def __init__(self, vlm: VLM, renderer: Renderer) -> None:
-        self._vlm, self._renderer = vlm, renderer
+    def __init__(self, vlm: VLM, renderer: Renderer, piece: int) -> None:
+        self._vlm, self._renderer, self._piece = vlm, renderer, piece
         # Long texts have a tokenizer of their own, so that no short one waits for them.
         self._short, self._long = SharedRenderer(renderer), SharedRenderer(renderer)
 
@@ -128,7 +138,7 @@ class Intake:
             DEFAULT_CHAT_TOKENS,
             call.tenant,
         )
-        turn.asked, turn.sampler = asked, chosen
+        turn.asked, turn.sampler, turn.piece = asked, chosen, self._piece
         room = chosen.max_new_tokens if chosen is not None else 0
         tokens, loose = len(order.prompt), not call.exact
         return Request(ticket, turn, tokens, room, keeps_lane=loose, order=order)

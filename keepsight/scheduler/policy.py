@@ -78,12 +78,18 @@ class SequenceSizes:
         return self.pass_ + self.of(rows, columns)
 
 
-def check_bounds(running: int, waiting: int, tokens: int | None, ahead: float | None) -> None:
+PREFILL_PIECE = 512  # tokens of a prompt between two decode steps of others
+
+
+def check_bounds(
+    running: int, waiting: int, tokens: int | None, ahead: float | None, piece: int = 1
+) -> None:
     """Refuse bounds that make no sense, by name."""
     for name, value, least in (
         ("max_running", running, 1),
         ("max_waiting", waiting, 0),
         ("batch_tokens", 1 if tokens is None else tokens, 1),
+        ("prefill_piece", piece, 1),
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise InputError(f"{name}={value!r}; expected a whole number from {least} on")

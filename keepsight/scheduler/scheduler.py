@@ -1,10 +1,10 @@
 """Requests to one model, served together on one thread.
 
-Each round is at most one piece of prefill (a chunk of one prompt, or one picture through the tower)
-and one decode step of all running sequences. The lock of the model is taken for each of the two, so
-direct calls of `chat` take their turns between. `policy.py` decides which prompt is next; a chunk
-is cut exactly as it would be for the same prompt alone. While there are no requests, answers are
-prefilled as the next turns will render them (`prefill_ahead.py`).
+Each round is at most one piece of prefill (of one prompt, or one picture through the tower) and one
+decode step of all running sequences. The lock of the model is taken for each of the two, so direct
+calls of `chat` take their turns between. `policy.py` decides which prompt is next. A prompt that can
+be cut anywhere goes in short pieces, any other as it would alone. While there are no requests,
+answers are prefilled as the next turns will render them (`prefill_ahead.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -26,7 +27,13 @@ from keepsight.scheduler.admission import Admission, Arrivals, begin_serving, cl
 from keepsight.scheduler.counters import Counts
 from keepsight.scheduler.decoding import Decoding
 from keepsight.scheduler.intake import Follow, Intake, Request
-from keepsight.scheduler.policy import SequenceSizes, check_bounds, had_its_turn, next_of
+from keepsight.scheduler.policy import (
+    PREFILL_PIECE,
+    SequenceSizes,
+    check_bounds,
+    had_its_turn,
+    next_of,
+)
 from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
 from keepsight.scheduler.ticket import Listener, Ticket
 from keepsight.system.exits import SCHEDULERS, finish_before_exit
@@ -47,14 +54,16 @@ class Together:
         max_waiting: int = 64,
         batch_tokens: int | None = None,
         ahead: float | None = None,
+        prefill_piece: int = PREFILL_PIECE,
     ) -> None:
         """At most `max_running` requests are computed at a time, and `max_waiting` more are taken.
 
-        `batch_tokens` bounds the tokens, prompts and answers, that those computed have together;
-        without it their states may take as many bytes as `cache_budget`. `ahead`: when nobody has
-        asked for so many seconds, answers are prefilled for the turns that will follow them.
+        `batch_tokens` bounds the tokens that those computed have together, else their states may
+        take `cache_budget`. `ahead`: after so many quiet seconds answers are prefilled for their
+        next turns. `prefill_piece`: tokens of a prompt between two steps of others, where it can
+        be cut anywhere.
         """
-        check_bounds(max_running, max_waiting, batch_tokens, ahead)
+        check_bounds(max_running, max_waiting, batch_tokens, ahead, prefill_piece)
         vlm.runtime.require_answers()
         vlm.runtime.tokenizer()
         if vlm.runtime.renderer is None:
@@ -67,14 +76,12 @@ class Together:
         self._budget = parse_bytes(self._runtime.settings.cache_budget)
         if batch_tokens is not None:
             self._budget = batch_tokens * self._sizes.column + max_running * self._sizes.state
-        self._reception = Intake(vlm, vlm.runtime.renderer)
-        engine = self._runtime.engine
-        self._decoding = Decoding(vlm.model, self._runtime.family, engine, self._sizes)
+        self._reception = Intake(vlm, vlm.runtime.renderer, prefill_piece)
+        self._decoding = Decoding(vlm.model, vlm.runtime.family, vlm.runtime.engine, self._sizes)
         self.counts = Counts()
         self._ahead = PrefillAhead(vlm, self._reception.render, self.counts)
         self._door = Admission(max_running + max_waiting)
-        self._waiting: list[Request] = []
-        self._prefilling: list[Request] = []
+        self._waiting, self._prefilling = list[Request](), list[Request]()
         self._running: dict[Run, Request] = {}
         self._rounds = 0
         self._thread = begin_serving(self, self._door)
@@ -94,10 +101,9 @@ class Together:
     ) -> Ticket:
         """A request for an answer, with the options of `vlm.chat`.
 
-        `follow` gives the message that the answer's text becomes in the next turn, or None where
-        there will be none. Pictures are decoded and the prompt is rendered here, in the caller's
-        thread; what is wrong with them or with an option is raised here. `Busy` is raised when too
-        many are in flight.
+        `follow` gives the message that the answer becomes in the next turn, or None. Pictures are
+        decoded and the prompt is rendered here, in the caller's thread; what is wrong with them or
+        with an option is raised here, and `Busy` when too many are in flight.
         """
         call = Call.of({**options, "tenant": tenant}, self._vlm.tenant)
         return self._enter(messages, call, Ticket(on_piece, on_done), True, follow)
@@ -111,12 +117,12 @@ class Together:
         **options: object,
     ) -> Ticket:
         """Encode and prefill only; the one piece that comes carries usage and report."""
-        given = {**options, "tenant": tenant}
-        call = Call.before_decoding(given, self._vlm.tenant, "prepare")
+        options["tenant"] = tenant
+        call = Call.before_decoding(options, self._vlm.tenant, "prepare")
         return self._enter(messages, call, Ticket(on_done=on_done), False)
 
     def explain(self, messages: list[Message], **options: object) -> Report:
-        """The report that such a request would get, computing nothing with the model."""
+        """The report that such a request would get."""
         return self._reception.explain(messages, options)
 
     def named(self, messages: list[Message], tenant: str, learn: bool = False) -> list[Message]:
@@ -374,25 +380,21 @@ class Together:
         self, request: Request, error: BaseException | None = None, outcome: str = "failed"
     ) -> None:
         """Everything of a request is let go of, however it ends."""
-        begun = request.work is not None
         with self._vlm.runtime.lock:
-            for let_go in (self._leave, _close, lambda ended: ended.turn.finish()):
+            leave, keep = partial(self._leave, request), request.keep_what_stands
+            first = (leave, keep) if outcome == "cancelled" else (leave,)
+            for let_go in (*first, request.close, request.turn.finish):
                 try:
-                    let_go(request)
+                    let_go()
                 except Exception as failure:  # it is off every list by then, and has to end
                     logger.exception("not all that a request held could be let go of")
                     error = error or failure
         self.counts.ended(outcome, time.perf_counter() - request.ready)
         self._door.free_place()
         try:
-            if begun and outcome == "cancelled":
+            if request.work is not None and outcome == "cancelled":
                 turn = request.turn
                 request.ticket.put(Piece("", None, turn.usage(), turn.report(), outcome))
             request.ticket.end(error)
         except Exception:  # of a listener: it is over for that one anyway
             logger.exception("a listener of a request failed")
-
-
-def _close(request: Request) -> None:
-    if request.work is not None:
-        request.work.close()  # type: ignore[attr-defined]

@@ -206,6 +206,9 @@ class ServerConfig(StrictSettings):
     prefill_ahead: TimeOrNever = Field(
         0.25, description="Quiet before answers are prefilled for the next turn, or never."
     )
+    prefill_piece: Count = Field(
+        512, description="Tokens of a prompt between two steps of running answers."
+    )
     drain: Time = Field("30s", description="Time for running answers on SIGTERM.")
     warm_up: bool = Field(True, description="One small answer at start.")
     log: bool = Field(True, description="A line for each request.")

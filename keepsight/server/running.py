@@ -47,6 +47,7 @@ def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
         max_running=config.max_running,
         max_waiting=config.max_waiting,
         ahead=config.quiet,
+        prefill_piece=config.prefill_piece,
     )
     return Service(vlm, together, name, config)
 
