@@ -64,7 +64,7 @@ class Report:
     milliseconds: dict[str, float] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    grain: int = 0
+    grain: int = 0  # 0 where a prompt can be cut anywhere
     exact: bool = True
     notes: list[str] = field(default_factory=list)
 
@@ -79,6 +79,7 @@ class Report:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "grain": self.grain,
+            "cuts": "boundaries" if self.grain else "any",
             "exact": self.exact,
             "segments": [
                 {

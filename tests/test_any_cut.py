@@ -401,3 +401,64 @@ def test_products_of_its_own_are_found_out(monkeypatch: Any) -> None:
 def test_rows_are_filled_up() -> None:
     assert [Rows(4, 4).fill(n) for n in (1, 4, 5, 8)] == [4, 4, 8, 8]
     assert [Rows(2).fill(n) for n in (1, 2, 3)] == [2, 2, 3]
+
+
+def test_a_cancelled_answer_keeps_what_stands() -> None:
+    with wrapped("qwen3_vl") as vlm, Together(vlm) as together:
+        messages = [turn("Look at it. " * 8, picture(1))]
+        ticket = together.submit(messages, max_new_tokens=200, min_new_tokens=200, **GREEDY)
+        pieces = iter(ticket)
+        for _ in range(5):
+            next(pieces)
+        ticket.cancel()
+        ticket.done.wait(30)
+        again = vlm.chat(messages, max_new_tokens=1)
+        assert again.usage.cached_tokens == again.usage.prompt_tokens
+
+
+def test_a_long_prompt_goes_in_pieces_between_the_steps_of_others() -> None:
+    """The pieces are those of `prefill_piece`, and change no bit of the answer."""
+    with wrapped("qwen3_vl") as vlm, wrapped("qwen3_vl") as own:
+        sizes: list[int] = []
+        handle = vlm.model.get_decoder().register_forward_pre_hook(
+            lambda _, __, options: sizes.append(options["inputs_embeds"].shape[1]),
+            with_kwargs=True,
+        )
+        messages = [turn("Look at it. " * 90, picture(1))]
+        with Together(vlm, prefill_piece=100) as together:
+            reply = together.submit(messages, max_new_tokens=6, **GREEDY).result()
+        handle.remove()
+        assert max(sizes) == 100 and reply.usage.prompt_tokens > 300
+        assert reply.tokens == own.chat(messages, max_new_tokens=6, **GREEDY).tokens
+    with wrapped("qwen3_vl") as vlm, pytest.raises(InputError, match="prefill_piece"):
+        Together(vlm, prefill_piece=0)
+
+
+def test_reports_and_verify_say_which_holds() -> None:
+    messages = [turn("Look.", picture(1))]
+    with wrapped("qwen3_vl") as vlm:
+        assert vlm.chat(messages, max_new_tokens=1).report.to_dict()["cuts"] == "any"
+        assert "cut anywhere" in str(vlm.verify(messages))
+    with wrapped("qwen3_vl", grain=16) as vlm:
+        assert vlm.chat(messages, max_new_tokens=1).report.to_dict()["cuts"] == "boundaries"
+        assert "at boundaries: the caller chose" in str(vlm.verify(messages))
+
+
+def test_adapters_of_other_shapes_are_tried_anew() -> None:
+    """A shape that was not there when the kernels were tried is tried before it is used."""
+    import copy
+
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model, processor = build("qwen3_vl")
+    model = copy.deepcopy(model)
+    with ks.wrap(model, processor) as vlm:
+        ids = ids_of(vlm, 50)
+        logits_of(vlm, ids)
+        for rank in (3, 5):
+            config = LoraConfig(r=rank, target_modules=["q_proj"], init_lora_weights=False)
+            inject_adapter_in_model(config, model.get_decoder(), adapter_name=f"rank{rank}")
+            model.eval()
+            found = logits_of(vlm, ids)
+            with ks.wrap(copy.deepcopy(model), processor) as fresh:
+                assert torch.equal(found, logits_of(fresh, ids))

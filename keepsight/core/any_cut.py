@@ -54,14 +54,7 @@ class Finding:
 
     kernels: Kernels | None
     why: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What the kernels are, for the name of what is computed with them."""
-        if self.kernels is None:
-            return ()
-        rows = self.kernels.linears.rows.items()
-        return tuple(sorted(f"{shape}: {rule}" for shape, rule in rows))
+    names: tuple[str, ...] = ()  # of the kernels, for the name of what is computed with them
 
 
 class AnyCut:
@@ -85,7 +78,7 @@ class AnyCut:
         self.packing = Packing(pack and self.asked, sparing=settings.pack == "auto")
         weights.on_forget = self.packing.forget
         self._found: dict[str, Finding] = {}
-        self._packed_for = ""
+        self._packed_for = self._shapes = ""
 
     def rule(self, boundaries: Rule, circumstances: Record) -> tuple[Rule, Finding]:
         """Whether a prompt can be cut anywhere now, or at boundaries only; and what was found."""
@@ -102,14 +95,23 @@ class AnyCut:
             return Finding(None, why)
         if weights.all != self._packed_for:
             self.packing.follow(self._layers())
-            self._packed_for = weights.all
+            self._packed_for, self._shapes = weights.all, self._shapes_now()
         packed = self.packing.wanted
-        name = digests.digest("any cut", circumstances, weights.code, weights.config, packed)
+        name = digests.digest(
+            "any cut", circumstances, weights.code, weights.config, self._shapes, packed
+        )
         if name not in self._found:
             while len(self._found) >= _MOST:
                 self._found.pop(next(iter(self._found)))
             self._found[name] = self._try()
-        return self._found[name]
+        found = self._found[name]
+        if found.kernels is not None and (doubts := self._doubts(found.kernels)):
+            found = self._found[name] = Finding(None, doubts[0])
+        return found
+
+    def _doubts(self, kernels: Kernels) -> list[str]:
+        """What was met, when it was tried or since, that is not shown to be exact."""
+        return [*kernels.linears.doubts, *kernels.doubts]
 
     def _why_not(self, circumstances: Record) -> str:
         """What excludes it, without trying."""
@@ -134,11 +136,20 @@ class AnyCut:
         for part in self._family.text_modules():
             yield from (m for m in part.modules() if type(m) is torch.nn.Linear)
 
+    def _shapes_now(self) -> str:
+        """The shapes of all weights of the language model: adapters come in others."""
+        parts = [part.named_parameters() for part in self._family.text_modules()]
+        shapes = [[name, list(w.shape), str(w.dtype)] for part in parts for name, w in part]
+        return digests.digest("shapes", shapes)
+
     def _try(self) -> Finding:
         kernels = Kernels(Linears(lambda: self.packing.packed))
         try:
             with quiet(self._model):
-                return Finding(kernels) if not (why := self._fails(kernels)) else Finding(None, why)
+                if why := self._fails(kernels):
+                    return Finding(None, why)
+                rows = kernels.linears.rows.items()
+                return Finding(kernels, "", tuple(sorted(f"{name}: {rule}" for name, rule in rows)))
         except Exception as error:  # whatever a strange model runs into
             return Finding(None, f"it could not be tried: {type(error).__name__}: {error}")
 
@@ -155,9 +166,8 @@ class AnyCut:
             wanted = self._states(kernels, ids, ())
         if others:
             return f"products are computed by {', '.join(sorted(others))}"
-        for shape, rule in kernels.linears.rows.items():
-            if rule is None:
-                return f"linear layers of shape {shape[1]}x{shape[0]} depend on their rows"
+        if doubts := self._doubts(kernels):
+            return doubts[0]
         for heads in kernels.seen:
             if not attention_rows_are_equal(heads):
                 return f"attention of {heads[0]} heads of {heads[2]} depends on its rows"

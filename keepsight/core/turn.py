@@ -209,6 +209,11 @@ class Turn:
         return next_cut
 
     @property
+    def begun(self) -> bool:
+        """Whether it has a lane."""
+        return self._run is not None
+
+    @property
     def reached(self) -> Node:
         """The deepest snapshot on this prompt's path, once it is prefilled."""
         return self._reached if self._reached is not None else self.match.node
@@ -370,7 +375,7 @@ class Turn:
             milliseconds=dict(self.milliseconds),
             prompt_tokens=len(self.prompt),
             cached_tokens=self.found.cached_tokens,
-            grain=rule.grain,
+            grain=0 if rule.any_cut else rule.grain,
             exact=self._exact,
             notes=[self._notes[medium] for medium in sorted(self._notes)],
         )

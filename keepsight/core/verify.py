@@ -37,6 +37,7 @@ class Verification:
     stock_scale: float | None = None
     stock_same_tokens: bool | None = None
     stock: str = "stock Transformers"  # what it was compared with
+    boundaries_because: str = ""  # why prompts are cut at boundaries only; empty: anywhere
 
     def to_dict(self) -> Record:
         """Plain data for JSON."""
@@ -49,7 +50,10 @@ class Verification:
         lines = [
             f"warm equals cold bit for bit: {'yes' if self.equal else 'NO'}"
             f" (max difference {self.max_difference:.3g}; {self.cached_tokens} of"
-            f" {self.prompt_tokens} tokens reused)"
+            f" {self.prompt_tokens} tokens reused)",
+            f"prompts are cut at boundaries: {self.boundaries_because}"
+            if self.boundaries_because
+            else "prompts are cut anywhere: a token's state depends on those before it alone",
         ]
         if self.stock_max_difference is not None:
             lines.append(
@@ -170,6 +174,7 @@ def verify(
         max_difference=float((cold.float() - warm.float()).abs().max()),
         prompt_tokens=len(prompt),
         cached_tokens=cached,
+        boundaries_because=runtime.finding.why,
     )
     if stock:
         _against_stock(runtime, prompt, warm, found, tenant)

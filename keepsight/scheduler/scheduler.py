@@ -1,9 +1,9 @@
 """Requests to one model, served together on one thread.
 
-Each round is at most one piece of prefill (of one prompt, or one picture through the tower) and one
-decode step of all running sequences. The lock of the model is taken for each of the two, so direct
-calls of `chat` take their turns between. `policy.py` decides which prompt is next. A prompt that can
-be cut anywhere goes in short pieces, any other as it would alone. While there are no requests,
+Each round is at most one piece of prefill (of one prompt, or one picture through the tower) and
+one decode step of all running sequences. The lock of the model is taken for each of the two, so
+direct calls of `chat` take their turns between. `policy.py` decides which prompt is next. One that
+can be cut anywhere goes in short pieces, any other as it would alone. While there are no requests,
 answers are prefilled as the next turns will render them (`prefill_ahead.py`).
 """
 

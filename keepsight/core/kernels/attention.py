@@ -58,8 +58,8 @@ class _Mask:
 class Attention:
     """The attention of one pass; layers that see the same share their masks."""
 
-    def __init__(self, seen: set[Heads]) -> None:
-        self._seen = seen
+    def __init__(self, seen: set[Heads], doubts: list[str]) -> None:
+        self._seen, self._doubts = seen, doubts
         self._held: _NotedKeys | None = None
         self._masks: dict[tuple[object, ...], _Mask] = {}
 
@@ -78,6 +78,7 @@ class Attention:
     ) -> torch.Tensor:
         """`scaled_dot_product_attention` over sequences that each have a room."""
         if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
+            self._doubts.append("attention has a mask of its own for each head")
             return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
         self._seen.add((query.shape[1], key.shape[1], query.shape[-1], query.dtype))
         rows = []
@@ -224,4 +225,4 @@ def _over(
 ) -> torch.Tensor:
     """Some rows of queries over the keys up to the last of them."""
     own = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
-    return Attention(set())(*own, None, True, _AMPLIFIED)
+    return Attention(set(), [])(*own, None, True, _AMPLIFIED)

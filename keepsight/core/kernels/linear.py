@@ -43,6 +43,7 @@ class Linears:
 
     def __init__(self, packed: Callable[[], dict[int, Packed]] = dict) -> None:
         self.rows: dict[Shape, Rows | None] = {}
+        self.doubts: list[str] = []
         self._packed = packed
 
     def __call__(
@@ -76,6 +77,10 @@ class Linears:
             return self.rows[shape]  # type: ignore[index]
         except KeyError:
             rule = self.rows[shape] = rows_of(shape)  # type: ignore[index,arg-type]
+            if rule is None:
+                self.doubts.append(
+                    f"linear layers of shape {shape[1]}x{shape[0]} depend on their rows"
+                )
             return rule
 
 

@@ -29,6 +29,7 @@ class Kernels:
 
     linears: Linears = field(default_factory=Linears)
     seen: set[attention.Heads] = field(default_factory=set)  # in which attention was asked for
+    doubts: list[str] = field(default_factory=list)  # what was met that was not tried
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def running(kernels: Kernels | None) -> Iterator[None]:
         yield
         return
     before = vars(_here).get("call")
-    _here.call = _Pass(kernels, attention.Attention(kernels.seen))
+    _here.call = _Pass(kernels, attention.Attention(kernels.seen, kernels.doubts))
     try:
         yield
     finally:
