@@ -129,7 +129,7 @@ def test_an_encoder_maps_over_ray_data(tmp_path: Path) -> None:
 
 def test_pieces_are_grouped_and_containers_go_alone() -> None:
     kinds = ["image"] * 70 + ["pdf", "pdf"] + ["text", "image"]
-    pieces = [room.Piece(str(n), kind, str(n)) for n, kind in enumerate(kinds)]
+    pieces = [room.SourcePiece(str(n), kind, str(n)) for n, kind in enumerate(kinds)]
     groups = list(cluster.grouped(pieces))
     assert [len(group) for group in groups] == [32, 32, 6, 1, 1, 2]
     assert [piece for group in groups for piece in group] == pieces

@@ -183,7 +183,7 @@ def test_too_little_disk_or_memory_is_said_before_the_work(
         patched.setattr(target.shutil, "disk_usage", lambda path: usage(9, 8, 1 << 20))
         with pytest.raises(InputError, match=r"out needs about \d+ MiB, and 1 MiB are free"):
             making.export("demo", tmp_path / "out")
-    monkeypatch.setattr(making, "_free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(making, "free_memory", lambda: 1 << 20)
     with pytest.raises(ModelError, match=r"this takes about \d+ MiB of memory .* 1 MiB of memory"):
         making.export("demo", tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -221,7 +221,7 @@ def trace(vlm: Any) -> Any:
         if node.rows.tier or node.state.tier
     }
     shelves = [
-        {place: (kept.uses, kept.worth) for place, kept in shelf._kept.items()}
+        {place: (held.uses, held.order) for place, held in shelf._held.items()}
         for shelf in (memory.shelves.packages, memory.shelves.pixels)
     ]
     entries = {(entry.kind, entry.key) for entry in memory.store_of("").entries()}
