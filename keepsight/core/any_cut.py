@@ -43,7 +43,7 @@ _PRODUCTS = {
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math"),
     *("scaled_dot_product_attention", "_linear_pointwise", "_mkl_linear"),
 }
-_APART, _LONGEST = 32, 512  # tokens of a snapshot, where any cut gives the same bits
+_APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
 _MOST = 8  # circumstances whose findings are remembered
 

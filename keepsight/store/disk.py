@@ -29,7 +29,7 @@ from keepsight.store.layout import EntryName
 from keepsight.store.pending import PendingWrite
 from keepsight.store.rows import name_of, pin_name
 from keepsight.store.tally import COUNTED, Counted
-from keepsight.store.timeout import TimedCall
+from keepsight.store.timeout import Reach, TimedCall
 from keepsight.store.writer import Writer
 from keepsight.system.devices import COMPLETE, to_host
 from keepsight.system.exits import when_dropped
@@ -62,6 +62,7 @@ class DiskStore:
         self._book = Book(self._folder, self._disk)
         self._writer = Writer(self._folder, self._book, budget, quota, waiting)
         self._reach, self._reads = self._writer.reach, self._writer.reach.health
+        self._listing = Reach(Health(f"the catalogue of {self._folder.root} is slow"))
         self._tenant = ""
         self._whole = self  # the store that this is a view of
         self._refuse_other_formats()
@@ -162,7 +163,7 @@ class DiskStore:
             return self._book.try_to(lambda catalogue: catalogue.latest_upon(*wanted), [])
 
         found, none = [], list[EntryName]()
-        for place in self._reach.ask(look, none):
+        for place in self._listing.ask(look, none):  # a slow catalogue keeps nobody from reading
             record = self._careful(entryfile.read_record, place)
             if record is not None and not layout.expired(record.get("kept")):
                 found.append((place.key, record))
