@@ -129,7 +129,7 @@ def run(shape: str, options: argparse.Namespace) -> dict[str, Any]:
 def _again(vlm: VLM, store: Path) -> VLM:
     """Another engine on the same model, with nothing in memory."""
     return keepsight.wrap(
-        vlm.model, vlm.runtime.needed_processor(), store=store, grain=vlm.runtime.rule.grain
+        vlm.model, vlm.runtime.needed_processor(), store=store, grain=vlm.runtime.settings.grain
     )
 
 

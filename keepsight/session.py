@@ -195,10 +195,13 @@ class Session:
         """The snapshots of the history as it will be rendered next time."""
         memory = self.runtime
         prompt = self.prompt()
-        cuts = prompt.boundaries(memory.rule)
-        after = dict(zip([0, *cuts], cuts, strict=False))
-        match = memory.tree.match(namespace, prompt, after.get)
-        node = match.node
+        if memory.rule.any_cut:
+            match = memory.tree.match_tokens(namespace, prompt, memory.rule)
+        else:
+            cuts = prompt.boundaries(memory.rule)
+            after = dict(zip([0, *cuts], cuts, strict=False))
+            match = memory.tree.match(namespace, prompt, after.get)
+        node = match.base
         if node.terminal and node.parent is not None:
             node = node.parent
         memory.tree.hold(node)

@@ -462,3 +462,17 @@ def test_adapters_of_other_shapes_are_tried_anew() -> None:
             found = logits_of(vlm, ids)
             with ks.wrap(copy.deepcopy(model), processor) as fresh:
                 assert torch.equal(found, logits_of(fresh, ids))
+
+
+def test_a_saved_session_goes_on_where_it_stood(tmp_path: Path) -> None:
+    with ks.load("demo", dtype="float32") as vlm:
+        chat = vlm.session()
+        chat.ask("Describe the picture.", images=[picture(1)], max_new_tokens=8)
+        chat.save(tmp_path / "talk.keep")
+        wanted = chat.ask("And the colour?", max_new_tokens=8, **GREEDY)
+    with ks.load("demo", dtype="float32") as vlm:
+        found = vlm.resume(tmp_path / "talk.keep").ask(
+            "And the colour?", max_new_tokens=8, **GREEDY
+        )
+        assert found.tokens == wanted.tokens
+        assert found.usage.cached_tokens == wanted.usage.cached_tokens > 20

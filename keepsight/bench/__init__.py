@@ -149,7 +149,7 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, 
             "size": options.size,
             "dtype": dtype,
             "parameters": vlm.model.num_parameters(),
-            "grain": vlm.runtime.rule.grain,
+            "grain": 0 if vlm.runtime.rule.any_cut else vlm.runtime.rule.grain,
             "workloads": found,
         }
         if "cold" in names:

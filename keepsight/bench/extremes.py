@@ -129,8 +129,7 @@ def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> Record:
 
 def _again(vlm: VLM, folder: str | Path) -> VLM:
     """Another engine on the same model, with nothing in memory."""
-    rule = vlm.runtime.rule
-    return keepsight.wrap(vlm.model, vlm.processor, grain=rule.grain, store=folder)
+    return keepsight.wrap(vlm.model, vlm.processor, grain=vlm.runtime.settings.grain, store=folder)
 
 
 def _one_restart(vlm: VLM, folder: Path, messages: list[Message], drop: bool) -> dict[str, float]:

@@ -280,6 +280,16 @@ class FamilyTests:
                     messages = self.conversation()[number]
                     self.expect_as_stock(vlm, messages, f"cut every {run}, prompt {number}")
 
+    def test_any_cut_gives_the_same_bits(self) -> None:
+        """Without a grain: to the last common token, where kernels are shown to give that."""
+        first, second, *_, edited, _ = self.conversation()
+        with ks.wrap(*self.parts) as vlm, ks.wrap(*self.parts) as fresh:
+            for messages in (first, second, edited):
+                fresh.clear()
+                equal = torch.equal(self.logits(vlm, messages), self.logits(fresh, messages))
+                expect(equal, "warm equals cold, cut anywhere")
+            vlm.runtime.check()
+
     def test_a_long_prompt(self) -> None:
         """Longer than the longest stretch without a boundary, and than a small model's window."""
         words = " ".join(str(number % 10) for number in range(self.long_words // 2))
