@@ -80,3 +80,10 @@ def test_every_family_has_its_line() -> None:
     page = (ROOT / "docs" / "families.md").read_text()
     missing = [name for name in [*SUPPORTED, *REFUSED] if f"`{name}`" not in page]
     assert not missing
+
+
+def test_files_that_how_it_works_names_are_there() -> None:
+    named = set(re.findall(r"`(\w+(?:/\w+)*\.py)`", (ROOT / "docs/how-it-works.md").read_text()))
+    folder = ROOT / "keepsight"
+    gone = [name for name in named if not list(folder.rglob(name.removeprefix("keepsight/")))]
+    assert named and not gone

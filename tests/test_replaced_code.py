@@ -15,8 +15,10 @@ import transformers.models.qwen3_vl.modeling_qwen3_vl as home
 from changes import attention
 from models import build, picture, turn
 from test_exact import cold, logits
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import keepsight as ks
+from keepsight import digests
 
 MESSAGES = [turn("Please look at this picture very carefully and tell what it is.", picture(1))]
 PLACES = {
@@ -261,3 +263,25 @@ def test_what_is_put_there_may_change(
         changed = logits(vlm, MESSAGES)
         assert not torch.equal(changed, first)
         assert torch.equal(changed, cold(vlm, MESSAGES))
+
+
+def test_what_libraries_register_and_no_model_asks_for_is_no_part_of_it(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that imported more than another one must find what that one remembered."""
+    table = ALL_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(table, "of another library", digests.weight_digest)
+    monkeypatch.setattr(torch.Tensor, "to_a_new_device", torch.functional.norm, raising=False)
+    with ks.wrap(*parts) as vlm:
+        known, weights = vlm.runtime.refresh(), vlm.runtime.weights
+        state, vision = weights.state, weights.vision
+        monkeypatch.undo()
+        assert vlm.runtime.refresh() == known
+        assert (weights.state, weights.vision) == (state, vision)
+        monkeypatch.setitem(table, "of another library", digests.weight_digest)
+        parts[0].config.text_config._attn_implementation = "of another library"
+        vlm.runtime.weights.refresh()
+        asked = weights.code
+        monkeypatch.setitem(table, "of another library", digests.digest)
+        vlm.runtime.weights.refresh()
+        assert weights.code not in (asked, state[-1])

@@ -92,7 +92,7 @@ class Weights:
         config = describer.value(model.config, None)
         difference = Difference(model, stock_parts(model, config), describer, watch)
         rows = [*difference.rows, *self._unusual(named, describer)]
-        rows += self._replaced_code()
+        rows += self._replaced_code(repr((config, rows)))
         beliefs = [*difference.beliefs, *self._code.beliefs]
         seen = doubted(beliefs, lambda: [watch, *self._code.watches])
         rows += [(b.path, (*b.label, describer.value(b.thing, b.path))) for b in seen]
@@ -162,13 +162,13 @@ class Weights:
                 parts = (describer.value(type(tensor), path), describer.value(vars(tensor), path))
                 yield path, ("weight", name, *parts)
 
-    def _replaced_code(self) -> Iterator[Row]:
+    def _replaced_code(self, written: str) -> Iterator[Row]:
         """The code of classes that is not their library's, each under a module that runs it."""
         text = self._text_paths()
         parts = list(self._model.named_modules())
         parts.sort(key=lambda part: _below(part[0], text))  # of several, one that sees
         kinds = (p.stands_for if isinstance(p, AbsentTower) else type(p) for _, p in parts)
-        self._code.refresh(frozenset(kinds))
+        self._code.refresh(frozenset(kinds), written)
         for kind, rows in self._code.replaced.items():
             found = (path for path, part in parts if kind is not None and isinstance(part, kind))
             path = next(found, "*")

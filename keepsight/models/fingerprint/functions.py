@@ -109,6 +109,16 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(4096)
+def strings_in(code: CodeType) -> frozenset[str]:
+    """Every string that is written out in a function, and in functions inside it."""
+    inner = (strings_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    own = (part for part in code.co_consts if isinstance(part, str))
+    groups = (part for part in code.co_consts if isinstance(part, tuple | frozenset))
+    grouped = (part for group in groups for part in group if isinstance(part, str))
+    return frozenset(own).union(grouped, *inner)
+
+
+@functools.lru_cache(4096)
 def writes_outside(code: CodeType) -> bool:
     """Whether a function binds names outside of itself."""
     free = set(code.co_freevars)

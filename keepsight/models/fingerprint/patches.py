@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partialmethod
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ class LibraryCode:
     def __init__(self, private: ObjectNumbers) -> None:
         self._private = private
         self._kinds: frozenset[type] = frozenset()
+        self._written = ""  # what is written about the model elsewhere
         self._watch: Watch | None = None
         self._restless: set[int] = set()  # private ones with a state that cannot be watched
         self._own: dict[tuple[type, str], FunctionType] = {}  # libraries' functions, as last seen
@@ -51,11 +52,11 @@ class LibraryCode:
         self.digest = self.differs = ""
         self.beliefs: list[Belief] = []  # what stands in a class and only looks
 
-    def refresh(self, kinds: frozenset[type]) -> None:
-        """Read the code of these classes."""
-        if not self.moved() and kinds == self._kinds:
+    def refresh(self, kinds: frozenset[type], written: str) -> None:
+        """Read the code of these classes, in a model about which this is written elsewhere."""
+        if not self.moved() and (kinds, written) == (self._kinds, self._written):
             return
-        self._kinds, self._watch = kinds, None
+        self._kinds, self._written, self._watch = kinds, written, None
         watch = self._reading = Watch()
         self.replaced, self._all, self.beliefs = {}, list[Plain](), []
         self._names: dict[int, tuple[Record, set[str]]] = {}
@@ -63,11 +64,13 @@ class LibraryCode:
         self._describer = Describer(watch, {}, _unread, self._private)
         bases = {base for kind in kinds for base in kind.__mro__}
         self._left: list[FunctionType] = []
+        self._mentioned: set[str] = set()  # names and strings in the functions
+        self._guests: list[_Guest] = []
         for base in sorted(bases, key=lambda base: (base.__module__, base.__qualname__)):
             self._read_class(base, watch)
         self._read_tensors(watch)
-        while self._left:
-            self._read_globals(self._left.pop(), watch)
+        self._read_left(watch)
+        self._read_guests(watch)
         for home, names in self._names.values():
             watch.home(home, _OWNER, only=frozenset(names))
         watch.seal()
@@ -163,11 +166,18 @@ class LibraryCode:
                 function = _function_of(value)
                 where = (*functions.place_of(kind), name)
                 if isinstance(function, FunctionType):
-                    self._read_function(where, function, followed=False)
+                    if _is_added(name, function):
+                        self._guests.append(_Guest(where, name, function, False))
+                    else:
+                        self._read_function(where, function, followed=False)
                 elif functions.is_builtin(function) or not _is_library_member(value):
                     self._read_object(where, value)
 
     # -- what functions find in their modules ----------------------------------------------------
+
+    def _read_left(self, watch: Watch) -> None:
+        while self._left:
+            self._read_globals(self._left.pop(), watch)
 
     def _read_globals(self, function: FunctionType, watch: Watch) -> None:
         if id(function) in self._seen:
@@ -175,6 +185,7 @@ class LibraryCode:
         self._seen[id(function)] = function
         watch.function(function, _OWNER)
         names = functions.names_in(function.__code__)
+        self._mentioned |= names | functions.strings_in(function.__code__)
         home = function.__globals__
         self._read_names(home, str(home.get("__name__", "")), names, watch)
 
@@ -244,16 +255,62 @@ class LibraryCode:
     def _read_table(self, place: str, name: str, table: dict[Any, object]) -> None:
         """A table of functions, such as that of the implementations of attention."""
         for key, value in list(table.items())[:_MANY]:
+            where = (place, name, str(key))
             if isinstance(value, FunctionType):
-                self._read_function((place, name, str(key)), value, followed=True)
+                if _is_guest(place, value):
+                    self._guests.append(_Guest(where, str(key), value, True))
+                else:
+                    self._read_function(where, value, followed=True)
             elif type(value) not in PLAIN or not name.startswith("_"):
-                self._read_object((place, name, str(key)), value)
+                self._read_object(where, value)
+
+    def _read_guests(self, watch: Watch) -> None:
+        """What libraries added to tables and tensors, where the model or the code has its name.
+
+        Whatever is imported may add to them. What nothing asks for changes no forward pass, and a
+        process that imported more must find what another one remembered.
+        """
+        found = True
+        while found:
+            wanted = [guest for guest in self._guests if self._is_wanted(guest.key)]
+            self._guests = [guest for guest in self._guests if guest not in wanted]
+            for where, _, function, followed in wanted:
+                self._read_function(where, function, followed)
+            self._read_left(watch)
+            found = bool(wanted)
+
+    def _is_wanted(self, key: str) -> bool:
+        return key in self._mentioned or repr(key) in self._written
+
+
+class _Guest(NamedTuple):
+    """A function that a library added to what is not its own."""
+
+    where: tuple[str, ...]
+    key: str
+    function: FunctionType
+    followed: bool
 
 
 _RUNS = ("_call_impl", "_wrapped_call_impl")
 _LOOKED_INTO = ("torch", "transformers", "math")
 _CONSTANTS = (list, tuple, set, frozenset, torch.Tensor, np.ndarray, SimpleNamespace)
 _NESTED = ("torch.nn", "torch.nn.functional")
+
+
+def _is_guest(place: str, function: FunctionType) -> bool:
+    """Whether a library's function stands in a table of another library."""
+    inside = list(functions.layers(function))
+    home = functions.place_of(inside[-1])[0]
+    own = home.partition(".")[0] == place.partition(".")[0]
+    return not own and all(map(functions.is_library, inside))
+
+
+def _is_added(name: str, function: FunctionType) -> bool:
+    """Whether a library gave tensors a method that was not written as one of theirs."""
+    inside = list(functions.layers(function))
+    written = inside[-1].__code__.co_qualname.partition(".")[0] == "Tensor"
+    return not written and not name.startswith("__") and all(map(functions.is_library, inside))
 
 
 def _is_followed(function: FunctionType) -> bool:
