@@ -49,6 +49,8 @@ class Usage:
     images: int = 0
     images_encoded: int = 0
     images_reused: int = 0
+    drafted_tokens: int = 0  # guessed from what was said before, and checked several in one pass
+    accepted_tokens: int = 0  # of these, what the answer went on with
 
     @property
     def total_tokens(self) -> int:

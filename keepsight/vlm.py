@@ -87,6 +87,7 @@ _WRAP_OPTIONS = (
     "accept_features",
     "cache_budget",
     "chat_template",
+    "drafts",
     "feature_codec",
     "grain",
     "pack",

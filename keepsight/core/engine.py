@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.core.attention import grouped_queries
+from keepsight.core.drafts import Answers, Costs, Drafts, Tally, words_of
 from keepsight.core.kernels.passes import Kernels, running
 from keepsight.core.lanes import Lanes, restore, shared
 from keepsight.core.placement import Placement
@@ -51,6 +52,12 @@ class Run:
     left: bool = False  # its lane is for others, it goes on in a batch or not at all
     kernels: Kernels | None = None  # those by which any cut gives the same bits
     changed: bool = False  # another thread changed the model meanwhile: nothing is remembered
+    drafts: Drafts | None = None  # tokens that are guessed, where several in a pass are exact
+
+    def settle(self) -> None:
+        """Take back from the lane what was guessed and not chosen."""
+        if self.drafts is not None:
+            self.drafts.settle()
 
     def last_logits(self) -> torch.Tensor:
         """The logits behind the prompt."""
@@ -76,6 +83,8 @@ class Engine:
         self.shape = shape
         self.prefill_tokens = 0
         self.decode_steps = 0
+        self.answers, self.costs, self.tally = Answers(), Costs(), Tally()
+        self.guessing = True
         self._patterns: dict[str, Record] = {}  # by making
         self._placement: Placement | None = None
         self._order = Order()
@@ -261,26 +270,47 @@ class Engine:
                 share = cost * (end - run.node.end) / (stop - begin)
                 self._remember(run, end, logits if end == len(run.prompt) else None, share)
 
-    @quietly
+    def guess(self, run: Run, tenant: str, most: int, tally: Tally) -> None:
+        """Guess tokens while this sequence decodes, where several in a pass are exact."""
+        family, length = self._family, run.lane.length
+        if not self.guessing or run.kernels is None or family.step_inputs(1, length + 1):
+            return
+        lane, words = _Decoding(self, run), words_of(run.prompt)
+        earlier = self.answers.of(tenant)
+        run.drafts = Drafts(lane, words, earlier, self.costs, most, tenant, tally)
+
     def step(self, run: Run, token: int) -> torch.Tensor:
         """One decoded token through the model; the logits behind it."""
-        device = self._model.device
-        extra = self._family.step_inputs(1, run.lane.length + 1)
+        if run.drafts is not None:
+            return run.drafts.step(token)
+        return self.forward(run, [token])
+
+    @quietly
+    def forward(self, run: Run, tokens: list[int]) -> torch.Tensor:
+        """Decoded tokens through the model in one pass; the logits behind each."""
+        device, start, end = self._model.device, run.lane.length, run.lane.length + len(tokens)
+        extra = self._family.step_inputs(1, end)
+        places = torch.arange(len(tokens), device=run.next_positions.device)
         with grouped_queries(device), running(run.kernels):
             output = self._model(
                 **{name: tensor.to(device) for name, tensor in extra.items()},
-                **self._media_inputs(run, run.lane.length, run.lane.length + 1),
-                input_ids=torch.tensor([[token]], device=device),
-                position_ids=run.next_positions,
+                **self._media_inputs(run, start, end),
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=run.next_positions + places,
                 past_key_values=run.lane.cache,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=len(tokens),
             )
-        run.lane.length += 1
-        run.next_positions = run.next_positions + 1
+        run.lane.length = end
+        run.next_positions = run.next_positions + len(tokens)
         self.decode_steps += 1
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits[0, -len(tokens) :]
         return logits
+
+    def take_back(self, run: Run, length: int) -> None:
+        """Rewind what was decoded to so many tokens."""
+        run.next_positions = run.next_positions - (run.lane.length - length)
+        run.lane.rewind(length)
 
     def again(self, run: Run, tokens: Sequence[int]) -> None:
         """Compute a sequence once more on a lane of its own, from its prompt's snapshot on."""
@@ -291,16 +321,20 @@ class Engine:
         fresh = self.start(run.prompt, match, len(tokens), run.kernels)
         run.lane, run.next_positions, run.left = fresh.lane, fresh.next_positions, False
         for token in tokens:
-            self.step(run, token)
+            self.forward(run, [token])
 
     @quietly
-    def keep_decoded(self, run: Run, prompt: Prompt) -> None:
+    def keep_decoded(self, run: Run, prompt: Prompt, answer: list[int]) -> None:
         """Remember the lane as it stands, decoded tokens and all."""
+        if self._prefixes.is_forgotten(run.node, prompt, run.since):
+            return
+        if run.drafts is not None:
+            self.answers.add(run.drafts.tenant, run.prompt, answer)
         node = run.node
         if node.terminal and node.parent is not None:
             node = node.parent
         end = min(run.lane.length, len(prompt))
-        if end <= node.end or self._prefixes.is_forgotten(run.node, prompt, run.since):
+        if end <= node.end:
             return
         self._prefixes.hold(node)
         stays = run.kernels is not None
@@ -314,11 +348,17 @@ class Engine:
 
     def leave_lane(self, run: Run) -> None:
         """The sequence goes on elsewhere, or ends: its lane is for others."""
+        run.settle()
         if run.lane.busy and not run.left:
             run.left = True
             run.lane.busy = False
             if not self._prefixes.is_forgotten(run.node, run.prompt, run.since):
                 self.lanes.give_back(run.lane)  # else it still holds what must not be kept
+
+    def clear(self, tenant: str | None) -> None:
+        """Forget idle lanes, and the answers of one tenant or of all."""
+        self.lanes.clear()
+        self.answers.clear(tenant)
 
     def let_go(self, run: Run | None, node: Node | None) -> None:
         """Finish a run, or release the node that was held for one that never began."""
@@ -332,5 +372,28 @@ class Engine:
         if run.open:
             run.open = False
             self.leave_lane(run)
+            if run.drafts is not None:
+                self.tally.add(run.drafts.tally)
+                run.drafts = None
             self._prefixes.release(run.node)
             self._prefixes.settle()  # what fell out of the device goes now, not before an answer
+
+
+class _Decoding:
+    """A run, as far as guessing its tokens goes."""
+
+    def __init__(self, engine: Engine, run: Run) -> None:
+        self._engine, self._run = engine, run
+
+    @property
+    def length(self) -> int:
+        """Tokens on its lane."""
+        return self._run.lane.length
+
+    def forward(self, tokens: list[int]) -> torch.Tensor:
+        """Put tokens through the model; the logits behind each."""
+        return self._engine.forward(self._run, tokens)
+
+    def rewind(self, length: int) -> None:
+        """Take tokens back."""
+        self._engine.take_back(self._run, length)

@@ -122,6 +122,11 @@ class LaneBatch:
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """One token of each sequence through the model; the logits behind them, a row for each."""
         runs = self.runs
+        if len(runs) == 1 and runs[0].drafts is not None:
+            return runs[0].drafts.step(tokens[0])
+        for run, token in zip(runs, tokens, strict=True):
+            if run.drafts is not None:
+                run.drafts.note(token)
         extra = self._family.step_inputs(len(runs), self.longest + 1)
         with grouped_queries(self._model.device), running(runs[0].kernels):
             output = self._model(

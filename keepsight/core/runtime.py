@@ -93,6 +93,7 @@ class Runtime:
         self.prefixes: PrefixCache = self.tree if prefixes is None else prefixes
         budget = parse_bytes(settings.cache_budget)
         self.engine = Engine(model, family, self.prefixes, shape, budget)
+        self.engine.guessing = settings.drafts
         self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.clear
         default = CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
         tokenizer = getattr(processor, "tokenizer", None)
@@ -230,6 +231,7 @@ class Runtime:
             )
         names.remove(oldest)
         self.tree.let_go_of(oldest)
+        self.engine.answers.clear(oldest)
         self._visions.pop(oldest).clear()
         kept = {n: made for n, made in self.made_under.items() if made.tenant != oldest}
         self.made_under = kept
@@ -341,25 +343,22 @@ class Runtime:
     def forget(self, medium: Medium, tenant: str) -> int:
         """Drop all that any tier holds of an image; the bytes freed."""
         freed = self.vision_of(tenant).forget(medium)
+        self.engine.answers.clear(tenant)
         freed += self.tree.forget_media(medium.key, tenant)
         store = self.store_of(tenant)
         return freed + (store.delete_media(medium.key) if store is not None else 0)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget everything in memory, of everyone or of one tenant. Nothing that a turn under way
-        computes comes back by it."""
-        self.engine.lanes.clear()
+        """Forget all in memory, of everyone or of one tenant; no turn under way brings it back."""
+        self.engine.clear(tenant)
         self.tree.clear(tenant)
         for name, vision in self._visions.items():
             if tenant in (None, name):
                 vision.clear()
 
     def stats(self, tenant: str | None = None) -> Record:
-        """Bytes and counts per tier: of everyone, or of one tenant alone.
-
-        Safe in any thread, and the model need not be had for it: these are counters in memory, each
-        right by itself, and no disk is waited for.
-        """
+        """Bytes and counts per tier: of everyone, or of one tenant alone. Safe in any thread and
+        without the lock: these are counters in memory, and no disk is waited for."""
         told = {"features": self._feature_stats(tenant)}
         if tenant is not None:
             told["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
@@ -379,6 +378,7 @@ class Runtime:
             "decode_steps": self.engine.decode_steps,
             "any_cut": self.rule.any_cut,
             "boundaries_because": self.finding.why,
+            **vars(self.engine.tally),
             "packed_bytes": self._any_cut.packing.nbytes,
         }
         return {**told, "store": _stats_of(self.store)}

@@ -33,6 +33,7 @@ class RuntimeSettings:
     accept_features: str = "same"
     feature_codec: str = "exact"  # how a store keeps packages
     pack: bool | str = "auto"  # packed copies of weights: of models that `load` loaded, or not
+    drafts: bool = True  # guess tokens from what was said before, where that changes no bit
     image_options: tuple[tuple[str, object], ...] = ()
 
     def check(self) -> None:
@@ -44,6 +45,8 @@ class RuntimeSettings:
             raise InputError(f"grain={self.grain!r}; expected a number of tokens, at least 1")
         if self.pack not in (True, False, "auto"):
             raise InputError(f"pack={self.pack!r}; expected True, False or 'auto'")
+        if not isinstance(self.drafts, bool):
+            raise InputError(f"drafts={self.drafts!r}; expected True or False")
         if self.accept_features not in ("same", "any"):
             raise InputError(
                 f"accept_features={self.accept_features!r}; expected 'same' (only features made "

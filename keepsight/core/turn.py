@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from keepsight.core.drafts import Tally
 from keepsight.core.engine import Run
 from keepsight.core.explain import Findings, Origin, explain
 from keepsight.core.runtime import Runtime
@@ -52,6 +53,7 @@ class Turn:
         self.generated: list[int] = []
         self.sampler: Sampler | None = None
         self._run: Run | None = None
+        self._tally = Tally()
         self._first: float | None = None
         self._reached: Node | None = None
         self._waiting: Node | None = None  # held by the match until a run takes it over
@@ -220,8 +222,7 @@ class Turn:
 
     def prefill(self) -> Run:
         """Hops 3 and 4: what is left of the prompt, boundary by boundary."""
-        for _ in self.work():
-            pass
+        list(self.work())
         return self.run
 
     def out_of_date(self) -> bool:
@@ -268,6 +269,7 @@ class Turn:
             packages.clear()
             yield cut - start
         self._reached = run.node
+        engine.guess(run, self._tenant, room, self._tally)
 
     def _catch_up(self, run: Run) -> bool:
         """Whether another turn has come further on this path meanwhile; then go on from there."""
@@ -304,7 +306,7 @@ class Turn:
         return not barred and not self.out_of_date()
 
     def _note_making(self, medium: int, package: Package) -> None:
-        """Features may be of another's making, where the caller allows it: the report says so."""
+        """The report says where features are of another's making, which the caller allowed."""
         if elsewhere := self._vision.differences(package):
             kept = "" if package.packed is None else f"; kept as {package.codec}"
             self._notes[medium] = f"features of medium {medium} made elsewhere: {elsewhere}{kept}"
@@ -322,17 +324,17 @@ class Turn:
             self.milliseconds["first_token"] = 1e3 * (self._first - self._started)
 
     def keep_decoded(self) -> None:
-        """Remember the answer as it was decoded: where that gives the bits that prefilling it would
-        give, or where the caller gave up exactness for it."""
+        """Remember the answer as it was decoded, where that is exact or need not be."""
         if not (self._loose or self.rule.any_cut) or self._run is None:
             return
         with self._lock:
             if self.out_of_date():  # some of it was decoded by other weights
                 return
+            self._run.settle()
             length = max(0, self._run.lane.length - len(self.prompt))
             ids = np.concatenate([self.prompt.ids, self.generated[:length]]).astype(np.int64)
             whole = Prompt(ids, self.prompt.media, self.prompt.ranges)
-            self._runtime.engine.keep_decoded(self._run, whole)
+            self._runtime.engine.keep_decoded(self._run, whole, self.generated)
 
     def finish(self) -> None:
         """Let go of lane and path; safe to call at any time, and twice."""
@@ -365,17 +367,17 @@ class Turn:
             images=images,
             images_encoded=encoded,
             images_reused=images - encoded,
+            **vars(self._tally),
         )
 
     def report(self) -> Report:
         """Why each stretch of the prompt was reused or computed."""
-        rule = self.rule
         return Report(
-            segments=explain(self.prompt, rule, self.found, self._origin),
+            segments=explain(self.prompt, self.rule, self.found, self._origin),
             milliseconds=dict(self.milliseconds),
             prompt_tokens=len(self.prompt),
             cached_tokens=self.found.cached_tokens,
-            grain=0 if rule.any_cut else rule.grain,
+            grain=0 if self.rule.any_cut else self.rule.grain,
             exact=self._exact,
             notes=[self._notes[medium] for medium in sorted(self._notes)],
         )

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from keepsight.kinds import Record
+from keepsight.report import Usage
 from keepsight.server.answers import AnswerEnd, AnswerRequest, AnswerStream, Delta, ScoredToken
 from keepsight.server.body import BodyRoute
 from keepsight.server.middleware import Visit
@@ -230,9 +231,19 @@ def usage_of(ends: list[AnswerEnd]) -> Record:
         "completion_tokens": written,
         "total_tokens": usage.prompt_tokens + written,
         "prompt_tokens_details": cached_of(usage),
-        "completion_tokens_details": {"reasoning_tokens": sum(e.reasoning_tokens for e in ends)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
+            **guessed_of([end.usage for end in ends]),
+        },
         **images_of(usage),
     }
+
+
+def guessed_of(usages: list[Usage]) -> Record:
+    """How many tokens were guessed, right and wrong, in the words of predicted outputs."""
+    right = sum(usage.accepted_tokens for usage in usages)
+    asked = sum(usage.drafted_tokens for usage in usages)
+    return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": asked - right}
 
 
 def _call(said: OutputPiece) -> Record:

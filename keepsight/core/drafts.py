@@ -1,0 +1,295 @@
+"""Tokens guessed from what was said before, and checked several in one pass.
+
+Where any cut of a sequence gives the same bits, a pass over several tokens gives for each of them
+the logits of a single step. So the next tokens are guessed: the last ones are looked for in this
+sequence and in earlier answers to the same tenant, and what followed there is put into the pass
+behind the token that was chosen. Sampling then goes on as always, token by token; as long as it
+chooses what was guessed, the logits behind it are there already. Nothing else changes: what was
+guessed wrongly is taken back from the lane.
+
+A pass over several tokens may cost more than a step. `Costs` measures both, and how often guesses
+come true, while answers run; it says how many tokens to guess, which may be none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from keepsight.prefix.prompt import Prompt
+
+SHORTEST = 2  # tokens that must agree before what followed them is taken for a guess
+LONGEST = 32  # of those that agree, so many are counted
+GUESSES = (3, 7, 15)  # tokens guessed at once; with the one before them, rows that kernels like
+MAX_PLACES = 8  # places that are compared, the latest first
+MAX_TENANTS = 64  # whose answers are remembered
+MAX_TOKENS = 16_384  # of earlier answers, per tenant
+BEFORE = 256  # tokens of its prompt that are remembered before an answer
+NOTHING = -1  # where no token can be guessed: in pictures, and between answers
+FEW = 16  # tokens of an answer that is too short to guess for
+MARGIN = 1.05  # how much more a pass must promise than a step
+LOSS = 0.02  # of the time of an answer that guesses may cost
+
+
+class Rewindable(Protocol):
+    """The sequence that is decoded, as far as guessing goes."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that were put through the model."""
+
+    def forward(self, tokens: list[int]) -> torch.Tensor:
+        """Put tokens behind them; the logits behind each, a row for each."""
+
+    def rewind(self, length: int) -> None:
+        """Take tokens back."""
+
+
+@dataclass
+class Tally:
+    """How many tokens were guessed, and how many of them came true."""
+
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Count in what another has counted."""
+        self.drafted_tokens += other.drafted_tokens
+        self.accepted_tokens += other.accepted_tokens
+
+
+class Answers:
+    """Earlier answers by tenant, each with the end of its prompt, in one array of ids."""
+
+    def __init__(self) -> None:
+        self._by_tenant: OrderedDict[str, np.ndarray] = OrderedDict()
+
+    def of(self, tenant: str) -> np.ndarray:
+        """All that is remembered of one tenant, the latest answer last."""
+        return self._by_tenant.get(tenant, _EMPTY)
+
+    def add(self, tenant: str, prompt: Prompt, answer: list[int]) -> None:
+        """Remember an answer; the oldest make room for it."""
+        parts = [self.of(tenant), words_of(prompt)[-BEFORE:], np.asarray(answer, np.int64), _BREAK]
+        self._by_tenant[tenant] = np.concatenate(parts)[-MAX_TOKENS:]
+        self._by_tenant.move_to_end(tenant)
+        while len(self._by_tenant) > MAX_TENANTS:
+            self._by_tenant.popitem(last=False)
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Forget the answers of one tenant, or of all."""
+        if tenant is None:
+            self._by_tenant.clear()
+        else:
+            self._by_tenant.pop(tenant, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in list(self._by_tenant.values()))
+
+
+def words_of(prompt: Prompt) -> np.ndarray:
+    """The ids of a prompt, NOTHING where a picture stands."""
+    return np.where(prompt.types == 0, prompt.ids, NOTHING)
+
+
+_EMPTY = np.empty(0, np.int64)
+_BREAK = np.full(1, NOTHING, np.int64)
+
+
+class Costs:
+    """What passes over so many tokens cost, and how often guesses come true."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, float] = {}  # seconds of a pass, by its tokens
+        self._truth: dict[int, float] = {}  # by how many tokens agreed: the share that came true
+
+    def passed(self, tokens: int, seconds: float) -> None:
+        """Count a pass in. A first one is slow for reasons of its own, so the least counts more."""
+        before = self._times.get(tokens, seconds)
+        share = 0.5 if seconds < before else 0.1
+        self._times[tokens] = before + share * (seconds - before)
+
+    def guessed(self, agreeing: int, right: int, asked: int) -> None:
+        """Count guesses in: of those that were asked for, so many came true until one did not."""
+        kind = _kind(agreeing)
+        tried = min(right + 1, asked)
+        share = 1 - 0.8**tried
+        self._truth[kind] = self.truth(agreeing) + share * (right / tried - self.truth(agreeing))
+
+    def declined(self, agreeing: int) -> None:
+        """A guess was not tried; in time such guesses are given another chance."""
+        kind = _kind(agreeing)
+        self._truth[kind] = self.truth(agreeing) + 0.01 * (_HOPES[kind] - self.truth(agreeing))
+
+    def truth(self, agreeing: int) -> float:
+        """The share of guesses that come true where so many tokens agree."""
+        kind = _kind(agreeing)
+        return self._truth.get(kind, _HOPES[kind])
+
+    def step(self) -> float | None:
+        """Seconds of a step, once one was seen."""
+        return self._times.get(1)
+
+    def time(self, tokens: int) -> float:
+        """Seconds of a pass, or what it may cost where none was seen."""
+        step = self._times.get(1, 0.0)
+        return self._times.get(tokens, step * (1 + 0.02 * tokens))
+
+    def best(self, agreeing: int, there: int) -> int:
+        """How many tokens to guess, of so many that could be guessed."""
+        if self.step() is None or not there:
+            return 0
+        truth = min(self.truth(agreeing), 0.99)
+        best, most = 0, MARGIN / self.time(1)
+        for count in sorted({min(there, count) for count in GUESSES}):
+            expected = (1 - truth ** (count + 1)) / (1 - truth)
+            if (worth := expected / self.time(count + 1)) > most:
+                best, most = count, worth
+        return best
+
+
+_HOPES = (0.5, 0.7, 0.9)  # before any guess was tried
+
+
+def _kind(agreeing: int) -> int:
+    return 0 if agreeing < 4 else 1 if agreeing < 12 else 2
+
+
+@dataclass
+class _Pending:
+    """A pass with guesses, of which `used` came true so far."""
+
+    tokens: list[int]
+    rows: torch.Tensor
+    start: int  # the length of the lane before it
+    agreeing: int
+    seconds: float
+    used: int = 0
+
+    @property
+    def next(self) -> int | None:
+        """The guess whose turn it is."""
+        return self.tokens[self.used + 1] if self.used + 1 < len(self.tokens) else None
+
+
+@dataclass(eq=False)
+class Drafts:
+    """The guesses of one sequence."""
+
+    lane: Rewindable
+    ids: np.ndarray  # its prompt, NOTHING where a picture stands
+    earlier: np.ndarray
+    costs: Costs
+    most: int  # tokens that may follow the prompt
+    tenant: str
+    tally: Tally
+    _count: int = 0  # tokens behind the prompt that were chosen
+    _pending: _Pending | None = None
+    _balance: float = 0.0  # seconds that guesses have saved, or lost
+    _spent: float = 0.0
+    _clock: Callable[[], float] = field(default=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self._all = np.concatenate([self.ids, np.empty(min(self.most, 512), np.int64)])
+
+    def step(self, token: int) -> torch.Tensor:
+        """The logits behind one token more, a row."""
+        self._append(token)
+        pending = self._pending
+        if pending is not None and pending.next == token and self._stands(pending):
+            pending.used += 1
+            self.tally.accepted_tokens += 1
+            return pending.rows[pending.used : pending.used + 1]
+        self.settle()
+        return self._forward(token)
+
+    def note(self, token: int) -> None:
+        """A token more goes through the model beside other sequences."""
+        self._append(token)
+        self.settle()
+
+    def settle(self) -> None:
+        """Take back what was guessed and not chosen."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        asked = len(pending.tokens) - 1
+        if asked:
+            self.costs.guessed(pending.agreeing, pending.used, asked)
+            step = self.costs.step() or 0.0
+            self._balance += step * (pending.used + 1) - pending.seconds
+            if self._stands(pending) and pending.used < asked:
+                self.lane.rewind(pending.start + 1 + pending.used)
+
+    def _stands(self, pending: _Pending) -> bool:
+        """Whether the lane is as that pass has left it."""
+        return self.lane.length == pending.start + len(pending.tokens)
+
+    def _forward(self, token: int) -> torch.Tensor:
+        agreeing, guess = self._guess()
+        start = self.lane.length
+        begun = self._clock()
+        rows = self.lane.forward([token, *guess])
+        seconds = self._clock() - begun
+        self._spent += seconds
+        self.tally.drafted_tokens += len(guess)
+        self.costs.passed(1 + len(guess), seconds)
+        self._pending = _Pending([token, *guess], rows, start, agreeing, seconds)
+        return rows[:1]
+
+    def _append(self, token: int) -> None:
+        end = len(self.ids) + self._count
+        if end == len(self._all):
+            self._all = np.concatenate([self._all, np.empty(end // 2 + 64, np.int64)])
+        self._all[end] = token
+        self._count += 1
+
+    def _guess(self) -> tuple[int, list[int]]:
+        """How many of the last tokens were seen before, and what may follow them now."""
+        left = self.most - self._count - 1  # the last token is chosen, and put through nothing
+        if self.most <= FEW or left < 1 or self._balance < -LOSS * self._spent:
+            return 0, []
+        said = self._all[: len(self.ids) + self._count]
+        agreeing, following = max(
+            _latest(said, said), _latest(said, self.earlier), key=lambda found: found[0]
+        )
+        count = self.costs.best(agreeing, min(left, len(following)))
+        if agreeing and not count:
+            self.costs.declined(agreeing)
+        return agreeing, following[:count].tolist()
+
+
+def _latest(said: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
+    """The place where most of the last tokens of `said` stand: how many, and what follows them."""
+    best, following = 0, _EMPTY
+    for end in _places(said, where):
+        agreeing = _agreeing(said, where[: end + 1])
+        if agreeing > best:
+            best, following = agreeing, where[end + 1 : end + 1 + GUESSES[-1]]
+    gaps = np.flatnonzero(following == NOTHING)
+    return best, following[: gaps[0]] if len(gaps) else following
+
+
+def _places(said: np.ndarray, where: np.ndarray) -> Iterator[int]:
+    """Where the last tokens of `said` stand with something behind them, the latest first."""
+    if len(said) < SHORTEST or len(where) <= SHORTEST:
+        return
+    found = where[SHORTEST - 1 : -1] == said[-1]
+    for back in range(1, SHORTEST):
+        found &= where[SHORTEST - 1 - back : -1 - back] == said[-1 - back]
+    for place in np.flatnonzero(found)[::-1][:MAX_PLACES]:
+        yield int(place) + SHORTEST - 1
+
+
+def _agreeing(said: np.ndarray, where: np.ndarray) -> int:
+    count = min(len(said), len(where), LONGEST)
+    same = (said[-count:] == where[-count:])[::-1]
+    return count if same.all() else int(same.argmin())
