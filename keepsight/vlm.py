@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from keepsight.core.answer import answer, turn_of
 from keepsight.core.call import Call
 from keepsight.core.generate import Generated, generate
-from keepsight.core.pins import delete, foresee, pin
+from keepsight.core.pins import clear, delete, foresee, pin
 from keepsight.core.probe import settle, try_again
 from keepsight.core.render import Renderer, user_message
 from keepsight.core.runtime import Runtime
@@ -302,17 +302,16 @@ class VLM:
         What is not there yet is computed. `pinned=False` lets it go the way of all else again.
         """
         self.runtime.require_open()
-        call = Call.before_decoding(options, self.tenant, "pin")
-        with self.runtime.lock:
-            pin(self.runtime, what, pinned, call)
+        pin(self.runtime, what, pinned, Call.before_decoding(options, self.tenant, "pin"))
 
     def delete(self, what: Pictures | list[Message], **options: object) -> int:
         """Remove an image and all that was computed from it, or all the images of a conversation
-        and what was prefilled of it, from every tier; the bytes freed."""
+        and what was prefilled of it, from every tier; the bytes freed.
+
+        It waits for the disk, if need be for as long as that takes; answers go on meanwhile.
+        """
         self.runtime.require_open()
-        call = Call.before_decoding(options, self.tenant, "delete")
-        with self.runtime.lock:
-            return delete(self.runtime, what, call)
+        return delete(self.runtime, what, Call.before_decoding(options, self.tenant, "delete"))
 
     def flush(self) -> None:
         """Return when all that was remembered so far is on the disk (with a store)."""
@@ -324,12 +323,8 @@ class VLM:
 
         Of everybody, or of one tenant alone (`""` is nobody in particular).
         """
-        with self.runtime.lock:
-            whose = (self.tenant or None) if tenant is None else tenant and tenant_name(tenant)
-            self.runtime.clear(whose)
-            kept = self.runtime.store if whose is None else self.runtime.store_of(whose)
-            if store and kept is not None:
-                kept.clear()
+        whose = (self.tenant or None) if tenant is None else tenant and tenant_name(tenant)
+        clear(self.runtime, whose, store)
 
     def close(self) -> None:
         """Finish writing and let go of everything. The model itself is left alone."""

@@ -31,6 +31,7 @@ from keepsight.store import index as book_module
 from keepsight.store.catalogue import NAME, Catalogue
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
+from keepsight.store.index import Book
 from keepsight.store.remote import RemoteStore
 from keepsight.store.remote_upkeep import Upkeep
 from keepsight.testing.stores import KEYS
@@ -502,6 +503,97 @@ def test_answers_stay_right_and_come_while_the_disk_hangs(
         vlm.clear()
         again = vlm.ask(*questions[2], max_new_tokens=3)
         assert again.text == wanted[2].text and again.usage.images_encoded == 0
+
+
+def called(call: Callable[[], T]) -> queue.SimpleQueue[T | Exception]:
+    """Where the result of a call will be, which another thread makes."""
+    answer: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answer.put(call())
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return answer
+
+
+def shown(seed: int) -> list[Any]:
+    parts = [{"type": "image", "image": picture(seed)}, {"type": "text", "text": "What is it?"}]
+    return [{"role": "user", "content": parts}]
+
+
+HOUSEKEEPING: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "delete an image": ("unlink", lambda vlm: vlm.delete(picture(1))),
+    "delete a conversation": ("unlink", lambda vlm: vlm.delete(shown(1))),
+    "clear": ("unlink", lambda vlm: vlm.clear(store=True)),
+    "pin an image": ("fsync", lambda vlm: vlm.pin(picture(1))),
+    "pin a conversation": ("fsync", lambda vlm: vlm.pin(shown(1))),
+    "look at the catalogue": ("book", lambda vlm: vlm.delete(picture(1))),
+}
+
+
+@pytest.mark.parametrize("what", HOUSEKEEPING)
+def test_answers_come_while_housekeeping_waits_for_the_disk(
+    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any, hurried: None, what: str
+) -> None:
+    where, housekeeping = HOUSEKEEPING[what]
+    with ks.wrap(*demo_parts["demo"], grain=16) as free:
+        wanted = [free.chat(shown(n), max_new_tokens=3).text for n in range(4)]
+    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
+        for number in range(3):
+            vlm.chat(shown(number), max_new_tokens=3)
+        vlm.flush()
+        stall = stalled(*((Book, "act") if where == "book" else (os, where)))
+        done = called(lambda: housekeeping(vlm))
+        assert stall.reached.wait(30)
+        for number in (0, 2, 3):
+            reply = soon(lambda n=number: vlm.chat(shown(n), max_new_tokens=3))
+            assert reply.text == wanted[number]
+        assert soon(vlm.stats)["prefix"] and done.empty(), "who asked for it waits"
+        stall.over.set()
+        result = done.get(timeout=30)
+        assert not isinstance(result, Exception), result
+        vlm.flush()
+        known = {segment.status for segment in vlm.explain(shown(1)).segments}
+        assert known == ({"reused"} if "pin" in what else {"computed"})
+        assert vlm.chat(shown(1), max_new_tokens=3).text == wanted[1]
+        vlm.runtime.check()
+
+
+def test_what_is_read_while_it_is_deleted_is_gone_too(
+    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any
+) -> None:
+    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
+        vlm.encode([picture(1), picture(2)])
+        vlm.flush()
+        stall = stalled(os, "unlink")
+        done = called(lambda: vlm.delete(picture(1)))
+        assert stall.reached.wait(30)
+        soon(lambda: vlm.encode(picture(1)))
+        assert vlm.stats()["features"]["packages"] == 2, "it was still on the disk"
+        stall.over.set()
+        assert done.get(timeout=30)
+        assert vlm.stats()["features"]["packages"] == 1
+        assert {segment.status for segment in vlm.explain(shown(1)).segments} == {"computed"}
+
+
+def test_a_disk_that_refuses_a_pin_leaves_none_in_memory(
+    demo_parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
+        vlm.chat(shown(1), max_new_tokens=3)
+        vlm.flush()
+        tree, shelf = vlm.runtime.tree, vlm.runtime.shelves.packages
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "write", refusing(OSError(errno.EIO, "broken")))
+            with pytest.raises(StoreError, match="no pin"):
+                vlm.pin(shown(1))
+        assert not shelf.pinning() and not any(node.pinned for node in tree.nodes())
+        vlm.pin(shown(1))
+        assert shelf.pinning() and any(node.pinned for node in tree.nodes())
+        vlm.runtime.check()
 
 
 # -- a disk that vanishes ----------------------------------------------------------------------

@@ -2,18 +2,21 @@
 
 Pins and deletions reach every tier: memory, the store's folder, and whatever lies behind it. An
 image may also be meant by its key, which reports tell, so nobody needs its bytes for that.
+
+Memory is changed under the model's lock and a store without it, because a disk may take its time.
+`Runtime.housekeeping` puts those who do this in a row, so that both are left in the same order.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeGuard
 
 from keepsight.core.call import Call
 from keepsight.core.runtime import Runtime
 from keepsight.core.turn import Turn
-from keepsight.errors import ImageError
+from keepsight.errors import ImageError, StoreError
 from keepsight.formats.package import Package
 from keepsight.kinds import Message
 from keepsight.media.features import Vision
@@ -21,75 +24,162 @@ from keepsight.media.medium import Medium, Pictures
 from keepsight.models.families import Pixels
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.tree import Tree
 from keepsight.report import Report
 from keepsight.store import Store
+from keepsight.store.contract import Name
+
+Undo = contextlib.ExitStack
 
 
 def pin(runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call) -> None:
     """Keep (or no longer keep) an image's features, or a conversation's features and prefix. What
     there is no room for is refused, and then nothing of it is kept."""
-    vision, shelf = runtime.vision_of(call.tenant), runtime.shelves.packages
-    runtime.refresh(call.exact, call.tenant)
-    with contextlib.ExitStack() as undo:
-        if _is_conversation(what):
-            media = _pin_path(runtime, what, pinned, call, undo)
-        else:
-            media = tuple(_named(vision, what))
-        for medium in media:
-            before = vision.is_pinned(medium)
-            package, _ = vision.package(medium)
-            if pinned and not shelf.has(call.tenant, package.feature_id):
-                shelf.put_pinned(call.tenant, package.feature_id, package)
-            if pinned and not before:
-                undo.callback(vision.pin, medium, False)
-            vision.pin(medium, pinned)
+    with runtime.housekeeping, contextlib.ExitStack() as undo:
+        with runtime.lock:
+            names = _pin_in_memory(runtime, what, pinned, call, undo)
+        _pin_in_store(runtime.store_of(call.tenant), names, pinned, undo)
         undo.pop_all()
 
 
+def _pin_in_memory(
+    runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call, undo: Undo
+) -> list[Name]:
+    """The same in memory alone; what is to be pinned in a store then."""
+    vision, shelf = runtime.vision_of(call.tenant), runtime.shelves.packages
+    runtime.refresh(call.exact, call.tenant)
+    names: list[Name] = []
+    if _is_conversation(what):
+        media, names = _pin_path(runtime, what, pinned, call, undo)
+    else:
+        media = tuple(_named(vision, what))
+    for medium in media:
+        before = vision.is_pinned(medium)
+        package, _ = vision.package(medium)
+        if pinned and not shelf.has(call.tenant, package.feature_id):
+            shelf.put_pinned(call.tenant, package.feature_id, package)
+        if pinned and not before:
+            undo.callback(_locked, runtime, vision.pin, medium, False)
+        vision.pin(medium, pinned)
+    return [("package", medium.feature_id) for medium in media] + names
+
+
 def _pin_path(
-    runtime: Runtime, messages: list[Message], pinned: bool, call: Call, undo: contextlib.ExitStack
-) -> tuple[Medium, ...]:
+    runtime: Runtime, messages: list[Message], pinned: bool, call: Call, undo: Undo
+) -> tuple[tuple[Medium, ...], list[Name]]:
     """Prefill a conversation's prompt and pin its path before anything else can take its place."""
-    store = runtime.store_of(call.tenant)
     turn = _turn(runtime, call, lambda: runtime.render(messages, call))
     try:
         turn.begin(sample=False)
         turn.prefill()
         reached = turn.reached
         if pinned and not reached.pinned:
-            undo.callback(_pin_nodes, runtime.tree, store, reached, False)
-        _pin_nodes(runtime.tree, store, reached, pinned)
+            undo.callback(_locked, runtime, runtime.tree.pin, reached, False)
+        runtime.tree.pin(reached, pinned)
+        names = [(kind, one.digest) for one in reached.chain() for kind in ("snapshot", "state")]
     finally:
         turn.finish()
-    return turn.prompt.media
+    return turn.prompt.media, names
 
 
-def _pin_nodes(tree: Tree, store: Store | None, node: Node, pinned: bool) -> None:
-    tree.pin(node, pinned)
-    for one in node.chain() if store is not None else ():
-        for kind in ("snapshot", "state"):
-            store.pin(kind, one.digest, pinned)  # type: ignore[union-attr]
+def _pin_in_store(store: Store | None, names: list[Name], pinned: bool, undo: Undo) -> int:
+    """Pin what a store has of these; how many. Nobody waits for the disk but the caller."""
+    if store is None:
+        return 0
+    count = 0
+    for name in names:
+        entry = store.entry(*name) if pinned else None
+        if entry is not None and not entry.pinned:
+            undo.callback(_unpin_in_store, store, name)
+        count += store.pin(*name, pinned)
+    return count
+
+
+def _unpin_in_store(store: Store, name: Name) -> None:
+    with contextlib.suppress(StoreError):  # the error that led here says what the disk refuses
+        store.pin(*name, False)
+
+
+def _locked(runtime: Runtime, work: Callable[..., object], *arguments: object) -> None:
+    with runtime.lock:
+        work(*arguments)
 
 
 def _turn(runtime: Runtime, call: Call, render: Callable[[], Prompt]) -> Turn:
     return Turn(runtime, render, {}, call.exact, tenant=call.tenant)
 
 
+# -- removing --------------------------------------------------------------------------------------
+
+
+def clear(runtime: Runtime, tenant: str | None, stored: bool) -> None:
+    """Forget everything in memory, of everybody or of one tenant; with `stored` in all tiers."""
+    store = runtime.store if tenant is None else runtime.store_of(tenant)
+
+    def forget() -> int:
+        runtime.clear(tenant)
+        return 0
+
+    if stored and store is not None:
+        _everywhere(runtime, forget, store.clear, forget)
+    else:
+        _locked(runtime, forget)
+
+
 def delete(runtime: Runtime, what: Pictures | list[Message], call: Call) -> int:
     """Remove images and all that was computed from them; the bytes freed."""
-    tenant = call.tenant
-    runtime.refresh(call.exact, tenant)
-    if not _is_conversation(what):
-        media = list(_named(runtime.vision_of(tenant), what))
-        return sum(runtime.forget(medium, tenant) for medium in media)
-    prompt = runtime.render(what, call)
-    freed: int = sum(runtime.forget(medium, tenant) for medium in prompt.media)
-    return freed + _forget_path(runtime, prompt, call)
+    tenant, store = call.tenant, runtime.store_of(call.tenant)
+    media: list[Medium] = []
+    path: dict[str, None] = {}  # digests of snapshots, the deepest first
+
+    def forget() -> int:
+        runtime.refresh(call.exact, tenant)
+        prompt = runtime.render(what, call) if _is_conversation(what) else None
+        media.extend(_named(runtime.vision_of(tenant), what) if prompt is None else prompt.media)
+        freed: int = sum(runtime.forget(medium, tenant) for medium in media)
+        return freed + (0 if prompt is None else _forget_path(runtime, prompt, call, path))
+
+    def remove() -> int:
+        return _remove(store, [medium.key for medium in media], path)
+
+    def again() -> None:
+        for medium in media:
+            runtime.forget(medium, tenant)
+        for node in [n for n in runtime.tree.nodes(tenant) if n.digest in path]:
+            runtime.tree.forget(node)
+
+    return _everywhere(runtime, forget, remove, again)
 
 
-def _forget_path(runtime: Runtime, prompt: Prompt, call: Call) -> int:
-    """The snapshots of a prompt that no other prompt goes through, deepest first."""
+def _everywhere(
+    runtime: Runtime,
+    forget: Callable[[], int],
+    remove: Callable[[], int],
+    again: Callable[[], object],
+) -> int:
+    """Forget something in memory and remove it from a store; the bytes freed.
+
+    A disk may take its time, so nothing that answers wait for is held meanwhile. What somebody read
+    from it before it was gone there is forgotten `again`.
+    """
+    with runtime.housekeeping:
+        with runtime.lock:
+            freed = forget()
+        try:
+            return freed + remove()
+        finally:
+            _locked(runtime, again)
+
+
+def _remove(store: Store | None, images: list[str], snapshots: Iterable[str]) -> int:
+    if store is None:
+        return 0
+    freed = sum(store.delete_media(key) for key in dict.fromkeys(images))
+    return freed + sum(store.delete("snapshot", digest) for digest in snapshots)
+
+
+def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, None]) -> int:
+    """Forget the snapshots of a prompt that no other prompt goes through, deepest first, and enter
+    them in `path`."""
     freed = 0
     turn = _turn(runtime, call, lambda: prompt)
     try:
@@ -97,12 +187,10 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call) -> int:
         node: Node | None = turn.match.node
     finally:
         turn.finish()
-    store = runtime.store_of(call.tenant)
     while node is not None and node.parent is not None and not _stood_on(node):
         above = node.parent
         freed += int(runtime.tree.forget(node))
-        if store is not None:
-            freed += store.delete("snapshot", node.digest)
+        path[node.digest] = None
         node = above
     return freed
 
@@ -125,34 +213,37 @@ def _is_conversation(what: object) -> TypeGuard[list[Message]]:
 # -- by key ----------------------------------------------------------------------------------------
 
 
-def is_known(runtime: Runtime, key: str, tenant: str) -> bool:
-    """Whether features of an image are held anywhere for a tenant."""
-    return bool(_features_of(runtime, key, tenant))
+def are_known(runtime: Runtime, keys: list[str], tenant: str) -> dict[str, bool]:
+    """Of each image whether its features are held anywhere for a tenant."""
+    return {key: bool(_features_of(runtime, key, tenant)) for key in keys}
 
 
 def pin_images(runtime: Runtime, keys: list[str], pinned: bool, tenant: str) -> int:
     """Keep (or no longer keep) the features of images where they lie, all of them or none; how many
     features are held."""
-    shelf, store, found = runtime.shelves.packages, runtime.store_of(tenant), 0
-    with contextlib.ExitStack() as undo:
-        for made in (made for key in keys for made in _features_of(runtime, key, tenant)):
-            new = pinned and not shelf.pinned(tenant, made)
-            held = shelf.pin(tenant, made, pinned)
-            if held and new:
-                undo.callback(shelf.pin, tenant, made, False)
-            if store is not None:
-                entry = store.entry("package", made) if pinned else None
-                if entry is not None and not entry.pinned:
-                    undo.callback(store.pin, "package", made, False)
-                held |= store.pin("package", made, pinned)
-            found += held
+    shelf = runtime.shelves.packages
+    with runtime.housekeeping, contextlib.ExitStack() as undo:
+        making = [made for key in keys for made in _features_of(runtime, key, tenant)]
+        with runtime.lock:
+            for made in making:
+                new = pinned and not shelf.pinned(tenant, made)
+                if shelf.pin(tenant, made, pinned) and new:
+                    undo.callback(_locked, runtime, shelf.pin, tenant, made, False)
+        names = [("package", made) for made in making]
+        _pin_in_store(runtime.store_of(tenant), names, pinned, undo)
         undo.pop_all()
-    return found
+    return len(making)
 
 
-def delete_image(runtime: Runtime, key: str, tenant: str) -> int:
-    """Remove an image and all that was computed from it; the bytes freed."""
-    return runtime.forget(Medium(key, "", "", {}, (), None, _no_pixels), tenant)
+def delete_images(runtime: Runtime, keys: list[str], tenant: str) -> int:
+    """Remove images and all that was computed from them; the bytes freed."""
+    media = [Medium(key, "", "", {}, (), None, _no_pixels) for key in keys]
+
+    def forget() -> int:
+        return sum(runtime.forget(medium, tenant) for medium in media)
+
+    store = runtime.store_of(tenant)
+    return _everywhere(runtime, forget, lambda: _remove(store, keys, ()), forget)
 
 
 def _no_pixels() -> Pixels:
@@ -163,7 +254,8 @@ def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
     """The feature ids of an image, in whichever making. A store has no list of images, so it is
     walked through, but only where memory has none."""
     shelf, store = runtime.shelves.packages, runtime.store_of(tenant)
-    held = [made for made, package in shelf.items(tenant) if package.key == key]
+    with runtime.lock:
+        held = [made for made, package in shelf.items(tenant) if package.key == key]
     if held or store is None:
         return held
     return [e.key for e in store.entries() if e.kind == "package" and key in e.media]

@@ -39,7 +39,7 @@ from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.prefix.tree import Tree
 from keepsight.store import Store
 from keepsight.system.accounts import account_of
-from keepsight.system.lock import FairLock
+from keepsight.system.lock import FairLock, Mutex
 from keepsight.system.units import parse_bytes, parse_seconds
 
 ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
@@ -80,6 +80,7 @@ class Runtime:
         attention.begin()
         passes.begin()
         self.lock, self.renderer, self.closed = FairLock(), renderer, False
+        self.housekeeping = Mutex()  # taken before `lock`, by who pins or removes in all tiers
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
         refuse_stretching_rope(model)
@@ -144,11 +145,12 @@ class Runtime:
         if self.lock.unusable:  # a forked child that can use nothing of it has nothing to close
             return
         with self.lock:
-            if not self.closed:
-                self.closed = True
-                self.clear()
-                if self.store is not None:
-                    self.store.close()
+            if self.closed:
+                return
+            self.closed = True
+            self.clear()
+        if self.store is not None:  # a disk may take its time; who waits for the lock need not
+            self.store.close()
 
     def needed_processor(self) -> Processor:
         """The processor; refused by name for a model that was wrapped without one."""
@@ -341,12 +343,10 @@ class Runtime:
         )
 
     def forget(self, medium: Medium, tenant: str) -> int:
-        """Drop all that any tier holds of an image; the bytes freed."""
+        """Drop all that memory holds of an image; the bytes freed."""
         freed = self.vision_of(tenant).forget(medium)
         self.engine.answers.clear(tenant)
-        freed += self.tree.forget_media(medium.key, tenant)
-        store = self.store_of(tenant)
-        return freed + (store.delete_media(medium.key) if store is not None else 0)
+        return freed + self.tree.forget_media(medium.key, tenant)
 
     def clear(self, tenant: str | None = None) -> None:
         """Forget all in memory, of everyone or of one tenant; no turn under way brings it back."""

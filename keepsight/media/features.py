@@ -340,11 +340,8 @@ class Vision:
         return given
 
     def pin(self, medium: Medium, pinned: bool = True) -> bool:
-        """Keep a medium's package in memory and in the store, whatever their budgets say."""
-        held = self._shelves.packages.pin(self._tenant, medium.feature_id, pinned)
-        if self._store is None:
-            return held
-        return self._store.pin("package", medium.feature_id, pinned) or held
+        """Keep a medium's package in memory, whatever the budget says."""
+        return self._shelves.packages.pin(self._tenant, medium.feature_id, pinned)
 
     def is_pinned(self, medium: Medium) -> bool:
         """Whether a medium's package is pinned in memory."""

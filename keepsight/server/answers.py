@@ -96,6 +96,7 @@ class SchedulerClient:
         self.together, self._threads = together, threads
         self._others = ThreadPoolExecutor(8, "keepsight-desk")  # nobody's answer waits for them
         self._counters = ThreadPoolExecutor(2, "keepsight-stats")  # nor does who only counts
+        self._keepers = ThreadPoolExecutor(4, "keepsight-cache")  # nor any of these for a disk
 
     async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
         """Hand in one choice; bad input and a full queue are refused here."""
@@ -157,6 +158,10 @@ class SchedulerClient:
         """Something else that takes time and computes."""
         return await asyncio.get_running_loop().run_in_executor(self._others, call)
 
+    async def keep(self, call: Callable[[], T]) -> T:
+        """Pins and removals: they wait for disks, and whatever else is asked for does not."""
+        return await asyncio.get_running_loop().run_in_executor(self._keepers, call)
+
     async def count(self, call: Callable[[], T]) -> T:
         """Statistics: they take a moment, and wait for nothing else that is asked for."""
         return await asyncio.get_running_loop().run_in_executor(self._counters, call)
@@ -165,7 +170,7 @@ class SchedulerClient:
         """Let what runs finish."""
         self.together.close(drain)
         self._threads.close()
-        for threads in (self._others, self._counters):
+        for threads in (self._others, self._counters, self._keepers):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

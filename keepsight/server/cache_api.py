@@ -108,7 +108,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
             held = _held(service, tenant)
             return held + (_stored(service, tenant, held) if stored else [])
 
-        return {"object": "list", "data": await service.desk.work(work)}
+        return {"object": "list", "data": await service.desk.keep(work)}
 
     @router.post("/v1/cache/pin", operation_id="cache_pin")
     async def pin(body: PinRequest, request: Request) -> Record:
@@ -174,7 +174,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         """Forget what is remembered in memory; with `store`, also on disk."""
         caller = visit_of(request).who()
         whose = _whose_to_forget(caller, body)
-        await service.desk.work(lambda: service.vlm.clear(store=body.store, tenant=whose))
+        await service.desk.keep(lambda: service.vlm.clear(store=body.store, tenant=whose))
         service.bindings.forget(whose)
         service.responses.forget(whose)
         return {"object": "cache.reset", "everyone": whose is None}
@@ -187,7 +187,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             raise ApiError(403, "flushing is of everybody: it needs an administrator's key")
         stored = service.vlm.runtime.store is not None
         try:
-            await service.desk.work(service.vlm.flush)
+            await service.desk.keep(service.vlm.flush)
         except StoreError as error:
             raise ApiError(503, str(error), code="not_written") from error
         return {"object": "cache.flush", "stored": stored}
@@ -239,7 +239,7 @@ async def _on_held(
 
         if first is not None:
             await first(what, **options)
-        return await service.desk.work(both)
+        return await service.desk.keep(both)
 
     return await unless_gone(request, work(), visit)
 
@@ -259,16 +259,12 @@ async def _on_images(
     caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
     whose = caller.salted(body.cache_salt) or service.vlm.tenant
 
-    def work() -> tuple[int, list[str]]:
-        with service.vlm.runtime.lock:
-            return act(keys, whose), keys
-
-    return await service.desk.work(work)
+    return await service.desk.keep(lambda: (act(keys, whose), keys))
 
 
 def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
-    for key in keys:  # all of them first: what is refused has changed nothing
-        if not pins.is_known(service.vlm.runtime, key, tenant):
+    for key, is_known in pins.are_known(service.vlm.runtime, keys, tenant).items():
+        if not is_known:  # all of them are looked at first: what is refused has changed nothing
             raise ApiError(
                 404,
                 f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
@@ -282,7 +278,7 @@ def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool)
 
 def _delete_images(service: Service, keys: list[str], tenant: str) -> int:
     """A key of which nothing is remembered is as gone as one of which something was."""
-    return sum(pins.delete_image(service.vlm.runtime, key, tenant) for key in keys)
+    return pins.delete_images(service.vlm.runtime, keys, tenant)
 
 
 def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
