@@ -121,6 +121,19 @@ def test_one_tenant_is_cleared(vlm: Any) -> None:
     assert ask(vlm, tenant="a").usage.images_encoded == 1
 
 
+def test_clearing_the_store_clears_that_of_every_tenant(tmp_path: Path) -> None:
+    with ks.load("demo", dtype="float32", store=tmp_path) as vlm:
+        for tenant in (None, "a", "b"):
+            ask(vlm, tenant=tenant)
+        vlm.clear(store=True, tenant="a")
+        vlm.flush()
+        tenants = {t: len(list(vlm.runtime.store_of(t).entries())) for t in ("", "a", "b")}
+        assert tenants[""] and tenants["b"] and not tenants["a"]
+        vlm.clear(store=True)
+        assert not [path for path in tmp_path.rglob("*.sight") if path.is_file()]
+        assert ask(vlm, tenant="b").usage.images_encoded == 1
+
+
 def test_a_quota_is_one_tenants_own(tmp_path: Path) -> None:
     with ks.load("demo", dtype="float32", tenant_quota="600KB", store=tmp_path) as vlm:
         ask(vlm, tenant="quiet")

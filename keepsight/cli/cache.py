@@ -266,16 +266,15 @@ def clear(
     tenant: Tenant = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove every entry; asks first."""
+    """Remove every entry, of every tenant or of one; asks first."""
     opened = _open(store, tenant)
-    told = opened.stats()
     if not yes:
-        whose = f" of {tenant}" if tenant is not None else ""
-        question = (
-            f"Remove {told['entries']} entries{whose} ({bytes_text(told['bytes'])}) from {store}?"
-        )
-        typer.confirm(plain(question), abort=True)
-    console().print(f"{bytes_text(opened.clear())} freed")
+        what = "everything"
+        if tenant is not None:
+            told = opened.stats()
+            what = f"{told['entries']} entries of {tenant} ({bytes_text(told['bytes'])})"
+        typer.confirm(plain(f"Remove {what} from {store}?"), abort=True)
+    console().print(f"{bytes_text(opened.clear(everybody=tenant is None))} freed")
 
 
 @app.command()

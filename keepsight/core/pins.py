@@ -120,7 +120,7 @@ def clear(runtime: Runtime, tenant: str | None, stored: bool) -> None:
         return 0
 
     if stored and store is not None:
-        _everywhere(runtime, forget, store.clear, forget)
+        _everywhere(runtime, forget, lambda: store.clear(everybody=tenant is None), forget)
     else:
         _locked(runtime, forget)
 

@@ -121,8 +121,8 @@ class Store(Protocol):
         It waits no longer than so many seconds, whatever the store does: what cannot be counted
         within them is as it was counted last."""
 
-    def clear(self) -> int:
-        """Remove every entry of this tenant; the bytes freed."""
+    def clear(self, everybody: bool = False) -> int:
+        """Remove every entry of this tenant, or of all tenants; the bytes freed."""
 
     def gc(self, budget: int) -> int:
         """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""

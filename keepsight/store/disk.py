@@ -90,9 +90,12 @@ class DiskStore:
 
     def tenant(self, name: str | None) -> DiskStore:
         """The same store as another tenant sees it: nothing of it is shared with this one."""
+        return self._as(layout.tenant_digest(name))
+
+    def _as(self, tenant: str) -> DiskStore:
         view = object.__new__(DiskStore)
         view.__dict__.update(self._whole.__dict__)
-        view._tenant = layout.tenant_digest(name)
+        view._tenant = tenant
         return view
 
     def tenants(self) -> list[str]:
@@ -357,9 +360,12 @@ class DiskStore:
 
         return self._remove(holders())
 
-    def clear(self) -> int:
-        """Remove every entry of this tenant; the bytes freed."""
+    def clear(self, everybody: bool = False) -> int:
+        """Remove every entry of this tenant, or of all tenants; the bytes freed."""
         self._catch_up()
+        if everybody:
+            tenants = ["", *filter(layout.is_tenant, self._folder.names("tenants"))]
+            return sum(self._as(tenant).clear() for tenant in tenants)
         freed = self._remove([EntryName(e.tenant, e.kind, e.key) for e in self.entries()])
         check.sweep(self._folder, self._tenant, 0.0)
         return freed

@@ -219,12 +219,15 @@ class Survey:
         return f"{self._prefix}{_PINS}/{name[0]}/{name[1]}.json"
 
 
+def tenants_at(link: Address) -> list[str]:
+    """The digests of all tenants that may have anything there; empty for nobody in particular."""
+    return ["", *(folder.rpartition("/")[2] for folder in link.folders("tenants"))]
+
+
 def whole_table(link: Address, seen: RecentNames) -> dict[Name, Entry]:
     """The entries of all tenants; a kind is spelled with its tenant, so that no two meet."""
-    folders = link.folders("tenants")
-    tenants = ["", *(folder.rpartition("/")[2] for folder in folders)]
     table: dict[Name, Entry] = {}
-    for tenant in tenants:
+    for tenant in tenants_at(link):
         prefix = layout.tenant_prefix(tenant)
         for (kind, key), entry in Survey(link, seen, tenant).table().items():
             base = entry.stands_on

@@ -9,7 +9,6 @@ whatever has to look at all entries lists the address (see survey.py for what th
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import time
@@ -25,10 +24,10 @@ from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
 from keepsight.store.counting import Counting, Kinds
 from keepsight.store.health import OK, UNREACHABLE
-from keepsight.store.listing import EntryHeader, RecentNames, head
+from keepsight.store.listing import EntryHeader, RecentNames, head, tenants_at
 from keepsight.store.losses import larger_than
 from keepsight.store.reader import Reader
-from keepsight.store.remote_upkeep import Allowance, Upkeep
+from keepsight.store.remote_upkeep import Allowance, Upkeep, telling
 from keepsight.store.write_queue import Outbox, RemoteWrite
 from keepsight.system.exits import begin, when_dropped
 from keepsight.system.lock import Mutex
@@ -89,8 +88,11 @@ class RemoteStore:
 
     def tenant(self, name: str | None) -> RemoteStore:
         """The same store as another tenant sees it: nothing of it is shared with this one."""
+        return self._as(layout.tenant_digest(name))
+
+    def _as(self, tenant: str) -> RemoteStore:
         view = copy.copy(self)
-        view._tenant, view._is_view = layout.tenant_digest(name), True
+        view._tenant, view._is_view = tenant, True
         return view
 
     # -- reading ---------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ class RemoteStore:
     def entries(self) -> Iterator[Entry]:
         """All entries of this tenant, in no order."""
         self._outbox.settle()
-        with self._telling("listed"):
+        with telling(self.address, "listed"):
             table = self._upkeep().table()
         over = [name for name, entry in table.items() if self._is_over(entry)]
         gone = set(chain(*ranking.together(table, over)))
@@ -314,7 +316,7 @@ class RemoteStore:
         """Keep an entry, and what it stands on, whatever the budget; False when absent."""
         layout.checked(kind, key)
         self._outbox.settle()
-        with self._telling("pinned"):
+        with telling(self.address, "pinned"):
             if self._upkeep().is_absent((kind, key)):
                 return False
             self._upkeep().pin((kind, key), pinned)
@@ -336,18 +338,23 @@ class RemoteStore:
         self._outbox.withdraw(lambda j: j.tenant == self._tenant and image_key in j.about.media)
         return freed
 
-    def clear(self) -> int:
-        """Remove every entry of this tenant; the bytes freed."""
+    def clear(self, everybody: bool = False) -> int:
+        """Remove every entry of this tenant, or of all tenants; the bytes freed."""
+        if everybody:
+            self._outbox.settle()
+            with telling(self.address, "listed"):
+                tenants = tenants_at(self._link)
+            return sum(self._as(tenant).clear() for tenant in tenants)
         freed = self._remove(list)
         self._outbox.withdraw(lambda job: job.tenant == self._tenant)
-        with self._telling("removed"):
+        with telling(self.address, "removed"):
             self._upkeep().clear_rest()
         return freed
 
     def gc(self, budget: int) -> int:
         """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
         freed = self._remove(lambda t: ranking.least_useful(t, budget, time.time()), counted=True)
-        with self._telling("removed"):
+        with telling(self.address, "removed"):
             self._upkeep().sweep(_HOUR)
         return freed
 
@@ -363,7 +370,7 @@ class RemoteStore:
     def _remove(self, choose: Callable[[_Table], list[Name]], counted: bool = False) -> int:
         """Remove what is chosen of all entries, and what is on its way there."""
         self._outbox.settle()
-        with self._telling("removed"):
+        with telling(self.address, "removed"):
             table = self._upkeep().table()
             names = choose(table)
             layers = ranking.together(table, names)
@@ -389,11 +396,3 @@ class RemoteStore:
     def _count(self, what: str, more: int = 1) -> None:
         with self._lock:
             self._counts[what] += more
-
-    @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """Who asks for something to be done at the address must hear when it was not."""
-        try:
-            yield
-        except Exception as error:
-            raise StoreError(f"{self.address}: entries cannot be {what}: {error}") from error

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 
-from keepsight.errors import FileError, WrongFormatVersion
+from keepsight.errors import FileError, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
 from keepsight.store import entryfile, layout, ranking
 from keepsight.store.address import Address, RemoteObject
@@ -23,6 +24,15 @@ from keepsight.system.lock import Mutex
 
 Table = dict[Name, Entry]
 _HOUR = 3600.0
+
+
+@contextlib.contextmanager
+def telling(address: str, what: str) -> Iterator[None]:
+    """Who asks for something to be done at the address must hear when it was not."""
+    try:
+        yield
+    except Exception as error:
+        raise StoreError(f"{address}: entries cannot be {what}: {error}") from error
 
 
 class Upkeep(Survey):

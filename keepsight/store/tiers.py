@@ -311,9 +311,9 @@ class TieredStore:
         """Remove all that holds anything of this image from every store."""
         return self._remove(lambda store: store.delete_media(image_key))
 
-    def clear(self) -> int:
-        """Remove every entry of this tenant from every store."""
-        return self._remove(lambda store: store.clear())
+    def clear(self, everybody: bool = False) -> int:
+        """Remove every entry of this tenant, or of all tenants, from every store."""
+        return self._remove(lambda store: store.clear(everybody))
 
     def gc(self, budget: int) -> int:
         """Remove the least useful entries from every store until the rest fits in each."""
