@@ -23,6 +23,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   └── NotStored                      entries that were handed over and are not in the store
     ├── ModelError (RuntimeError)          the model itself
     │   ├── ModelKeepsChanging             changed in every pass: no answer belongs to one model
+    │   ├── TowerRan                       a tower was about to run inside `blindfold()`
     │   ├── UnsupportedModel               a family or cache layer not (yet) shown to be exact
     │   ├── UnreadableWeights              weights on `meta` or offloaded: nothing to fingerprint
     │   └── UpstreamChanged                something in Transformers is not where it was
@@ -166,6 +167,18 @@ class ModelError(KeepsightError, RuntimeError):
 
 class ModelKeepsChanging(ModelError):
     """The model is another one after each pass, so nothing that is computed can be used."""
+
+
+class TowerRan(ModelError):
+    """A vision or audio tower was about to run where only features were expected."""
+
+    def __init__(self, tower: str, what: str = "") -> None:
+        self.tower = tower
+        super().__init__(
+            f"the tower {tower!r} was about to run inside blindfold(){what}: features were "
+            "expected, from memory, the store or a package. Encode the medium before, with "
+            "encode() or prepare(), or hand in its package"
+        )
 
 
 class UnsupportedModel(ModelError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -31,6 +32,7 @@ from keepsight.formats.package import Package
 from keepsight.kinds import DeviceMap, Dtype, Message, Options, Processor, Record
 from keepsight.media.medium import Picture, Pictures
 from keepsight.models import loading, without_tower
+from keepsight.models.blindfold import blindfold
 from keepsight.models.families import family_of
 from keepsight.models.tested import newer_than_tested
 from keepsight.models.weights import Weights
@@ -285,6 +287,12 @@ class VLM:
     def render(self, messages: list[Message], generate: bool = True, **template: object) -> Prompt:
         """The prompt of a conversation: ids, media and their ranges. Nothing is encoded."""
         return self.runtime.render(messages, Call(True, self.tenant, template, {}), generate)
+
+    def blindfold(self) -> AbstractContextManager[None]:
+        """`with vlm.blindfold():` makes any run of the model's vision or audio tower an error, in
+        every thread and whoever starts it: proof that only features were used."""
+        self.runtime.require_open()
+        return blindfold(self.runtime.family)
 
     # -- housekeeping ----------------------------------------------------------------------------
 

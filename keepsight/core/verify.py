@@ -21,7 +21,7 @@ from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.turn import Turn
 from keepsight.kinds import Decoded, Grid, Message, Record
 from keepsight.media.sources import open_source
-from keepsight.models.families import Family
+from keepsight.models.blindfold import watched
 from keepsight.prefix.prompt import Prompt
 
 
@@ -94,6 +94,7 @@ def certify(
     verify(runtime, [_user("Something new in front.", *images)], False, tenant)
     again = runtime.stats()["features"]["encoded"] - before
     checks.append(Check("known pictures are not encoded again", again == 0, float(again)))
+    checks += _tower(runtime, compared if images[1:] else first, tenant)
     return [*checks, *_controls(runtime, first, images[0], question, tenant)]
 
 
@@ -106,13 +107,39 @@ def _checked(name: str, found: Verification) -> list[Check]:
     ]
 
 
+def _tower(runtime: Runtime, messages: list[Message], tenant: str) -> list[Check]:
+    """How often the tower runs for pictures that nobody knows and for known ones, and how many
+    bytes of features are remembered in place of how many of pixels."""
+    calls: list[str] = []
+    fresh = runtime.fresh()
+    with watched(runtime.family, calls.append):
+        _fresh_logits(fresh, messages, tenant)
+        cold = len(calls)
+        prompt = runtime.render(messages, _call(tenant))
+        _last_logits(runtime, prompt, tenant)
+        warm = len(calls) - cold
+    fresh_prompt = fresh.render(messages, _call(tenant))
+    vision = runtime.vision_of(tenant)
+    features = sum(vision.package(medium)[0].nbytes for medium in prompt.media)
+    made = [medium.recall() for medium in fresh_prompt.media if callable(medium.recall)]
+    pixels = sum(t.nbytes for one in made for t in one.tensors.values())
+    note = f"{cold} runs of its parts for new pictures, {warm} for known ones"
+    beside = f"{pixels:,} bytes of pixels, {features:,} bytes of features"
+    return [
+        Check("the tower does not run for known pictures", warm == 0, float(warm), note),
+        Check("pixels beside features", features > 0, 0.0, beside),
+    ]
+
+
 def _controls(
     runtime: Runtime, first: list[Message], image: object, question: str, tenant: str
 ) -> list[Check]:
     """What must matter: without these, everything above could hold by not looking."""
-    right = _fresh_logits(runtime, first, tenant)
+    right = _fresh_logits(runtime.fresh(), first, tenant)
     turned = _upside_down(image)
-    other = float((right - _fresh_logits(runtime, [_user(question, turned)], tenant)).abs().max())
+    other = float(
+        (right - _fresh_logits(runtime.fresh(), [_user(question, turned)], tenant)).abs().max()
+    )
     family = copy.copy(runtime.family)
     true = runtime.family.positions
 
@@ -122,7 +149,7 @@ def _controls(
         return positions
 
     family.positions = shifted  # type: ignore[method-assign]
-    moved = float((right - _fresh_logits(runtime, first, tenant, family)).abs().max())
+    moved = float((right - _fresh_logits(runtime.fresh(family), first, tenant)).abs().max())
     must = "must not be 0"
     return [
         Check("control: another picture changes the logits", other > 0, other, must),
@@ -130,10 +157,7 @@ def _controls(
     ]
 
 
-def _fresh_logits(
-    runtime: Runtime, messages: list[Message], tenant: str, family: Family | None = None
-) -> torch.Tensor:
-    fresh = runtime.fresh(family)
+def _fresh_logits(fresh: Runtime, messages: list[Message], tenant: str) -> torch.Tensor:
     fresh.refresh(tenant=tenant)
     return _last_logits(fresh, fresh.render(messages, _call(tenant)), tenant)[0].float()
 

@@ -14,12 +14,13 @@ from collections.abc import Callable
 import torch
 
 from keepsight import digests
-from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
+from keepsight.errors import FileError, ImageError, TowerRan, UnsupportedInput, WrongIdentity
 from keepsight.formats.package import Package, check_shapes, feature_id, identity
 from keepsight.kinds import Record
 from keepsight.media.caches import MediaCaches
 from keepsight.media.medium import Medium, entry_of, medium_in
 from keepsight.media.naming import Looked, Namer
+from keepsight.models.blindfold import refuse_blindfolded
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.store import About, Store
@@ -272,6 +273,7 @@ class Vision:
 
     def _encode(self, medium: Medium) -> Package:
         self.require([medium])
+        refuse_blindfolded(self._family.model, medium.key)
         pixels = self._pixels_of(medium)
         tensors, container = self._run_tower(pixels)
         self._counts["encoded"] += 1
@@ -314,7 +316,7 @@ class Vision:
         try:
             with torch.no_grad():
                 return self._family.encode(pixels)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, TowerRan):
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             shapes = {name: tuple(tensor.shape) for name, tensor in pixels.tensors.items()}

@@ -22,7 +22,14 @@ from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.describe import Describer, Plain
 from keepsight.models.fingerprint.evidence import Belief, Proof
 from keepsight.models.fingerprint.onlookers import only_looks, passes_on
-from keepsight.models.fingerprint.stock import BASE, NOTES, StockModule, reads_training, settings_of
+from keepsight.models.fingerprint.stock import (
+    BASE,
+    NOTES,
+    OUR_HOOK,
+    StockModule,
+    reads_training,
+    settings_of,
+)
 from keepsight.models.fingerprint.watch import QUIET, Watch
 
 _HOMES = ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
@@ -82,7 +89,7 @@ class Difference:
     def _hold(self, module: torch.nn.Module, path: str) -> None:
         self._watch.thing(module, path, NOTES, quiet=frozenset({"training"}))
         for name in _HOMES:
-            self._watch.home(vars(module)[name], path)
+            self._watch.home(vars(module)[name], path, frozenset({OUR_HOOK}))
 
     def _of(self, module: torch.nn.Module, path: str) -> Iterator[Plain]:
         part = self._stock.get(path)
@@ -121,7 +128,7 @@ class Difference:
     def _hooks(self, home: Record, name: str, flags: tuple[str, ...], path: str) -> Iterator[Plain]:
         for key, hook in home[name].items():
             how = tuple(flag for flag in flags if key in home[flag])
-            if _is_silent(hook):
+            if key == OUR_HOOK or _is_silent(hook):
                 continue
             proof = only_looks(hook, _HANDED_BACK.get((name, how), -1))
             if proof is not None:

@@ -69,6 +69,9 @@ NOTES |= {
     "_last_compile_config",
     "_previous_max_cache_length",
 }
+# Who calls `generate` of a live model is no part of any forward pass.
+NOTES |= {"generate"}
+OUR_HOOK = "keepsight.blindfold"  # a forward pre-hook of ours that only watches
 _KEPT = 4  # configurations whose models are remembered
 
 
