@@ -171,7 +171,7 @@ def _problem(request: Request, error: Exception) -> ApiError | None:
     return ApiError(error.status_code, text, code=_HTTP_CODES.get(error.status_code))
 
 
-def _only_known(request: Request) -> None:
+async def _only_known(request: Request) -> None:  # not in a thread: that costs more than it does
     """Refuse a parameter in an address that nobody listens to; where clients of many dialects ask
     for answers, it is named."""
     path = request.url.path

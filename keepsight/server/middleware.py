@@ -24,6 +24,7 @@ from keepsight.report import Report, Usage
 from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, from_error
 from keepsight.server.hosts import host_of, is_loopback, is_own_name
+from keepsight.server.pace import FairPace, Pace
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.schema import ChatRequest
 from keepsight.server.site import FILES
@@ -37,13 +38,13 @@ errors = logging.getLogger("keepsight.server")
 
 _OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # without a key: of nobody
 _WHILE_CLOSING = {"/health", "/metrics"}
+_ANSWERS = {"/v1/chat/completions", "/v1/responses", "/v1/prepare"}  # what the model works for
 _READING = 60.0
 _LAST_WORDS = 1.0  # seconds for a client that does not read, when the server ends
 _EVENTS = b"text/event-stream"
 _DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens
 _AT_ONCE = 1 << 20  # bytes of a body that come as fast as they can
 _BYTES_A_SECOND = 64 << 20  # of all larger ones, while others are served: taking them in costs time
-_SHORT = 0.005  # seconds that are not waited for
 _BODIES_HELD = 8  # times the largest body, of all requests together
 
 
@@ -62,6 +63,8 @@ class Visit:
     size: int = 0  # of its body
     unused: Unused = field(default_factory=Unused)  # what it asked for that has no effect
     streams: bool = False  # what is being sent are events, which may end at any time
+    answers: bool = False  # the model is asked; anything else waits for a turn
+    had_turn: bool = False
 
     def who(self) -> Caller:
         """The caller, who was found at the door."""
@@ -121,20 +124,6 @@ def told(error: Exception, visit: Visit) -> ApiError:
     return problem
 
 
-class Pace:
-    """So many a second, whoever wants them."""
-
-    def __init__(self, per_second: float) -> None:
-        self._per_second, self._next = per_second, 0.0
-
-    async def wait(self, count: int) -> None:
-        """Until so many may come."""
-        now = time.monotonic()
-        self._next = max(self._next, now) + count / self._per_second
-        if self._next - now > _SHORT:
-            await asyncio.sleep(self._next - now)
-
-
 class RequestMiddleware:
     """ASGI around the application."""
 
@@ -143,6 +132,8 @@ class RequestMiddleware:
         self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}
         self._held = 0
         self._pace = Pace(_BYTES_A_SECOND)
+        self._answering = 0
+        self._turns = FairPace(lambda: self._answering > 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request from its first byte to its line in the log."""
@@ -153,11 +144,14 @@ class RequestMiddleware:
         visit.unused.refuse = self._service.config.unknown_fields == "refuse"
         metrics = self._service.metrics
         metrics.active.inc()
+        visit.answers = visit.method == "POST" and scope["path"] in _ANSWERS
         self._service.active += 1
+        self._answering += visit.answers
         try:
             await self._through(scope, receive, send, visit)
         finally:
             self._service.active -= 1
+            self._answering -= visit.answers
             metrics.active.dec()
             seconds = time.perf_counter() - visit.begun
             if visit.gone:
@@ -173,6 +167,9 @@ class RequestMiddleware:
         async def send_on(message: Message) -> None:
             nonlocal started, complete
             if message["type"] == "http.response.start":
+                if message["status"] >= 400 and not visit.had_turn:
+                    with contextlib.suppress(ApiError):  # it is a refusal already
+                        await self._turn(scope, visit)
                 started = True
                 visit.status = message["status"]
                 headers = list(message.get("headers", ()))
@@ -195,6 +192,8 @@ class RequestMiddleware:
             except ApiError:
                 await self._discard(receive)
                 raise
+            if not visit.answers:
+                await self._turn(scope, visit)
             body = await self._body(receive, visit, _announced(scope))
             visit.size = len(body)
             try:
@@ -220,6 +219,16 @@ class RequestMiddleware:
             problem = told(error, visit)
             if not started and not visit.gone:
                 await respond(send_on, problem)
+
+    async def _turn(self, scope: Scope, visit: Visit) -> None:
+        """Wait until it is the client's turn, while answers of others are being made."""
+        visit.had_turn = True
+        self._answering -= visit.answers
+        visit.answers = False
+        if not (visit.gone or self._service.draining):
+            host, _ = scope.get("client") or ("", 0)
+            name = visit.caller.name if visit.caller is not None else None
+            await self._turns.wait(f"from {host}" if name is None else f"key {name}")
 
     def _admit(self, scope: Scope, visit: Visit) -> None:
         path = scope["path"]

@@ -1,0 +1,100 @@
+"""What is let in at a rate while others are served: large bodies, and what is no answer.
+
+Python computes one thing at a time, so every request takes its moment from the answers that are
+being made. While there are any, requests for anything else (statistics, lists, pages) are let in,
+and refusals sent, at a rate and clients in turn: who asks without end waits for themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from keepsight.server.errors import ApiError
+
+_SHORT = 0.005  # seconds that are not waited for
+_PER_SECOND = 40.0  # requests; each takes some milliseconds of the interpreter
+_AT_ONCE = 20  # that come after a pause
+_HELD = 1024  # that wait
+
+
+class Pace:
+    """So many a second, whoever wants them."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second, self._next = per_second, 0.0
+
+    async def wait(self, count: int) -> None:
+        """Until so many may come."""
+        now = time.monotonic()
+        self._next = max(self._next, now) + count / self._per_second
+        if self._next - now > _SHORT:
+            await asyncio.sleep(self._next - now)
+
+
+class FairPace:
+    """So many requests a second, the clients in turn, while `busy` says that it matters."""
+
+    def __init__(
+        self,
+        busy: Callable[[], bool],
+        per_second: float = _PER_SECOND,
+        at_once: int = _AT_ONCE,
+        held: int = _HELD,
+    ) -> None:
+        self._busy, self._per_second, self._at_once, self._most = busy, per_second, at_once, held
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the client next in turn first
+        self._count = 0
+        self._level, self._at = float(at_once), time.monotonic()
+        self._releasing: asyncio.Task[None] | None = None
+
+    async def wait(self, client: str) -> None:
+        """Until it is this client's turn. Where too many wait, whoever has most has one refused."""
+        if not self._count and (not self._busy() or self._missing() <= 0):
+            self._level -= 1.0
+            return
+        if self._count >= self._most:
+            self._refuse_one()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._count += 1
+        if self._releasing is None or self._releasing.done():
+            self._releasing = asyncio.create_task(self._release())
+        await turn
+
+    def _missing(self) -> float:
+        """Seconds until the next may come."""
+        now = time.monotonic()
+        self._level += (now - self._at) * self._per_second
+        self._level, self._at = min(max(self._level, 0.0), float(self._at_once)), now
+        return round((1.0 - self._level) / self._per_second, 6)  # none so short that nothing passes
+
+    async def _release(self) -> None:
+        while self._count:
+            while self._busy() and (missing := self._missing()) > 0:
+                await asyncio.sleep(missing)
+            self._let_in()
+            await asyncio.sleep(0)
+
+    def _let_in(self) -> None:
+        client = next(iter(self._waiting))
+        waiting = self._waiting.pop(client)
+        turn = waiting.popleft()
+        self._count -= 1
+        if waiting:
+            self._waiting[client] = waiting  # behind all others
+        if not turn.done():  # its request may have been cancelled
+            self._level -= 1.0
+            turn.set_result(None)
+
+    def _refuse_one(self) -> None:
+        client = max(self._waiting, key=lambda name: len(self._waiting[name]))
+        turn = self._waiting[client].popleft()
+        self._count -= 1
+        if not self._waiting[client]:
+            del self._waiting[client]
+        if not turn.done():
+            text = "too many requests at a time; wait for answers before asking again"
+            turn.set_exception(ApiError(429, text, code="busy", retry_after=1))
