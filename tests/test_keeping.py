@@ -11,7 +11,7 @@ from model_parts import picture
 import keepsight as ks
 from keepsight.core.answer import turn_of
 from keepsight.core.call import Call
-from keepsight.errors import InputError, MadeElsewhere, PinsFull
+from keepsight.errors import InputError, MadeElsewhere, NotStored, PinsFull
 
 QUESTION = "What is in this picture, and where does it stand?"
 MODELS = ["demo", "demo-hybrid"]
@@ -281,6 +281,8 @@ def test_pins_leave_a_disk_within_its_budget(tmp_path: Path) -> None:
     with load("demo", store=tmp_path, store_budget="400KB") as vlm:
         for seed in range(1, 30):
             vlm.pin(picture(seed))
-        vlm.flush()
+        with pytest.raises(NotStored, match="pins take"):
+            vlm.flush()
+        assert vlm.stats()["store"]["state"] == "pinned"
         held = [e.nbytes for e in vlm.runtime.store.entries() if e.pinned]
         assert held and sum(held) <= vlm.stats()["store"]["bytes"] <= 400_000

@@ -24,7 +24,7 @@ from models import picture
 from remote_lines import Line
 
 import keepsight as ks
-from keepsight.errors import StoreError
+from keepsight.errors import NotStored, StoreError
 from keepsight.formats import tensorfile
 from keepsight.store import About, DiskStore, Store, health, layout, timeout
 from keepsight.store import index as book_module
@@ -594,6 +594,33 @@ def test_a_disk_that_refuses_a_pin_leaves_none_in_memory(
         vlm.pin(shown(1))
         assert shelf.pinning() and any(node.pinned for node in tree.nodes())
         vlm.runtime.check()
+
+
+# -- a store that is full of pins ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limits", [{"budget": 4000}, {"quota": 4000}])
+def test_pins_that_leave_no_room_are_named(
+    tmp_path: Path, opened: Any, caplog: pytest.LogCaptureFixture, limits: dict[str, int]
+) -> None:
+    store = opened(tmp_path, **limits)
+    while store.stats()["bytes"] < 3200:
+        number = store.stats()["entries"]
+        fill(store, number)
+        store.pin("package", KEYS[number])
+    for number in (6, 7):
+        put(store, number)
+        with pytest.raises(NotStored, match="pins take .* unpin something") as refused:
+            store.flush()
+        assert set(refused.value.reasons) == {("package", KEYS[number])}
+    told = store.stats()
+    assert told["state"] == "pinned" and told["since"] and "pins take" in told["broken"]
+    assert told["refused"] == 2 and told["bytes"] <= 4000
+    assert len([line for line in caplog.messages if "takes nothing more" in line]) == 1
+    store.pin("package", KEYS[0], False)
+    assert store.stats()["state"] == "ok"
+    fill(store, 5)
+    assert store.get("package", KEYS[5]) and store.stats()["state"] == "ok"
 
 
 # -- a disk that vanishes ----------------------------------------------------------------------

@@ -125,6 +125,23 @@ class Keeper:
             gone += self.book.fit(None, self.budget)[0]
         return gone
 
+    def crowded_out(self, sizes: dict[EntryName, int]) -> dict[EntryName, str]:
+        """Of entries that had to go as soon as they were written, those for which pins leave no
+        room, and what to say of each."""
+        found: dict[EntryName, str] = {}
+        limits: list[tuple[int | None, str, str | None]] = []
+        limits += [(self.budget, "budget of the store", None)] if sizes else []
+        limits += [
+            (self.quota, "quota of a tenant", tenant) for tenant in {p.tenant for p in sizes}
+        ]
+        for limit, what, tenant in limits:
+            if limit is not None:
+                pins = self.book.act(lambda catalogue, t=tenant: catalogue.pinned(t))  # type: ignore[misc]
+                why = f"pins take {pins:,} bytes of the {what}, {limit:,}; unpin something"
+                mine = [place for place in sizes if tenant in (None, place.tenant)]
+                found.update({place: why for place in mine if sizes[place] > limit - pins})
+        return found
+
     # -- for statistics --------------------------------------------------------------------------
 
     def counted(self, tenant: str) -> Counted:

@@ -160,12 +160,15 @@ class Catalogue:
 
     def nbytes(self, tenant: str | None = None) -> int:
         """Bytes of one tenant, or of all."""
-        whose, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
-        return int(
-            self._base.execute(
-                f"SELECT coalesce(sum(bytes), 0) FROM total{whose}", values
-            ).fetchone()[0]
-        )
+        return self._sum("total WHERE (?1 IS NULL OR tenant = ?1)", tenant)
+
+    def pinned(self, tenant: str | None = None) -> int:
+        """Bytes that are pinned, of one tenant or of all; it looks at every row."""
+        return self._sum("entry WHERE pinned AND state = 0 AND (?1 IS NULL OR tenant = ?1)", tenant)
+
+    def _sum(self, of: str, tenant: str | None) -> int:
+        query = f"SELECT coalesce(sum(bytes), 0) FROM {of}"
+        return int(self._base.execute(query, (tenant,)).fetchone()[0])
 
     def tenants(self) -> list[str]:
         """All tenants that have anything here."""
@@ -192,9 +195,8 @@ class Catalogue:
 
     def row(self, place: EntryName) -> Entry | None:
         """One entry that is there."""
-        row = self._base.execute(
-            f"SELECT * FROM entry WHERE {_HERE} AND state = 0", place
-        ).fetchone()
+        query = f"SELECT * FROM entry WHERE {_HERE} AND state = 0"
+        row = self._base.execute(query, place).fetchone()
         return None if row is None else _entry(row)
 
     def state(self, place: EntryName) -> int | None:
@@ -330,9 +332,8 @@ class Catalogue:
 
     def next_end(self) -> float | None:
         """When the first of all entries is over, if any ever is."""
-        row = self._base.execute(
-            "SELECT min(expires) FROM entry WHERE expires IS NOT NULL"
-        ).fetchone()
+        query = "SELECT min(expires) FROM entry WHERE expires IS NOT NULL"
+        row = self._base.execute(query).fetchone()
         return None if row[0] is None else float(row[0])
 
     def without_base(self) -> list[tuple[EntryName, Name]]:

@@ -308,7 +308,8 @@ class DiskStore:
         """
         known = self._writer.counted(self._tenant, wait) or Counted({}, {}, None, False)
         counts = dict(self._writer.tally.counts.get(self._tenant, ()))
-        disk = self._disk if self._disk.state != OK else self._reads
+        healths = (self._disk, self._reads, self._writer.pins)
+        disk = next((health for health in healths if health.state != OK), self._disk)
         return {
             "root": str(self.root),
             "tier": "disk",
@@ -338,6 +339,7 @@ class DiskStore:
                 self._folder.write(pin_name(place), [b"{}"], None)
             else:
                 self._folder.remove(pin_name(place))
+                self._writer.pins.worked()
         except OSError as error:
             raise StoreError(f"{self.root}: no pin can be set or removed: {error}") from error
         return self._book.change(lambda catalogue: catalogue.pin(place, pinned))
@@ -381,6 +383,7 @@ class DiskStore:
     def _remove(self, places: list[EntryName]) -> int:
         tower = self._book.act(lambda catalogue: catalogue.tower(places))
         freed = self._book.remove(tower)
+        self._writer.pins.worked()
         for place in tower:
             if self._folder.status(pin_name(place)) is not None:
                 self._folder.remove(pin_name(place))

@@ -28,6 +28,7 @@ SLOW = "slow"  # no answer within the time that a reader waits
 FAILING = "failing"  # errors of the device, too many open files, and whatever else passes
 UNREACHABLE = "unreachable"  # an address that does not answer
 DAMAGED = "damaged"  # wrong bytes
+PINNED = "pinned"  # what is pinned leaves no room for anything else
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds that a disk is left alone
 _QUIET = 600.0  # seconds in which a trouble that comes back is not told again

@@ -31,6 +31,7 @@ class PendingWrite:
     about: About
     told: Record = field(default_factory=dict)  # what the file says of its keeping
     nbytes: int = 0
+    written: int = 0  # bytes on the disk, once it is there
     ready: Fence = COMPLETE  # before it, tensors that came from a device are not here yet
 
     @property

@@ -13,6 +13,7 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Sequence
 
 from keepsight.errors import StoreError
 from keepsight.store import entryfile, layout
@@ -20,7 +21,7 @@ from keepsight.store.after_write import Keeper
 from keepsight.store.contract import About, Entry
 from keepsight.store.folder import Folder, PartFile
 from keepsight.store.folder_state import Ground
-from keepsight.store.health import LONGEST_PAUSE, OK, Health
+from keepsight.store.health import LONGEST_PAUSE, OK, PINNED, Health
 from keepsight.store.index import Book
 from keepsight.store.layout import EntryName
 from keepsight.store.losses import TOO_MUCH, larger_than
@@ -47,6 +48,7 @@ class Writer:
         self.budget, self.quota = budget, quota
         self.tally, self.pending = StoreCounters(), Pending(waiting)
         self.reach = Reach(Health(f"the store {folder.root} cannot be read"))
+        self.pins = Health(f"the store {folder.root} takes nothing more")
         self._keeper, self._ground = Keeper(folder, book, budget, quota), Ground(folder, book)
         self.start_anew()
         forks.renew(self.start_anew)
@@ -204,7 +206,7 @@ class Writer:
                 self._write_batch(batch)
             if self._asked:
                 self._keeper.sweep_at = 0.0
-            self._after(tenants)
+            self._after(tenants, batch)
             self._count_all(len(batch), tenants)
         except Exception:
             logger.exception("the store %s: housekeeping failed; going on", self.folder.root)
@@ -253,7 +255,7 @@ class Writer:
             logger.exception("the store %s: housekeeping failed; going on", self.folder.root)
         return LONGEST_PAUSE
 
-    def _after(self, tenants: set[str] | None = None) -> None:
+    def _after(self, tenants: set[str] | None = None, batch: Sequence[PendingWrite] = ()) -> None:
         due = self.tally.take()
         if self.disk.is_aside or not self._keeper.count(due.uses, due.events):
             self.tally.put_back(Due({}, due.events, [], set()))
@@ -266,7 +268,20 @@ class Writer:
         self.tally.settle(due)
         if tenants:
             with contextlib.suppress(OSError):
-                self.tally.evicted(self._keeper.fit(tenants))
+                gone = self._keeper.fit(tenants)
+                self.tally.evicted(gone)
+                self._notice_pins({job.place: job.written for job in batch if job.written}, gone)
+
+    def _notice_pins(self, sizes: dict[EntryName, int], gone: list[EntryName]) -> None:
+        """Say so where what was just written could not stay because of what is pinned."""
+        crowded = self._keeper.crowded_out({p: sizes[p] for p in gone if p in sizes})
+        for place, why in crowded.items():
+            self._lose(place, why)
+        if crowded:
+            why = next(iter(crowded.values()))
+            self.pins.failed(StoreError(why), PINNED)
+        elif sizes:
+            self.pins.worked()
 
     def _count_all(self, done: int, changed: set[str]) -> None:
         """Count who was asked for, once all is dealt with that was handed over before; and who is
@@ -343,6 +358,7 @@ class Writer:
             self.pending.forget(job)
             self.pending.losses.found(job.place.tenant, (job.place.kind, job.place.key))
             self.tally.count(job.place.tenant, "written")
+            job.written = part.size
             rows.append(job.row(part.size))
         return rows
 
