@@ -25,16 +25,24 @@ from keepsight.core.kernels.linear import Rows, rows_of
 from keepsight.errors import InputError
 from keepsight.scheduler import Together
 
-# Families all of whose layers grow with the sequence and whose tokens see none behind them.
+# Families whose tokens see those before them, or near them, and pictures of which they are part.
 SHOWN = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "llava_next", "llava_onevision"),
     *("mistral3", "llava_pixtral", "idefics3", "smolvlm", "idefics2", "glm4v", "glm46v", "glm_ocr"),
-    *("paddleocr_vl", "video_llama_3", "qwen2_5_omni_thinker", "got_ocr2", "deepseek_vl", "ovis2"),
+    *("sliding", "aya_vision", "cohere2_vision", "gemma3", "gemma3_sliding", "gemma3_crops"),
+    *(
+        "gemma4_vision",
+        "paddleocr_vl",
+        "video_llama_3",
+        "qwen2_5_omni_thinker",
+        "got_ocr2",
+        "deepseek_vl",
+        "ovis2",
+    ),
 )
+WINDOWS = ("sliding", "gemma3_sliding", "cohere2_vision")
 BY_BOUNDARIES = {
     "qwen3_5": "linear",
-    "sliding": "sliding",
-    "gemma3": "sliding",
     "qwen3_vl_moe": "experts",
     "paligemma": "see those behind them",
     "mllama": "cross",
@@ -95,7 +103,7 @@ def test_all_families_are_in_one_of_the_lists_or_hold_by_themselves() -> None:
 # -- the promise -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_vl", "llava", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_vl", "llava", "internvl", *WINDOWS])
 @BOTH
 def test_any_prefix_is_used_to_its_last_token(kind: str, dtype: torch.dtype) -> None:
     """Prompts that share a prefix of any length with one before run their own tokens only."""
@@ -112,7 +120,7 @@ def test_any_prefix_is_used_to_its_last_token(kind: str, dtype: torch.dtype) -> 
         vlm.runtime.check()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "llava"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "llava", *WINDOWS])
 @BOTH
 def test_what_was_decoded_is_not_computed_again(kind: str, dtype: torch.dtype) -> None:
     """The next turn computes the last token of the reply, which nothing has read yet, and its own
@@ -130,9 +138,10 @@ def test_what_was_decoded_is_not_computed_again(kind: str, dtype: torch.dtype) -
             assert torch.equal(found, logits_of(other, talk))
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", *WINDOWS])
 @BOTH
-def test_a_conversation_with_pictures(dtype: torch.dtype) -> None:
-    with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as other:
+def test_a_conversation_with_pictures(kind: str, dtype: torch.dtype) -> None:
+    with wrapped(kind, dtype) as vlm, wrapped(kind, dtype) as other:
         first = [turn("What do you see in it?", picture(1))]
         said = [*first, turn("A pattern.", role="assistant")]
         for messages in (
@@ -162,12 +171,13 @@ def test_a_cold_prompt_with_six_pictures_is_one_pass() -> None:
         assert len(passes_of) == 1
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_edits_forks_and_budgets(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [(0, "llava"), (1, "llava"), (2, "gemma3_sliding")])
+def test_random_edits_forks_and_budgets(seed: int, kind: str) -> None:
     """Twenty conversations interleaved, cut, forked and edited anywhere, under a small budget."""
     rng = random.Random(seed)
-    with wrapped("llava", cache_budget="400KB") as vlm, wrapped("llava") as other:
+    with wrapped(kind, cache_budget="400KB") as vlm, wrapped(kind) as other:
         talks = [ids_of(vlm, 20, seed=one) for one in range(20)]
+        pictures = sorted(vlm.runtime.family.placeholders.values())
         for step in range(60):
             one = rng.randrange(len(talks))
             talk = talks[one]
@@ -175,7 +185,11 @@ def test_random_edits_forks_and_budgets(seed: int) -> None:
             prompt = torch.cat([kept, ids_of(vlm, rng.randint(1, 40), 100 + step)], dim=1)
             many = rng.randint(1, 6)
             talk = vlm.generate(
-                input_ids=prompt, max_new_tokens=many, min_new_tokens=many, **GREEDY
+                input_ids=prompt,
+                max_new_tokens=many,
+                min_new_tokens=many,
+                suppress_tokens=pictures,
+                **GREEDY,
             )
             assert isinstance(talk, torch.Tensor)
             talks[one] = talk
@@ -188,8 +202,9 @@ def test_random_edits_forks_and_budgets(seed: int) -> None:
 # -- together --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", *WINDOWS])
 @BOTH
-def test_decoded_together_is_decoded_alone(dtype: torch.dtype) -> None:
+def test_decoded_together_is_decoded_alone(kind: str, dtype: torch.dtype) -> None:
     """Sampling with a seed included; who joins and leaves changes no bit."""
     chats = [
         [turn("Look.", picture(1))],
@@ -198,7 +213,7 @@ def test_decoded_together_is_decoded_alone(dtype: torch.dtype) -> None:
         [turn("Compare. " * 3, picture(1), picture(2)), turn("And?")],
     ]
     counts, options = (6, 15, 3, 11), {"do_sample": True, "temperature": 1.5}
-    with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as own:
+    with wrapped(kind, dtype) as vlm, wrapped(kind, dtype) as own:
         together = Together(vlm)
         with together:
             asked = list(enumerate(zip(chats, counts, strict=True)))
@@ -250,6 +265,23 @@ def test_a_restart_goes_on_from_the_store(tmp_path: Path) -> None:
         assert reply.tokens == wanted
         assert reply.usage.cached_tokens == reply.usage.prompt_tokens and not rows(vlm)
         vlm.runtime.check()
+
+
+@pytest.mark.parametrize("piece", [7, 40])
+def test_pictures_whose_tokens_see_each_other_are_never_cut(piece: int) -> None:
+    """Neither by pieces of a prefill, nor where two prompts part inside the same picture."""
+    with wrapped("gemma3_sliding") as vlm, wrapped("gemma3_sliding") as other:
+        messages = [turn("Look at it. " * 5, picture(1), picture(2)), turn("What is it?")]
+        with Together(vlm, prefill_piece=piece) as together:
+            reply = together.submit(messages, max_new_tokens=9, **GREEDY).result()
+        assert reply.tokens == other.chat(messages, max_new_tokens=9, **GREEDY).tokens
+        changed = [turn("Look at it. " * 5, picture(1), picture(3)), turn("What is it?")]
+        catch, again = Catch(), Catch()
+        vlm.chat(changed, max_new_tokens=1, logits_processor=[catch])
+        other.clear()
+        other.chat(changed, max_new_tokens=1, logits_processor=[again])
+        assert catch.seen is not None and again.seen is not None
+        assert torch.equal(catch.seen, again.seen)
 
 
 def test_entries_made_by_boundaries_are_of_another_namespace(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ _PRODUCTS = {
 }
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
+_GROWING = ("full", "sliding", "none")  # layers all of whose keys a lane can hold
 _MOST = 8  # circumstances whose findings are remembered
 
 
@@ -83,6 +84,7 @@ class AnyCut:
     def rule(self, boundaries: Rule, circumstances: Record) -> tuple[Rule, Finding]:
         """Whether a prompt can be cut anywhere now, or at boundaries only; and what was found."""
         found = self.find(circumstances)
+        self._engine.lanes.grows = found.kernels is not None
         if found.kernels is None:
             return boundaries, found
         return replace(boundaries, kernels=found.names, grain=_APART, run=_LONGEST), found
@@ -116,15 +118,15 @@ class AnyCut:
     def _why_not(self, circumstances: Record) -> str:
         """What excludes it, without trying."""
         model, shape = self._model, self._engine.shape
-        kinds = sorted({kind for kind in shape.kinds if kind not in ("full", "none")})
+        kinds = sorted({kind for kind in shape.kinds if kind not in _GROWING})
         if hasattr(model, "exported"):
             return "the model is an exported one"
         if model.device.type != "cpu":
             return f"its kernels were never tried on {model.device.type}"
         if kinds:
-            return f"it has layers of other kinds than full attention: {', '.join(kinds)}"
-        if self._family.reuse != "prefix" or self._family.sees_whole_media:
-            return "tokens of a medium, or of the prompt, see those behind them"
+            return f"it has layers of other kinds than attention: {', '.join(kinds)}"
+        if self._family.reuse != "prefix":
+            return "tokens of the prompt see those behind them"
         if circumstances.get("compiled") or circumstances.get("autocast"):
             return "it is compiled, or runs under autocast"
         if any(_is_stacked(weight) for weight in model.get_decoder().parameters()):
@@ -169,7 +171,7 @@ class AnyCut:
         if doubts := self._doubts(kernels):
             return doubts[0]
         for heads in kernels.seen:
-            if not attention_rows_are_equal(heads):
+            if not attention_rows_are_equal(heads, "sliding" in self._engine.shape.kinds):
                 return f"attention of {heads[0]} heads of {heads[2]} depends on its rows"
         if not kernels.seen:
             return "its attention is computed by functions of its own"
@@ -188,7 +190,7 @@ class AnyCut:
 
     def _run(self, kernels: Kernels, ids: np.ndarray) -> Run:
         engine, types = self._engine, np.zeros(len(ids), dtype=np.int8)
-        lane = Lane(self._model, engine.shape, engine.lanes.making)
+        lane = Lane(self._model, engine.shape, engine.lanes.making, grows=True)
         positions = self._family.positions(ids, types, [])
         behind = positions[..., -1:] + 1
         return Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), behind, kernels=kernels)

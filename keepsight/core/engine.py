@@ -127,7 +127,7 @@ class Engine:
 
     def snapshot_pattern(self) -> Record:
         """What all snapshots of one making have in common; it costs one small pass, once."""
-        making = self.lanes.making
+        making = f"{self.lanes.making} {self.lanes.grows}"
         if making not in self._patterns:
             while len(self._patterns) >= MAX_PATTERNS:
                 self._patterns.pop(next(iter(self._patterns)))
@@ -138,7 +138,7 @@ class Engine:
     def _look_at_a_snapshot(self) -> Record:
         """The pattern of all snapshots, from one of two tokens that is thrown away."""
         ids = np.zeros(2, dtype=np.int64)
-        lane = Lane(self._model, self.shape, self.lanes.making)
+        lane = self.lanes.fresh()
         positions = self._family.positions(ids, ids, [])
         run = Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), positions)
         counted = self.prefill_tokens

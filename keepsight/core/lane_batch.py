@@ -26,7 +26,7 @@ class _Rows(LaneLayer):
     def __init__(self, layers: list[LaneLayer]) -> None:
         super().__init__()
         self._layers = layers
-        self.is_initialized = True
+        self.is_initialized, self.is_sliding = True, layers[0].is_sliding
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object

@@ -145,6 +145,10 @@ class LaneLayer(DynamicLayer):
         self.room_k, self.room_v = keys, values
         self._view(length)
 
+    def first_seen(self) -> int | None:
+        """The first key that the last token sees, where it does not see all."""
+        return None
+
     def get_seq_length(self, *more: object, **options: object) -> int:
         """Tokens held."""
         refuse_unknown("get_seq_length of a cache layer", more, options)
@@ -163,6 +167,24 @@ class LaneLayer(DynamicLayer):
     def nbytes(self) -> int:
         """Bytes of the room."""
         return storage_bytes(t for t in (self.room_k, self.room_v) if t is not None)
+
+
+class WindowLayer(LaneLayer):
+    """A layer whose tokens see only the ones near them. All keys and values are held, so that any
+    prefix can be taken of them; masks say which are seen."""
+
+    is_sliding = True
+
+    def __init__(self, window: int, chunked: bool) -> None:
+        super().__init__()
+        self._window, self._chunked = window, chunked
+
+    def first_seen(self) -> int:
+        """The first key that the last token sees."""
+        last = self.length - 1
+        if self._chunked:
+            return last // self._window * self._window
+        return max(0, last - self._window + 1)
 
 
 def _alike(room: torch.Tensor, like: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ class Lanes:
     def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
         self._model, self._shape, self._budget = model, shape, budget
         self._idle: list[Lane] = []  # least recently used first
-        self.making = ""
+        self.making, self.grows = "", False
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +36,8 @@ class Lanes:
         """A lane for continuing from `node`: the one that holds most of its path already."""
         chain = node.chain()
         best, most = None, 0
-        fitting = [lane for lane in self._idle if lane.making == self.making]
+        wanted = self.making, self.grows
+        fitting = [lane for lane in self._idle if (lane.making, lane.grows) == wanted]
         for lane in fitting:
             end = shared(lane, chain)
             if end > most:
@@ -44,13 +45,17 @@ class Lanes:
         # A lane with much of another conversation behind the shared part is left to it.
         crowded = best is not None and most * 2 < _marked(best)
         if (best is None or crowded) and len(self._idle) < MAX_LANES:
-            return Lane(self._model, self._shape, self.making)
+            return self.fresh()
         if best is None and not fitting:
             self._idle.pop(0)
-            return Lane(self._model, self._shape, self.making)
+            return self.fresh()
         lane = best if best is not None else fitting[0]
         self._idle.remove(lane)
         return lane
+
+    def fresh(self) -> Lane:
+        """A lane that nothing stands on."""
+        return Lane(self._model, self._shape, self.making, self.grows)
 
     def give_back(self, lane: Lane) -> None:
         """Keep an unused lane while the budget allows."""

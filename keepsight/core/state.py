@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
-from keepsight.core.lane_layer import CrossLayer, LaneLayer
+from keepsight.core.lane_layer import CrossLayer, LaneLayer, WindowLayer
 from keepsight.errors import UnsupportedModel
 from keepsight.formats.package import storage_bytes
 from keepsight.kinds import CacheLayer, Record
@@ -103,10 +103,13 @@ def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
 
 
 class Lane:
-    """The memory of one running sequence."""
+    """The memory of one running sequence. With `grows`, sliding layers hold all keys and values,
+    so that any prefix can be taken of them."""
 
-    def __init__(self, model: PreTrainedModel, shape: Shape, making: str = "") -> None:
-        self.shape, self.making = shape, making
+    def __init__(
+        self, model: PreTrainedModel, shape: Shape, making: str = "", grows: bool = False
+    ) -> None:
+        self.shape, self.making, self.grows = shape, making, grows
         self._config = model.config
         self.cache = DynamicCache(config=model.config)
         for i, kind in enumerate(shape.kinds):
@@ -114,13 +117,15 @@ class Lane:
                 self.cache.layers[i] = LaneLayer()
             elif kind == "cross":
                 self.cache.layers[i] = CrossLayer()
+            elif kind == "sliding" and grows:
+                self.cache.layers[i] = _window(model, i, self.cache.layers[i])
         self.length = 0
         self.marks: list[tuple[int, Node]] = []  # (end, node): what of the tree stands here in full
         self.busy = False
 
     @property
     def full(self) -> list[LaneLayer]:
-        """The full-attention layers."""
+        """The layers that grow with the sequence."""
         layers = self.cache.layers
         return [x for x in layers if isinstance(x, LaneLayer) and not isinstance(x, CrossLayer)]
 
@@ -205,7 +210,7 @@ class Lane:
         # "is there a state?": only new layers make a second first chunk equal to a first one.
         fresh = DynamicCache(config=self._config).layers
         for i, kind in enumerate(self.shape.kinds):
-            if kind not in _GROWING:
+            if kind not in _GROWING and not isinstance(self.cache.layers[i], LaneLayer):
                 self.cache.layers[i] = fresh[i]
 
     def _fixed(self) -> Tensors:
@@ -221,6 +226,12 @@ class Lane:
             if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
                 states[f"{i}.keys.0"], states[f"{i}.values.0"] = layer.keys, layer.values
         return states
+
+
+def _window(model: PreTrainedModel, index: int, layer: CacheLayer) -> WindowLayer:
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    chunked = kinds is not None and kinds[index] == "chunked_attention"
+    return WindowLayer(layer.sliding_window, chunked)
 
 
 def first_rows(rows: Tensors, count: int) -> Tensors:

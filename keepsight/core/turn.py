@@ -167,7 +167,8 @@ class Turn:
 
     def _pieces(self) -> list[int]:
         """Where a prompt is cut that can be cut anywhere."""
-        return list(range(self.match.length + self.piece, len(self.prompt), self.piece))
+        cuts = range(self.match.length + self.piece, len(self.prompt), self.piece)
+        return sorted({self.prompt.move(cut, self.rule) for cut in cuts})
 
     def _look(self) -> None:
         known = self._runtime.prefixes.known(self.namespace, self.prompt)
@@ -300,8 +301,7 @@ class Turn:
         return package
 
     def _may_keep(self, key: str) -> bool:
-        """Whether features made just now may be remembered: not where their picture was deleted
-        since the turn began, nor where another thread changed the model meanwhile."""
+        """Whether features may be remembered: not of a deleted picture, nor of a changed model."""
         barred = self._runtime.prefixes.is_barred(self.run.node, key, self.run.since)
         return not barred and not self.out_of_date()
 
@@ -343,7 +343,7 @@ class Turn:
 
     def let_go(self) -> None:
         """The same without ever waiting: the collector may end a turn at any moment."""
-        if self._run is not None or self._waiting is not None:
+        if self._run or self._waiting:
             self._lock.leave(partial(self._runtime.engine.let_go, *self._held()))
 
     def __del__(self) -> None:

@@ -156,7 +156,7 @@ class Prompt:
             if event < first:
                 continue
             while event - last > rule.longest:
-                cut = self._move(last + rule.longest, rule)
+                cut = self.move(last + rule.longest, rule)
                 if cut >= event:
                     break
                 found.append(cut)
@@ -180,7 +180,7 @@ class Prompt:
         closing = np.flatnonzero(np.isin(self.ids[end:], list(rule.media_ends)))
         return end + int(closing[0]) + 1 if len(closing) else end
 
-    def _move(self, cut: int, rule: Rule) -> int:
+    def move(self, cut: int, rule: Rule) -> int:
         """Behind the range that the cut would fall into, where ranges are whole."""
         cut = max(cut, self._first_cut(rule))
         if rule.whole_media:
@@ -188,6 +188,11 @@ class Prompt:
                 if span.start < cut < span.end:
                     return span.end
         return cut
+
+    def before_medium(self, cut: int, rule: Rule) -> int:
+        """The cut, or the beginning of the range it falls into, where ranges are whole."""
+        whole = self.spans if rule.whole_media else ()
+        return next((span.start for span in whole if span.start < cut < span.end), cut)
 
     def medium_at(self, token: int) -> int | None:
         """The index of the medium that a token belongs to."""

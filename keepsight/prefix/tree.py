@@ -61,13 +61,14 @@ class Tree(Books):
         node, last = self.root(namespace), len(prompt) - 1
         while node.end < last:
             child, shared = self._most_shared(node, prompt, rule)
-            end = node.end + shared
-            if child is None or not shared:
+            end = prompt.before_medium(node.end + shared, rule)
+            if child is None or end <= node.end:
                 break
             if end == child.end == len(prompt):
                 return Match(child, self._farthest(child), self.tick, None, True)
             if end < child.end or end > last:
-                return Match(child, self._farthest(child), self.tick, min(end, last))
+                end = prompt.before_medium(min(end, last), rule)
+                return Match(child, self._farthest(child), self.tick, end)
             node = child
         return Match(node, self._farthest(node), self.tick)
 
@@ -139,7 +140,8 @@ class Tree(Books):
 
     def _needs(self, node: Node) -> list[Part]:
         """What a prompt that goes on from here needs of the node itself."""
-        return [node.rows, node.state] if self.has_fixed else [node.rows]
+        has_fixed = self.has_fixed and not node.home.any_cut
+        return [node.rows, node.state] if has_fixed else [node.rows]
 
     def _usable(self, node: Node) -> bool:
         """Whether a prompt can be continued from here: the intersection over all layers."""

@@ -24,6 +24,7 @@ _PIECES = (
     *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (300, 301), (509, 514), (511, 512), (512, 513)),
     *((513, 516), (600, 777), (777, 1100), (1023, 1024), (1024, 1025), (1090, 1100), (1099, 1100)),
 )
+_WINDOWS = (64, 600)  # keys that rows of a trial see
 _AMPLIFIED = 3e4  # scores of a trial are the rounding of sums: so much, and they are told apart
 
 
@@ -36,6 +37,9 @@ class Room(Protocol):
     length: int
     room_k: torch.Tensor | None
     room_v: torch.Tensor | None
+
+    def first_seen(self) -> int | None:
+        """The first key that the last token sees, where it does not see all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,7 @@ class _Mask:
 
     given: torch.Tensor | None
     values: torch.Tensor
+    begin: int
     end: int
 
 
@@ -82,26 +87,31 @@ class Attention:
             return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
         self._seen.add((query.shape[1], key.shape[1], query.shape[-1], query.dtype))
         rows = []
-        for row, (keys, values, length) in enumerate(self._rooms(key, value)):
+        for row, (keys, values, length, first) in enumerate(self._rooms(key, value)):
             own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
+            if first is not None:  # the mask is that of the longest lane
+                own = _behind(first, length)
             sees_all = own is None and not causal and query.shape[-2] > 1
             rows.append(self._row(query[row : row + 1], keys, values, length, own, sees_all, scale))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _rooms(
         self, key: torch.Tensor, value: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Keys and values of each sequence in whole blocks, and how many of them there are."""
+    ) -> list[tuple[torch.Tensor, torch.Tensor, int, int | None]]:
+        """Keys and values of each sequence in whole blocks, how many of them there are, and of
+        several sequences the first that each sees."""
         held, found = self._held, []
         if held is not None and held.keys is key:
+            several = len(held.layers) > 1
             for layer in held.layers:
                 if layer.room_k is not None and layer.room_v is not None:
-                    found.append((layer.room_k, layer.room_v, layer.length))
+                    first = layer.first_seen() if several else None
+                    found.append((layer.room_k, layer.room_v, layer.length, first))
             return found
         length = key.shape[-2]
         more = (0, 0, 0, -length % BLOCK)
         key, value = functional.pad(key, more), functional.pad(value, more)
-        return [(key[i : i + 1], value[i : i + 1], length) for i in range(key.shape[0])]
+        return [(key[i : i + 1], value[i : i + 1], length, None) for i in range(key.shape[0])]
 
     def _row(
         self,
@@ -125,8 +135,8 @@ class Attention:
                 rows = functional.pad(rows, (0, 0, 0, missing))
             found = _plain(
                 rows,
-                keys[:, :, : seen.end],
-                values[:, :, : seen.end],
+                keys[:, :, seen.begin : seen.end],
+                values[:, :, seen.begin : seen.end],
                 attn_mask=seen.values,
                 scale=scale,
             )
@@ -163,6 +173,7 @@ def _make_mask(
     group: int,
     dtype: torch.dtype,
 ) -> _Mask:
+    begin = 0
     if given is None:
         last = length if sees_all else length - count + stop
         end = -(-last // BLOCK) * BLOCK
@@ -173,17 +184,22 @@ def _make_mask(
         values = torch.zeros(stop - start, end, dtype=dtype)
         values.masked_fill_(places[None] >= behind[:, None], float("-inf"))
     else:
-        values, end = _of_given(given, start, stop, length, dtype)
+        values, begin, end = _of_given(given, start, stop, length, dtype)
     values = values.repeat(group, 1)
     if missing := -len(values) % _STEP:
         values = functional.pad(values, (0, 0, 0, missing))
-    return _Mask(given, values[None, None], end)
+    return _Mask(given, values[None, None], begin, end)
+
+
+def _behind(first: int, length: int) -> torch.Tensor:
+    """The mask of a token that sees what stands from `first` on."""
+    return (torch.arange(length) >= first)[None, None, None]
 
 
 def _of_given(
     given: torch.Tensor, start: int, stop: int, length: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, int]:
-    """A mask that the model made, as numbers over whole blocks."""
+) -> tuple[torch.Tensor, int, int]:
+    """A mask that the model made, as numbers over whole blocks, and between which keys it is."""
     rows = given[0, 0, start:stop, :length]
     if rows.dtype == torch.bool:
         seen = rows
@@ -191,16 +207,17 @@ def _of_given(
     else:
         seen = rows > torch.finfo(rows.dtype).min
         rows = rows.to(dtype)
-    last = int(seen.any(0).nonzero()[-1]) + 1
-    end = -(-last // BLOCK) * BLOCK
+    places = seen.any(0).nonzero()
+    begin = int(places[0]) // BLOCK * BLOCK
+    end = -(-(int(places[-1]) + 1) // BLOCK) * BLOCK
     if end > length:
-        return functional.pad(rows, (0, end - length), value=float("-inf")), end
-    return rows[:, :end].contiguous(), end
+        rows = functional.pad(rows, (0, end - length), value=float("-inf"))
+    return rows[:, begin:end].contiguous(), begin, end
 
 
-def attention_rows_are_equal(heads: Heads) -> bool:
+def attention_rows_are_equal(heads: Heads, windows: bool = False) -> bool:
     """Whether rows of this kind of attention come out the same in any company, over lanes of any
-    length: in one call, in pieces, and one by one."""
+    length: in one call, in pieces, and one by one; with `windows`, where they see the last keys."""
     queries, keys, width, dtype = heads
     generator = torch.Generator().manual_seed(queries * 31 + width)
 
@@ -213,16 +230,34 @@ def attention_rows_are_equal(heads: Heads) -> bool:
 
     # Products cancel, but for what rounding leaves of them.
     query, key, value = noise(queries, 1), noise(keys, -1), noise(keys, 1)
-    wanted = _over(query, key, value, 0, _TRIED)
     return all(
-        torch.equal(_over(query, key, value, start, stop), wanted[:, :, start:stop])
+        _pieces_are_equal(query, key, value, seen)
+        for seen in (None, *(_WINDOWS if windows else ()))
+    )
+
+
+def _pieces_are_equal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+) -> bool:
+    wanted = _over(query, key, value, 0, _TRIED, window)
+    return all(
+        torch.equal(_over(query, key, value, start, stop, window), wanted[:, :, start:stop])
         for start, stop in _PIECES
     )
 
 
 def _over(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, stop: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    stop: int,
+    window: int | None,
 ) -> torch.Tensor:
-    """Some rows of queries over the keys up to the last of them."""
+    """Some rows of queries over the keys up to the last of them, or over a window of these."""
     own = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
-    return Attention(set(), [])(*own, None, True, _AMPLIFIED)
+    mask = None
+    if window is not None:
+        back = torch.arange(start, stop)[:, None] - torch.arange(stop)[None]
+        mask = ((back >= 0) & (back < window))[None, None]
+    return Attention(set(), [])(*own, mask, mask is None, _AMPLIFIED)
