@@ -27,7 +27,7 @@ _threads = [blake3.AUTO]
 # A forked process has none of BLAKE3's threads, and would wait for them without end.
 os.register_at_fork(after_in_child=lambda: _threads.__setitem__(0, 1))
 
-Part = str | bytes | int | float | bool | None | np.ndarray | torch.Tensor
+Part = str | bytes | bytearray | int | float | bool | None | np.ndarray | torch.Tensor
 
 
 def digest(kind: str, *parts: Part | Iterable[object]) -> str:

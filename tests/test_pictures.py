@@ -17,7 +17,7 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from keepsight.errors import ImageError
-from keepsight.media import pictures
+from keepsight.media import pictures, sources
 
 WRITTEN = ("PNG", "JPEG", "WEBP", "TIFF", "AVIF")
 ORIENTATION = 274
@@ -139,3 +139,23 @@ def test_warnings_of_a_file_are_nobodys(recwarn: Any) -> None:
         warnings.simplefilter("always")
         pictures.size_of(data, "it")
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "1", "P", "LA", "I;16", "F", "CMYK"])
+def test_a_large_picture_is_named_band_by_band_as_in_one(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = Image.effect_noise((37, 101), 80).convert("RGB")
+    image = Image.new(mode, (37, 101), 1000) if mode == "I;16" else pixels.convert(mode)
+    whole, name = image.tobytes(), sources.open_source(image).name
+    monkeypatch.setattr(sources, "_BAND", 37 * 8)
+    at_once: list[int] = []
+    tobytes = Image.Image.tobytes
+
+    def noted(band: Image.Image) -> bytes:
+        at_once.append(band.height)
+        return tobytes(band)
+
+    monkeypatch.setattr(Image.Image, "tobytes", noted)
+    assert sources._pixels(image) == whole
+    assert sources.open_source(image).name == name and max(at_once) == 8

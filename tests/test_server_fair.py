@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, asked, live
+from hostile_clients import flat_png, pdf
+from server_harness import Live, Scripted, asked, live, uri
 
 import keepsight as ks
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket
 from keepsight.server.fetch import Fetcher
+from keepsight.server.threads import Threads
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -122,3 +124,46 @@ def test_slow_sites_hold_up_only_those_who_ask_for_them(
         over.set()
         until(lambda: len(answers) == 40)
         assert {answer[0] for answer in answers} == {400}
+
+
+@pytest.mark.parametrize("data", [pdf(72, ""), flat_png(2100, 2100)], ids=["page", "picture"])
+def test_large_pictures_are_prepared_in_few_threads(vlm: Any, data: bytes) -> None:
+    """A page of a PDF is large whatever its size: nobody knows what drawing it costs."""
+    with live(vlm, Scripted("hi")) as server:
+        over, begun = threading.Event(), threading.Semaphore(0)
+
+        def long() -> None:
+            begun.release()
+            over.wait(60)
+
+        for _ in range(8):
+            server.service.threads.submit(long, large=True)
+        assert begun.acquire(timeout=20)
+        waiting = server.service.threads._large._work_queue.qsize
+        before = waiting()
+        path = "/v1/chat/completions"
+        answers = begun(server, path, {"messages": asked(uri(data))}, 1)
+        until(lambda: answers or waiting() > before)
+        assert server.chat({"messages": HELLO})[0] == 200 and not answers
+        over.set()
+        until(lambda: answers)
+        assert answers[0][0] == 200
+
+
+def test_few_large_pictures_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    threads = Threads(lambda: 1)
+    over, inside = threading.Event(), threading.Semaphore(0)
+
+    def large() -> None:
+        inside.release()
+        over.wait(30)
+
+    done = [threads.submit(large, large=True) for _ in range(12)]
+    for _ in range(4):
+        assert inside.acquire(timeout=20)
+    assert not inside.acquire(timeout=0.2)
+    over.set()
+    for one in done:
+        one.result(20)
+    threads.close()

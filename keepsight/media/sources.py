@@ -33,6 +33,7 @@ from keepsight.media.pictures import check_size
 
 MAX_BYTES = 256 << 20
 _BASE64 = 1 << 20  # characters that are decoded in one go; each four are three bytes
+_BAND = 1 << 20  # pixels
 _VIDEO = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 Readable = str | os.PathLike[str] | bytes | bytearray | memoryview
 
@@ -244,7 +245,20 @@ def _pixel_parts(image: Decoded) -> tuple[digests.Part | list[int], ...]:
     if isinstance(image, np.ndarray):
         return "array", image
     transparency = repr(image.info.get("transparency"))
-    return "pil", image.mode, list(image.size), image.tobytes(), repr(_palette(image)), transparency
+    return "pil", image.mode, list(image.size), _pixels(image), repr(_palette(image)), transparency
+
+
+def _pixels(image: Image.Image) -> bytes | bytearray:
+    """What `tobytes` gives, a band at a time: of a large picture that would be two copies at once,
+    one of them made while no other thread can run."""
+    width, height = image.size
+    rows = max(1, _BAND // max(1, width))
+    if height <= rows:
+        return image.tobytes()
+    pixels = bytearray()
+    for top in range(0, height, rows):
+        pixels += image.crop((0, top, width, min(top + rows, height))).tobytes()
+    return pixels
 
 
 def _palette(image: Image.Image) -> tuple[str, list[int] | None] | None:

@@ -71,7 +71,7 @@ class MessageReader:
                 )
         self._check_number(messages)
         made = RenderedMessages(self._message(m, *m.places(i)) for i, m in enumerate(messages))
-        made.large = self.pixels > LARGE_PICTURES or characters(made) > LARGE_TEXT
+        made.large = self.pixels >= LARGE_PICTURES or characters(made) > LARGE_TEXT
         return made
 
     def _check_number(self, messages: list[schema.ChatMessage]) -> None:

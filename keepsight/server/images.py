@@ -160,8 +160,11 @@ def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> I
             area = width * height * scale * scale
             if not 1 <= area <= MAX_PIXELS:
                 raise ImageError(f"{label} is {area:.0f} pixels large at {dpi} dpi")
-            image: Image.Image = page.render(scale=scale, rev_byteorder=True).to_pil()
-            return image.convert("RGB") if image.mode != "RGB" else image.copy()
+            # In memory of the library's own: what Python makes, no other thread can run beside.
+            maker = library.PdfBitmap.new_foreign
+            bitmap = page.render(scale=scale, rev_byteorder=True, bitmap_maker=maker)
+            image: Image.Image = bitmap.to_pil()  # which copies RGB, and shares what else there is
+            return image if image.mode == "RGB" else image.convert("RGB")
         except library.PdfiumError:
             raise ImageError(f"{label} cannot be drawn") from None
         finally:

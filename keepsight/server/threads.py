@@ -25,6 +25,7 @@ LARGE_BODY = 1 << 18  # bytes
 LARGE_TEXT = 1 << 15  # characters
 LARGE_PICTURES = 1 << 22  # pixels, of all that a request shows
 _SMALL = 8  # threads for what is quick
+_MOST_LARGE = 4  # threads for what is not: each may have a picture in memory, several times
 _NICE = 10
 _LONGEST_REST = 2.0  # seconds
 
@@ -47,7 +48,7 @@ class Threads:
         """`active`: how many requests are being served."""
         self._active = active
         self._small = ThreadPoolExecutor(_SMALL, "keepsight-small")
-        few = max(1, (os.cpu_count() or 1) // 2)
+        few = min(_MOST_LARGE, max(1, (os.cpu_count() or 1) // 2))
         self._large = ThreadPoolExecutor(few, "keepsight-large", _give_way)
         self._own = threading.local()
 
