@@ -22,7 +22,10 @@ _HOMES = {
     "Usage": "report",
     "VLM": "vlm",
     "errors": "errors",
+    "install": "vlm",
+    "installed": "vlm",
     "load": "vlm",
+    "uninstall": "vlm",
     "wrap": "vlm",
 }
 
@@ -37,7 +40,10 @@ __all__ = [
     "Usage",
     "VLM",
     "errors",
+    "install",
+    "installed",
     "load",
+    "uninstall",
     "wrap",
 ]
 
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
     from keepsight.scheduler.scheduler import Together
     from keepsight.scheduler.ticket import Ticket
     from keepsight.session import Session
-    from keepsight.vlm import VLM, load, wrap
+    from keepsight.vlm import VLM, install, installed, load, uninstall, wrap
 
 
 def __getattr__(name: str) -> object:

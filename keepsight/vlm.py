@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from transformers import PreTrainedModel, ProcessorMixin
@@ -24,10 +24,17 @@ from keepsight.core.pins import clear, delete, foresee, pin
 from keepsight.core.probe import settle, try_again
 from keepsight.core.render import Renderer, user_message
 from keepsight.core.runtime import Runtime
-from keepsight.core.settings import RuntimeSettings, chosen_store, tenant_name
+from keepsight.core.settings import (
+    RuntimeSettings,
+    check_options,
+    check_processor,
+    chosen_store,
+    tenant_name,
+)
+from keepsight.core.stock_generate import INSTALLING, InstalledGenerate, installed_in
 from keepsight.core.stock_inputs import stock_inputs
 from keepsight.core.verify import Verification, verify
-from keepsight.errors import ModelError, UnknownOption, UnsupportedInput
+from keepsight.errors import InputError, ModelError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import DeviceMap, Dtype, Message, Options, Processor, Record
 from keepsight.media.medium import Picture, Pictures
@@ -57,7 +64,7 @@ def load(
     must come from packages or from a store that has them. Further options are those of `wrap`.
     A folder that `keepsight export` wrote is loaded like any other, and runs in its own runtime.
     """
-    _check_options(options)
+    check_options(options)
     path = loading.model_path(os.fspath(name))
     if str(name) == "demo-hybrid":
         options.setdefault("grain", loading.DEMO_GRAIN)
@@ -81,33 +88,50 @@ def wrap(
     `remote`, `tenant`, `tenant_quota`, `ttl`, `accept_features`, `feature_codec`, `chat_template`,
     `image_options`; docs/quickstart.md explains each.
     """
-    _check_options(options)
+    check_options(options)
     return VLM(model, processor, **options)
 
 
-_WRAP_OPTIONS = (
-    "accept_features",
-    "cache_budget",
-    "chat_template",
-    "drafts",
-    "feature_codec",
-    "grain",
-    "pack",
-    "host_budget",
-    "image_options",
-    "remote",
-    "store",
-    "store_budget",
-    "tenant",
-    "tenant_quota",
-    "ttl",
-    "vision_budget",
-)
+def install(
+    model: PreTrainedModel, processor: Processor | ProcessorMixin | None = None, **options: Any
+) -> VLM:
+    """Have the model's own `generate` remember, for anybody's code that calls it.
+
+    Options are those of `wrap`. What Keepsight cannot serve goes to the model's own `generate`
+    untouched, and `vlm.report()` says why. Installed twice it is the same.
+    """
+    with INSTALLING:
+        there = installed_in(model)
+        if there is None:
+            vlm = wrap(model, processor, **options)
+            there = InstalledGenerate(vlm, vlm.runtime, vlm.tenant, options)
+            vlm.installed = there
+            there.put()
+        else:
+            there.again(processor, options)
+        return cast("VLM", there.owner)
 
 
-def _check_options(options: Options) -> None:
-    if set(options) - set(_WRAP_OPTIONS):
-        raise UnknownOption.among(options, _WRAP_OPTIONS, "load")
+def uninstall(model: PreTrainedModel) -> None:
+    """Undo one `install`; the last one leaves the model as it was and closes what it made."""
+    with INSTALLING:
+        there = installed_in(model)
+        if there is None:
+            raise ModelError("Keepsight is not installed in this model")
+        if there.take_away():
+            cast("VLM", there.owner).close()
+
+
+@contextmanager
+def installed(
+    model: PreTrainedModel, processor: Processor | ProcessorMixin | None = None, **options: Any
+) -> Iterator[VLM]:
+    """`install` for the length of a `with` block."""
+    vlm = install(model, processor, **options)
+    try:
+        yield vlm
+    finally:
+        uninstall(model)
 
 
 class VLM:
@@ -127,13 +151,13 @@ class VLM:
         files: str | None = None,
         **settings: Any,
     ) -> None:
-        self.tenant = tenant_name(tenant)
+        self.tenant, self.installed = tenant_name(tenant), cast("InstalledGenerate | None", None)
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"expected a Transformers model, got a {type(model).__name__}")
         family = family_of(model)
         self.model, self.processor = model, family.processor(processor)
         processor = self.processor
-        _check_processor(processor, family.answers)
+        check_processor(processor, family.answers)
         chosen = RuntimeSettings(image_options=tuple((image_options or {}).items()), **settings)
         chosen.check()
         kept = chosen_store(store, store_budget, remote, chosen.tenant_quota)
@@ -241,6 +265,12 @@ class VLM:
         self.runtime.require_answers()
         whose = self._whose(options.pop("tenant", None))
         return generate(self.runtime, inputs, options, whose)
+
+    def report(self) -> Report:
+        """Of the latest `model.generate` of this thread, since `install`."""
+        if self.installed is None:
+            raise InputError("report() is for models that Keepsight is installed in; see install()")
+        return self.installed.report()
 
     def inputs(self, messages: list[Message], **options: object) -> Record:
         """For stock `model.generate`: processor outputs, with features from packages.
@@ -351,15 +381,3 @@ class VLM:
 
     def _whose(self, tenant: str | None) -> str:
         return self.tenant if tenant is None else tenant_name(tenant)
-
-
-def _check_processor(processor: object, answers: bool) -> None:
-    """A processor must have what naming an image and rendering a prompt take."""
-    wanted = ("image_processor", "tokenizer") if answers else ("image_processor",)
-    missing = [name for name in wanted if not hasattr(processor, name)]
-    if processor is not None and missing:
-        raise ModelError(
-            f"the processor is a {type(processor).__name__} without {' and '.join(missing)}; pass "
-            "the checkpoint's own (transformers.AutoProcessor.from_pretrained), or None to use "
-            "tensors only"
-        )

@@ -36,6 +36,7 @@ from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from transformers.generation import BaseStreamer
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
@@ -75,35 +76,86 @@ class _Row:
     turn: Turn
 
 
+@dataclass
+class GenerateRequest:
+    """One call, checked and taken apart; nothing is computed yet."""
+
+    ids: torch.Tensor  # a row for each answer
+    prompts: list[Prompt]
+    options: Options  # of decoding, for each row
+    exact: bool
+    streamer: BaseStreamer | None
+    as_dict: bool
+    tenant: str
+
+
 def generate(
     runtime: Runtime, inputs: torch.Tensor | None, options: Options, tenant: str = ""
 ) -> torch.Tensor | Generated:
     """`model.generate` for a batch of prompts: prefilled one by one, decoded together."""
+    return run(runtime, request(runtime, inputs, options, tenant))
+
+
+def request(
+    runtime: Runtime, inputs: torch.Tensor | None, options: Options, tenant: str = ""
+) -> GenerateRequest:
+    """Check a call and name its media; what cannot be served is refused by name."""
     tensors, options = _sort(runtime, inputs, options)
-    exact = options.pop("exact", True)
+    exact = bool(options.pop("exact", True))
     streamer = options.pop("streamer", None)
     as_dict = options.pop("return_dict_in_generate", None)
     if as_dict is None:
-        as_dict = runtime.model.generation_config.return_dict_in_generate
+        given = options.get("generation_config") or runtime.model.generation_config
+        as_dict = given.return_dict_in_generate
     options["return_dict_in_generate"] = bool(as_dict)  # what output_logits depends on
     ids = _check_ids(runtime, tensors)
     mask = _check_mask(tensors.get("attention_mask"), ids)
+    with runtime.lock:
+        runtime.refresh(exact, tenant)
+        prompts = _prompts(runtime, runtime.vision_of(tenant), tensors, ids, mask)
+    count = samples_of(runtime.model, options)
+    if count > 1:  # of each prompt; its first sample prefills it for the others
+        ids, prompts = ids.repeat_interleave(count, 0), [p for p in prompts for _ in range(count)]
+        options["num_return_sequences"] = 1
     if streamer is not None and len(ids) > 1:
         raise InputError("a streamer takes one prompt at a time, as in Transformers")
-    with runtime.lock:
-        runtime.refresh(bool(exact), tenant)
-        prompts = _prompts(runtime, runtime.vision_of(tenant), tensors, ids, mask)
+    return GenerateRequest(ids, prompts, options, exact, streamer, bool(as_dict), tenant)
+
+
+def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
+    """Compute what a request asks for."""
+    ids, streamer = asked.ids, asked.streamer
     if streamer is not None:
         streamer.put(ids.cpu())
-    turns = [
-        Turn(runtime, partial(_same, p), dict(options), bool(exact), _TOKENS, tenant)
-        for p in prompts
-    ]
+    turns = []
+    for row, prompt in enumerate(asked.prompts):
+        options = dict(asked.options)
+        if options.get("seed") is not None:
+            same = sum(prompt is other for other in asked.prompts[:row])
+            options["seed"] = int(options["seed"]) + same  # samples of one prompt differ
+        render = partial(_same, prompt)
+        turns.append(Turn(runtime, render, options, asked.exact, _TOKENS, asked.tenant))
     rows = _run(runtime, turns, streamer)
     if streamer is not None:
         streamer.end()
     sequences = _join(ids, rows, runtime)
-    return _as_dict(sequences, rows) if as_dict else sequences
+    return _as_dict(sequences, rows) if asked.as_dict else sequences
+
+
+def samples_of(model: PreTrainedModel, options: Options) -> int:
+    """How many samples of each prompt are asked for, where several can be drawn."""
+    given = options.get("generation_config")
+    homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
+
+    def value(name: str) -> object:
+        return next((home[name] for home in homes if home.get(name) is not None), None)
+
+    count = value("num_return_sequences")
+    if not isinstance(count, int) or count < 2:
+        return 1
+    if value("num_beams") not in (None, 1) or not value("do_sample"):
+        return 1  # refused by name with the other options of decoding
+    return count
 
 
 def _sort(runtime: Runtime, inputs: torch.Tensor | None, options: Options) -> tuple[Record, Record]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, ProcessorMixin
 
-from keepsight.errors import InputError, UnknownOption, UnsupportedModel
+from keepsight.errors import InputError, ModelError, UnknownOption, UnsupportedModel
 from keepsight.formats.codecs import check_codec
 from keepsight.kinds import Options, Processor, Record
 from keepsight.models import upstream
@@ -111,3 +111,41 @@ def image_options(processor: Processor | None, given: Options) -> Record:
     options = dict(merged["images_kwargs"])
     options.pop("return_tensors", None)
     return options
+
+
+_WRAP_OPTIONS = (
+    "accept_features",
+    "cache_budget",
+    "chat_template",
+    "drafts",
+    "feature_codec",
+    "grain",
+    "pack",
+    "host_budget",
+    "image_options",
+    "remote",
+    "store",
+    "store_budget",
+    "tenant",
+    "tenant_quota",
+    "ttl",
+    "vision_budget",
+)
+
+
+def check_options(options: Options) -> None:
+    """Refuse an option that neither `load` nor `wrap` has."""
+    if set(options) - set(_WRAP_OPTIONS):
+        raise UnknownOption.among(options, _WRAP_OPTIONS, "load")
+
+
+def check_processor(processor: object, answers: bool) -> None:
+    """A processor must have what naming an image and rendering a prompt take."""
+    wanted = ("image_processor", "tokenizer") if answers else ("image_processor",)
+    missing = [name for name in wanted if not hasattr(processor, name)]
+    if processor is not None and missing:
+        raise ModelError(
+            f"the processor is a {type(processor).__name__} without {' and '.join(missing)}; pass "
+            "the checkpoint's own (transformers.AutoProcessor.from_pretrained), or None to use "
+            "tensors only"
+        )

@@ -1,0 +1,240 @@
+"""The `generate` that stands on a live model while Keepsight is installed in it.
+
+Whoever calls `model.generate` gets what the model's own `generate` gives. What Keepsight can serve
+it serves from memory; everything else is handed to the model's own `generate` untouched, and the
+report of the call says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from keepsight.core.generate import Generated, GenerateRequest, request, run
+from keepsight.core.runtime import Runtime
+from keepsight.core.sampling import DEFAULT_GENERATE_TOKENS, check_length, sampler
+from keepsight.errors import Forked, InputError, KeepsightError, ModelError, UnsupportedInput
+from keepsight.kinds import Options
+from keepsight.models import upstream
+from keepsight.report import Report
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NAME = "generate"
+# Arguments of `generate` for ways of decoding that are not ours, with their harmless values.
+_STOCK_ONLY: dict[str, tuple[object, ...]] = {
+    "synced_gpus": (None, False),
+    "assistant_model": (None,),
+    "assistant_tokenizer": (None,),
+    "negative_prompt_ids": (None,),
+    "negative_prompt_attention_mask": (None,),
+    "custom_generate": (None,),
+}
+_CALLERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+_OURS = ("exact", "seed", "stop", "tenant", "skip_special_tokens", "max_tokens")
+_Ref = weakref.ReferenceType["InstalledGenerate"]
+_OF: weakref.WeakKeyDictionary[PreTrainedModel, _Ref] = weakref.WeakKeyDictionary()
+_NO_CACHE = "past_key_values are not returned: Keepsight keeps its own"
+
+
+class InstalledGenerate:
+    """Stands in the place of one model's `generate`, for as many as installed it."""
+
+    def __init__(self, owner: object, runtime: Runtime, tenant: str, options: Options) -> None:
+        self.owner, self.depth = owner, 0
+        self._runtime, self._tenant, self._options = runtime, tenant, options
+        self._before = vars(runtime.model).get(_NAME)
+        self.stock: Callable[..., object] = runtime.model.generate
+        self._signature = inspect.signature(self.stock)
+        self._mine = threading.local()
+        self._latest: Report | None = None
+        functools.update_wrapper(self, self.stock, updated=())
+
+    # -- on the model and off it -------------------------------------------------------------------
+
+    def put(self) -> None:
+        """Put it on the model; one with a `generate` of its own is refused."""
+        model = self._runtime.model
+        if self._before is not None and not _is_stock(self._before, model):
+            raise ModelError(
+                "this model has a generate of its own, put on this object by somebody else; undo "
+                "that before install()"
+            )
+        if type(model).generate is not GenerationMixin.generate:
+            raise ModelError(
+                f"{type(model).__name__} has a generate of its own, which install() cannot stand "
+                "for; use wrap() and vlm.generate"
+            )
+        self.depth, _OF[model] = 1, weakref.ref(self)
+        vars(model)[_NAME] = self
+
+    def again(self, processor: object, options: Options) -> None:
+        """Installed once more: the same, unless something else is asked for."""
+        other = processor is not None and processor is not self._runtime.processor
+        if other or (options and options != self._options):
+            raise ModelError(
+                "Keepsight is installed in this model with another processor or other options; "
+                "uninstall() it first, or leave them out to use what is installed"
+            )
+        self.depth += 1
+
+    def take_away(self) -> bool:
+        """Undo one installation; with the last one leave the model as it was, and say so. What
+        somebody put over ours meanwhile stays, and finds the model's own `generate` here."""
+        self.depth -= 1
+        if self.depth:
+            return False
+        model = self._runtime.model
+        _OF.pop(model, None)
+        if vars(model).get(_NAME) is self:
+            del vars(model)[_NAME]
+            if self._before is not None:
+                vars(model)[_NAME] = self._before
+        return True
+
+    # -- copies of the model are stock -------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        model = self._runtime.model
+        other = memo.get(id(model), model)
+        return MethodType(type(model).generate, other)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, str]]:
+        return getattr, (self._runtime.model, _NAME)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def __call__(self, *args: object, **options: object) -> object:
+        """As the model's own `generate`."""
+        if not self.depth:  # somebody kept it beyond its time
+            return self.stock(*args, **options)
+        try:
+            asked = self._asked(args, options)
+        except KeepsightError as error:
+            return self._stock(str(error), args, options)
+        except TypeError as error:  # arguments that the signature does not take
+            return self._stock(str(error), args, options)
+        found = run(self._runtime, asked)
+        if not isinstance(found, Generated):
+            raise ModelError("the answer came without its report")
+        self._note(found.report)
+        if not self._as_dict(options):
+            return found.sequences
+        found.report.notes.append(_NO_CACHE)
+        return GenerateDecoderOnlyOutput(
+            sequences=found.sequences, scores=found.scores, logits=found.logits
+        )
+
+    def report(self) -> Report:
+        """Of the latest call of this thread, or else of any."""
+        found: Report | None = getattr(self._mine, "report", self._latest)
+        if found is None:
+            raise InputError("model.generate was not called yet since install()")
+        return found
+
+    def _note(self, report: Report) -> None:
+        self._mine.report = self._latest = report
+
+    def _stock(self, why: str, args: tuple[object, ...], options: Options) -> object:
+        """The model's own `generate`, in turns with ours: both use the model's own state."""
+        with _turn(self._runtime):
+            found = self.stock(*args, **options)
+        self._note(Report(notes=[f"handed to the model's own generate: {why}"]))
+        return found
+
+    def _asked(self, args: tuple[object, ...], options: Options) -> GenerateRequest:
+        """The request, checked to its last option; raises where it is not ours to serve."""
+        runtime = self._runtime
+        runtime.require_answers()
+        bound = self._signature.bind(*args, **options)
+        given: Options = dict(bound.arguments)
+        given |= given.pop("kwargs", {})
+        inputs = given.pop("inputs", None)
+        for name, harmless in _STOCK_ONLY.items():
+            if not any(given.get(name) is value for value in harmless):
+                raise UnsupportedInput(f"{name} is for the model's own generate")
+            given.pop(name, None)
+        for name in _OURS:
+            if name in given:
+                raise UnsupportedInput(f"{name} is no option of the model's own generate")
+        self._take_tokenizer(given)
+        as_dict = self._as_dict(given)
+        given = {name: value for name, value in given.items() if value is not None}
+        asked = request(runtime, inputs, {**given, "return_dict_in_generate": True}, self._tenant)
+        asked.options["return_dict_in_generate"] = as_dict
+        self._check(asked, given, as_dict)
+        asked.as_dict = True
+        return asked
+
+    def _as_dict(self, options: Options) -> bool:
+        asked = options.get("return_dict_in_generate")
+        if asked is None:
+            config = options.get("generation_config") or self._runtime.model.generation_config
+            asked = getattr(config, "return_dict_in_generate", None)
+        return bool(asked)
+
+    def _take_tokenizer(self, given: Options) -> None:
+        """Stop strings come with a tokenizer, which has to be the processor's."""
+        tokenizer = given.pop("tokenizer", None)
+        own = getattr(self._runtime.processor, "tokenizer", None)
+        if tokenizer is not None and tokenizer is not own:
+            raise UnsupportedInput("the tokenizer is not that of the processor")
+
+    def _check(self, asked: GenerateRequest, given: Options, as_dict: bool) -> None:
+        """What stock does with a batch as a whole, or would say otherwise, is left to stock."""
+        runtime, model = self._runtime, self._runtime.model
+        rows = [torch.from_numpy(prompt.ids)[None] for prompt in asked.prompts]
+        padded = any(row.shape[1] != asked.ids.shape[1] for row in rows)
+        own = [name for name in _CALLERS if given.get(name)]
+        if own and (len(rows) > 1 or padded):
+            raise UnsupportedInput(f"{own[0]} of the caller's own sees a batch as a whole")
+        for row in rows:
+            check_length(model, row.shape[1])
+        tokenizer = getattr(runtime.processor, "tokenizer", None)
+        first = rows[0].to(model.device)
+        config = sampler(
+            model, tokenizer, first, dict(asked.options), DEFAULT_GENERATE_TOKENS
+        ).config
+        scored = as_dict and (config.output_scores or config.output_logits)
+        if scored and (len(rows) > 1 or given.get("stopping_criteria")):
+            raise UnsupportedInput("scores of a batch, or with stopping criteria of one's own")
+        pad = upstream.padding_of(config)
+        if given.get("attention_mask") is None and bool((asked.ids == pad).any()):
+            raise UnsupportedInput("there is padding in input_ids and no attention_mask")
+
+
+@contextmanager
+def _turn(runtime: Runtime) -> Iterator[None]:
+    try:
+        runtime.lock.acquire()
+    except Forked:  # nothing of ours can be used in this process, the model can
+        yield
+        return
+    try:
+        yield
+    finally:
+        runtime.lock.release()
+
+
+INSTALLING = threading.RLock()  # one thread at a time
+
+
+def installed_in(model: PreTrainedModel) -> InstalledGenerate | None:
+    """What stands on a model, if anything does."""
+    found = _OF.get(model) if isinstance(model, torch.nn.Module) else None
+    return found() if found is not None else None
+
+
+def _is_stock(method: object, model: PreTrainedModel) -> bool:
+    return isinstance(method, MethodType) and method.__func__ is type(model).generate
