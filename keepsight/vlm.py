@@ -160,7 +160,13 @@ class VLM:
         check_processor(processor, family.answers)
         chosen = RuntimeSettings(image_options=tuple((image_options or {}).items()), **settings)
         chosen.check()
-        kept = chosen_store(store, store_budget, remote, chosen.tenant_quota)
+        kept = chosen_store(
+            store,
+            store_budget,
+            remote,
+            chosen.tenant_quota,
+            (chosen.cache_budget, chosen.vision_budget),
+        )
         weights = Weights(model, family)
         if not family.proven:
             settle(model, family, processor, weights)

@@ -24,6 +24,7 @@ from models import picture
 from remote_lines import Line
 
 import keepsight as ks
+from keepsight.core import settings as core_settings
 from keepsight.errors import NotStored, StoreError
 from keepsight.formats import tensorfile
 from keepsight.store import About, DiskStore, Store, health, layout, timeout
@@ -332,10 +333,32 @@ def test_what_a_store_has_is_told_while_its_disk_hangs(
         told = soon(lambda: store.stats(0.05))
         assert told["entries"] == 2 and told["counted"] == before["counted"]
         assert told["waiting"] > 400 and told["written"] == 2
+        assert told["waiting"] < told["waiting_budget"] == 1 << 30
     assert soon(lambda: store.tenant("other").stats(0.05))["counted"] is None
     stall.over.set()
     store.flush()
     assert store.stats()["entries"] == 3 and store.stats()["waiting"] == 0
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_by_the_budgets_of_memory(
+    demo_parts: dict[str, Any], tmp_path: Path, stalled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_settings, "LEAST_WAITING", 0)
+    budgets = {"cache_budget": "150KB", "vision_budget": "50KB"}
+    with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path, **budgets) as vlm:
+        stall = stalled(os, "fsync")
+        vlm.ask(picture(0), "What is it?", max_new_tokens=2)
+        assert stall.reached.wait(30)
+        for number in range(1, 6):
+            assert soon(lambda n=number: vlm.ask(picture(n), "What is it?", max_new_tokens=2))
+            told = soon(vlm.stats)["store"]
+            assert 0 < told["waiting"] <= told["waiting_budget"] == 200_000
+        assert told["refused"] > 0
+        assert soon(lambda: vlm.stats("somebody"))["store"]["waiting"] == 0
+        stall.over.set()
+        with pytest.raises(NotStored, match="too much waits"):
+            vlm.flush()
+        assert vlm.stats()["store"]["waiting"] == 0
 
 
 def test_a_store_that_was_just_written_is_told_without_asking_the_disk(

@@ -6,6 +6,7 @@ Sizes are bytes, as a number or as in "2GiB"; times are seconds, or as in "7d".
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel, ProcessorMixin
@@ -15,9 +16,11 @@ from keepsight.formats.codecs import check_codec
 from keepsight.kinds import Options, Processor, Record
 from keepsight.models import upstream
 from keepsight.store import Store, open_store
+from keepsight.store.write_queue import ROOM
 from keepsight.system.units import parse_bytes, parse_seconds
 
 _LONGEST_NAME = 1024
+LEAST_WAITING = 64 << 20  # bytes that may always wait to be written
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ def chosen_store(
     budget: int | str | None,
     remote: str | None,
     quota: int | str | None,
+    memory: Sequence[int | str] = ("1GiB",),
 ) -> Store | None:
-    """What was named, or what the environment names; nothing is kept where nobody said so."""
+    """What was named, or what the environment names; nothing is kept where nobody said so.
+    `memory`: the budgets of what is remembered in memory."""
     near = (store if store is not None else os.environ.get("KEEPSIGHT_STORE")) or None
     far = (remote if remote is not None else os.environ.get("KEEPSIGHT_REMOTE")) or None
     if near is None and far is None:
@@ -79,7 +84,10 @@ def chosen_store(
             raise InputError(f"store_budget={budget!r} without a store; name one with store=")
         return None
     bytes_of = [None if b is None else parse_bytes(b) for b in (budget, quota)]
-    return open_store(None if near is None else os.fspath(near), bytes_of[0], far, bytes_of[1])
+    # What waits to be written takes no more memory than what is remembered may.
+    room = min(max(sum(map(parse_bytes, memory)), LEAST_WAITING), ROOM)
+    where = None if near is None else os.fspath(near)
+    return open_store(where, bytes_of[0], far, bytes_of[1], room)
 
 
 def refuse_stretching_rope(model: PreTrainedModel) -> None:

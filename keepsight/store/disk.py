@@ -320,7 +320,7 @@ class DiskStore:
             "ever": known.ever,
             "counted": known.at,
             "complete": known.is_complete,
-            "waiting": self._writer.pending.bytes_of(self._tenant),
+            **self._writer.pending.stats(None if self is self._whole else self._tenant),
             "budget": self._writer.budget,
             "quota": self._writer.quota,
             "state": disk.state,

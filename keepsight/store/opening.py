@@ -11,6 +11,7 @@ from pathlib import Path
 from keepsight.errors import InputError
 from keepsight.store.contract import Store
 from keepsight.store.disk import DiskStore
+from keepsight.store.write_queue import ROOM
 
 
 def open_store(
@@ -18,14 +19,16 @@ def open_store(
     budget: int | None = None,
     remote: str | None = None,
     quota: int | None = None,
+    waiting: int = ROOM,
 ) -> Store:
     """The store at a folder or an fsspec address; with `remote`, the folder before that address.
 
-    `budget` is what may lie in the nearest of them in bytes, `quota` what of it is for one tenant.
+    `budget` is what may lie in the nearest of them in bytes, `quota` what of it is for one tenant,
+    `waiting` what may wait in memory to be written to each.
     """
     if address is None and remote is None:
         raise InputError("which store? give a folder, or an address such as s3://bucket/name")
-    near = None if address is None else _open_one(os.fspath(address), budget, quota)
+    near = None if address is None else _open_one(os.fspath(address), budget, quota, waiting)
     if remote is None:
         if near is None:
             raise InputError("which store? give a folder, or an address")
@@ -33,15 +36,15 @@ def open_store(
     if "://" not in remote:
         raise InputError(f"{remote!r} is no remote address; expected one such as s3://bucket/name")
     if near is None:
-        return _open_one(remote, budget, quota)
+        return _open_one(remote, budget, quota, waiting)
     from keepsight.store.tiers import TieredStore
 
-    return TieredStore(near, _open_one(remote, None, None))
+    return TieredStore(near, _open_one(remote, None, None, waiting))
 
 
-def _open_one(address: str, budget: int | None, quota: int | None) -> Store:
+def _open_one(address: str, budget: int | None, quota: int | None, waiting: int) -> Store:
     if "://" not in address:
-        return DiskStore(address, budget, quota=quota)
+        return DiskStore(address, budget, quota=quota, waiting=waiting)
     from keepsight.store.remote import RemoteStore
 
-    return RemoteStore(address, budget, quota=quota)
+    return RemoteStore(address, budget, quota=quota, waiting=waiting)

@@ -92,9 +92,10 @@ class Pending:
             self.nbytes -= job.nbytes
             return True
 
-    def bytes_of(self, tenant: str) -> int:
-        """What waits of one tenant."""
-        return sum(job.nbytes for job in list(self.jobs.values()) if job.place.tenant == tenant)
+    def stats(self, tenant: str | None) -> Record:
+        """Bytes that wait, of one tenant or of all, and how many may."""
+        mine = [job for job in list(self.jobs.values()) if tenant in (None, job.place.tenant)]
+        return {"waiting": sum(job.nbytes for job in mine), "waiting_budget": self.room}
 
     # -- what became of them -----------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from keepsight.store.listing import EntryHeader, RecentNames, head, tenants_at
 from keepsight.store.losses import larger_than
 from keepsight.store.reader import Reader
 from keepsight.store.remote_upkeep import Allowance, Upkeep, telling
-from keepsight.store.write_queue import Outbox, RemoteWrite
+from keepsight.store.write_queue import ROOM, Outbox, RemoteWrite
 from keepsight.system.exits import begin, when_dropped
 from keepsight.system.lock import Mutex
 
@@ -55,6 +55,7 @@ class RemoteStore:
         quota: int | None = None,
         options: Options | None = None,
         timeout: float = 30.0,
+        waiting: int = ROOM,
     ) -> None:
         self._link = Address(address, options, timeout)
         self.address, self.budget, self.quota = self._link.shown, budget, quota
@@ -69,7 +70,7 @@ class RemoteStore:
         inner: Any = copy.copy(self)  # what threads have, so that this can be dropped
         self._reader = inner._reader = Reader(self._link, self._seen, inner._sweep_soon)
         self._counting = inner._counting = Counting(inner._count_all)
-        self._outbox = inner._outbox = Outbox(inner._write)
+        self._outbox = inner._outbox = Outbox(inner._write, waiting)
         when_dropped(self, self._outbox.retire)
         self._check_marker()
 
@@ -301,7 +302,7 @@ class RemoteStore:
             "kinds": {kind: {"entries": n, "bytes": size} for kind, (n, size) in kinds.items()},
             **self._counts,
             "counted": at,
-            "waiting_bytes": self._outbox.nbytes,
+            **self._outbox.stats(self._tenant if self._is_view else None),
             "budget": self.budget,
             "quota": self.quota,
             "state": OK if why is None else UNREACHABLE,

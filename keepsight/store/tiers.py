@@ -277,11 +277,12 @@ class TieredStore:
         kinds: dict[str, dict[str, int]] = {}
         for told in tiers:
             for kind, counted in told["kinds"].items():
-                most = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
-                for what in most:
-                    most[what] = max(most[what], counted[what])
+                largest = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
+                for what in largest:
+                    largest[what] = max(largest[what], counted[what])
         broken = [f"{told['name']}: {told['broken']}" for told in tiers if told.get("broken")]
-        most_of = {what: max(t.get(what, 0) for t in tiers) for what in ("written", "refused")}
+        most = ("written", "refused", "waiting", "waiting_budget")  # tiers wait for the same bytes
+        most_of = {what: max(t.get(what, 0) for t in tiers) for what in most}
         return {
             "root": " + ".join(told["name"] for told in tiers),
             "entries": sum(counted["entries"] for counted in kinds.values()),

@@ -27,7 +27,7 @@ from keepsight.system.lock import Mutex
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 4
-_ROOM = 1 << 30  # bytes that may wait; what comes then is not taken
+ROOM = 1 << 30  # bytes that may wait; what comes then is not taken
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class RemoteWrite:
 class Outbox:
     """A bounded queue and the threads that empty it."""
 
-    def __init__(self, write: Callable[[RemoteWrite], None], room: int = _ROOM) -> None:
+    def __init__(self, write: Callable[[RemoteWrite], None], room: int = ROOM) -> None:
         self._write, self._room = write, room
         self._lock = Mutex()
         self._forget()
@@ -152,6 +152,11 @@ class Outbox:
                 job.tensors, job.record = None, {}
         job.after = []
         job.done.set()
+
+    def stats(self, tenant: str | None) -> Record:
+        """Bytes that wait, of one tenant or of all, and how many may."""
+        mine = [job for job in self.waiting() if tenant in (None, job.tenant)]
+        return {"waiting": sum(job.nbytes for job in mine), "waiting_budget": self._room}
 
     def waiting(self) -> list[RemoteWrite]:
         """All that is on its way now."""
