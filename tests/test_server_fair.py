@@ -130,15 +130,15 @@ def test_slow_sites_hold_up_only_those_who_ask_for_them(
 def test_large_pictures_are_prepared_in_few_threads(vlm: Any, data: bytes) -> None:
     """A page of a PDF is large whatever its size: nobody knows what drawing it costs."""
     with live(vlm, Scripted("hi")) as server:
-        over, begun = threading.Event(), threading.Semaphore(0)
+        over, inside = threading.Event(), threading.Semaphore(0)
 
         def long() -> None:
-            begun.release()
+            inside.release()
             over.wait(60)
 
         for _ in range(8):
             server.service.threads.submit(long, large=True)
-        assert begun.acquire(timeout=20)
+        assert inside.acquire(timeout=20)
         waiting = server.service.threads._large._work_queue.qsize
         before = waiting()
         path = "/v1/chat/completions"
