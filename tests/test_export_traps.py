@@ -23,7 +23,7 @@ LOOK = [turn("Look.", picture(1))]
 
 
 def test_components_for_generation_lack_the_image_encoder() -> None:
-    """export/parts.py: parts of our own; upstream's let the model answer blindly."""
+    """export/graphs/parts.py: parts of our own; upstream's let the model answer blindly."""
     from transformers.exporters.utils import decompose_for_generation
 
     model, processor = small("qwen3_vl")
@@ -33,7 +33,7 @@ def test_components_for_generation_lack_the_image_encoder() -> None:
 
 
 def test_an_exported_tower_is_wrong_for_mixed_sizes() -> None:
-    """export/towers.py: one picture a call, and attention of our own."""
+    """export/graphs/towers.py: one picture a call, and attention of our own."""
     imports.onnxruntime()
     from transformers.exporters import OnnxConfig
     from transformers.exporters.exporter_onnx import OnnxExporter
@@ -57,7 +57,7 @@ def test_an_exported_tower_is_wrong_for_mixed_sizes() -> None:
 
 
 def test_the_chunked_delta_rule_is_traced_for_one_length() -> None:
-    """export/tracing.py, `delta_rule`: blocks as a scan."""
+    """export/graphs/tracing.py, `delta_rule`: blocks as a scan."""
     decoder = small("qwen3_5")[0].get_decoder()
     rule = sys.modules[type(decoder).__module__].torch_chunk_gated_delta_rule
 
@@ -87,7 +87,7 @@ def test_the_chunked_delta_rule_is_traced_for_one_length() -> None:
 
 
 def test_features_in_a_list_are_traced_for_one_count() -> None:
-    """export/towers.py, `WholeTower`: one picture a call."""
+    """export/graphs/towers.py, `WholeTower`: one picture a call."""
     core = small("llava")[0].model
 
     class Tower(torch.nn.Module):
@@ -106,7 +106,7 @@ def test_features_in_a_list_are_traced_for_one_count() -> None:
 
 
 def test_beams_look_into_an_empty_list_of_levels() -> None:
-    """exported/standins.py, `PackedTowerStandIn`: no list where there are no levels."""
+    """runtimes/modules.py, `PackedTowerStandIn`: no list where there are no levels."""
     model, processor = small("qwen2_vl")
     inputs = stock_inputs(processor, LOOK)
     with torch.inference_mode():

@@ -53,6 +53,31 @@ def length(function: Function) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
+# -- what is named is there --------------------------------------------------------------------
+
+NAMED = re.compile(r"(?<![\w/.{}%-])((?:[\w-]+/)*[\w-]+\.py)\b")
+
+
+def told(path: Path) -> str:
+    """What a file says of others: all of a page or a module of ours, the docstrings of a test."""
+    if path.suffix != ".py" or HOUSE in path.parents:
+        return path.read_text(encoding="utf-8")
+    nodes = ast.walk(tree(path))
+    documented = (n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | Function))
+    return "\n".join(ast.get_docstring(node) or "" for node in documented)
+
+
+def test_files_that_are_named_exist() -> None:
+    root = HOUSE.parent
+    folders = ("keepsight", "bench", "tests", "docs", "examples", "demo", "deploy")
+    found = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    there = [f"/{path.relative_to(root).as_posix()}" for path in found]
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    for path in [*found, *pages]:
+        for name in NAMED.findall(told(path)):
+            assert any(one.endswith(f"/{name}") for one in there), f"{path.name}: {name}"
+
+
 # -- who may import whom -----------------------------------------------------------------------
 
 ROOMS = draw_rooms.rooms()

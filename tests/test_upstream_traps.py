@@ -133,7 +133,7 @@ def split(kind: str) -> tuple[Any, dict[str, Any], Any, int]:
 
 @torch.no_grad()
 def test_short_type_ids_of_gemma_are_silently_wrong() -> None:
-    """Stepped around in families/blocks.py `chunk_inputs`: type ids from the first token on."""
+    """Stepped around in families/gemma3.py `chunk_inputs`: type ids from the first token on."""
     model, processor = build("gemma3")
     messages = [turn("Look.", picture(1)), turn("Well.", role="assistant"), turn("?", picture(2))]
     inputs = stock_inputs(processor, messages)
@@ -161,7 +161,7 @@ def test_short_type_ids_of_gemma_are_silently_wrong() -> None:
 
 @torch.no_grad()
 def test_ernie_without_routes_is_silently_wrong() -> None:
-    """Stepped around in families/routed.py: routes are computed from the ids."""
+    """Stepped around in families/ernie4_5_vl_moe.py: routes are computed from the ids."""
     model, inputs, true, _ = split("ernie4_5_vl_moe")
     inputs.pop("moe_mm_token_type_ids")
     wrong = model(**inputs, use_cache=False, logits_to_keep=1).logits
@@ -171,7 +171,7 @@ def test_ernie_without_routes_is_silently_wrong() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
 def test_omni_without_a_mask_is_silently_wrong(kind: str) -> None:
-    """Stepped around in families/hearing.py: positions are explicit, whatever the mask."""
+    """Stepped around in families/qwen_omni.py: positions are explicit, whatever the mask."""
     model, inputs, true, _ = split(kind)
     inputs.pop("attention_mask")
     model.base_model.rope_deltas = None
@@ -180,7 +180,7 @@ def test_omni_without_a_mask_is_silently_wrong(kind: str) -> None:
 
 
 def test_a_cache_of_the_whole_prompt_is_silently_wrong() -> None:
-    """Stepped around in prefix.py: a whole prompt is remembered with its last logits."""
+    """Stepped around in prefix/tree.py: a whole prompt is remembered with its last logits."""
     model, processor = build("llava")
     inputs = stock_inputs(processor, FIRST)
     true = greedy(model, **inputs)

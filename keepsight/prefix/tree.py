@@ -7,7 +7,7 @@ the end of one whole prompt, with its last logits, and serve only that identical
 
 `match` makes and loses no snapshot, and copies none. `hold` keeps a path alive, `load` brings it to
 the device, `insert` fills what is there. Which snapshots are kept, and in which tier, is decided in
-`keepsight.prefix`; the laws are in `tree/books.py`.
+`residency.py`; the laws that this keeps to are in `invariants.py`.
 """
 
 from __future__ import annotations

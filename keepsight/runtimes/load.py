@@ -1,12 +1,12 @@
 """Models that `keepsight export` made: their graphs run in another runtime, all else is as ever.
 
-manifest      what was made of which weights, and every file's digest
-marks         what a graph shows of itself
-states        the states that go in and out of a decoder
-standins      graphs in the places of tower, embedding, decoder and head
-hollow        Transformers' own model around them, without weights
-onnx_session, openvino_session  one graph in either runtime
-runtimes      the doors of both, through which nothing is told to anybody
+manifest.py         what was made of which weights, and every file's digest
+marks.py            what a graph shows of itself
+states.py           the states that go in and out of a decoder
+modules.py          graphs in the places of tower, embedding, decoder and head
+weightless.py       Transformers' own model around them, without weights
+onnx.py, openvino.py  one graph in either runtime
+imports.py          the libraries of both, imported so that they report to nobody
 """
 
 from __future__ import annotations

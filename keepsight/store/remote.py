@@ -4,7 +4,7 @@ The same files under the same names as in a folder, so a bucket can be copied to
 Reading and writing never wait for each other, and neither needs a lock. An address that does not
 answer is named in one warning and left alone for a while, longer each time; meanwhile everything
 goes on as if the store were empty, and `flush` tells what was not written. There is no catalogue:
-whatever has to look at all entries lists the address (see survey.py for what that costs).
+whatever has to look at all entries lists the address (see listing.py for what that costs).
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class Family:
     #                   what stands before it;
     #   "whole prompt"  nothing but the identical prompt: all of its tokens see each other.
     reuse = "prefix"
-    proven = True  # False for a type that no test has shown exact: it is tried first (trial.py)
+    proven = (
+        True  # False for a type that no test has shown exact: it is tried first (core/probe.py)
+    )
     feeds_stock = True  # whether stock `generate` takes features, so that `vlm.inputs` can give any
     answers = True  # False for a vision tower alone: packages, and no prompt they stand in
     decodes_together = True  # False where a row of a padded batch is not what it is alone
