@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Encoder": "encode.mapping",
     "Package": "formats.package",
+    "Prefix": "core.prepared",
     "Reply": "report",
     "Report": "report",
     "Session": "session",
@@ -32,6 +33,7 @@ _HOMES = {
 __all__ = [
     "Encoder",
     "Package",
+    "Prefix",
     "Reply",
     "Report",
     "Session",
@@ -49,6 +51,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from keepsight import errors
+    from keepsight.core.prepared import Prefix
     from keepsight.encode.mapping import Encoder
     from keepsight.formats.package import Package
     from keepsight.report import Reply, Report, Usage

@@ -21,6 +21,7 @@ from keepsight.core.answer import answer, turn_of
 from keepsight.core.call import Call
 from keepsight.core.generate import Generated, generate
 from keepsight.core.pins import clear, delete, foresee, pin
+from keepsight.core.prepared import Prefix
 from keepsight.core.probe import settle, try_again
 from keepsight.core.render import Renderer, user_message
 from keepsight.core.runtime import Runtime
@@ -247,6 +248,15 @@ class VLM:
         """
         self.runtime.require_answers()
         return Session.load(self.runtime, Path(path), self._whose(tenant), accept_features)
+
+    def prefix(self, messages: list[Message] | str | Path, **options: object) -> Prefix:
+        """Messages prepared once for many queries, or the `.keep` file that one was saved to."""
+        self.runtime.require_answers()
+        call = Call.before_decoding(options, self.tenant, "prefix")
+        if isinstance(messages, str | Path):
+            file = Session.load(self.runtime, Path(messages), call.tenant)
+            return Prefix(self.runtime, file, call)
+        return Prefix(self.runtime, Session(self.runtime, tenant=call.tenant), call, messages)
 
     # -- tensors ---------------------------------------------------------------------------------
 

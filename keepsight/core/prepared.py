@@ -1,0 +1,251 @@
+"""A prepared beginning: messages whose media are encoded and whose tokens are prefilled once, for
+any number of queries.
+
+Its snapshots are held in the tree for as long as it lives, never copied. A query is answered as the
+whole conversation would be: rendered as a whole, whatever the template makes of it, and computed
+behind what the two have in common.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from keepsight.core.answer import answer
+from keepsight.core.call import Call
+from keepsight.core.generate import Generated, GenerateRequest, request, run
+from keepsight.core.render import parse_messages, user_message
+from keepsight.core.runtime import Runtime
+from keepsight.core.turn import Turn
+from keepsight.errors import InputError, UnsupportedInput
+from keepsight.kinds import Message, Options
+from keepsight.media.medium import Pictures
+from keepsight.prefix.node import Node
+from keepsight.prefix.prompt import Prompt
+from keepsight.report import Piece, Reply, Report
+
+
+class History(Protocol):
+    """The messages, and how they are saved: a session."""
+
+    messages: list[Message]
+    notes: list[str]
+
+    def save(self, path: str | Path) -> Path: ...
+
+
+class Prefix:
+    """Messages that are ready for queries. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        history: History,
+        call: Call,
+        messages: list[Message] | None = None,
+    ) -> None:
+        if messages is not None:
+            history.messages = _named(runtime, messages, call.tenant)
+        self._runtime, self._history, self._call = runtime, history, call
+        self._held: Node | None = None
+        self._namespace = ""
+        self._prompt = Prompt(np.empty(0, dtype=np.int64))
+        self._closed = False
+        self.report = self._renewed()
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages, with named media in place of pictures."""
+        return list(self._history.messages)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was found when it was loaded: features or prefixes made elsewhere."""
+        return list(self._history.notes)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are prepared."""
+        return len(self._prompt)
+
+    # -- queries -----------------------------------------------------------------------------------
+
+    def ask(self, question: str, images: Pictures | None = None, **options: object) -> Reply:
+        """One question, and images if there are any, behind the prefix."""
+        return self.chat([user_message(question, images)], **options)
+
+    def chat(self, messages: list[Message], **options: object) -> Reply:
+        """The answer to messages that stand behind those of the prefix."""
+        return Reply.of(self.stream(messages, **options))
+
+    def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
+        """The same, piece by piece."""
+        call = self._call_of(options)
+        self._renewed()
+        more = [messages] if isinstance(messages, dict) else messages
+        whole = [*self._history.messages, *more]
+        return self._noted(answer(self._runtime, whole, call))
+
+    def _noted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if piece.report is not None:
+                piece.report.notes += self._history.notes
+            yield piece
+
+    def _call_of(self, options: Options) -> Call:
+        whose = options.pop("tenant", None)
+        if whose is not None and whose != self._call.tenant:
+            raise InputError(f"this prefix is of tenant {self._call.tenant!r}, not of {whose!r}")
+        call = Call.of(options, self._call.tenant)
+        call.template = {**self._call.template, **call.template}
+        return call
+
+    def generate(
+        self, inputs: torch.Tensor | None = None, **options: object
+    ) -> torch.Tensor | Generated:
+        """Tensors in, tensors out, as `vlm.generate`.
+
+        The ids are those of the whole conversation, with all of its pixels; or those of the query
+        alone, with the pixels of its own images, and then they are taken to stand right behind the
+        prefix. What comes back starts with the ids that were given.
+        """
+        if options.pop("tenant", None) not in (None, self._call.tenant):
+            raise InputError(f"this prefix is of tenant {self._call.tenant!r}")
+        runtime = self._runtime
+        with runtime.lock:
+            self._renewed()
+            positions = options.get("position_ids")
+            asked = request(runtime, inputs, options, self._call.tenant)
+            behind = [not self._begins(prompt) for prompt in asked.prompts]
+            if any(behind):
+                if not all(behind):
+                    raise InputError("some rows are whole conversations and some are queries alone")
+                if positions is not None:
+                    raise UnsupportedInput(
+                        "position_ids of a query behind a prefix: leave them out"
+                    )
+                self._put_behind(asked)
+        return run(runtime, asked)
+
+    def _begins(self, prompt: Prompt) -> bool:
+        """Whether a prompt is a conversation that begins with this prefix."""
+        return np.array_equal(prompt.ids[: self.tokens], self._prompt.ids)
+
+    def _put_behind(self, asked: GenerateRequest) -> None:
+        start = int(self._prompt.ids[0])
+        tokenizer = getattr(self._runtime.processor, "tokenizer", None)
+        bos = getattr(tokenizer, "bos_token_id", None)
+        joined: dict[int, Prompt] = {}
+        for prompt in asked.prompts:
+            if bos is not None and start == bos == int(prompt.ids[0]):
+                raise InputError(
+                    "the query begins with the token that begins a text, as the prefix does; leave "
+                    "it out, or give the whole conversation, or use prefix.chat"
+                )
+            joined.setdefault(id(prompt), behind(self._prompt, prompt))
+        asked.prompts = [joined[id(prompt)] for prompt in asked.prompts]
+
+    # -- what is held ------------------------------------------------------------------------------
+
+    def _render(self) -> Prompt:
+        return self._runtime.render(self._history.messages, self._call, generate=False)
+
+    def _renewed(self) -> Report:
+        """Prefill what is not remembered: all of it at first, nothing later, unless everything was
+        forgotten or the model was changed."""
+        runtime, tenant = self._runtime, self._call.tenant
+        with runtime.lock:
+            if self._closed:
+                raise InputError("this prefix was closed; make it again with vlm.prefix")
+            runtime.require_open()
+            namespace = runtime.refresh(self._call.exact, tenant)
+            if namespace == self._namespace:
+                known = runtime.prefixes.known(namespace, self._prompt)
+                if known.until == len(self._prompt):
+                    return self.report
+            turn = Turn(runtime, self._render, {}, self._call.exact, tenant=tenant)
+            try:
+                turn.begin(sample=False)
+                turn.prefill()
+                runtime.prefixes.hold(turn.reached)
+                self._let_go()
+                self._held, self._prompt = turn.reached, turn.prompt
+                self._namespace = turn.namespace
+                self.report = turn.report()
+            finally:
+                turn.finish()
+            return self.report
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._runtime.prefixes.release(held)
+
+    def save(self, path: str | Path) -> Path:
+        """Write messages, packages and snapshots to one `.keep` file, which `vlm.prefix(path)`
+        loads; `vlm.resume(path)` opens it as a conversation."""
+        if self._call.template:
+            raise UnsupportedInput("a prefix with tools or template options cannot be saved")
+        parts = [p for m in self.messages if isinstance(m["content"], list) for p in m["content"]]
+        if other := sorted({part["type"] for part in parts} - {"text", "image"}):
+            raise UnsupportedInput(f"a prefix with {other[0]} in it cannot be saved, only pictures")
+        self._renewed()
+        return self._history.save(path)
+
+    def close(self) -> None:
+        """Release what is held; it may be evicted then like anything else."""
+        with self._runtime.lock:
+            self._closed = True
+            self._let_go()
+
+    def __enter__(self) -> Prefix:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        held = getattr(self, "_held", None)
+        if held is not None:  # the collector must not wait for the lock
+            self._runtime.lock.leave(partial(self._runtime.prefixes.release, held))
+
+
+def behind(first: Prompt, second: Prompt) -> Prompt:
+    """One prompt of two, the second right behind the first."""
+    shift = len(first)
+    moved = tuple(tuple((a + shift, b + shift) for a, b in its) for its in second.ranges)
+    return dataclasses.replace(
+        first,
+        ids=np.concatenate([first.ids, second.ids]),
+        media=(*first.media, *second.media),
+        ranges=(*first.ranges, *moved),
+        text=None,
+    )
+
+
+def _named(runtime: Runtime, messages: list[Message], tenant: str) -> list[Message]:
+    """The messages with their media named, once for all queries."""
+    clean, given = parse_messages(messages)
+    with runtime.lock:
+        runtime.require_open()
+        runtime.refresh(tenant=tenant)
+        vision = runtime.vision_of(tenant)
+        media = iter([(kind, vision.name(thing, kind)) for kind, thing in given])
+    for message in clean:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            if part["type"] != "text":
+                kind, medium = next(media)
+                part[kind] = medium
+    return clean
