@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hostile_clients import flat_png, pdf
 from server_harness import Live, Scripted, asked, live, uri
 
 import keepsight as ks
+from bench.hostile import flat_png, pdf
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket
 from keepsight.server.fetch import Fetcher

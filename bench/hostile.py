@@ -1,13 +1,14 @@
 """What one client may do to a server, and what another one notices of it.
 
-Each kind of attack is a generator of requests, sent over and over by a process of its own. Run by
-hand it says how long a small chat takes before and during one of them:
-
-    python tests/hostile_clients.py [KIND ...]
+Run `python -m bench.hostile`. Each kind of attack is a generator of requests, sent over and over on
+two connections by a process of its own. Told is how long a small chat of another client takes
+without and with it, in turns, and their quotient (medians): 2 or less is what is hoped for. All
+kinds are in `KINDS`; a few are tried unless some are named, or `--all`.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import itertools
@@ -25,6 +26,9 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from keepsight.kinds import Record
 
 Request = bytes | list[bytes]  # on one connection; of a list the parts are sent slowly
 MIB = 1 << 20
@@ -267,7 +271,8 @@ def small(port: int, number: int) -> float:
 
 def measured(port: int, seconds: float, first: int = 0) -> list[float]:
     """What a small chat takes, again and again for so long."""
-    until, taken = time.perf_counter() + seconds, []
+    until = time.perf_counter() + seconds
+    taken: list[float] = []
     while time.perf_counter() < until or not taken:
         taken.append(small(port, first + len(taken)))
     return taken
@@ -322,23 +327,50 @@ def memory(pid: int) -> int:
     return int(lines["VmHWM"].split()[0]) >> 10
 
 
-def main(kinds: list[str]) -> None:
-    for kind in kinds or list(KINDS):
-        with served() as (port, pid):
-            before = memory(pid)
-            try:
-                alone, during = under_attack(kind, port)
-            except (OSError, RuntimeError) as error:
-                print(f"{kind:32} failed: {error}", flush=True)
-                continue
-            rows = [
-                f"{1e3 * statistics.median(t):7.0f} {1e3 * max(t):7.0f}" for t in (alone, during)
-            ]
-            ratio = statistics.median(during) / statistics.median(alone)
-            more = memory(pid) - before
-            print(f"{kind:32} {rows[0]} {rows[1]}  x{ratio:5.2f}  +{more} MiB", flush=True)
+FEW = ("metrics", "statistics of nobody", "large pages", "16 stop strings", "chats")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure the kinds, one after another, in one server."""
+    parser = argparse.ArgumentParser(prog="python -m bench.hostile", description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="see KINDS")
+    parser.add_argument("--all", action="store_true", help="every kind; takes ten minutes")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--out", type=Path, help="write the result here, as JSON")
+    options = parser.parse_args(argv)
+    unknown = [kind for kind in options.kinds if kind not in KINDS]
+    if unknown:
+        parser.error(f"no such kind: {unknown[0]!r}; there are: {', '.join(KINDS)}")
+    from keepsight.bench import machine  # which loads PyTorch: the process that attacks needs none
+
+    result: Record = {"benchmark": "keepsight hostile", "machine": machine.describe()}
+    result["kinds"] = rows = {}
+    print(f"{'ms: median, most':32}    alone          attacked", flush=True)
+    with served() as (port, pid):
+        for kind in options.kinds or (KINDS if options.all else FEW):
+            rows[kind] = _row(kind, port, pid, options.rounds, options.seconds)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, separators=(",", ":")))
+    return 0
+
+
+def _row(kind: str, port: int, pid: int, rounds: int, seconds: float) -> Record:
+    """One kind, measured and printed; of memory, by how much its peak grew."""
+    before = memory(pid)
+    try:
+        alone, during = under_attack(kind, port, rounds, seconds)
+    except (OSError, RuntimeError) as error:
+        print(f"{kind:32} failed: {error}", flush=True)
+        return {"failed": str(error)[:200]}
+    more = memory(pid) - before
+    told = [f"{1e3 * statistics.median(t):7.0f} {1e3 * max(t):7.0f}" for t in (alone, during)]
+    ratio = statistics.median(during) / statistics.median(alone)
+    print(f"{kind:32} {told[0]} {told[1]}  x{ratio:5.2f}  +{more} MiB", flush=True)
+    return {"ratio": round(ratio, 2), "mib": more}
 
 
 if __name__ == "__main__":
-    print(f"{'ms: median, most':32}    alone          attacked")
-    main(sys.argv[1:])
+    sys.exit(main())
