@@ -20,11 +20,12 @@ from pydantic import JsonValue
 
 from keepsight.core.lengths import characters
 from keepsight.errors import ImageError
+from keepsight.formats.package import Package
 from keepsight.kinds import Message as Rendered
 from keepsight.kinds import Record
 from keepsight.media.pictures import MAX_PIXELS, size_of
 from keepsight.media.sources import Source, from_base64
-from keepsight.server import parts, schema
+from keepsight.server import embeds, parts, schema
 from keepsight.server.bindings import Bindings
 from keepsight.server.config import ServerConfig
 from keepsight.server.errors import ApiError, invalid, refused
@@ -162,6 +163,9 @@ class MessageReader:
         if isinstance(part, parts.BareImagePart):
             where, field_name = parts.one_of(part, _HOLDERS, place)
             return self._image(part, where, f"{place}.{field_name}", place)
+        if isinstance(part, parts.EmbedsPart):
+            inside, text = f"{place}.image_embeds", embeds.text_of(part, place)
+            return embeds.features_only(self._bare([text], inside), place)
         if isinstance(part, parts.VideoPart):
             self._uncached(part, place)
             where, _ = parts.one_of(part, ("video_url", "video", "url", "path"), place)
@@ -253,12 +257,14 @@ class MessageReader:
             self._bound(part.uuid, data, place)
         if not is_pdf(data) and is_video(data):
             return [self._video(data)]
-        found: list[bytes | Source]
+        found: list[bytes | Source | Package]
         if is_pdf(data):
             room = self.config.max_images - self.images
             largest = min(self.config.max_image_pixels, MAX_PIXELS)
-            found = list(pages(data, shown, self.config.pdf_dpi, max(1, room), largest))
+            found = [*pages(data, shown, self.config.pdf_dpi, max(1, room), largest)]
             self.pixels += LARGE_PICTURES  # whatever they are, drawing takes long
+        elif embeds.is_package(data):
+            found = [embeds.package_in(data, place, part, self.unused)]
         else:
             found = [picture(data, shown, self.config.max_image_pixels)]
             self.pixels += math.prod(size_of(data, "it"))

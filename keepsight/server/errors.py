@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from keepsight.errors import (
     Busy,
     Closed,
+    FileError,
     ImageError,
     InputError,
     KeepsightError,
@@ -116,6 +117,7 @@ _CODES: tuple[tuple[type[KeepsightError], str], ...] = (
     (PromptTooLong, "context_length_exceeded"),
     (PinsFull, "pins_full"),
     (ImageError, "invalid_image"),
+    (FileError, "invalid_package"),
     (UnsupportedInput, "unsupported_input"),
     (UnknownOption, "unknown_parameter"),
     (InputError, "invalid_value"),
@@ -123,7 +125,7 @@ _CODES: tuple[tuple[type[KeepsightError], str], ...] = (
 
 
 def _param(error: BaseException) -> str | None:
-    return "messages" if isinstance(error, ImageError | PromptTooLong) else None
+    return "messages" if isinstance(error, ImageError | PromptTooLong | FileError) else None
 
 
 def unknown(place: str, known: Iterable[str]) -> ApiError:

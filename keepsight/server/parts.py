@@ -147,6 +147,13 @@ class BareImagePart(PicturePart):
     mime_type: JsonValue = None  # what it is is seen from its bytes
 
 
+class EmbedsPart(Open):
+    """Features in place of a picture: a `.sight` file as base64, as a data URI, or by its id."""
+
+    type: Literal["image_embeds"]
+    image_embeds: JsonValue
+
+
 class VideoAddress(Open):
     """Where a video is."""
 
@@ -207,6 +214,7 @@ Part = Annotated[
     | ThoughtPart
     | ImagePart
     | BareImagePart
+    | EmbedsPart
     | VideoPart
     | SoundPart
     | FilePart,
