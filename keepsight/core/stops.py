@@ -2,7 +2,8 @@
 
 Transformers' own criterion lays out the whole vocabulary against each string before the first
 token: seconds and hundreds of megabytes for a large one. Here the last few tokens are turned into
-text at each step, and looked through. Both end a sequence at the same token.
+text at each step, and more of them only where a string may end there. Both end a sequence at the
+same token.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from keepsight.errors import InputError
 
 MOST, LONGEST = 128, 4096  # strings, and characters of each
+_FEW = 16  # tokens that are looked at first
 _BEFORE = "abcdef"  # text before the tokens, for decoders that strip the first space
 
 
@@ -49,12 +51,31 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(ends, dtype=torch.bool, device=input_ids.device)
 
     def _ends(self, ids: list[int]) -> bool:
+        if len(ids) > _FEW:
+            few = self._tokenizer.convert_ids_to_tokens(ids[-_FEW:])
+            if None not in few and not self._may_end(few):
+                return False
         tokens = self._tokenizer.convert_ids_to_tokens(ids)
         while None in tokens:  # an id that no token has
             tokens = tokens[tokens.index(None) + 1 :]
-        text = self._text(tokens)
-        start = len(self._text(tokens[:-1]).rstrip("\ufffd"))  # of a character begun there
+        text, start = self._text_and_start(tokens)
         return any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stops)
+
+    def _may_end(self, tokens: list[str]) -> bool:
+        """Whether the end of some string is at the end of these few tokens, as far as they reach
+        back. Long strings so cost little at a step that they cannot end at."""
+        text, start = self._text_and_start(tokens)
+        cut = len(text) - len(text.lstrip("\ufffd"))  # of a character begun before
+        text, start = text[cut:], start - cut
+        if start <= 0:
+            return True
+        ends = [text[:end] for end in range(start + 1, len(text) + 1)]
+        return any(end.endswith(stop) or stop.endswith(end) for end in ends for stop in self._stops)
+
+    def _text_and_start(self, tokens: list[str]) -> tuple[str, int]:
+        """The text of tokens, and where in it that of the last one begins."""
+        before = self._text(tokens[:-1])
+        return self._text(tokens), len(before.rstrip("\ufffd"))  # of a character begun there
 
     def _text(self, tokens: list[str]) -> str:
         text: str = self._tokenizer.convert_tokens_to_string([*self._before, *tokens])
