@@ -33,7 +33,7 @@ pieces = list(model.generate_stream([{"role": "user", "content": parts}]))
 check(any(piece.token_usage for piece in pieces), "usage of a stream")
 agent = CodeAgent(tools=[look], model=model, max_steps=2, verbosity_level=0)
 agent.run(QUESTION, images=[image])
-steps = [step for step in agent.runtime.steps if getattr(step, "model_output", None)]
+steps = [step for step in agent.memory.steps if getattr(step, "model_output", None)]
 check(steps, "an agent of code")
 try:
     ToolCallingAgent(tools=[look], model=model, max_steps=1, verbosity_level=0).run(QUESTION)
