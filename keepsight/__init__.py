@@ -26,6 +26,7 @@ _HOMES = {
     "install": "vlm",
     "installed": "vlm",
     "load": "vlm",
+    "tower_tensors": "models.tower_inputs",
     "uninstall": "vlm",
     "wrap": "vlm",
 }
@@ -45,6 +46,7 @@ __all__ = [
     "install",
     "installed",
     "load",
+    "tower_tensors",
     "uninstall",
     "wrap",
 ]
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from keepsight.core.prepared import Prefix
     from keepsight.encode.mapping import Encoder
     from keepsight.formats.package import Package
+    from keepsight.models.tower_inputs import tower_tensors
     from keepsight.report import Reply, Report, Usage
     from keepsight.scheduler.scheduler import Together
     from keepsight.scheduler.ticket import Ticket

@@ -24,8 +24,9 @@ from transformers.exporters.utils import apply_patches
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as omni2
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni3
 
+import keepsight as ks
 from bench import towers as towers_bench
-from keepsight.errors import UnsupportedModel
+from keepsight.errors import InputError, UnsupportedModel
 from keepsight.models.families import Family, Pixels, family_of
 from keepsight.models.families.tower_tensors import TowerTensors
 
@@ -501,3 +502,25 @@ def test_the_bench_says_what_is_saved(capsys: pytest.CaptureFixture[str], tmp_pa
     (run,) = result["runs"]
     assert run["equal"] and run["bytes"] and run["made_ms"] > run["found_ms"] > 0
     assert str(tmp_path) not in json.dumps(result)
+
+
+# -- in the open ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_anybody_may_ask_for_them() -> None:
+    model, processor = models.build("qwen3_vl")
+    own = family_of(model)
+    grids = [[1, 4, 8], [1, 8, 8]]
+    given = ks.tower_tensors(model, grids)
+    assert set(given) == TAKES["qwen3_vl"] and given["position_ids"].shape == (96, 2)
+    pixels = torch.cat([pixels_of(own, processor, (1, h, w))["pixel_values"] for _, h, w in grids])
+    call = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+    found, wanted = (own.encoder(**call, **more, return_dict=True) for more in (given, {}))
+    assert all(map(torch.equal, found.pooler_output, wanted.pooler_output))
+    by_name = ks.tower_tensors(model, {"video_grid_thw": torch.tensor([[2, 4, 8]])}, "cpu")
+    assert by_name["cu_seqlens"].tolist() == [0, 32, 64]
+    assert ks.tower_tensors(models.build("llava")[0], grids) == {}
+    for wrong in ([1, 4, 8], [[1, 4]], [[1.0, 4.0, 8.0]], [[1, 0, 8]], "abc", []):
+        with pytest.raises(InputError, match="grids"):
+            ks.tower_tensors(model, wrong)  # type: ignore[arg-type]
