@@ -67,8 +67,6 @@ def load(
     """
     check_options(options)
     path = loading.model_path(os.fspath(name))
-    if str(name) == "demo-hybrid":
-        options.setdefault("grain", loading.DEMO_GRAIN)
     if is_export(path):
         model, files = load_exported(
             path, dtype, device_map, vision, revision, options.get("store")

@@ -29,6 +29,7 @@ from keepsight.scheduler import Together
 SHOWN = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "llava_next", "llava_onevision"),
     *("mistral3", "llava_pixtral", "idefics3", "smolvlm", "idefics2", "glm4v", "glm46v", "glm_ocr"),
+    *("qwen3_5", "lfm2_vl"),  # with states of fixed size
     *("sliding", "aya_vision", "cohere2_vision", "gemma3", "gemma3_sliding", "gemma3_crops"),
     *(
         "gemma4_vision",
@@ -42,7 +43,7 @@ SHOWN = (
 )
 WINDOWS = ("sliding", "gemma3_sliding", "cohere2_vision")
 BY_BOUNDARIES = {
-    "qwen3_5": "linear",
+    "qwen3_5_moe": "experts",
     "qwen3_vl_moe": "experts",
     "paligemma": "see those behind them",
     "mllama": "cross",

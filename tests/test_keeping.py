@@ -40,7 +40,7 @@ def entries(vlm: Any) -> set[tuple[str, str]]:
 
 
 def test_what_is_pinned_stays_in_memory(name: str) -> None:
-    with load(name, cache_budget="700KB", vision_budget="300KB") as vlm:
+    with load(name, cache_budget="1400KB", vision_budget="300KB") as vlm:
         vlm.pin(conversation(1))
         encoded = vlm.stats()["features"]["encoded"]
         for seed in range(2, 12):
@@ -248,7 +248,7 @@ def _counted(vlm: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"cache_budget": "600KB"}, {"vision_budget": "300KB"}, {"tenant_quota": "300KB"}],
+    [{"cache_budget": "1200KB"}, {"vision_budget": "300KB"}, {"tenant_quota": "300KB"}],
 )
 def test_pins_count_against_budgets_and_quotas(name: str, limits: dict[str, str]) -> None:
     with load(name, **limits) as vlm:

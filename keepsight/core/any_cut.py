@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from keepsight import digests
 from keepsight.core.engine import Engine, Run
+from keepsight.core.kernels import mixers
 from keepsight.core.kernels.attention import attention_rows_are_equal
+from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
 from keepsight.core.kernels.linear import Linears
 from keepsight.core.kernels.packing import Packing
 from keepsight.core.kernels.passes import Kernels, is_inside
@@ -36,6 +38,9 @@ from keepsight.prefix.prompt import Prompt, Rule
 
 TOKENS = 46  # of the prompt that is run
 CUTS = (1, 4, 9, 24, 45)  # where it is cut
+_TOKENS_ON_A_GRID = 145  # of the prompt, where layers compute tokens in chunks
+_CUTS_ON_A_GRID = (*CUTS, *range(46, 68), 80, 81, 127, 129, 144)
+_NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the logits' scale: ours and stock
 # Products of matrices, whose rows may depend on the rows beside them.
 _PRODUCTS = {
     *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "matmul", "linear", "_grouped_mm"),
@@ -45,7 +50,8 @@ _PRODUCTS = {
 }
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
-_GROWING = ("full", "sliding", "none")  # layers all of whose keys a lane can hold
+# Layers all of whose keys a lane can hold, and those whose states stand on a grid.
+_SHOWN = ("full", "sliding", "none", "linear")
 _MOST = 8  # circumstances whose findings are remembered
 
 
@@ -70,6 +76,7 @@ class AnyCut:
         settings: RuntimeSettings,
         owned: bool,
     ) -> None:
+        mixers.begin(model)
         self._model, self._family, self._engine = model, family, engine
         self._weights = weights
         # A caller who names a grain wants boundaries.
@@ -81,13 +88,15 @@ class AnyCut:
         self._found: dict[str, Finding] = {}
         self._packed_for = self._shapes = ""
 
-    def rule(self, boundaries: Rule, circumstances: Record) -> tuple[Rule, Finding]:
-        """Whether a prompt can be cut anywhere now, or at boundaries only; and what was found."""
+    def rule(self, boundaries: Rule, circumstances: Record, engine: Engine) -> tuple[Rule, Finding]:
+        """Whether a prompt can be cut anywhere now, or at boundaries only; and what was found. The
+        engine that will run it is told."""
         found = self.find(circumstances)
-        self._engine.lanes.grows = found.kernels is not None
+        engine.lanes.grows, engine.kernels = found.kernels is not None, found.kernels
         if found.kernels is None:
             return boundaries, found
-        return replace(boundaries, kernels=found.names, grain=_APART, run=_LONGEST), found
+        rule = replace(boundaries, kernels=found.names, grain=_APART, run=_LONGEST)
+        return replace(rule, states=self._engine.shape.has_states), found
 
     def find(self, circumstances: Record) -> Finding:
         """What holds now; it is tried once for all that it can depend on."""
@@ -118,7 +127,7 @@ class AnyCut:
     def _why_not(self, circumstances: Record) -> str:
         """What excludes it, without trying."""
         model, shape = self._model, self._engine.shape
-        kinds = sorted({kind for kind in shape.kinds if kind not in _GROWING})
+        kinds = sorted({kind for kind in shape.kinds if kind not in _SHOWN})
         if hasattr(model, "exported"):
             return "the model is an exported one"
         if model.device.type != "cpu":
@@ -129,7 +138,7 @@ class AnyCut:
             return "tokens of the prompt see those behind them"
         if circumstances.get("compiled") or circumstances.get("autocast"):
             return "it is compiled, or runs under autocast"
-        if any(_is_stacked(weight) for weight in model.get_decoder().parameters()):
+        if any(_has_stacked_weights(module) for module in model.get_decoder().modules()):
             return "its experts are computed together, which depends on who is there"
         return ""
 
@@ -151,7 +160,10 @@ class AnyCut:
                 if why := self._fails(kernels):
                     return Finding(None, why)
                 rows = kernels.linears.rows.items()
-                return Finding(kernels, "", tuple(sorted(f"{name}: {rule}" for name, rule in rows)))
+                names = sorted(f"{name}: {rule}" for name, rule in rows)
+                if self._engine.shape.has_states:
+                    names.append(f"states on a grid of {GRID}, in blocks of {BLOCK}")
+                return Finding(kernels, "", tuple(names))
         except Exception as error:  # whatever a strange model runs into
             return Finding(None, f"it could not be tried: {type(error).__name__}: {error}")
 
@@ -175,34 +187,66 @@ class AnyCut:
                 return f"attention of {heads[0]} heads of {heads[2]} depends on its rows"
         if not kernels.seen:
             return "its attention is computed by functions of its own"
-        if not _equal(wanted, self._states(kernels, ids, CUTS)):
+        if why := self._mixers_fail(kernels, ids):
+            return why
+        if not _equal(wanted, self._states(kernels, ids, self._cuts)):
             return "the whole model gives other bits when a prompt is cut"
         if not self._equal_beside_others(kernels, ids, wanted):
             return "the whole model gives other bits beside other sequences"
         return ""
 
+    @property
+    def _on_a_grid(self) -> bool:
+        return self._engine.shape.has_states
+
+    @property
+    def _cuts(self) -> tuple[int, ...]:
+        return _CUTS_ON_A_GRID if self._on_a_grid else CUTS
+
+    def _mixers_fail(self, kernels: Kernels, ids: np.ndarray) -> str:
+        """What is wrong with layers that have a state of fixed size, of which the last pass had
+        some; empty where nothing is."""
+        count, mixers = self._engine.shape.kinds.count("linear"), list(kernels.mixers)
+        if len(mixers) != count:
+            return "it has linear layers that are computed by functions of their own"
+        for heads in {heads for heads in mixers if heads is not None}:
+            if not delta_rows_are_equal(heads):
+                return f"a gated delta rule of {heads.values} heads depends on its rows"
+        if count and not self._is_near_stock(kernels, ids):
+            return "its linear layers are not the ones that are known under their name"
+        return ""
+
+    def _is_near_stock(self, kernels: Kernels, ids: np.ndarray) -> bool:
+        """Whether the model's own code gives what ours does, but for rounding."""
+        ours, stock = (self._states(which, ids, ())[-1].float() for which in (kernels, None))
+        near = _NEAR.get(self._model.dtype, 0.0)
+        return bool((ours - stock).abs().max() <= near * stock.abs().max())
+
     def _ids(self) -> np.ndarray:
         """Ids of text."""
         count = self._model.get_input_embeddings().weight.shape[0]
         kept = set(self._family.placeholders.values())
-        some = (np.arange(TOKENS * 2) * 7919 + 11) % count
-        return np.array([one for one in some if one not in kept][:TOKENS], dtype=np.int64)
+        tokens = _TOKENS_ON_A_GRID if self._on_a_grid else TOKENS
+        some = (np.arange(tokens * 2) * 7919 + 11) % count
+        return np.array([one for one in some if one not in kept][:tokens], dtype=np.int64)
 
-    def _run(self, kernels: Kernels, ids: np.ndarray) -> Run:
+    def _run(self, kernels: Kernels | None, ids: np.ndarray) -> Run:
         engine, types = self._engine, np.zeros(len(ids), dtype=np.int8)
         lane = Lane(self._model, engine.shape, engine.lanes.making, grows=True)
         positions = self._family.positions(ids, types, [])
         behind = positions[..., -1:] + 1
         return Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), behind, kernels=kernels)
 
-    def _states(self, kernels: Kernels, ids: np.ndarray, cuts: Sequence[int]) -> list[torch.Tensor]:
-        """Keys, values and logits of a prompt that is computed in these pieces."""
+    def _states(
+        self, kernels: Kernels | None, ids: np.ndarray, cuts: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Keys, values, states and logits of a prompt that is computed in these pieces."""
         run, engine = self._run(kernels, ids), self._engine
         counted, logits = engine.prefill_tokens, None
         for start, stop in pairwise([0, *cuts, len(ids)]):
             logits = engine.chunk(run, start, stop, [])
         engine.prefill_tokens = counted
-        return [*run.lane.capture_full(0, len(ids)).values(), *([] if logits is None else [logits])]
+        return [*_all_states(run.lane), *([] if logits is None else [logits])]
 
     def _equal_beside_others(
         self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
@@ -217,12 +261,19 @@ class AnyCut:
         batch, logits = LaneBatch(self._model, self._family, runs), torch.empty(0)
         for token in ids[first:]:
             logits = batch.step([int(token)] * len(runs))
-        found = [*runs[0].lane.capture_full(0, len(ids)).values(), logits[:1]]
-        return _equal(wanted, found)
+        return _equal(wanted, [*_all_states(runs[0].lane), logits[:1]])
 
 
-def _is_stacked(weight: torch.Tensor) -> bool:
-    return weight.dim() > 2
+def _all_states(lane: Lane) -> list[torch.Tensor]:
+    kv, fixed = lane.capture(0, lane.length)
+    return [*kv.values(), *(fixed[name] for name in sorted(fixed))]
+
+
+def _has_stacked_weights(module: torch.nn.Module) -> bool:
+    """Whether it holds the weights of several layers in one, as experts are held."""
+    if isinstance(module, torch.nn.Conv1d):
+        return False
+    return any(weight.dim() > 2 for weight in module.parameters(recurse=False))
 
 
 def _equal(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:

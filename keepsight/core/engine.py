@@ -85,6 +85,7 @@ class Engine:
         self.decode_steps = 0
         self.answers, self.costs, self.tally = Answers(), Costs(), Tally()
         self.guessing = True
+        self.kernels: Kernels | None = None  # of this moment, by which any cut gives the same bits
         self._patterns: dict[str, Record] = {}  # by making
         self._placement: Placement | None = None
         self._order = Order()
@@ -140,7 +141,8 @@ class Engine:
         ids = np.zeros(2, dtype=np.int64)
         lane = self.lanes.fresh()
         positions = self._family.positions(ids, ids, [])
-        run = Run(Prompt(ids), positions, lane, Node(None, 0, 0, ""), positions)
+        above = Node(None, 0, 0, "")
+        run = Run(Prompt(ids), positions, lane, above, positions, kernels=self.kernels)
         counted = self.prefill_tokens
         self.chunk(run, 0, 2, [])
         self.prefill_tokens = counted
@@ -198,7 +200,9 @@ class Engine:
             for span in run.prompt.clip(start, cut)
         ]
         begun = time.perf_counter()
+        run.lane.watch([end for end in ends if start < end < cut] if run.kernels else ())
         logits = self.chunk(run, start, cut, parts)
+        run.lane.unwatch()
         cost = 1e3 * (time.perf_counter() - begun)
         if cut == len(run.prompt):
             run.logits = logits
@@ -245,7 +249,7 @@ class Engine:
     @quietly
     def _remember(self, run: Run, end: int, logits: torch.Tensor | None, cost: float) -> None:
         previous, ends = run.node, run.kernels is None
-        kv, fixed = self._capture(run, previous.end, end)
+        kv, fixed = run.lane.capture_watched(previous.end, end)
         node = self._prefixes.insert(
             previous, run.prompt, end, kv, fixed, logits, cost=cost, since=run.since, ends=ends
         )
@@ -253,12 +257,6 @@ class Engine:
         run.node = node
         if not node.terminal:
             run.lane.marks.append((end, node))
-
-    def _capture(self, run: Run, start: int, end: int) -> tuple[Tensors, Tensors]:
-        """A snapshot at the lane's end; anywhere, where all layers only grow."""
-        if run.kernels is None:
-            return run.lane.capture(start, end)
-        return run.lane.capture_full(start, end), {}
 
     def _remember_all(
         self, run: Run, ends: Sequence[int], logits: torch.Tensor | None, cost: float
@@ -273,7 +271,8 @@ class Engine:
     def guess(self, run: Run, tenant: str, most: int, tally: Tally) -> None:
         """Guess tokens while this sequence decodes, where several in a pass are exact."""
         family, length = self._family, run.lane.length
-        if not self.guessing or run.kernels is None or family.step_inputs(1, length + 1):
+        exact = run.kernels is not None and not self.shape.has_states  # these are not taken back
+        if not self.guessing or not exact or family.step_inputs(1, length + 1):
             return
         lane, words = _Decoding(self, run), words_of(run.prompt)
         earlier = self.answers.of(tenant)
@@ -338,7 +337,7 @@ class Engine:
             return
         self._prefixes.hold(node)
         stays = run.kernels is not None
-        kv, fixed = self._capture(run, node.end, end)
+        kv, fixed = run.lane.capture(node.end, end)
         decoded = self._prefixes.insert(
             node, prompt, end, kv, fixed, keep_on_disk=stays, since=run.since
         )

@@ -16,6 +16,7 @@ from keepsight.core.batch import Batch, TokenTaker
 from keepsight.core.engine import Run
 from keepsight.core.kernels.passes import attention_here, running
 from keepsight.core.lane_layer import LaneLayer
+from keepsight.core.lane_mixer import MixerLayer, MixerRows
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 
@@ -95,10 +96,11 @@ class LaneBatch:
             return
         self._cache = DynamicCache(config=self._model.config)
         for index, layer in enumerate(self.runs[0].lane.cache.layers):
+            rows = [run.lane.cache.layers[index] for run in self.runs]
             if isinstance(layer, LaneLayer):
-                self._cache.layers[index] = _Rows(
-                    [run.lane.cache.layers[index] for run in self.runs]
-                )
+                self._cache.layers[index] = _Rows(rows)
+            elif isinstance(layer, MixerLayer):
+                self._cache.layers[index] = MixerRows(rows)
 
     def decode(self, takers: Sequence[TokenTaker], logits: torch.Tensor) -> int:
         """Let each sequence take tokens until all have ended; the number of steps that took."""

@@ -275,7 +275,7 @@ class Runtime:
         making = self._making(now)
         self.engine.bind(making)
         if self._any_cut.asked:
-            self.rule, self.finding = self._any_cut.rule(self._boundaries, now)
+            self.rule, self.finding = self._any_cut.rule(self._boundaries, now, self.engine)
         namespace = digests.digest(
             "namespace",
             making,

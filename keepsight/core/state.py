@@ -12,12 +12,14 @@ in the model, a prompt can only be continued where such a state was captured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from keepsight.core.lane_layer import CrossLayer, LaneLayer, WindowLayer
+from keepsight.core.lane_mixer import MixerLayer
 from keepsight.errors import UnsupportedModel
 from keepsight.formats.package import storage_bytes
 from keepsight.kinds import CacheLayer, Record
@@ -80,6 +82,11 @@ class Shape:
         """Whether some layer's state is valid only where it was captured."""
         return any(kind not in _GROWING for kind in self.kinds)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer remembers nothing but a state of fixed size."""
+        return "linear" in self.kinds
+
 
 def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
     """Refuse a config that speaks of other layers than the decoder has: the cache follows it."""
@@ -119,7 +126,9 @@ class Lane:
                 self.cache.layers[i] = CrossLayer()
             elif kind == "sliding" and grows:
                 self.cache.layers[i] = _window(model, i, self.cache.layers[i])
-        self.length = 0
+            elif kind == "linear":
+                self.cache.layers[i] = MixerLayer()
+        self.length = self._start = 0
         self.marks: list[tuple[int, Node]] = []  # (end, node): what of the tree stands here in full
         self.busy = False
 
@@ -149,7 +158,38 @@ class Lane:
         """A snapshot: new keys and values since `start` as stacked copies, fixed states whole."""
         if end != self.length:
             raise ValueError(f"a snapshot stands at the lane's end {self.length}, not at {end}")
-        return self.capture_full(start, end), {n: t.clone() for n, t in self._fixed().items()}
+        return self.capture_watched(start, end)
+
+    def capture_watched(self, start: int, end: int) -> tuple[Tensors, Tensors]:
+        """The same, also where the last pass was watched."""
+        return self.capture_full(start, end), self._capture_fixed(end)
+
+    def _capture_fixed(self, end: int) -> Tensors:
+        """The states of fixed size at the lane's end, or where the last pass was watched."""
+        if end == self.length:
+            return {name: tensor.clone() for name, tensor in self._fixed().items()}
+        states: Tensors = {}
+        for i, layer in enumerate(self.cache.layers):
+            if self.shape.kinds[i] in _GROWING or isinstance(layer, LaneLayer):
+                continue
+            if not isinstance(layer, MixerLayer) or end - self._start not in layer.found:
+                raise ValueError(f"nobody watched for a snapshot at {end}")
+            found = layer.held(end - self._start)
+            states |= {f"{i}.{what}.0": state for what, state in found.items()}
+        return states
+
+    def watch(self, ends: Sequence[int]) -> None:
+        """Say behind which tokens of the next pass states of fixed size are captured too."""
+        self._start = self.length
+        for layer in self.cache.layers:
+            if isinstance(layer, MixerLayer):
+                layer.ends = [end - self.length for end in ends]
+
+    def unwatch(self) -> None:
+        """The passes that follow are not watched."""
+        for layer in self.cache.layers:
+            if isinstance(layer, MixerLayer):
+                layer.ends = ()
 
     def capture_full(self, start: int, end: int) -> Tensors:
         """Keys and values of the full layers in a range: one stacked tensor where all rows have
@@ -188,7 +228,9 @@ class Lane:
         for name, tensor in tensors.items():
             index, what, number = name.split(".")
             layer = self.cache.layers[int(index)]
-            if what in ("conv", "recurrent"):
+            if what in ("grid", "tail"):
+                layer.restore(what, tensor)
+            elif what in ("conv", "recurrent"):
                 restore_linear(layer, what, int(number), tensor)
             else:
                 _restore_sliding(layer, what, tensor, end)
@@ -211,13 +253,16 @@ class Lane:
         fresh = DynamicCache(config=self._config).layers
         for i, kind in enumerate(self.shape.kinds):
             if kind not in _GROWING and not isinstance(self.cache.layers[i], LaneLayer):
-                self.cache.layers[i] = fresh[i]
+                self.cache.layers[i] = MixerLayer() if kind == "linear" else fresh[i]
 
     def _fixed(self) -> Tensors:
         """The live fixed-size states by name: `layer.what.number`."""
         states: Tensors = {}
         for i, layer in enumerate(self.cache.layers):
             if isinstance(layer, LaneLayer):
+                continue
+            if isinstance(layer, MixerLayer):
+                states |= {f"{i}.{what}.0": state for what, state in layer.held().items()}
                 continue
             for what in ("conv", "recurrent"):
                 for number, state in getattr(layer, f"{what}_states", {}).items():
@@ -256,7 +301,7 @@ def pattern(kv: Tensors, fixed: Tensors) -> Record:
         if not name.startswith("cross."):  # there only where the prompt begins with media
             found[f"kv {name}"] = (tensor.dtype, *tensor.shape[:-2], tensor.shape[-1])
     for name, tensor in fixed.items():
-        sliding = ".keys." in name or ".values." in name
+        sliding = any(what in name for what in (".keys.", ".values.", ".tail."))
         sizes = (*tensor.shape[:-2], tensor.shape[-1]) if sliding else tuple(tensor.shape)
         found[f"fixed {name}"] = (tensor.dtype, *sizes)
     return found

@@ -6,7 +6,6 @@ package. Each snapshot is in the tree as soon as it stands, so a client who hang
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -146,23 +145,24 @@ class Turn:
         tree = self._runtime.prefixes
         self._look()
         while True:
-            tree.hold(self.match.node)
-            self._waiting = self.match.node
+            held = self._waiting = self.match.node
+            tree.hold(held)
             with self._stage("load"):
-                if tree.load(self.match.node, self.prompt):
-                    if self.match.whole and self.match.logits is None:
-                        self.found.match = self.match.but_the_last(self.prompt)
-                    break
-            # An entry on disk was damaged. It is marked now, and the next match ends before it.
-            tree.release(self.match.node)
+                loaded = tree.load(held, self.prompt)
+            if loaded and not (self.match.whole and self.match.logits is None):
+                break  # else it is damaged on disk, and marked as such, or has lost its logits
+            tree.release(held)
             self._waiting = None
-            self.found.match = self._deepest()
+            self.found.match = self.match.but_the_last(self.prompt) if loaded else self._deepest()
         self.ends = self._ends(self.match)
         self.cuts = self._pieces() if self.rule.any_cut else self.ends
 
     def _ends(self, match: Match) -> list[int]:
         """Where snapshots end, behind those that are remembered."""
         ends = self.prompt.boundaries(self.rule, match.base.end)
+        until = self.prompt.before_medium(self.found.known.until, self.rule)
+        if self.rule.states and match.length + self.rule.grain <= until < len(self.prompt):
+            ends = sorted({*ends, until})  # where prompts part: the next one goes on from there
         return [*ends, len(self.prompt)]
 
     def _pieces(self) -> list[int]:
@@ -193,11 +193,12 @@ class Turn:
         if self.match.whole:
             self.found.match = self.match.but_the_last(self.prompt)
         elif whole.terminal and whole.parent is not None:
-            tree.hold(whole.parent)
-            tree.release(whole)
-            self._waiting = whole.parent
             self.found.match = Match(whole.parent)
-            tree.load(whole.parent, self.prompt)
+        if self.match.node is not whole:
+            self._waiting = self.match.node
+            tree.hold(self._waiting)
+            tree.release(whole)
+            tree.load(self._waiting, self.prompt)
 
     def _next_cut(self) -> Callable[[int], int | None]:
         rule, prompt = self.rule, self.prompt
@@ -205,8 +206,7 @@ class Turn:
 
         def next_cut(position: int) -> int | None:
             if position == 0 or position in cuts or self._exact:
-                spot = bisect.bisect_right(cuts, position)
-                return cuts[spot] if spot < len(cuts) else None
+                return next((cut for cut in cuts if cut > position), None)
             return next(iter(prompt.boundaries(rule, position)), None)
 
         return next_cut

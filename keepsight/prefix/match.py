@@ -22,6 +22,7 @@ class Match:
     since: int = 0  # when the tree was asked: what is forgotten later must not come back
     until: int | None = None  # the end of what is used of the node, where that is not all of it
     whole: bool = False  # it ends where the prompt does, and is of use with its logits only
+    states: bool = False  # a prompt goes on from states of fixed size: where a node ends
 
     @property
     def length(self) -> int:
@@ -41,8 +42,16 @@ class Match:
         return self.node.logits if self.node.terminal or self.whole else None
 
     def but_the_last(self, prompt: Prompt) -> Match:
-        """All but the last token of a prompt that is remembered whole: for its logits anew."""
-        return replace(self, until=len(prompt) - 1, whole=False)
+        """All but the end of a prompt that is remembered whole, for its logits anew: but the last
+        token, or what stands behind the state that was captured before it."""
+        if not self.states:
+            return replace(self, until=len(prompt) - 1, whole=False)
+        node = self.node
+        while node.parent is not None and (
+            node.end >= len(prompt) or not (node.state.tier or node.on_disk)
+        ):
+            node = node.parent
+        return replace(self, node=node, whole=False)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Home:
     cleared: int = -1  # tick when everything was
     pins: int = 0  # nodes of it that are pinned
     any_cut: bool = False  # its paths can be continued anywhere
+    states: bool = False  # but only from states of fixed size that were captured
 
     def __post_init__(self) -> None:
         self.account = account_of(self.tenant)
@@ -221,6 +222,23 @@ class Node:
             if mine > rank:
                 best, rank = child, mine
         return best, rank[0]
+
+    def within(self, prompt: Prompt) -> Iterator[Node]:
+        """The children that the prompt goes all the way through, the longest first."""
+        ids, spans = prompt.ids[self.end :], shift(prompt.clip(self.end, len(prompt)), -self.end)
+        code = _code(ids, spans)
+        while code:
+            spot = bisect.bisect_right(self.order, code, key=Node.code)
+            if spot == 0:
+                return
+            # Whatever else the prompt goes through shares no more with it than this one does.
+            last = self.order[spot - 1]
+            shared = common(last.ids, last.spans, ids, spans)
+            if shared == len(last.ids):
+                first = bisect.bisect_left(self.order, last.code(), key=Node.code)
+                yield from self.order[first:spot]
+                shared -= 1
+            code = code[: 8 * shared]
 
     def _around(self, spot: int, usable: Callable[[Node], bool] | None) -> Iterator[Node]:
         """The two children on each side of a place in their order, of the usable ones."""

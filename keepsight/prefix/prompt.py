@@ -63,6 +63,7 @@ class Rule:
     media_ends: frozenset[int] = frozenset()
     run: int | None = None  # the longest stretch without a boundary; RUN where nothing is said
     kernels: tuple[str, ...] = ()  # by which any cut gives the same bits; empty where none is
+    states: bool = False  # then a prompt goes on from states of fixed size, where one was captured
 
     @property
     def any_cut(self) -> bool:

@@ -58,6 +58,8 @@ class Tree(Books):
     def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
         """The longest remembered prefix, to its last token, where any cut gives the same bits."""
         self.expire()
+        if rule.states:
+            return self._match_states(self.root(namespace), prompt, rule)
         node, last = self.root(namespace), len(prompt) - 1
         while node.end < last:
             child, shared = self._most_shared(node, prompt, rule)
@@ -71,6 +73,35 @@ class Tree(Books):
                 return Match(child, self._farthest(child), self.tick, end)
             node = child
         return Match(node, self._farthest(node), self.tick)
+
+    def _match_states(self, root: Node, prompt: Prompt, rule: Rule) -> Match:
+        """The deepest place with a state of fixed size that a prompt goes through."""
+        best, waiting, root.home.states = root, [root], True
+        while waiting:
+            node = waiting.pop()
+            if node.end > best.end or (node.end == best.end and node.logits is not None):
+                best = node if self._usable(node) else best
+            if node.end < len(prompt):
+                self._look_up(node)
+                self._look_for_ends(node, prompt, rule)
+                waiting += [n for n in list(node.within(prompt)) if self._is_here(n, prompt)]
+        whole = best.end == len(prompt)
+        return Match(best, self._farthest(best), self.tick, None, whole, states=True)
+
+    def _is_here(self, node: Node, prompt: Prompt) -> bool:
+        """Whether the rows of a stretch can be had; one whose time is over is forgotten."""
+        if not node.same_as(prompt):
+            return False
+        if node.leased and not self._stored(node):
+            self.forget(node, fit=False)
+            return False
+        return bool(node.rows.tier or node.on_disk)
+
+    def _look_for_ends(self, node: Node, prompt: Prompt, rule: Rule) -> None:
+        """Take in what the store has of this prompt upon a node since it was looked up."""
+        for cut in (*prompt.boundaries(rule, node.end)[:1], len(prompt)):
+            for kind in ("terminal", "segment"):
+                self._child(node, prompt, cut, kind, ends=False)
 
     def _most_shared(self, node: Node, prompt: Prompt, rule: Rule) -> tuple[Node | None, int]:
         """The usable child that shares most with a prompt from here on, and how many tokens."""
@@ -140,7 +171,7 @@ class Tree(Books):
 
     def _needs(self, node: Node) -> list[Part]:
         """What a prompt that goes on from here needs of the node itself."""
-        has_fixed = self.has_fixed and not node.home.any_cut
+        has_fixed = self.has_fixed and (node.home.states or not node.home.any_cut)
         return [node.rows, node.state] if has_fixed else [node.rows]
 
     def _usable(self, node: Node) -> bool:

@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig, Pr
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from keepsight.core.lane_layer import LaneLayer
+from keepsight.core.lane_mixer import MixerLayer
 from keepsight.core.state import Shape, restore_linear
 from keepsight.errors import ImageError, ModelError, UnsupportedInput
 from keepsight.kinds import CacheLayer, Options
@@ -328,7 +329,7 @@ def _refuse_outputs(part: str, options: Options) -> None:
 def _refuse_cache(cache: Cache | None) -> None:
     """Caches whose layers do not grow by being given new rows."""
     for layer in getattr(cache, "layers", ()):
-        if type(layer) not in _LAYERS and not isinstance(layer, LaneLayer):
+        if type(layer) not in _LAYERS and not isinstance(layer, LaneLayer | MixerLayer):
             raise UnsupportedInput(
                 f"a cache of {type(layer).__name__}: an exported decoder goes on from a "
                 "DynamicCache or from Keepsight's memory; leave cache_implementation out"

@@ -35,7 +35,11 @@ class Rows:
         return max(self.least, -(-rows // self.step) * self.step)
 
 
-CANDIDATES = (Rows(), Rows(2), Rows(4), Rows(4, 4), Rows(8, 8), Rows(16, 16))
+# The last two are for layers of few numbers: with few rows, these go another way altogether.
+CANDIDATES = (
+    *(Rows(), Rows(2), Rows(4), Rows(4, 4), Rows(8, 8), Rows(16, 16)),
+    *(Rows(32), Rows(128)),
+)
 
 
 class Linears:

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from keepsight.core.kernels import attention
+from keepsight.core.kernels.delta import DeltaHeads
 from keepsight.core.kernels.linear import Linears
 
 _stock_linear = functional.linear
@@ -30,6 +31,7 @@ class Kernels:
     linears: Linears = field(default_factory=Linears)
     seen: set[attention.Heads] = field(default_factory=set)  # in which attention was asked for
     doubts: list[str] = field(default_factory=list)  # what was met that was not tried
+    mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
 
 
 @contextmanager
@@ -39,6 +41,7 @@ def running(kernels: Kernels | None) -> Iterator[None]:
         yield
         return
     before = vars(_here).get("call")
+    kernels.mixers.clear()
     _here.call = _Pass(kernels, attention.Attention(kernels.seen, kernels.doubts))
     try:
         yield
@@ -69,6 +72,32 @@ def is_inside() -> bool:
     return call is not None and call.inside
 
 
+def is_running() -> bool:
+    """Whether this thread is in a pass of ours."""
+    return _call() is not None
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """One of ours runs meanwhile, and what it calls is its own affair."""
+    call = _call()
+    if call is None:
+        yield
+        return
+    before, call.inside = call.inside, True
+    try:
+        yield
+    finally:
+        call.inside = before
+
+
+def note_mixer(heads: DeltaHeads | None) -> None:
+    """A layer with a state of fixed size was computed: a delta rule, or a convolution alone."""
+    call = _call()
+    if call is not None:
+        call.kernels.mixers.append(heads)
+
+
 def attention_here() -> attention.Attention | None:
     """Where a layer notes what room its keys and values lie in, during a pass of ours."""
     call = _call()
@@ -90,11 +119,11 @@ def _ours_or_stock_linear(
     call = None if torch.compiler.is_compiling() else _call()
     if call is None:
         return _stock_linear(input, weight, bias)
-    call.inside = True
+    before, call.inside = call.inside, True
     try:
         return call.kernels.linears(input, weight, bias)
     finally:
-        call.inside = False
+        call.inside = before
 
 
 def _attention(

@@ -1,0 +1,261 @@
+"""The gated delta rule whose rows come out the same however a sequence is cut.
+
+Tokens are computed in chunks of 64 that stand at multiples of 64 from the beginning of the
+sequence, and in blocks of 16 within them, wherever a pass begins or ends. What is remembered of a
+sequence is the state at the last such place, and the keys, values, decays and rates of the tokens
+behind it. A pass that goes on computes the block again that was left open, in products of the same
+sizes, and gives out the new rows. So a token is computed alike in a prompt, in any piece of it, and
+when it is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+GRID = 64
+BLOCK = 16
+_TRIED = 150  # tokens of a trial
+_PIECES = (1, 2, 5, 31, 64, 65, 66, 128, 149)
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """How many there are, of keys and of values, and how wide."""
+
+    keys: int
+    values: int
+    key_width: int
+    value_width: int
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Numbers of a token's row: its keys, values, decays and rates."""
+        return self.keys * self.key_width, self.values * self.value_width, self.values, self.values
+
+
+@dataclass(frozen=True, eq=False)
+class Stand:
+    """Where a sequence stood: the state at the last place of the grid, and the rows behind it."""
+
+    state: torch.Tensor  # heads of values x width of keys x width of values
+    rows: torch.Tensor
+
+
+@dataclass(eq=False)
+class _Asked:
+    """What some rows of chunks ask: of the keys in their chunk, and of the state before it."""
+
+    system: torch.Tensor  # what they take back of what others wrote; ones on the diagonal
+    scores: torch.Tensor
+    readers: torch.Tensor  # the rows once as keys, once as queries
+    values: torch.Tensor
+
+
+class OpenSequence:
+    """One sequence as it grows."""
+
+    def __init__(self, heads: DeltaHeads, stand: Stand | None = None) -> None:
+        self.heads = heads
+        self._room = torch.zeros(GRID, sum(heads.parts))
+        self._made = False  # the keys and writings below are those of the rows
+        self._keys = torch.zeros(heads.values, GRID, heads.key_width)
+        self._written = torch.zeros(heads.values, GRID, heads.value_width)
+        self.count = 0 if stand is None else len(stand.rows)
+        if stand is None:
+            self.state = torch.zeros(heads.values, heads.key_width, heads.value_width)
+        else:
+            self.state = stand.state
+            self._room[: self.count] = stand.rows
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows behind the last place of the grid."""
+        return self._room[: self.count]
+
+    def stand(self) -> Stand:
+        """Where it stands now; a copy."""
+        return Stand(self.state.clone(), self.rows.clone())
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that takes memory."""
+        return [self.state, self._room, self._keys, self._written]
+
+    def advance(
+        self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, Stand]]:
+        """Some tokens more: what is read for each, and where the sequence stood behind the first
+        so many of them, for each of `ends`."""
+        before, after = self.count, self.count + len(rows)
+        wanted = sorted(ends)
+        if self._made and after <= GRID and before // BLOCK == (after - 1) // BLOCK and not wanted:
+            return self._in_one_block(queries, rows), {}
+        return self._over_chunks(queries, rows, wanted)
+
+    # -- a few rows of one block -----------------------------------------------------------------
+
+    def _in_one_block(self, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """New rows of the block that is open; all before it stand."""
+        heads, before = self.heads, self.count
+        start, self.count = before // BLOCK * BLOCK, before + len(rows)
+        self._room[before : self.count] = rows
+        block, total = slice(start, start + BLOCK), self._total(self._room)[0]
+        asking = queries.new_zeros(BLOCK, queries.shape[1])
+        asking[before - start : self.count - start] = queries
+        keys = _keys(heads, self._room[block], 1, BLOCK)
+        self._keys[:, block] = keys[0]
+        asked = _ask(
+            *(heads, self._room[block], asking, keys, self._keys[None], total[None], start, BLOCK)
+        )
+        read = asked.readers[0] @ self.state
+        _write(self._written, asked.system[0], asked.values[0] - read[:, :BLOCK], start)
+        found = read[:, BLOCK:] + asked.scores[0] @ self._written
+        if self.count == GRID:
+            self.state = _next(self.state, self._keys, total, self._written)
+            self._clear()
+        return found[:, before - start : before - start + len(rows)].transpose(0, 1)
+
+    def _clear(self) -> None:
+        self.count = 0
+        for tensor in (self._room, self._keys, self._written):
+            tensor.zero_()
+
+    def _total(self, rows: torch.Tensor) -> torch.Tensor:
+        """The decay from the beginning of its chunk to each row: chunks x heads x rows."""
+        first = sum(self.heads.parts[:2])
+        decays = rows[:, first : first + self.heads.values]
+        return decays.reshape(-1, GRID, self.heads.values).transpose(1, 2).contiguous().cumsum(-1)
+
+    # -- whole chunks ----------------------------------------------------------------------------
+
+    def _over_chunks(
+        self, queries: torch.Tensor, rows: torch.Tensor, ends: list[int]
+    ) -> tuple[torch.Tensor, dict[int, Stand]]:
+        heads, before = self.heads, self.count
+        count = before + len(rows)
+        chunks = -(-count // GRID)
+        whole = rows.new_zeros(chunks * GRID, rows.shape[1])
+        whole[:before], whole[before:count] = self._room[:before], rows
+        asking = queries.new_zeros(chunks * GRID, queries.shape[1])
+        asking[before:count] = queries
+        total, keys = self._total(whole), _keys(heads, whole, chunks, GRID)
+        asked = _ask(heads, whole, asking, keys, keys, total, 0, GRID)
+        found, stands = torch.empty_like(asked.values), {}
+        for chunk in range(chunks):
+            first = chunk * GRID
+            for end in [end for end in ends if first <= before + end < first + GRID]:
+                stands[end] = Stand(self.state.clone(), whole[first : before + end].clone())
+            read = asked.readers[chunk] @ self.state
+            values = asked.values[chunk] - read[:, :GRID]
+            written = torch.zeros_like(values)
+            for start in range(0, min(GRID, count - first), BLOCK):
+                block = slice(start, start + BLOCK)
+                _write(written, asked.system[chunk, :, block], values[:, block], start)
+            found[chunk] = read[:, GRID:] + asked.scores[chunk] @ written
+            if first + GRID <= count:
+                self.state = _next(self.state, keys[chunk], total[chunk], written)
+        for end in [end for end in ends if before + end == chunks * GRID]:
+            stands[end] = Stand(self.state.clone(), whole[:0].clone())
+        self._clear()
+        self._made = True
+        if count % GRID:
+            self.count = count % GRID
+            self._room.copy_(whole[-GRID:])
+            self._keys.copy_(keys[-1])
+            self._written.copy_(written)
+        return found.transpose(1, 2).flatten(0, 1)[before:count], stands
+
+
+def _rows_of(rows: torch.Tensor, chunks: int, size: int, heads: int) -> torch.Tensor:
+    """Chunks x heads x rows x width."""
+    return rows.reshape(chunks, size, heads, -1).transpose(1, 2).contiguous()
+
+
+def _normal(rows: torch.Tensor) -> torch.Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
+
+
+def _keys(heads: DeltaHeads, rows: torch.Tensor, chunks: int, size: int) -> torch.Tensor:
+    keys = _normal(_rows_of(rows[:, : heads.parts[0]], chunks, size, heads.keys))
+    return keys.repeat_interleave(heads.values // heads.keys, dim=1)
+
+
+def _ask(
+    heads: DeltaHeads,
+    rows: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    among: torch.Tensor,
+    total: torch.Tensor,
+    start: int,
+    size: int,
+) -> _Asked:
+    """What `size` rows of each chunk ask, from `start` on, among all the keys of the chunk."""
+    chunks = len(among)
+    _, values, _, rates = rows.split(heads.parts, dim=1)
+    query = _normal(_rows_of(queries, chunks, size, heads.keys)) * heads.key_width**-0.5
+    query = query.repeat_interleave(heads.values // heads.keys, dim=1)
+    rate = _rows_of(rates, chunks, size, heads.values)
+    own = total[..., start : start + size, None]
+    ahead = torch.ones(size, GRID, dtype=torch.bool).triu(1 + start)
+    between = (own - total[..., None, :]).masked_fill(ahead, float("-inf")).exp()
+    both = torch.cat([keys * rate, query], dim=-2)
+    found, since = both @ among.transpose(-1, -2), own.exp().repeat(1, 1, 2, 1)
+    return _Asked(
+        found[..., :size, :] * between,
+        found[..., size:, :] * between,
+        both * since,
+        _rows_of(values, chunks, size, heads.values) * rate,
+    )
+
+
+def _write(written: torch.Tensor, system: torch.Tensor, values: torch.Tensor, start: int) -> None:
+    """What a block of rows writes: its values, less what those before it wrote already."""
+    block = slice(start, start + BLOCK)
+    if start:
+        values = values - system[..., :start].contiguous() @ written[:, :start].contiguous()
+    own = system[..., block]
+    written[:, block] = torch.linalg.solve_triangular(
+        own.contiguous(), values.contiguous(), upper=False, unitriangular=True
+    )
+
+
+def _next(
+    state: torch.Tensor, keys: torch.Tensor, total: torch.Tensor, written: torch.Tensor
+) -> torch.Tensor:
+    """The state behind a whole chunk."""
+    last = total[..., -1:]
+    writers = keys * (last - total).exp()[..., None]
+    return state * last.exp()[..., None] + writers.transpose(-1, -2) @ written
+
+
+def delta_rows_are_equal(heads: DeltaHeads) -> bool:
+    """Whether rows come out the same in one pass, in pieces and one by one."""
+    generator = torch.Generator().manual_seed(heads.values * 31 + heads.value_width)
+
+    def noise(width: int) -> torch.Tensor:
+        return torch.randn(_TRIED, width, generator=generator)
+
+    keys, values, decays, rates = map(noise, heads.parts)
+    rows = torch.cat([keys, values, -decays.abs() / 9, rates.sigmoid()], dim=1)
+    queries = noise(heads.parts[0])
+    wanted, stands = OpenSequence(heads).advance(queries, rows, _PIECES)
+    for step in (_PIECES, range(1, _TRIED)):
+        here, start, found = OpenSequence(heads), 0, []
+        for end in (*step, _TRIED):
+            found.append(here.advance(queries[start:end], rows[start:end])[0])
+            start = end
+            if end in stands and not _same(here.stand(), stands[end]):
+                return False
+            if end in stands:
+                here = OpenSequence(heads, here.stand()) if end % 2 else here
+        if not torch.equal(torch.cat(found), wanted):
+            return False
+    return True
+
+
+def _same(one: Stand, other: Stand) -> bool:
+    return torch.equal(one.state, other.state) and torch.equal(one.rows, other.rows)

@@ -1,0 +1,166 @@
+"""Layers that remember a state of fixed size, computed so that no row depends on the cut.
+
+Gated delta rules stand on a grid (`keepsight.core.kernels.delta`); convolutions are added up
+number by number. Two of upstream's layers are known; in passes of ours, on layers of lanes, they
+are computed here, and everywhere else by their own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from keepsight.core.kernels import passes
+from keepsight.core.kernels.delta import DeltaHeads, OpenSequence, Stand
+
+Layer = Any  # one of upstream's, with all it has; and what it is called with
+_GRAIN = 32768  # numbers of an elementwise operation, from which on torch shares them out
+_WHOLE = 64  # numbers that are computed by one vector instruction or two, whatever their dtype
+_ROWS = 64  # of a convolution at a time
+
+
+class MixerState(Protocol):
+    """The layer of one lane."""
+
+    ends: Sequence[int]  # tokens of the pass, behind which its state is wanted too
+    found: dict[int, tuple[torch.Tensor, Stand | None]]
+
+    def opened(self, heads: DeltaHeads) -> OpenSequence:
+        """Where the sequence stands."""
+
+    def inputs(self) -> torch.Tensor | None:
+        """The last inputs of the convolution, channels x inputs."""
+
+    def take(self, inputs: torch.Tensor) -> None:
+        """Hold these from now on."""
+
+
+def evenly(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """A function of each row, on so many rows that vector instructions compute all: numbers that
+    are left over are computed one by one, and come out with other bits."""
+    count, width = inputs[0].shape
+    missing = _fill(count, width, torch.get_num_threads()) - count
+    if missing:
+        inputs = tuple(functional.pad(one, (0, 0, 0, missing)) for one in inputs)
+    return function(*inputs)[:count]
+
+
+def _fill(count: int, width: int, threads: int) -> int:
+    """The next number of rows that threads can share without a rest."""
+    while True:
+        sharing = max(1, min(threads, -(-count * width // _GRAIN)))
+        whole = _WHOLE * sharing
+        rows = whole // math.gcd(whole, width)
+        filled = -(-count // rows) * rows
+        if filled == count:
+            return count
+        count = filled
+
+
+def convolve(
+    state: MixerState, rows: torch.Tensor, layer: torch.nn.Conv1d
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """A causal convolution of each channel over new rows, and its last inputs behind each end."""
+    weight, bias = layer.weight[:, 0], layer.bias
+    size, count = weight.shape[-1], len(rows)
+    held = state.inputs()
+    before = rows.new_zeros(size, rows.shape[1]) if held is None else held.T
+    everything = torch.cat([before, rows])
+    factors = weight.float().T.contiguous()  # one row for each place
+    pieces = []
+    for start in range(0, count, _ROWS):
+        stop = min(start + _ROWS, count)
+        inputs = everything[start + 1 : stop + size].float()
+        total = inputs[: stop - start] * factors[0]
+        for place in range(1, size):
+            total += inputs[place : place + stop - start] * factors[place]
+        if bias is not None:
+            total += bias.float()
+        pieces.append(total.to(rows.dtype))
+    state.take(everything[count:].T.contiguous())
+    inputs_at = {end: everything[end : end + size].T.contiguous() for end in state.ends}
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces), inputs_at
+
+
+# -- upstream's layers ---------------------------------------------------------------------------
+
+
+def _gated_delta(module: Layer, hidden: torch.Tensor, states: Sequence[MixerState]) -> torch.Tensor:
+    """Queries, keys and values from a convolution, then the gated delta rule."""
+    heads = DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+    each = (*hidden.shape[:2], heads.values)
+    mixed, gates = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
+    rates = evenly(torch.sigmoid, module.in_proj_b(hidden).reshape(-1, 1)).view(each).float()
+    steps = module.in_proj_a(hidden).float() + module.dt_bias
+    steps = evenly(functional.softplus, steps.reshape(-1, 1)).view(each)
+    decays = -module.A_log.float().exp() * steps
+    found = []
+    for row, state in enumerate(states):
+        inputs, last = convolve(state, mixed[row], module.conv1d)
+        inputs = evenly(ACT2FN[module.activation], inputs).float()
+        queries, rest = inputs.split([heads.parts[0], sum(heads.parts[:2])], dim=-1)
+        rows = torch.cat([rest, decays[row], rates[row]], dim=-1)
+        read, stands = state.opened(heads).advance(queries, rows, state.ends)
+        state.found = {end: (inputs_at, stands[end]) for end, inputs_at in last.items()}
+        found.append(read.to(hidden.dtype))
+    passes.note_mixer(heads)
+    width = heads.value_width
+    flat = evenly(module.norm, torch.stack(found).reshape(-1, width), gates.reshape(-1, width))
+    result: torch.Tensor = module.out_proj(flat.reshape(*each[:2], -1))
+    return result
+
+
+def _short_convolution(
+    module: Layer, hidden: torch.Tensor, states: Sequence[MixerState]
+) -> torch.Tensor:
+    """A convolution between two gates."""
+    before, behind, values = module.in_proj(hidden).chunk(3, dim=-1)
+    inputs, found = before * values, []
+    for row, state in enumerate(states):
+        out, last = convolve(state, inputs[row], module.conv)
+        state.found = {end: (inputs_at, None) for end, inputs_at in last.items()}
+        found.append(out)
+    passes.note_mixer(None)
+    result: torch.Tensor = module.out_proj(behind * torch.stack(found))
+    return result
+
+
+_Ours = Callable[[Layer, torch.Tensor, Sequence[MixerState]], torch.Tensor]
+_KNOWN: dict[str, _Ours] = {
+    "transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,
+    "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv": _short_convolution,
+}
+_begun: set[type] = set()
+
+
+def begin(model: torch.nn.Module) -> None:
+    """Put ours before the code of these layers: once for each class, before its first look."""
+    for kind in {type(module) for module in model.modules()} - _begun:
+        ours = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
+        if ours is not None:
+            _begun.add(kind)
+            kind.forward = _put_before(kind.forward, ours)  # type: ignore[attr-defined]
+
+
+def _put_before(stock: Callable[..., torch.Tensor], ours: _Ours) -> Callable[..., torch.Tensor]:
+    @functools.wraps(stock)
+    def forward(self: Layer, *given: object, **named: Layer) -> torch.Tensor:
+        if torch.compiler.is_compiling() or given or not passes.is_running():
+            return stock(self, *given, **named)
+        cache = named.get("cache_params", named.get("past_key_values"))
+        states = getattr(cache.layers[self.layer_idx], "states", None) if cache else None
+        if states is None:
+            return stock(self, **named)
+        hidden, mask = named["hidden_states"], named.get("attention_mask")
+        if mask is not None:
+            hidden = (hidden * mask[:, -hidden.shape[1] :, None]).to(hidden.dtype)
+        with passes.inside():
+            return ours(self, hidden, states)
+
+    return forward

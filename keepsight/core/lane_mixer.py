@@ -1,0 +1,75 @@
+"""A layer of a lane that remembers a state of fixed size: a convolution, or a gated delta rule.
+
+Where passes are cut at boundaries it is upstream's own. Where any cut gives the same bits it holds
+the last inputs of its convolution, the state at the last place of a grid, and the rows behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from keepsight.core.kernels.delta import DeltaHeads, OpenSequence, Stand
+from keepsight.models.upstream import LinearAttentionLayer
+
+Tensors = dict[str, torch.Tensor]
+
+
+class MixerLayer(LinearAttentionLayer):
+    """The state of one sequence in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[MixerLayer] = [self]
+        self.ends: Sequence[int] = ()
+        self.found: dict[int, tuple[torch.Tensor, Stand | None]] = {}
+        self._open: OpenSequence | None = None
+        self._restored: Tensors = {}
+
+    def opened(self, heads: DeltaHeads) -> OpenSequence:
+        """Where the sequence stands in a gated delta rule."""
+        if self._open is None:
+            stand = None
+            if self._restored:
+                stand = Stand(self._restored["grid"], self._restored["tail"])
+            self._open, self._restored = OpenSequence(heads, stand), {}
+        return self._open
+
+    def inputs(self) -> torch.Tensor | None:
+        """The last inputs of the convolution, channels x inputs; None before the first."""
+        held = self.conv_states[0] if self.has_previous_state[0] else None
+        return None if held is None else held[0]
+
+    def take(self, inputs: torch.Tensor) -> None:
+        """Hold these inputs from now on."""
+        self.conv_states[0] = inputs[None]
+        self.conv_kernel_size[0] = inputs.shape[-1]
+        self.dtype, self.device = inputs.dtype, inputs.device
+        self.is_conv_states_initialized[0] = self.has_previous_state[0] = True
+
+    def held(self, end: int | None = None) -> Tensors:
+        """What a snapshot here holds, or one behind so many tokens of the last pass; not copied."""
+        if end is not None:
+            inputs, stand = self.found[end]
+            own = {} if stand is None else {"grid": stand.state, "tail": stand.rows}
+            return {"conv": inputs[None], **own}
+        states = {"conv": self.conv_states[0], "recurrent": self.recurrent_states[0]}
+        if self._open is not None:
+            states |= {"grid": self._open.state, "tail": self._open.rows}
+        return {
+            name: state for name, state in (states | self._restored).items() if state is not None
+        }
+
+    def restore(self, what: str, state: torch.Tensor) -> None:
+        """Put the state of a gated delta rule back."""
+        self._open = None
+        self._restored[what] = state.clone()
+
+
+class MixerRows(LinearAttentionLayer):
+    """One layer of several lanes."""
+
+    def __init__(self, layers: list[MixerLayer]) -> None:
+        super().__init__()
+        self.states = layers

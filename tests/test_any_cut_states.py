@@ -1,0 +1,121 @@
+"""Any cut gives the same bits where layers remember a state of fixed size: gated delta rules and
+convolutions. A prompt goes on from the nearest state that was captured; where prompts part, one is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import picture, turn
+from test_any_cut import BOTH, GREEDY, ids_of, logits_of, rows, wrapped
+from test_exact import Catch
+from torch.nn import functional
+
+from keepsight.core import any_cut
+from keepsight.core.kernels import delta
+from keepsight.core.kernels.mixers import evenly
+
+STATES = pytest.mark.parametrize("kind", ["qwen3_5", "lfm2_vl"])
+
+
+@STATES
+@BOTH
+def test_prompts_that_part_anywhere(kind: str, dtype: torch.dtype) -> None:
+    """The second prompt that parts from one at a place leaves a state there for the third."""
+    with wrapped(kind, dtype) as vlm, wrapped(kind, dtype) as other:
+        ids = ids_of(vlm, 150)
+        logits_of(vlm, ids)
+        for shared in (31, 64, 77, 128, 150):
+            for seed in (1, 2):
+                behind = ids_of(vlm, 9, seed=shared + seed) + 100
+                prompt, before = torch.cat([ids[:, :shared], behind], dim=1), rows(vlm)
+                found, ran = logits_of(vlm, prompt), rows(vlm) - before
+                other.clear()
+                assert torch.equal(found, logits_of(other, prompt))
+            assert ran < 9 + 16
+        vlm.runtime.check()
+
+
+@STATES
+@BOTH
+def test_what_was_decoded_is_not_computed_again(kind: str, dtype: torch.dtype) -> None:
+    with wrapped(kind, dtype) as vlm, wrapped(kind, dtype) as other:
+        options = {"max_new_tokens": 70, "min_new_tokens": 70, **GREEDY}
+        options["suppress_tokens"] = sorted(vlm.runtime.family.placeholders.values())
+        talk = vlm.generate(input_ids=ids_of(vlm, 60), **options)
+        assert isinstance(talk, torch.Tensor)
+        for seed in range(2):
+            talk, before = torch.cat([talk, ids_of(vlm, 7, seed + 5)], dim=1), rows(vlm)
+            found = logits_of(vlm, talk)
+            assert rows(vlm) - before == 7 + (1 if seed == 0 else 0)
+            other.clear()
+            assert torch.equal(found, logits_of(other, talk))
+
+
+@STATES
+def test_a_conversation_with_pictures_and_a_restart(kind: str, tmp_path: Path) -> None:
+    first = [turn("What do you see in it?", picture(1))]
+    more = [*first, turn("A pattern.", role="assistant"), turn("And this?", picture(2))]
+    for messages in (first, more, first, more):
+        with wrapped(kind, store=tmp_path) as vlm, wrapped(kind) as other:
+            catch, again = Catch(), Catch()
+            answer = vlm.chat(messages, max_new_tokens=4, logits_processor=[catch])
+            other.chat(messages, max_new_tokens=4, logits_processor=[again])
+            assert catch.seen is not None and again.seen is not None
+            assert torch.equal(catch.seen, again.seen)
+            assert vlm.verify(messages, stock=True)
+            vlm.flush()
+    assert answer.usage.cached_tokens == answer.usage.prompt_tokens
+
+
+@STATES
+@BOTH
+def test_rows_of_a_batch_have_the_bits_they_have_alone(kind: str, dtype: torch.dtype) -> None:
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "return_dict_in_generate": True, **GREEDY}
+    with wrapped(kind, dtype) as vlm:
+        prompts = [ids_of(vlm, 70, 3), ids_of(vlm, 61, 4)]
+        mask = torch.ones(2, 70, dtype=torch.long)
+        mask[1, :9] = 0
+        both = torch.cat([prompts[0], functional.pad(prompts[1], (9, 0))])
+        together: Any = vlm.generate(
+            input_ids=both, attention_mask=mask, output_logits=True, **options
+        )
+        for row, ids in enumerate(prompts):
+            vlm.clear()
+            alone: Any = vlm.generate(input_ids=ids, output_logits=True, **options)
+            for one, other in zip(alone.logits, together.logits, strict=True):
+                assert torch.equal(one[0], other[row])
+
+
+def test_a_delta_rule_that_depends_on_its_rows_means_boundaries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(any_cut, "delta_rows_are_equal", lambda heads: False)
+    with wrapped("qwen3_5") as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "depends on its rows" in engine["boundaries_because"]
+
+
+def test_other_layers_under_a_known_name_mean_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What upstream computes is compared with what we do."""
+    normal = delta._normal
+    monkeypatch.setattr(delta, "_normal", lambda rows: 2 * normal(rows))
+    with wrapped("qwen3_5") as vlm:
+        assert "known under their name" in vlm.stats()["engine"]["boundaries_because"]
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 16, 16), (2, 4, 16, 32), (4, 8, 128, 128)])
+def test_the_delta_rule_gives_rows_that_do_not_depend_on_the_cut(heads: Any) -> None:
+    assert delta.delta_rows_are_equal(delta.DeltaHeads(*heads))
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, functional.silu, functional.softplus])
+def test_numbers_that_are_left_over_have_the_bits_of_all_others(function: Any) -> None:
+    many = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0)) * 3
+    whole = evenly(function, many)
+    for count in (1, 3, 17, 63):
+        pieces = [evenly(function, piece) for piece in many.split(count)]
+        assert torch.equal(torch.cat(pieces), whole)
