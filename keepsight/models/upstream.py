@@ -302,6 +302,15 @@ _DISPATCH = PrivateApi(
     without="prompts are cut at boundaries only",
 )
 
+_ACTIVATIONS = PrivateApi("transformers.activations", "ACT2FN", "to compute gated delta rules")
+
+
+@functools.cache
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """An activation as a configuration names it."""
+    found: Callable[[Tensor], Tensor] = _ACTIVATIONS.needed()[name]
+    return found
+
 
 def watched(note: Callable[[str, tuple[object, ...]], None]) -> AbstractContextManager[object]:
     """Tell of each of torch's functions that this thread runs meanwhile, by name and arguments."""

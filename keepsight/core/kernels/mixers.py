@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
-from transformers.activations import ACT2FN
 
 from keepsight.core.kernels import passes
 from keepsight.core.kernels.delta import DeltaHeads, OpenSequence, Stand
+from keepsight.models.upstream import activation
 
 Layer = Any  # one of upstream's, with all it has; and what it is called with
 _GRAIN = 32768  # numbers of an elementwise operation, from which on torch shares them out
@@ -103,7 +103,7 @@ def _gated_delta(module: Layer, hidden: torch.Tensor, states: Sequence[MixerStat
     found = []
     for row, state in enumerate(states):
         inputs, last = convolve(state, mixed[row], module.conv1d)
-        inputs = evenly(ACT2FN[module.activation], inputs).float()
+        inputs = evenly(activation(module.activation), inputs).float()
         queries, rest = inputs.split([heads.parts[0], sum(heads.parts[:2])], dim=-1)
         rows = torch.cat([rest, decays[row], rates[row]], dim=-1)
         read, stands = state.opened(heads).advance(queries, rows, state.ends)
