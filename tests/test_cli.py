@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import keepsight as ks
 from keepsight.cli import options
 from keepsight.cli.app import app
+from keepsight.cli.model_names import DEMO_NAMES
 from keepsight.core import verify
 from keepsight.core.verify import Verification
 from keepsight.demo.scene import Scene
@@ -93,6 +94,11 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
         ("encode", "nope.png"),
         ("serve", "demo", "--port", "many"),
         ("serve", "--config", "nope.toml"),
+        ("ask", "Hello!", "--model", "demo-hybird"),
+        ("chat", "demo-hybird"),
+        ("verify", "./nope"),
+        ("serve", "demo-hybird"),
+        ("encode", ".", "--to", "s", "--model", "demo-hybird"),
     ],
     ids=" ".join,
 )
@@ -108,6 +114,29 @@ def test_what_is_wrong_with_the_words_is_said_before_torch_is_imported(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
     assert said.stdout == "2 False\n", said.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("demo-hybird", "did you mean demo-hybrid?"),
+        ("./modle", "did you mean ./model?"),
+        ("./nope", "there is no such folder"),
+        ("nope", "a hub id (owner/name)"),
+        ("model", "no config.json"),
+        ("a.png", "is a file"),
+    ],
+)
+def test_a_wrong_model_name_is_answered_with_what_is_near(
+    name: str, said: str, folder: Path
+) -> None:
+    (folder / "model").mkdir()
+    assert said in refused("ask", "Hello!", "--model", name)
+    assert said in refused("chat", name)
+
+
+def test_the_names_of_the_demo_models_are_those_that_load() -> None:
+    assert set(DEMO_NAMES) == set(loading.DEMO)
 
 
 def test_version_is_the_package_s() -> None:
@@ -205,7 +234,7 @@ def test_pixel_limits_are_refused_where_they_mean_something_else(
     _, processor = build("llava")
     monkeypatch.setattr(loading, "load_processor", lambda path, revision: processor)
     with pytest.raises(UnsupportedInput, match="--max-pixels"):
-        options.load("some-llava", pixels=(None, 1000))
+        options.load("some/llava", pixels=(None, 1000))
 
 
 # -- chat --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import typer
 
 from keepsight import __version__
 from keepsight.cli import cache, encode, export, serve
+from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
     DeviceMap,
     Dtype,
@@ -120,6 +121,7 @@ def ask(
     """One question about any number of images; the answer comes as it is made."""
     images, question = _question(words or [], image or [], prompt)
     check_images(images)
+    check_model(model)
     options = decoding(max_tokens, temperature, top_p, seed)
     from keepsight.cli.chat import open_image
     from keepsight.core.render import user_message
@@ -181,11 +183,12 @@ def chat(
     if named is not None and model is not None:
         raise InputError(f"{named!r} and --model {model}: name one model")
     check_images(image or [])
+    name = named or model or "demo"
+    check_model(name)
     from keepsight.cli.chat import Shell
 
     history = Path(store).expanduser() / "chat-history" if store else None
     pixels = (min_pixels, max_pixels)
-    name = named or model or "demo"
     with load(name, dtype, device_map, store, grain, pixels, remote, tenant) as vlm:
         shell = Shell(vlm, console(), options, history=history, reports=report)
         for name in image or []:
@@ -240,6 +243,7 @@ def verify(
 ) -> None:
     """Cold against warm, and against stock Transformers, on your own model and images."""
     check_images(image or [])
+    check_model(model)
     import random
 
     from keepsight.cli.chat import open_image

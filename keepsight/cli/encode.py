@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from keepsight.cli import progress
+from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
     DeviceMap,
     Dtype,
@@ -131,6 +132,7 @@ class Asked:
 
 def run(asked: Asked) -> int:
     """Do it; 1 where an image could not be used, or was not taken by the store."""
+    check_model(asked.model)
     from keepsight import encode as room
     from keepsight.formats.codecs import check_codec
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keepsight.cli.model_names import check_model
 from keepsight.errors import ImageError, InputError, UnsupportedInput
 from keepsight.kinds import Options, Record
 
@@ -78,6 +79,7 @@ def load(
     **options: Any,
 ) -> VLM:
     """The model that the options speak of."""
+    check_model(model)
     from transformers import logging
 
     import keepsight as ks

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from keepsight.cli import options
+from keepsight.cli.model_names import check_model
 from keepsight.errors import InputError, MissingExtra
 from keepsight.kinds import Options
 
@@ -109,6 +110,7 @@ def _run(given: Options) -> None:
     settings, server = _settings(given)
     if (name := settings.model) is None:
         raise InputError("which model? write: keepsight serve demo")
+    check_model(name)
     with _loaded(settings) as vlm:
         from keepsight.server.running import serve as listen  # start-up time: after wrong flags
 

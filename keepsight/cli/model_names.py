@@ -1,0 +1,47 @@
+"""Refuses the name of a model that cannot be one, before torch and Transformers are imported.
+
+A name of the form owner/name may be a hub id and passes: whether the hub has it is said later.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from keepsight.errors import InputError
+
+DEMO_NAMES = ("demo", "demo-hybrid")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def check_model(name: str) -> None:
+    """Pass demo models, folders with a configuration, and what may be a hub id."""
+    if name in DEMO_NAMES:
+        return
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any(folder.glob("*.json")):
+            raise InputError(f"{name}: the folder holds no model: it has no config.json")
+        return
+    if folder.is_file():
+        raise InputError(f"{name} is a file; a model is a folder, a hub id, or demo")
+    if _HUB_ID.fullmatch(name) and not name.startswith(("./", "../", "~")):
+        return
+    near = _near(name, folder)
+    hint = f"did you mean {near}?" if near else "give demo, a folder, or a hub id (owner/name)"
+    raise InputError(f"no model {name!r}: there is no such folder; {hint}")
+
+
+def _near(name: str, folder: Path) -> str | None:
+    """A demo model or a folder beside the missing one whose name is much like it."""
+    found = difflib.get_close_matches(name, DEMO_NAMES, n=1, cutoff=0.7)
+    if found:
+        return found[0]
+    try:
+        beside = [entry.name for entry in os.scandir(folder.parent) if entry.is_dir()]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(folder.name, beside, n=1, cutoff=0.7)
+    return os.path.join(os.path.dirname(name), close[0]) if close else None
