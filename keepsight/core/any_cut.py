@@ -48,10 +48,14 @@ _PRODUCTS = {
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math"),
     *("scaled_dot_product_attention", "_linear_pointwise", "_mkl_linear"),
 }
+# Functions of single numbers: those that are left over behind whole vectors come out otherwise.
+_UNEVEN = ("gelu", "silu", "sigmoid", "softplus", "rsqrt")
+_VECTOR = 64
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
 # Layers all of whose keys a lane can hold, and those whose states stand on a grid.
 _SHOWN = ("full", "sliding", "none", "linear")
+_EXACT = 1 << 24  # whole numbers up to here are sums of float32
 _MOST = 8  # circumstances whose findings are remembered
 
 
@@ -136,10 +140,10 @@ class AnyCut:
             return f"it has layers of other kinds than attention: {', '.join(kinds)}"
         if self._family.reuse != "prefix":
             return "tokens of the prompt see those behind them"
+        if not self._family.decodes_as_prefilled:
+            return "a decoded token may go another way through the model than one of a prompt"
         if circumstances.get("compiled") or circumstances.get("autocast"):
             return "it is compiled, or runs under autocast"
-        if any(_has_stacked_weights(module) for module in model.get_decoder().modules()):
-            return "its experts are computed together, which depends on who is there"
         return ""
 
     def _layers(self) -> Iterator[torch.nn.Linear]:
@@ -173,13 +177,15 @@ class AnyCut:
         others: set[str] = set()
 
         def note(name: str, arguments: Sequence[object]) -> None:
-            if name in _PRODUCTS and not is_inside() and not _outer(arguments):
+            if is_inside() or (name in _UNEVEN and _leaves_none(name, arguments)):
+                return
+            if name in _UNEVEN or (name in _PRODUCTS and not _harmless(arguments)):
                 others.add(name)
 
         with upstream.watched(note):
             wanted = self._states(kernels, ids, ())
         if others:
-            return f"products are computed by {', '.join(sorted(others))}"
+            return f"numbers are computed by {', '.join(sorted(others))}"
         if doubts := self._doubts(kernels):
             return doubts[0]
         for heads in kernels.seen:
@@ -269,18 +275,28 @@ def _all_states(lane: Lane) -> list[torch.Tensor]:
     return [*kv.values(), *(fixed[name] for name in sorted(fixed))]
 
 
-def _has_stacked_weights(module: torch.nn.Module) -> bool:
-    """Whether it holds the weights of several layers in one, as experts are held."""
-    if isinstance(module, torch.nn.Conv1d):
-        return False
-    return any(weight.dim() > 2 for weight in module.parameters(recurse=False))
-
-
 def _equal(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _outer(args: Sequence[object]) -> bool:
-    """Whether a product has nothing to add: columns times rows, as rotary positions are made."""
-    sizes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
-    return len(sizes) == 2 and len(sizes[0]) > 1 and sizes[0][-1] == 1
+def _harmless(args: Sequence[object]) -> bool:
+    """Whether a product has nothing to add: columns times rows, as rotary positions are made; or
+    adds whole numbers, which is exact in any order."""
+    given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    sizes = [arg.shape for arg in given]
+    outer = len(sizes) == 2 and len(sizes[0]) > 1 and sizes[0][-1] == 1
+    return outer or (len(given) == 1 and _counts(given[0]))
+
+
+def _leaves_none(name: str, args: Sequence[object]) -> bool:
+    """Whether no number of tokens leaves any over."""
+    given = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    if given.dtype == torch.float32 and name == "rsqrt":
+        return True
+    if given.dtype == torch.bfloat16 and name not in ("gelu", "rsqrt"):
+        return True
+    return torch.get_num_threads() == 1 and given.numel() % (_VECTOR * TOKENS) == 0
+
+
+def _counts(given: torch.Tensor) -> bool:
+    return bool((given == given.round()).all()) and float(given.abs().sum()) < _EXACT

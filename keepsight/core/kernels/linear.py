@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.nn import functional
@@ -72,6 +73,18 @@ class Linears:
         if missing:
             result = result[:count]
         return result.view(*input.shape[:-1], weight.shape[0])
+
+    def grouped(self, rows: torch.Tensor, weights: torch.Tensor, ends: list[int]) -> torch.Tensor:
+        """`functional.grouped_mm`: rows sorted by expert, each group times the weights of its own;
+        zeros behind the last group."""
+        found = rows.new_zeros(len(rows), weights.shape[-1])
+        for expert, (start, end) in enumerate(pairwise([0, *ends])):
+            if end > start:
+                weight = weights[expert].t()
+                if not weight.is_contiguous():
+                    self.doubts.append("weights of experts lie another way than was tried")
+                found[start:end] = self(rows[start:end], weight, None)
+        return found
 
     def _rule(
         self, weight: torch.Tensor, bias: torch.Tensor | None, packed: Packed | None

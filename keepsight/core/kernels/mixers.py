@@ -8,7 +8,6 @@ are computed here, and everywhere else by their own code.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,11 +16,10 @@ from torch.nn import functional
 
 from keepsight.core.kernels import passes
 from keepsight.core.kernels.delta import DeltaHeads, OpenSequence, Stand
+from keepsight.core.kernels.elementwise import evenly
 from keepsight.models.upstream import activation
 
 Layer = Any  # one of upstream's, with all it has; and what it is called with
-_GRAIN = 32768  # numbers of an elementwise operation, from which on torch shares them out
-_WHOLE = 64  # numbers that are computed by one vector instruction or two, whatever their dtype
 _ROWS = 64  # of a convolution at a time
 
 
@@ -39,28 +37,6 @@ class MixerState(Protocol):
 
     def take(self, inputs: torch.Tensor) -> None:
         """Hold these from now on."""
-
-
-def evenly(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """A function of each row, on so many rows that vector instructions compute all: numbers that
-    are left over are computed one by one, and come out with other bits."""
-    count, width = inputs[0].shape
-    missing = _fill(count, width, torch.get_num_threads()) - count
-    if missing:
-        inputs = tuple(functional.pad(one, (0, 0, 0, missing)) for one in inputs)
-    return function(*inputs)[:count]
-
-
-def _fill(count: int, width: int, threads: int) -> int:
-    """The next number of rows that threads can share without a rest."""
-    while True:
-        sharing = max(1, min(threads, -(-count * width // _GRAIN)))
-        whole = _WHOLE * sharing
-        rows = whole // math.gcd(whole, width)
-        filled = -(-count // rows) * rows
-        if filled == count:
-            return count
-        count = filled
 
 
 def convolve(
@@ -134,7 +110,16 @@ def _short_convolution(
 _Ours = Callable[[Layer, torch.Tensor, Sequence[MixerState]], torch.Tensor]
 _KNOWN: dict[str, _Ours] = {
     "transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,
+    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _gated_delta,
     "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv": _short_convolution,
+}
+# Functions of single numbers that vector instructions round otherwise than others.
+_ACTIVATIONS = {
+    ("torch.nn.modules.activation", "SiLU"),
+    ("torch.nn.modules.activation", "GELU"),
+    ("transformers.activations", "GELUTanh"),
+    ("transformers.activations", "GELUActivation"),
+    ("transformers.activations", "SiLUActivation"),
 }
 _begun: set[type] = set()
 
@@ -146,6 +131,20 @@ def begin(model: torch.nn.Module) -> None:
         if ours is not None:
             _begun.add(kind)
             kind.forward = _put_before(kind.forward, ours)  # type: ignore[attr-defined]
+        elif (kind.__module__, kind.__qualname__) in _ACTIVATIONS:
+            _begun.add(kind)
+            kind.forward = _evened(kind.forward)  # type: ignore[attr-defined]
+
+
+def _evened(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(stock)
+    def forward(self: Layer, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or not passes.is_running():
+            return stock(self, input)
+        with passes.inside():
+            return evenly(functools.partial(stock, self), input.reshape(-1, 1)).view(input.shape)
+
+    return forward
 
 
 def _put_before(stock: Callable[..., torch.Tensor], ours: _Ours) -> Callable[..., torch.Tensor]:

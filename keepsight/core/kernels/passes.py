@@ -1,8 +1,9 @@
 """Our kernels in the place of torch's own, in passes of ours and in no others.
 
-A model calls `torch.nn.functional.linear` and `scaled_dot_product_attention` by name, so these two
-names are exchanged once in a process; what stands there asks whether the thread is in a pass of
-ours, and else calls torch's own function with the same arguments.
+A model calls `torch.nn.functional.linear`, `scaled_dot_product_attention` and, for experts,
+`grouped_mm` and `sigmoid` by name, so these names are exchanged once in a process. What stands there
+asks whether the thread is in a pass of ours, and else calls torch's own function with the same
+arguments.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from torch.nn import functional
 
 from keepsight.core.kernels import attention
 from keepsight.core.kernels.delta import DeltaHeads
+from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Linears
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
+_stock_grouped = functional.grouped_mm
+_stock_sigmoid = torch.sigmoid
 
 
 @dataclass(eq=False)
@@ -126,6 +130,43 @@ def _ours_or_stock_linear(
         call.inside = before
 
 
+def _sigmoid(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return _stock_sigmoid(input)
+    else:  # noqa: RET505
+        return _ours_or_stock_sigmoid(input, out)
+
+
+def _ours_or_stock_sigmoid(input: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    call = None if torch.compiler.is_compiling() or out is not None else _call()
+    if call is None:
+        return _stock_sigmoid(input, out=out)
+    call.inside = True
+    try:
+        return evenly(_stock_sigmoid, input.reshape(-1, 1)).view(input.shape)
+    finally:
+        call.inside = False
+
+
+def _grouped(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    call = None if torch.compiler.is_compiling() else _call()
+    plain = bias is None and out_dtype is None and mat_a.dim() == 2 and mat_b.dim() == 3
+    if call is None or offs is None or not plain:
+        return _stock_grouped(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+    call.inside = True
+    try:
+        return call.kernels.linears.grouped(mat_a, mat_b, offs.tolist())
+    finally:
+        call.inside = False
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -172,4 +213,6 @@ def _ours_or_stock_attention(
 def begin() -> None:
     """Put them there: once in a process, before the first look at the code of a model."""
     functional.linear = _linear
+    functional.grouped_mm = _grouped
+    functional.sigmoid = torch.sigmoid = _sigmoid
     functional.scaled_dot_product_attention = _attention

@@ -67,12 +67,11 @@ class Family:
     #                   what stands before it;
     #   "whole prompt"  nothing but the identical prompt: all of its tokens see each other.
     reuse = "prefix"
-    proven = (
-        True  # False for a type that no test has shown exact: it is tried first (core/probe.py)
-    )
+    proven = True  # False for a type that no test has shown exact: core/probe.py tries it first
     feeds_stock = True  # whether stock `generate` takes features, so that `vlm.inputs` can give any
     answers = True  # False for a vision tower alone: packages, and no prompt they stand in
     decodes_together = True  # False where a row of a padded batch is not what it is alone
+    decodes_as_prefilled = True  # False where some decoded tokens go another way through the model
     sees_whole_media = False  # whether the tokens of one medium attend to each other both ways
     # Ids that close a medium whose framing tokens are seen by those before them: a boundary stands
     # behind the first of these, not behind the last placeholder.

@@ -23,6 +23,8 @@ _PLACES = ("token_id", "start_token_id", "end_token_id")
 class Ernie45VLMoe(PaddleOcrVL):
     """Every chunk says which of its tokens are a medium's."""
 
+    decodes_as_prefilled = False  # ids that frame a medium, where they are decoded
+
     def _routes(self, ids: np.ndarray) -> torch.Tensor:
         """0 for the text experts, 1 or 2 for those of vision; shape (1, n)."""
         routes = np.zeros(len(ids), dtype=np.int64)
