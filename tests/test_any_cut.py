@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import keepsight as ks
 from keepsight.core.kernels import attention, linear, passes
+from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Rows, rows_of
 from keepsight.errors import InputError
 from keepsight.scheduler import Together
@@ -440,7 +441,36 @@ def test_products_of_its_own_are_found_out(monkeypatch: Any) -> None:
     monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) + x @ torch.eye(x.shape[-1]))
     with ks.wrap(model, processor) as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "products" in engine["boundaries_because"]
+        assert not engine["any_cut"] and "matmul" in engine["boundaries_because"]
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_threads_that_share_numbers_leave_none_over(kind: str, three_threads: None) -> None:
+    """Activations of numbers behind the last whole vector come out with other bits."""
+    with wrapped(kind) as vlm, wrapped(kind) as other:
+        assert vlm.stats()["engine"]["any_cut"]
+        ids = ids_of(vlm, 731)
+        logits_of(vlm, ids[:, :353])
+        assert torch.equal(logits_of(vlm, ids), logits_of(other, ids))
+
+
+@pytest.mark.parametrize("name", ["silu", "sigmoid", "gelu"])
+def test_a_function_of_numbers_does_not_depend_on_how_many_there_are(
+    name: str, three_threads: None
+) -> None:
+    function = getattr(functional, name)
+    numbers = torch.randn(997, 77, generator=torch.Generator().manual_seed(1)).reshape(-1, 1)
+    whole = evenly(function, numbers)
+    for start, end in ((0, 1), (3, 60), (100, 40_001), (40_001, len(numbers))):
+        assert torch.equal(evenly(function, numbers[start:end].clone()), whole[start:end])
 
 
 def test_rows_are_filled_up() -> None:

@@ -171,7 +171,7 @@ def a_compiled_function(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], o
 def a_function_of_c_in_a_class(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], object]:
     kind = type(model.get_decoder().layers[0].mlp.act_fn)
     patch.setattr(kind, "forward", torch.relu)
-    return lambda: setattr(kind, "forward", torch.sigmoid)
+    return lambda: setattr(kind, "forward", torch.tanh)
 
 
 @change

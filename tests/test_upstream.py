@@ -33,6 +33,7 @@ OTHERS = {
     "_register_atexit",
     "_lru_cache_wrapper",
     "_is_gil_enabled",
+    "_forward_pre_hooks",
 }
 REACHED = ("getattr", "setattr", "hasattr", "delattr", "needed")
 ROWS = [pytest.param(row, id=row.name) for row in PRIVATE]

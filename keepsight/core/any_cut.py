@@ -185,7 +185,9 @@ class AnyCut:
         with upstream.watched(note):
             wanted = self._states(kernels, ids, ())
         if others:
-            return f"numbers are computed by {', '.join(sorted(others))}"
+            return (
+                f"numbers that depend on their company are computed by {', '.join(sorted(others))}"
+            )
         if doubts := self._doubts(kernels):
             return doubts[0]
         for heads in kernels.seen:

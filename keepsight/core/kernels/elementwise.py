@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 _GRAIN = 32768  # numbers of an elementwise operation, from which on torch shares them out
+_FEW = 16384  # those of a GELU, from which on all threads share them
 _WHOLE = 64  # numbers that are computed by one vector instruction or two, whatever their dtype
 
 
@@ -30,7 +31,8 @@ def _fill(count: int, width: int, threads: int) -> int:
     """The next number of rows that threads can share without a rest."""
     while True:
         sharing = max(1, min(threads, -(-count * width // _GRAIN)))
-        whole = _WHOLE * sharing
+        everyone = threads if count * width > _FEW else 1
+        whole = _WHOLE * math.lcm(sharing, everyone)
         rows = whole // math.gcd(whole, width)
         filled = -(-count // rows) * rows
         if filled == count:

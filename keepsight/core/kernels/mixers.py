@@ -115,11 +115,9 @@ _KNOWN: dict[str, _Ours] = {
 }
 # Functions of single numbers that vector instructions round otherwise than others.
 _ACTIVATIONS = {
-    ("torch.nn.modules.activation", "SiLU"),
     ("torch.nn.modules.activation", "GELU"),
     ("transformers.activations", "GELUTanh"),
     ("transformers.activations", "GELUActivation"),
-    ("transformers.activations", "SiLUActivation"),
 }
 _begun: set[type] = set()
 

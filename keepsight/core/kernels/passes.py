@@ -1,16 +1,16 @@
 """Our kernels in the place of torch's own, in passes of ours and in no others.
 
-A model calls `torch.nn.functional.linear`, `scaled_dot_product_attention` and, for experts,
-`grouped_mm` and `sigmoid` by name, so these names are exchanged once in a process. What stands there
-asks whether the thread is in a pass of ours, and else calls torch's own function with the same
-arguments.
+A model calls `torch.nn.functional.linear`, `scaled_dot_product_attention`, `silu` and `sigmoid` by
+name, and `grouped_mm` for experts, so these names are exchanged once in a process. What stands
+there asks whether the thread is in a pass of ours, and else calls torch's own function with the
+same arguments.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ from keepsight.core.kernels.linear import Linears
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
 _stock_grouped = functional.grouped_mm
-_stock_sigmoid = torch.sigmoid
+_stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
 
 
 @dataclass(eq=False)
@@ -137,15 +137,33 @@ def _sigmoid(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
         return _ours_or_stock_sigmoid(input, out)
 
 
+def _sigmoid_by_name(input: torch.Tensor) -> torch.Tensor:
+    return _sigmoid(input)  # torch wants two functions at two places
+
+
 def _ours_or_stock_sigmoid(input: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     call = None if torch.compiler.is_compiling() or out is not None else _call()
     if call is None:
         return _stock_sigmoid(input, out=out)
-    call.inside = True
-    try:
-        return evenly(_stock_sigmoid, input.reshape(-1, 1)).view(input.shape)
-    finally:
-        call.inside = False
+    return _evened(_stock_sigmoid, input)
+
+
+def _silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return _stock_silu(input, inplace)
+    else:  # noqa: RET505
+        return _ours_or_stock_silu(input, inplace)
+
+
+def _ours_or_stock_silu(input: torch.Tensor, inplace: bool) -> torch.Tensor:
+    if torch.compiler.is_compiling() or inplace or _call() is None:
+        return _stock_silu(input, inplace)
+    return _evened(_stock_silu, input)
+
+
+def _evened(function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor) -> torch.Tensor:
+    with inside():
+        return evenly(function, input.reshape(-1, 1)).view(input.shape)
 
 
 def _grouped(
@@ -160,11 +178,8 @@ def _grouped(
     plain = bias is None and out_dtype is None and mat_a.dim() == 2 and mat_b.dim() == 3
     if call is None or offs is None or not plain:
         return _stock_grouped(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
-    call.inside = True
-    try:
+    with inside():
         return call.kernels.linears.grouped(mat_a, mat_b, offs.tolist())
-    finally:
-        call.inside = False
 
 
 def _attention(
@@ -202,11 +217,8 @@ def _ours_or_stock_attention(
         return _stock_attention(
             query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
         )
-    call.inside = True
-    try:
+    with inside():
         return call.attention(query, key, value, mask, causal, scale)
-    finally:
-        call.inside = False
 
 
 @functools.cache
@@ -214,5 +226,6 @@ def begin() -> None:
     """Put them there: once in a process, before the first look at the code of a model."""
     functional.linear = _linear
     functional.grouped_mm = _grouped
-    functional.sigmoid = torch.sigmoid = _sigmoid
+    torch.sigmoid, functional.sigmoid = _sigmoid, _sigmoid_by_name
+    functional.silu = _silu
     functional.scaled_dot_product_attention = _attention
