@@ -177,6 +177,10 @@ def test_what_is_forgotten_is_guessed_no_more() -> None:
         assert len(answers.of("ada")) and answers.nbytes
         vlm.clear(tenant="ada")
         assert not len(answers.of("ada")) and len(answers.of("ben"))
+        words = [turn("Only words.")]
+        vlm.chat(words, max_new_tokens=4, tenant="ada")
+        vlm.delete(words, tenant="ada")
+        assert not len(answers.of("ada")) and len(answers.of("ben"))
         pieces = vlm.stream(CHAT[:1], max_new_tokens=4, tenant="ben")
         next(pieces)
         vlm.clear()
