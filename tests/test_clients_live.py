@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from server_harness import Live, live
-from test_server_door import TEMPLATE
+from test_server_middleware import TEMPLATE
 
 import keepsight as ks
 

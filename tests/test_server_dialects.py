@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from server_harness import Live, live, scene, uri
-from test_server_door import TEMPLATE
+from test_server_middleware import TEMPLATE
 
 import keepsight as ks
 from keepsight.server import responses_schema, schema

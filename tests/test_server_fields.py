@@ -245,7 +245,7 @@ def test_wishes_about_thoughts(
 def test_thoughts_are_opened_as_the_template_does(
     demo_parts: Any, body: dict[str, Any], opened: bool, unused: str
 ) -> None:
-    from test_server_door import TEMPLATE
+    from test_server_middleware import TEMPLATE
 
     model, processor = demo_parts["demo"]
     with ks.wrap(model, processor, grain=16, chat_template=TEMPLATE) as vlm:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from server_harness import Live, asked, live, scene
-from test_server_door import TEMPLATE
+from test_server_middleware import TEMPLATE
 
 import keepsight as ks
 from keepsight.media.naming import Namer

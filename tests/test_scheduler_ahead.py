@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, picture, turn
-from test_together import check
+from test_scheduler import check
 
 import keepsight as ks
 from keepsight.errors import ImageError, InputError
