@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from server_harness import QUESTION, Live, Scripted, asked, live, png, scene, uri
-from test_server_desk import until
+from test_server_scheduler_client import until
 
 import keepsight as ks
 from keepsight.server.content import MessageReader
@@ -40,8 +40,8 @@ def answered(server: Live, **body: Any) -> Any:
 
 
 def test_an_answer_ends_where_it_is_told_to(server: Live) -> None:
-    tokenizer = server.service.subject.tokenizer
-    [end] = server.service.subject.ends
+    tokenizer = server.service.model.tokenizer
+    [end] = server.service.model.ends
     plain = answered(server, max_tokens=64)
     assert plain["finish_reason"] == "stop" and plain["token_ids"][-1] == end
     long = len(plain["token_ids"]) + 6
@@ -95,7 +95,7 @@ def test_values_that_make_no_sense(server: Live, body: dict[str, Any], param: st
 
 def test_an_answer_goes_on_with_the_last_message(server: Live) -> None:
     plain = answered(server, max_tokens=64)
-    tokenizer = server.service.subject.tokenizer
+    tokenizer = server.service.model.tokenizer
     half = tokenizer.decode(plain["token_ids"][:4])
     messages = [*asked(scene(1)), {"role": "assistant", "content": half}]
     on = answered(server, messages=messages, continue_final_message=True, max_tokens=64)

@@ -501,7 +501,7 @@ def test_a_hung_up_client_of_the_real_engine(server: Live) -> None:
     connection.sendall(head.encode() + body)
     assert b"200" in connection.recv(100)
     connection.close()
-    _until(lambda: server.service.desk.together.stats()["in_flight"] == 0)
+    _until(lambda: server.service.scheduler.together.stats()["in_flight"] == 0)
     assert server.service.vlm.stats()["prefix"]["held_bytes"] == 0
     assert server.chat({"messages": asked(scene(1)), "max_tokens": 2})[0] == 200
 

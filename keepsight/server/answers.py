@@ -94,7 +94,7 @@ class SchedulerClient:
 
     def __init__(self, together: Together, threads: Threads) -> None:
         self.together, self._threads = together, threads
-        self._others = ThreadPoolExecutor(8, "keepsight-desk")  # nobody's answer waits for them
+        self._others = ThreadPoolExecutor(8, "keepsight-wait")  # nobody's answer waits for them
         self._counters = ThreadPoolExecutor(2, "keepsight-stats")  # nor does who only counts
         self._keepers = ThreadPoolExecutor(4, "keepsight-cache")  # nor any of these for a disk
 

@@ -43,7 +43,7 @@ def build(service: Service) -> ASGIApp:
         app.include_router(room.routes(service), responses=_REFUSALS)
     app.include_router(site.routes())
     _plain_routes(app, service)
-    app.openapi_schema = _schema(app, service.subject.name)
+    app.openapi_schema = _schema(app, service.model.name)
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     paths = {"/", *site.FILES, "/docs", "/openapi.json", *app.openapi()["paths"]}
@@ -96,18 +96,20 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         """Counters and times for Prometheus; with API keys, for those of an administrator."""
         if not visit_of(request).who().admin:
             raise ApiError(403, "metrics are of everybody: they need an administrator's key")
-        return Response(await service.desk.count(service.metrics.text), media_type=CONTENT_TYPE)
+        return Response(
+            await service.scheduler.count(service.metrics.text), media_type=CONTENT_TYPE
+        )
 
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
     async def models() -> Record:
         """The one model that is served."""
-        return {"object": "list", "data": [service.subject.told()]}
+        return {"object": "list", "data": [service.model.told()]}
 
     @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSALS)
     async def model(name: str) -> Record:
         """The model by its name."""
-        service.subject.check_name(name)
-        return service.subject.told()
+        service.model.check_name(name)
+        return service.model.told()
 
 
 _ERROR = {

@@ -87,7 +87,7 @@ def _add_reports(router: APIRouter, service: Service) -> None:
         """The report that an answer would get, computing nothing with the model."""
 
         def look(messages: list[Record], **options: object) -> Awaitable[Report]:
-            work = functools.partial(service.desk.together.explain, messages, **options)
+            work = functools.partial(service.scheduler.together.explain, messages, **options)
             return service.threads.run(work, is_large(messages))
 
         return await _reported(service, body, request, look)
@@ -108,7 +108,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
             held = _held(service, tenant)
             return held + (_stored(service, tenant, held) if stored else [])
 
-        return {"object": "list", "data": await service.desk.keep(work)}
+        return {"object": "list", "data": await service.scheduler.keep(work)}
 
     @router.post("/v1/cache/pin", operation_id="cache_pin")
     async def pin(body: PinRequest, request: Request) -> Record:
@@ -156,14 +156,14 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             files = [f.nbytes for f in service.files.of(caller.tenant)]
             told["files"] = {"bytes": sum(files), "files": len(files)}
             if everyone:
-                told["scheduler"] = service.desk.together.stats()
+                told["scheduler"] = service.scheduler.together.stats()
             return {
                 "object": "cache.stats",
                 "everyone": everyone,
                 **{name: _plain(value) for name, value in told.items()},
             }
 
-        told: Record = await service.desk.count(work)
+        told: Record = await service.scheduler.count(work)
         return told
 
     @router.post("/v1/cache/reset", operation_id="cache_reset")
@@ -174,7 +174,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         """Forget what is remembered in memory; with `store`, also on disk."""
         caller = visit_of(request).who()
         whose = _whose_to_forget(caller, body)
-        await service.desk.keep(lambda: service.vlm.clear(store=body.store, tenant=whose))
+        await service.scheduler.keep(lambda: service.vlm.clear(store=body.store, tenant=whose))
         service.bindings.forget(whose)
         service.responses.forget(whose)
         return {"object": "cache.reset", "everyone": whose is None}
@@ -187,7 +187,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             raise ApiError(403, "flushing is of everybody: it needs an administrator's key")
         stored = service.vlm.runtime.store is not None
         try:
-            await service.desk.keep(service.vlm.flush)
+            await service.scheduler.keep(service.vlm.flush)
         except StoreError as error:
             raise ApiError(503, str(error), code="not_written") from error
         return {"object": "cache.flush", "stored": stored}
@@ -225,7 +225,7 @@ async def _on_held(
         given, template, tenant = await service.rendering(rendering, visit)
         # Pictures are opened here, where nobody's tokens wait for them.
         messages = await service.threads.run(
-            lambda: service.desk.together.named(given, tenant or service.vlm.tenant, learn),
+            lambda: service.scheduler.together.named(given, tenant or service.vlm.tenant, learn),
             is_large(given),
         )
         what = [medium for _, medium in _media_in(messages)] if body.pictures_only else messages
@@ -239,7 +239,7 @@ async def _on_held(
 
         if first is not None:
             await first(what, **options)
-        return await service.desk.keep(both)
+        return await service.scheduler.keep(both)
 
     return await unless_gone(request, work(), visit)
 
@@ -255,11 +255,11 @@ async def _on_images(
     if body.messages is not None:
         raise invalid("images", "give either images by their keys, or messages")
     _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
-    service.subject.check_name(body.model)
+    service.model.check_name(body.model)
     caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
     whose = caller.salted(body.cache_salt) or service.vlm.tenant
 
-    return await service.desk.keep(lambda: (act(keys, whose), keys))
+    return await service.scheduler.keep(lambda: (act(keys, whose), keys))
 
 
 def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:

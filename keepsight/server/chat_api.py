@@ -93,7 +93,7 @@ class ChatResponse:
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": service.subject.name,
+            "model": service.model.name,
             "service_tier": "default",
             "system_fingerprint": None,
         }
@@ -218,7 +218,7 @@ def scored_of(scored: ScoredToken, service: Service) -> Record:
     """A token with its log probability and those of its rivals."""
     rows = []
     for likely in (scored.chosen, *scored.likeliest):
-        text, data = service.subject.token_text(likely.token)
+        text, data = service.model.token_text(likely.token)
         rows.append({"token": text, "logprob": likely.logprob, "bytes": data})
     return {**rows[0], "top_logprobs": rows[1:]}
 

@@ -22,9 +22,9 @@ from keepsight.server.body import BodyRoute
 from keepsight.server.chat_api import scored_of
 from keepsight.server.errors import ApiError
 from keepsight.server.items import Item
-from keepsight.server.kept import BEFORE
 from keepsight.server.middleware import Visit, told
 from keepsight.server.output_parser import OutputPiece
+from keepsight.server.response_store import BEFORE
 from keepsight.server.responses_schema import ResponsesRequest, as_chat
 from keepsight.server.service import Service, refuse_stream_options, visit_of
 from keepsight.server.streaming import (
@@ -60,7 +60,7 @@ def routes(service: Service) -> APIRouter:
 
         async def asking() -> AnswerRequest:
             whose = caller.salted(body.cache_salt)
-            items = await service.desk.work(
+            items = await service.scheduler.work(
                 lambda: service.responses.conversation(caller.tenant, whose, body)
             )
             asked.extend(item for item, place in items if place != BEFORE)
@@ -85,7 +85,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
         """A response that is kept, as its client got it."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
-        kept = await service.desk.work(
+        kept = await service.scheduler.work(
             lambda: service.responses.get(caller.tenant, whose, response_id)
         )
         return Response(kept.response, media_type="application/json")
@@ -95,7 +95,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
         """The items that a response was asked with."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
-        kept = await service.desk.work(
+        kept = await service.scheduler.work(
             lambda: service.responses.get(caller.tenant, whose, response_id)
         )
         items = json.loads(kept.asked)
@@ -106,7 +106,9 @@ def _add_one(router: APIRouter, service: Service) -> None:
         """Forget a response. What went on from it can go on no longer."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
-        await service.desk.work(lambda: service.responses.delete(caller.tenant, whose, response_id))
+        await service.scheduler.work(
+            lambda: service.responses.delete(caller.tenant, whose, response_id)
+        )
         return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -172,7 +174,7 @@ class ResponseWriter:
         if keeps:
             caller = self._visit.who()
             whose = caller.salted(body.cache_salt)
-            made["store"] = await self._service.desk.work(
+            made["store"] = await self._service.scheduler.work(
                 lambda: responses.put(caller.tenant, whose, self._asked, made)
             )
         return made
@@ -279,7 +281,7 @@ class ResponseWriter:
             "instructions": body.instructions,
             "max_output_tokens": None if body.max_output_tokens == -1 else body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._service.subject.name,
+            "model": self._service.model.name,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -1,7 +1,7 @@
 """What `/v1/responses` takes, and the same said in the words of the chat API.
 
 Items of an earlier response may come back as the client got them, by their ids, or all together by
-the id of that response; `kept.py` looks up those ids.
+the id of that response; `response_store.py` looks up those ids.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class Server(uvicorn.Server):
         """What has expired is removed on time, also from a disk, where nobody asks for it."""
         while True:
             try:
-                await self._service.desk.work(self._service.responses.sweep)
-                await self._service.desk.work(self._service.files.sweep)
+                await self._service.scheduler.work(self._service.responses.sweep)
+                await self._service.scheduler.work(self._service.files.sweep)
             except OSError as error:
                 logger.warning("uploads that have expired cannot be removed: %s", error)
             await asyncio.sleep(_SWEEP)
@@ -111,7 +111,9 @@ class Server(uvicorn.Server):
     async def _close_soon(self) -> None:
         if not await self._done_within(self._drain):
             # What still runs ends with an error that its client can read.
-            ending = asyncio.create_task(asyncio.to_thread(self._service.desk.together.close, 0.0))
+            ending = asyncio.create_task(
+                asyncio.to_thread(self._service.scheduler.together.close, 0.0)
+            )
             await self._done_within(_LAST_WORDS)
             ending.cancel()
         self.should_exit = True

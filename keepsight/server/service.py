@@ -27,10 +27,10 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.content import MessageReader, fetches
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files
-from keepsight.server.kept import ResponseStore
 from keepsight.server.metrics import Metrics
 from keepsight.server.middleware import Visit
 from keepsight.server.parts import PixelLimits
+from keepsight.server.response_store import ResponseStore
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.sampling import sampling
 from keepsight.server.served_model import ServedModel
@@ -49,10 +49,10 @@ class Service:
 
     def __init__(self, vlm: VLM, together: Together, name: str, config: ServerConfig) -> None:
         self.vlm, self.config = vlm, config
-        self.subject = ServedModel(vlm, config.model_name or name)
+        self.model = ServedModel(vlm, config.model_name or name)
         self.active = 0  # requests that are being served
         self.threads = Threads(lambda: self.active)
-        self.desk = SchedulerClient(together, self.threads)
+        self.scheduler = SchedulerClient(together, self.threads)
         contents = contents_for(vlm.runtime.store)
         self.files = Files(
             config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
@@ -75,10 +75,10 @@ class Service:
     ) -> tuple[list[Record], Record, str]:
         """Messages, template options and tenant of anything that makes a prompt."""
         caller, unused = visit.who(), visit.unused
-        self.subject.check_name(body.model)
-        template = self.subject.template_options(body, unused)
+        self.model.check_name(body.model)
+        template = self.model.template_options(body, unused)
         if body.tools:
-            self.subject.check_tools()
+            self.model.check_tools()
             for i, tool in enumerate(body.tools):
                 if tool.function.strict:
                     why = "a hint: arguments are not constrained here"
@@ -98,14 +98,14 @@ class Service:
             self.files,
             visit.who().tenant,
             body.limits(),
-            self.subject.sizes,
+            self.model.sizes,
             visit.unused,
             self.bindings,
             tenant,
         )
 
         def work() -> RenderedMessages:
-            return gatherer.messages(messages, self.subject.template)
+            return gatherer.messages(messages, self.model.template)
 
         if fetches(messages):
             return await asyncio.get_running_loop().run_in_executor(self._fetching, work)
@@ -116,7 +116,7 @@ class Service:
         for number, said in enumerate(messages):
             role = "system" if said.role == "developer" else said.role
             named = said.name is not None and role != "tool"  # which has the id of its call
-            if named and not self.subject.places_name(role):
+            if named and not self.model.places_name(role):
                 why = "the chat template of this model has no place for the names of speakers"
                 unused.add(f"{said.places(number)[0]}.name", why)
 
@@ -124,7 +124,7 @@ class Service:
         """All that a body asks for, or a refusal of what cannot be had."""
         self._refuse(body)
         _name_unused(body, visit.unused)
-        chosen = sampling(body, self.config.max_tokens, self.subject.vocabulary, self.subject.ends)
+        chosen = sampling(body, self.config.max_tokens, self.model.vocabulary, self.model.ends)
         if (body.n or 1) > self.config.max_choices:
             raise invalid(
                 "n", f"n is {body.n}, this server gives at most {self.config.max_choices}"
@@ -140,8 +140,8 @@ class Service:
             template,
             tools_of(body.tools) if use_tools else None,
             one_call=body.parallel_tool_calls is False,
-            thinking=not continued and self.subject.opens_thinking(template),
-            thinks=self.subject.thinks,
+            thinking=not continued and self.model.opens_thinking(template),
+            thinks=self.model.thinks,
             choices=body.n or 1,
             notes=(*notes, *visit.unused.notes()),
             continued=continued,
@@ -168,7 +168,7 @@ class Service:
         answers: list[AnswerStream] = []
         try:
             for choice in range(ask.choices):
-                answers.append(await self.desk.submit(ask, choice))
+                answers.append(await self.scheduler.submit(ask, choice))
         except BaseException:
             for answer in answers:
                 answer.cancel()
@@ -182,7 +182,7 @@ class Service:
         seconds = self.config.seconds("request_timeout")
         try:
             async with asyncio.timeout(seconds):
-                return await self.desk.prepare(messages, tenant, **options)
+                return await self.scheduler.prepare(messages, tenant, **options)
         except TimeoutError:
             raise _too_long(seconds) from None
 
@@ -237,7 +237,7 @@ class Service:
 
     def close(self) -> None:
         """Let what runs finish, and let go of everything."""
-        self.desk.close(self.config.seconds("drain"))
+        self.scheduler.close(self.config.seconds("drain"))
         self._fetching.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""Who waits for whom at the desk: nobody's answer for what others have asked to be prepared."""
+"""Which thread waits for whom: no answer waits for what others have asked to be prepared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.service import Service
 from keepsight.server.streaming import EventStream
 
-MANY = 20  # more than the desk has threads
+MANY = 20  # more than the client has threads
 
 
 class Slow(Scripted):
@@ -108,7 +108,7 @@ def test_who_hangs_up_on_a_preparation_frees_the_real_engine(demo: Any) -> None:
         text = "One more line of a long text. " * 200
         before = demo.stats()["engine"]["prefill_tokens"]
         connection = send(server, "/v1/prepare", {"messages": asked(scene(1), text=text)})
-        together = server.service.desk.together
+        together = server.service.scheduler.together
         until(lambda: together.stats()["in_flight"])
         connection.close()
         until(lambda: not together.stats()["in_flight"])
@@ -137,7 +137,7 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
             self.ended = True
 
     async def listen() -> None:
-        merged: Any = Service.merged(desk, [talker], Caller(None), None)
+        merged: Any = Service.merged(service, [talker], Caller(None), None)
         async with aclosing(merged) as deltas:
             async for _ in deltas:
                 pass
@@ -148,7 +148,7 @@ def test_who_hangs_up_as_a_word_comes_is_heard(later: int) -> None:
         done, _ = await asyncio.wait({listener}, timeout=20)
         assert done and listener.cancelled() and talker.ended
 
-    desk: Any = SimpleNamespace(config=ServerConfig(), _count=lambda *what: None)
+    service: Any = SimpleNamespace(config=ServerConfig(), _count=lambda *what: None)
     talker: Any = Talker()
     listener: Any = None
     asyncio.run(main())

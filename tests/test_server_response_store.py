@@ -15,7 +15,7 @@ import keepsight as ks
 from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
 from keepsight.server.items import MessageItem
-from keepsight.server.kept import ResponseStore
+from keepsight.server.response_store import ResponseStore
 
 PATH = "/v1/responses"
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"))
