@@ -109,7 +109,7 @@ def test_tenants_and_salts_see_nothing_of_each_other(vlm: Any) -> None:
             assert respond(server, NEXT, who=who, previous_response_id=first, **more)[0] == 404
         for method in ("GET", "DELETE"):
             answer = server.call(f"{PATH}/{first}", None, method, bearer("bob"))
-            assert answer[0] == 404 and "never kept here" in answer[1]["error"]["message"]
+            assert answer[0] == 404 and "never stored here" in answer[1]["error"]["message"]
             assert server.call(f"{PATH}/{salted}", None, method, bearer("ann"))[0] == 404
         assert server.call(f"{PATH}/{salted}?cache_salt=s", headers=bearer("ann"))[0] == 200
         server.call("/v1/cache/reset", {"cache_salt": "s"}, headers=bearer("ann"))

@@ -41,7 +41,7 @@ class Counts:
         """Seconds until one of so many requests ahead has probably left its place."""
         return max(1.0, self._seconds * (1 + ahead // max(1, places)))
 
-    def told(self) -> Record:
+    def stats(self) -> Record:
         """As plain data."""
         recent = list(self._recent)
         now = time.monotonic()
@@ -49,7 +49,7 @@ class Counts:
         span = max(1e-3, now - fresh[0][0]) if fresh else 1.0
         names = ["finished", "cancelled", "failed", "refused", "chunks", "towers", "steps"]
         names.append("ahead_tokens")
-        told: Record = {name: getattr(self, name) for name in names}
-        told["tokens"] = self.tokens
-        told["tokens_per_second"] = round(sum(tokens for _, tokens in fresh) / span, 2)
-        return told
+        stats: Record = {name: getattr(self, name) for name in names}
+        stats["tokens"] = self.tokens
+        stats["tokens_per_second"] = round(sum(tokens for _, tokens in fresh) / span, 2)
+        return stats

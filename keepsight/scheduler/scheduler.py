@@ -142,7 +142,7 @@ class Together:
             "budget": self._budget,
             "passes": decoding.passes,
             "rows_per_pass": round(decoding.rows / max(1, decoding.passes), 3),
-            **self.counts.told(),
+            **self.counts.stats(),
         }
 
     def close(self, drain: float | None = 30.0) -> None:

@@ -40,7 +40,7 @@ class AnswerRequest:
     choices: int = 1
     notes: tuple[str, ...] = ()
     continued: bool = False  # the answer does not begin anew, as a message of its own
-    shows_tokens: bool = False  # each step is told, also one that adds no text yet
+    shows_tokens: bool = False  # each step is sent, also one that adds no text yet
 
     @property
     def whose(self) -> str | None:
@@ -54,7 +54,7 @@ class AnswerRequest:
 
     def follow(self, text: str) -> Record | None:
         """The message that an answer becomes when its client sends it back."""
-        if self.choices > 1 or self.continued:  # nobody knows which of them, or joined to what
+        if self.choices > 1 or self.continued:  # which of them, or joined to what, is unknown
             return None
         speech = OutputParser(self.thinking, self.thinks, self.tools is not None)
         return spoken_message(speech, text, 1 if self.one_call else None)
@@ -94,9 +94,9 @@ class SchedulerClient:
 
     def __init__(self, together: Together, threads: Threads) -> None:
         self.together, self._threads = together, threads
-        self._others = ThreadPoolExecutor(8, "keepsight-wait")  # nobody's answer waits for them
-        self._counters = ThreadPoolExecutor(2, "keepsight-stats")  # nor does who only counts
-        self._keepers = ThreadPoolExecutor(4, "keepsight-cache")  # nor any of these for a disk
+        self._others = ThreadPoolExecutor(8, "keepsight-wait")  # no answer waits for these
+        self._counters = ThreadPoolExecutor(2, "keepsight-stats")  # nor do statistics
+        self._cache_threads = ThreadPoolExecutor(4, "keepsight-cache")  # may wait for a disk
 
     async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
         """Hand in one choice; bad input and a full queue are refused here."""
@@ -144,7 +144,7 @@ class SchedulerClient:
         arrived: asyncio.Queue[Piece | Ticket] = asyncio.Queue()
 
         def hand_over(what: Piece | Ticket) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(arrived.put_nowait, what)
 
         future = self._threads.submit(lambda: work(hand_over), large)
@@ -158,9 +158,9 @@ class SchedulerClient:
         """Something else that takes time and computes."""
         return await asyncio.get_running_loop().run_in_executor(self._others, call)
 
-    async def keep(self, call: Callable[[], T]) -> T:
+    async def change_cache(self, call: Callable[[], T]) -> T:
         """Pins and removals: they wait for disks, and whatever else is asked for does not."""
-        return await asyncio.get_running_loop().run_in_executor(self._keepers, call)
+        return await asyncio.get_running_loop().run_in_executor(self._cache_threads, call)
 
     async def count(self, call: Callable[[], T]) -> T:
         """Statistics: they take a moment, and wait for nothing else that is asked for."""
@@ -170,7 +170,7 @@ class SchedulerClient:
         """Let what runs finish."""
         self.together.close(drain)
         self._threads.close()
-        for threads in (self._others, self._counters, self._keepers):
+        for threads in (self._others, self._counters, self._cache_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -194,7 +194,7 @@ class AnswerStream:
         self._speech = OutputParser(ask.thinking, ask.thinks, ask.tools is not None)
         self._begun = time.perf_counter()
         self._reasoning = self._calls = 0
-        self.unpaid = 0  # tokens written that no measurements have told of
+        self.unpaid = 0  # tokens written that no measurement has counted
 
     def cancel(self) -> None:
         """Free the place; safe at any time, and twice."""
@@ -243,9 +243,9 @@ class AnswerStream:
         return delta
 
     def _kept(self, said: Iterable[OutputPiece]) -> list[OutputPiece]:
-        kept = []
+        answers = []
         for one in said:
             self._calls += one.kind == "call"
             if one.kind != "call" or self._calls == 1 or not self._ask.one_call:
-                kept.append(one)
-        return kept
+                answers.append(one)
+        return answers

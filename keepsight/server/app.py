@@ -20,7 +20,7 @@ from keepsight.server import cache_api, chat_api, files_api, responses_api, resp
 from keepsight.server import schema as schemas
 from keepsight.server.errors import ApiError, from_validation, unknown
 from keepsight.server.metrics import CONTENT_TYPE
-from keepsight.server.middleware import RequestMiddleware, told
+from keepsight.server.middleware import RequestMiddleware, to_api_error
 from keepsight.server.responses_schema import in_its_words
 from keepsight.server.service import Service, visit_of
 from keepsight.server.unused import HEADER
@@ -29,7 +29,7 @@ _ABOUT = "An OpenAI-compatible server over a vision-language model that remember
 
 
 def build(service: Service) -> ASGIApp:
-    """The application for a service, with its door in front."""
+    """The application for a service, behind its middleware."""
     app = FastAPI(
         title="Keepsight",
         version=__version__,
@@ -47,16 +47,16 @@ def build(service: Service) -> ASGIApp:
     for kind in (ApiError, KeepsightError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     paths = {"/", *site.FILES, "/docs", "/openapi.json", *app.openapi()["paths"]}
-    door: ASGIApp = RequestMiddleware(app, service, paths)
+    outer: ASGIApp = RequestMiddleware(app, service, paths)
     if service.config.allow_origin:
-        door = CORSMiddleware(
-            door,
+        outer = CORSMiddleware(
+            outer,
             allow_origins=service.config.allow_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # clients send many of their own, and no cookie means anything
             expose_headers=["x-request-id", "retry-after", HEADER],
         )
-    return door
+    return outer
 
 
 def _schema(app: FastAPI, model: str) -> Record:
@@ -103,13 +103,13 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
     async def models() -> Record:
         """The one model that is served."""
-        return {"object": "list", "data": [service.model.told()]}
+        return {"object": "list", "data": [service.model.as_json()]}
 
     @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSALS)
     async def model(name: str) -> Record:
         """The model by its name."""
         service.model.check_name(name)
-        return service.model.told()
+        return service.model.as_json()
 
 
 _ERROR = {
@@ -151,10 +151,10 @@ _CLOSING: dict[int | str, Record] = {
 
 async def _refused(request: Request, error: Exception) -> Response:
     """Any error, in the shape that clients know."""
-    problem = _problem(request, error) or told(error, visit_of(request))
+    problem = _problem(request, error) or to_api_error(error, visit_of(request))
     if request.url.path == "/v1/responses":
         problem = in_its_words(problem)
-    visit_of(request).told["error"] = problem.code
+    visit_of(request).fields["error"] = problem.code
     allowed = getattr(error, "headers", None) if isinstance(error, HTTPException) else None
     headers = {**(allowed or {}), **problem.headers()}
     return JSONResponse(problem.body(), problem.status, headers=headers)
@@ -174,7 +174,7 @@ def _problem(request: Request, error: Exception) -> ApiError | None:
 
 
 async def _only_known(request: Request) -> None:  # not in a thread: that costs more than it does
-    """Refuse a parameter in an address that nobody listens to; where clients of many dialects ask
+    """Refuse an unknown parameter in an address; where clients of many dialects ask
     for answers, it is named."""
     path = request.url.path
     if not path.startswith("/v1/"):

@@ -1,7 +1,7 @@
 """Bodies of JSON: measured before they are parsed, and parsed without holding up others.
 
 A parser in C holds the interpreter until it is done. What makes it slow is not bytes but values: a
-picture is one long text, and 30 million numbers are not. So values and what stands between them are
+picture is one long text, and 30 million numbers are not. So values and what is between them are
 counted first, and long texts are parsed by themselves, in pieces.
 """
 
@@ -82,7 +82,7 @@ def parsed(body: bytes) -> object:
 
 def _parsed_in_pieces(body: bytes, long: list[tuple[int, int]]) -> object:
     """With long texts parsed by themselves."""
-    mark = secrets.token_hex(16)  # stands for them; nobody can have written it
+    mark = secrets.token_hex(16)  # takes their place; random, so no client can have sent it
     texts: dict[str, str] = {}
     parts, end = [], 0
     for start, stop in long:

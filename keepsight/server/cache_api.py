@@ -61,7 +61,7 @@ class HeldRequest(PixelLimits):
 
 
 class PinRequest(HeldRequest):
-    """What to keep whatever the budgets say; `pinned: false` lets it go the way of all else."""
+    """What to keep whatever the budgets say; `pinned: false` makes it evictable again."""
 
     pinned: bool = True
 
@@ -108,7 +108,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
             held = _held(service, tenant)
             return held + (_stored(service, tenant, held) if stored else [])
 
-        return {"object": "list", "data": await service.scheduler.keep(work)}
+        return {"object": "list", "data": await service.scheduler.change_cache(work)}
 
     @router.post("/v1/cache/pin", operation_id="cache_pin")
     async def pin(body: PinRequest, request: Request) -> Record:
@@ -137,10 +137,10 @@ def _add_held(router: APIRouter, service: Service) -> None:
 
         if body.images is not None:
             work = functools.partial(_delete_images, service)
-            told = await _on_images(service, body, body.images, request, work)
+            done = await _on_images(service, body, body.images, request, work)
         else:
-            told = await _on_held(service, body, request, forget)
-        return {"object": "cache.delete", "bytes_freed": told[0], "images": told[1]}
+            done = await _on_held(service, body, request, forget)
+        return {"object": "cache.delete", "bytes_freed": done[0], "images": done[1]}
 
 
 def _add_whole(router: APIRouter, service: Service) -> None:
@@ -152,19 +152,19 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         whose = None if everyone else caller.salted(cache_salt)
 
         def work() -> Record:
-            told = service.vlm.stats() if everyone else service.vlm.stats(whose or None)
+            stats = service.vlm.stats() if everyone else service.vlm.stats(whose or None)
             files = [f.nbytes for f in service.files.of(caller.tenant)]
-            told["files"] = {"bytes": sum(files), "files": len(files)}
+            stats["files"] = {"bytes": sum(files), "files": len(files)}
             if everyone:
-                told["scheduler"] = service.scheduler.together.stats()
+                stats["scheduler"] = service.scheduler.together.stats()
             return {
                 "object": "cache.stats",
                 "everyone": everyone,
-                **{name: _plain(value) for name, value in told.items()},
+                **{name: _plain(value) for name, value in stats.items()},
             }
 
-        told: Record = await service.scheduler.count(work)
-        return told
+        stats: Record = await service.scheduler.count(work)
+        return stats
 
     @router.post("/v1/cache/reset", operation_id="cache_reset")
     async def reset(
@@ -174,7 +174,9 @@ def _add_whole(router: APIRouter, service: Service) -> None:
         """Forget what is remembered in memory; with `store`, also on disk."""
         caller = visit_of(request).who()
         whose = _whose_to_forget(caller, body)
-        await service.scheduler.keep(lambda: service.vlm.clear(store=body.store, tenant=whose))
+        await service.scheduler.change_cache(
+            lambda: service.vlm.clear(store=body.store, tenant=whose)
+        )
         service.bindings.forget(whose)
         service.responses.forget(whose)
         return {"object": "cache.reset", "everyone": whose is None}
@@ -187,7 +189,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             raise ApiError(403, "flushing is of everybody: it needs an administrator's key")
         stored = service.vlm.runtime.store is not None
         try:
-            await service.scheduler.keep(service.vlm.flush)
+            await service.scheduler.change_cache(service.vlm.flush)
         except StoreError as error:
             raise ApiError(503, str(error), code="not_written") from error
         return {"object": "cache.flush", "stored": stored}
@@ -198,7 +200,7 @@ def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
         raise ApiError(403, "forgetting what is everybody's needs an administrator's key")
     if body.everyone and body.cache_salt is not None:
         raise ApiError(400, "give either everyone or cache_salt", param="everyone")
-    # Without keys and salt there is one nobody in particular, whose is all that is not salted.
+    # Without keys and salt there is the default tenant, which has all that is not salted.
     return None if body.everyone else caller.salted(body.cache_salt) or None
 
 
@@ -223,7 +225,7 @@ async def _on_held(
 
     async def work() -> tuple[int, list[str]]:
         given, template, tenant = await service.rendering(rendering, visit)
-        # Pictures are opened here, where nobody's tokens wait for them.
+        # Pictures are opened here, where no client's tokens wait for them.
         messages = await service.threads.run(
             lambda: service.scheduler.together.named(given, tenant or service.vlm.tenant, learn),
             is_large(given),
@@ -239,7 +241,7 @@ async def _on_held(
 
         if first is not None:
             await first(what, **options)
-        return await service.scheduler.keep(both)
+        return await service.scheduler.change_cache(both)
 
     return await unless_gone(request, work(), visit)
 
@@ -259,7 +261,7 @@ async def _on_images(
     caller, keys = visit_of(request).who(), list(dict.fromkeys(images))
     whose = caller.salted(body.cache_salt) or service.vlm.tenant
 
-    return await service.scheduler.keep(lambda: (act(keys, whose), keys))
+    return await service.scheduler.change_cache(lambda: (act(keys, whose), keys))
 
 
 def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
@@ -268,7 +270,7 @@ def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool)
             raise ApiError(
                 404,
                 f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
-                "messages, or a key that /v1/cache/images tells",
+                "messages, or a key that /v1/cache/images lists",
                 param="images",
                 code="image_not_found",
             )
@@ -317,7 +319,7 @@ def _held(service: Service, tenant: str) -> list[Record]:
 
 
 def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
-    """What only the store has. Its books do not know tokens and kinds, and no file is opened."""
+    """What only the store has. Its catalogue has no tokens and kinds, and no file is opened."""
     store = service.vlm.runtime.store_of(tenant)
     if store is None:
         return []
@@ -373,10 +375,10 @@ async def _reported(
     return await unless_gone(request, work(), visit)
 
 
-def _plain(told: object) -> object:
+def _plain(value: object) -> object:
     """What JSON can hold."""
-    if isinstance(told, dict):
-        return {str(name): _plain(value) for name, value in told.items()}
-    if isinstance(told, list | tuple):
-        return [_plain(value) for value in told]
-    return told if told is None or isinstance(told, bool | int | float | str) else str(told)
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -43,7 +43,7 @@ class Bucket:
 
 
 class Caller:
-    """One tenant at the door, with its buckets."""
+    """One tenant, with its token buckets."""
 
     def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key

@@ -129,7 +129,7 @@ class ChatResponse:
             for number, choice in enumerate(self._choices)
         ]
         head = {**self._head, **self._prompt_ids()}
-        return {**head, "object": "chat.completion", "choices": choices, **self._told()}
+        return {**head, "object": "chat.completion", "choices": choices, **self._measurements()}
 
     def _prompt_ids(self) -> Record:
         """The tokens of the prompt, where they were asked for."""
@@ -160,13 +160,13 @@ class ChatResponse:
                 yield None, chunk
             if delta.end is not None:
                 yield None, self._chunk(number, {}, delta.end.reason)
-        told = self._told()
+        measured = self._measurements()
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            yield None, {**self._head, "object": _CHUNK, "choices": [], **told}
-        elif "keepsight" in told:
-            told.pop("usage")
-            yield None, {**self._head, "object": _CHUNK, "choices": [], **told}
+            yield None, {**self._head, "object": _CHUNK, "choices": [], **measured}
+        elif "keepsight" in measured:
+            measured.pop("usage")
+            yield None, {**self._head, "object": _CHUNK, "choices": [], **measured}
         yield None, "[DONE]"
 
     def _chunk(
@@ -191,16 +191,16 @@ class ChatResponse:
             "total_tokens": prompt + written,
         }
 
-    def _told(self) -> Record:
+    def _measurements(self) -> Record:
         """Usage, timings and, when asked, the report; of several choices the first one's prompt."""
         ends = [choice.end for choice in self._choices if choice.end is not None]
         if not ends:
             return {}
         first = ends[0]
-        told = {"usage": usage_of(ends), "timings": timings(first)}
+        measured = {"usage": usage_of(ends), "timings": timings(first)}
         if self._body.keepsight is not None and self._body.keepsight.report:
-            told["keepsight"] = {"report": report_of(first.report)}
-        return told
+            measured["keepsight"] = {"report": report_of(first.report)}
+        return measured
 
     def _logprobs(self, scored: list[Record]) -> Record | None:
         if not self._ask.sampling.logprobs or not scored:

@@ -319,7 +319,7 @@ class MessageReader:
 
 @contextlib.contextmanager
 def _standing(place: str) -> Iterator[None]:
-    """Say of what is wrong with a file where it stands; those who look into it do not know."""
+    """Add the place in the request to an error about a file; its parser does not know the place."""
     try:
         yield
     except ImageError as error:

@@ -44,7 +44,7 @@ def package_in(data: bytes, place: str, part: parts.PicturePart | None, unused: 
 
 
 def text_of(part: parts.EmbedsPart, place: str) -> str:
-    """What stands for the file in a part of type image_embeds."""
+    """The placeholder of the file in a part of type image_embeds."""
     if not isinstance(part.image_embeds, str) or not part.image_embeds:
         raise refused(f"{place}.image_embeds", _ALONE)
     return part.image_embeds

@@ -77,8 +77,8 @@ class ApiError(Exception):
     def body(self) -> Record:
         """The JSON of the refusal."""
         kind = _TYPES.get(self.status, "invalid_request_error")
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        body = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": body}
 
     def headers(self) -> dict[str, str]:
         """When it makes sense to come again."""
@@ -129,13 +129,13 @@ def _param(error: BaseException) -> str | None:
 
 
 def unknown(place: str, known: Iterable[str]) -> ApiError:
-    """A name that nobody listens to, with the name here of what may have been meant."""
+    """An unknown field, with the known name that may have been meant."""
     text = f"unknown parameter: {place[:200]!r}; {hint_for(place, known)}"
     return ApiError(400, text, param=place[:200] or None, code="unknown_parameter")
 
 
 def hint_for(place: str, known: Iterable[str]) -> str:
-    """What may have been meant by a name that nobody listens to."""
+    """The known name that an unknown one may have been meant for."""
     head, _, name = place.rpartition(".")
     names = set(known)
     for here, hint in ELSEWHERE.get(name, {}).items():

@@ -1,7 +1,7 @@
 """Uploaded files: sent once, meant by an id in any later request of the same tenant.
 
 An id is a digest of the content under its tenant, so the same file sent twice is one file, and what
-another tenant holds looks exactly like what nobody holds. Files are kept within a budget until they
+another tenant holds looks exactly like what does not exist. They stay within a budget until they
 expire: in memory, or in the folder of a store where one was named, so that an id is good after a
 restart too. People's pictures are not written to disk otherwise.
 """
@@ -31,7 +31,7 @@ class Upload:
     created_at: int
     expires_at: int
 
-    def told(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """As OpenAI describes a file."""
         return {
             "id": self.id,
@@ -87,7 +87,7 @@ class InMemory:
         return [upload for upload, _ in list(self._data.values())]
 
     def look(self, owner: str, file_id: str) -> Upload | None:
-        """None: nobody else writes here."""
+        """None: no other process writes here."""
         return None
 
     def write(self, upload: Upload, data: bytes) -> None:
@@ -226,7 +226,7 @@ class Files:
                 raise _not_kept(error) from error
 
     def sweep(self) -> None:
-        """Remove what has expired, also where nobody asks for anything any more."""
+        """Remove what has expired, also where no request comes."""
         with self._writing:
             self._learn()
             failed = self._drop_expired()
@@ -267,7 +267,7 @@ class Files:
         return failed
 
     def _kept_longer(self, upload: Upload, now: float) -> bool:
-        """Whether another server that shares the folder was told to keep a file for longer."""
+        """Whether another server that shares the folder has extended the life of a file."""
         there = self._contents.look(upload.owner, upload.id)
         if there is None or there.over(now):
             return False

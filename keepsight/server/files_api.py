@@ -1,7 +1,7 @@
 """`/v1/files`: send a picture or a PDF once, and mean it by its id from then on.
 
 Uploads are parsed in memory: the parser's own way, a temporary file for what is large, would write
-people's pictures to disk, where nobody named a place for them.
+people's pictures to disk, unless the operator named a folder.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def routes(service: Service) -> APIRouter:
         caller = visit_of(request).who()
         form = await _form(request)
         data, name = await _file(form)
-        kept: Upload = await service.scheduler.work(
+        upload: Upload = await service.scheduler.work(
             lambda: files.put(caller.tenant, data, name, _purpose(form), _ttl(form), _quota(caller))
         )
-        return kept.told()
+        return upload.as_json()
 
     @router.get("/v1/files", operation_id="list_files")
     async def listed(
@@ -90,8 +90,8 @@ def routes(service: Service) -> APIRouter:
                 raise invalid("after", f"after: no file {after[:100]!r} in this list")
             own = own[spots[0] + 1 :]
         ends = {"first_id": own[0].id, "last_id": own[:limit][-1].id} if own else {}
-        told = [f.told() for f in own[:limit]]
-        return {"object": "list", "data": told, "has_more": len(own) > limit, **ends}
+        data = [f.as_json() for f in own[:limit]]
+        return {"object": "list", "data": data, "has_more": len(own) > limit, **ends}
 
     _add_one(router, service)
     return router
@@ -105,7 +105,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
         """What is known of a file."""
         tenant = visit_of(request).who().tenant
         found: Upload = await service.scheduler.work(lambda: files.get(tenant, file_id, "file_id"))
-        return found.told()
+        return found.as_json()
 
     @router.get(
         "/v1/files/{file_id}/content",

@@ -1,4 +1,4 @@
-"""What a server may be called: by those who reach it on its own machine, and by nobody else.
+"""What a server may be called: by clients on its own machine only.
 
 Knows addresses and names as texts; nothing is resolved here.
 """

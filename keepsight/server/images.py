@@ -102,7 +102,7 @@ def _too_large(what: str, largest: int, hint: str) -> ApiError:
 
 
 def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> Iterator[Source]:
-    """The pages of a PDF, each at most `largest` pixels large and drawn only if nobody knows it."""
+    """The pages of a PDF, each at most `largest` pixels large, drawn only if not yet known."""
     from keepsight.encode import documents  # the library is not thread-safe: one lock for all
 
     library, cap = documents.pdfium(), shown.most

@@ -103,7 +103,7 @@ class ResultItem(Echo):
 
 
 class Reference(Open):
-    """An item that is kept here, by its id."""
+    """A stored item, by its id."""
 
     type: Literal["item_reference"]
     id: Id

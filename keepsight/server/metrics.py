@@ -1,4 +1,4 @@
-"""What Prometheus reads: counters of requests and tokens, times, and the caches as they stand.
+"""What Prometheus reads: counters of requests and tokens, times, and the caches as they are now.
 
 Names follow those that people know from other engines: queries and hits of the prefix cache are
 counted in tokens, those of the multimodal cache in images.
@@ -108,13 +108,13 @@ class _State(Collector):
                 yield gauge
 
 
-def _of_store(told: Record | None) -> Iterator[Metric]:
+def _of_store(stats: Record | None) -> Iterator[Metric]:
     """What the store refuses at the moment, and what it has refused."""
-    if told is None:
+    if stats is None:
         return
     state = GaugeMetricFamily("keepsight_store_state", "1 for what it is.", labels=["state"])
-    state.add_metric([str(told.get("state", "ok"))], 1)
+    state.add_metric([str(stats.get("state", "ok"))], 1)
     yield state
     refused = CounterMetricFamily("keepsight_store_refused", "Entries that were not written.")
-    refused.add_metric([], told.get("refused", 0))
+    refused.add_metric([], stats.get("refused", 0))
     yield refused

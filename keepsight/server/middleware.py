@@ -1,4 +1,4 @@
-"""The door: everything that is decided before a route sees a request.
+"""Middleware: everything that is decided before a route sees a request.
 
 Who asks and whether they may, how large the body is and how long it took to come, whether the
 server is closing; and afterwards one line of JSON in the log. Never a word or a picture of anybody.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("keepsight.server.requests")
 errors = logging.getLogger("keepsight.server")
 
-_OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # without a key: of nobody
+_OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # need no key
 _WHILE_CLOSING = {"/health", "/metrics"}
 _ANSWERS = {"/v1/chat/completions", "/v1/responses", "/v1/prepare"}  # what the model works for
 _READING = 60.0
@@ -58,7 +58,7 @@ class Visit:
     caller: Caller | None = None
     begun: float = field(default_factory=time.perf_counter)
     status: int = 0
-    told: Record = field(default_factory=dict)
+    fields: Record = field(default_factory=dict)
     gone: bool = False  # the client hung up
     size: int = 0  # of its body
     unused: Unused = field(default_factory=Unused)  # what it asked for that has no effect
@@ -67,7 +67,7 @@ class Visit:
     had_turn: bool = False
 
     def who(self) -> Caller:
-        """The caller, who was found at the door."""
+        """The caller, whom the middleware has identified."""
         if self.caller is None:
             raise ApiError(401, "no API key", code="invalid_api_key")
         return self.caller
@@ -76,17 +76,17 @@ class Visit:
         """Note who asks for what, as far as the client says; nothing of what is said. What is
         unknown in a body is taken out of it here."""
         self.unused.sift(body)
-        self.told |= {"model": body.model, "stream": bool(body.stream)}
+        self.fields |= {"model": body.model, "stream": bool(body.stream)}
         user = body.safety_identifier or body.user
         if user is not None:
-            self.told["user"] = user
+            self.fields["user"] = user
 
     def answered(self, usage: Usage, report: Report, reason: str) -> None:
         """Note an answer; of several choices the counts add up."""
         counts = {"completion_tokens": usage.completion_tokens, "choices": 1}
         for name, count in counts.items():
-            self.told[name] = self.told.get(name, 0) + count
-        self.told |= {
+            self.fields[name] = self.fields.get(name, 0) + count
+        self.fields |= {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
             "images": usage.images,
@@ -95,7 +95,7 @@ class Visit:
         }
         for name in ("queued", "first_token"):
             if name in report.milliseconds:
-                self.told[f"{name}_ms"] = round(report.milliseconds[name], 1)
+                self.fields[f"{name}_ms"] = round(report.milliseconds[name], 1)
 
     def line(self) -> str:
         """The line of the log."""
@@ -108,19 +108,19 @@ class Visit:
             "status": self.status,
             "ms": round(1e3 * (time.perf_counter() - self.begun), 1),
             "key": self.caller.name if self.caller is not None else None,
-            **self.told,
+            **self.fields,
             **({"unused": unused} if unused else {}),
         }
         return json.dumps(record)
 
 
-def told(error: Exception, visit: Visit) -> ApiError:
-    """An error as the client is told of it; what is our own fault goes to the log."""
+def to_api_error(error: Exception, visit: Visit) -> ApiError:
+    """The error to send to the client; unexpected ones go to the log with their traceback."""
     problem = from_error(error)
     if problem is None:
         errors.error("%s: %s", visit.id, "".join(traceback.format_exception(error)))
         problem = ApiError(500, f"internal error; quote {visit.id}", code="internal_error")
-    visit.told["error"] = problem.code
+    visit.fields["error"] = problem.code
     return problem
 
 
@@ -155,7 +155,7 @@ class RequestMiddleware:
             metrics.active.dec()
             seconds = time.perf_counter() - visit.begun
             if visit.gone:
-                visit.told["hung_up"] = True
+                visit.fields["hung_up"] = True
                 metrics.hung_up()
             metrics.finished(visit.path, visit.status or 499, seconds)
             if self._service.config.log:
@@ -211,12 +211,14 @@ class RequestMiddleware:
                 raise
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS):
-                    await (last_event if started else respond)(send_on, told(_closing(), visit))
+                    await (last_event if started else respond)(
+                        send_on, to_api_error(_closing(), visit)
+                    )
         except Exception as error:
             if isinstance(error, TimeoutError):
                 text = "the answer took too long, or was not read"
                 error = ApiError(504, text, code="timeout")
-            problem = told(error, visit)
+            problem = to_api_error(error, visit)
             if not started and not visit.gone:
                 await respond(send_on, problem)
 

@@ -56,7 +56,7 @@ class OutputParser:
                 return
 
     def finish(self) -> Iterator[OutputPiece]:
-        """What is left; a call that was cut short is text, because nobody could run it."""
+        """What is left; a call that was cut short is text, because it cannot be run."""
         rest, self._held = self._held, ""
         if self._in == "call":
             call = read_call(rest.removesuffix(CALL_END))

@@ -1,6 +1,6 @@
 """The parts of a message: text, pictures, videos, sound and files, in the shapes that clients send.
 
-A picture may stand in an OpenAI part (`image_url` as a record or a bare string), in one of Hugging
+A picture may be in an OpenAI part (`image_url` as a record or a bare string), in one of Hugging
 Face's (`{"type": "image", "image" | "url" | "path" | "base64": ...}`) or of Anthropic's (`source`).
 """
 

@@ -1,4 +1,4 @@
-"""Where in a body something is wrong, in the words of its client, and what may stand there.
+"""Where in a body something is wrong, in the words of its client, and what is valid there.
 
 A validator's own location also has the labels of the branches that a value might have taken; which
 parts of it are labels is read off the types.

@@ -1,4 +1,4 @@
-"""Responses that are kept, so that a later one may go on from them by their ids.
+"""Stored responses, so that a later one may continue them by their ids.
 
 In memory alone, like uploads without a store: bounded in number and bytes for each key, gone when
 they expire, when they are deleted, or when their tenant forgets everything. Of two tenants, or two
@@ -52,7 +52,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """All that are kept. `owners`: among how many keys the bytes are divided."""
+    """All stored responses. `owners`: among how many keys the bytes are divided."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ResponseStore:
         self.share = budget // max(1, owners)
         self._ttl, self._clock, self._most = ttl, clock, most
         # By key, and there by tenant and id; what was used least lately goes first.
-        self._kept: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
+        self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
         self._items: dict[
             tuple[str, str], tuple[str, str]
         ] = {}  # (tenant, item) -> (key, response)
@@ -86,7 +86,7 @@ class ResponseStore:
         if new.nbytes > self.share:
             return False
         with self._lock:
-            own = self._kept.setdefault(owner, OrderedDict())
+            own = self._stored.setdefault(owner, OrderedDict())
             own[new.whose, new.id] = new
             for item_id in new.item_ids:
                 self._items[new.whose, item_id] = (owner, new.id)
@@ -94,25 +94,25 @@ class ResponseStore:
         return True
 
     def _make_room(self, owner: str, own: OrderedDict[tuple[str, str], StoredResponse]) -> None:
-        held = sum(kept.nbytes for kept in own.values())
+        held = sum(stored.nbytes for stored in own.values())
         while own and (held > self.share or len(own) > self._most):
             oldest = next(iter(own.values()))
             held -= oldest.nbytes
             self._drop(owner, oldest)
 
     def sweep(self) -> None:
-        """Drop what has expired, also where nobody asks for anything any more."""
+        """Drop what has expired, also where no request comes."""
         now = self._clock()
         with self._lock:
-            for owner, own in self._kept.items():
-                for kept in [kept for kept in own.values() if kept.expires <= now]:
-                    self._drop(owner, kept)
+            for owner, own in self._stored.items():
+                for stored in [stored for stored in own.values() if stored.expires <= now]:
+                    self._drop(owner, stored)
 
-    def _drop(self, owner: str, kept: StoredResponse) -> None:
-        self._kept[owner].pop((kept.whose, kept.id), None)
-        for item_id in kept.item_ids:
-            if self._items.get((kept.whose, item_id)) == (owner, kept.id):
-                del self._items[kept.whose, item_id]
+    def _drop(self, owner: str, stored: StoredResponse) -> None:
+        self._stored[owner].pop((stored.whose, stored.id), None)
+        for item_id in stored.item_ids:
+            if self._items.get((stored.whose, item_id)) == (owner, stored.id):
+                del self._items[stored.whose, item_id]
 
     # -- finding -----------------------------------------------------------------------------------
 
@@ -121,40 +121,40 @@ class ResponseStore:
     ) -> StoredResponse:
         """A response of this tenant; anything else is unknown, whoever else may have it."""
         with self._lock:
-            kept = self._find(owner, _digest(whose), response_id)
-        if kept is None:
+            stored = self._find(owner, _digest(whose), response_id)
+        if stored is None:
             raise _unknown("response", response_id, param)
-        return kept
+        return stored
 
     def _find(self, owner: str, whose: str, response_id: str) -> StoredResponse | None:
-        own = self._kept.get(owner, OrderedDict())
-        kept = own.get((whose, response_id))
-        if kept is not None and kept.expires <= self._clock():
-            self._drop(owner, kept)
+        own = self._stored.get(owner, OrderedDict())
+        stored = own.get((whose, response_id))
+        if stored is not None and stored.expires <= self._clock():
+            self._drop(owner, stored)
             return None
-        if kept is not None:
+        if stored is not None:
             own.move_to_end((whose, response_id))
-        return kept
+        return stored
 
     def delete(self, owner: str, whose: str, response_id: str) -> None:
         """Forget one response; what went on from it can go on no longer."""
-        kept = self.get(owner, whose, response_id)
+        stored = self.get(owner, whose, response_id)
         with self._lock:
-            self._drop(owner, kept)
+            self._drop(owner, stored)
 
     def forget(self, whose: str | None = None) -> None:
         """Forget all responses of a tenant, or of everybody."""
         digest = None if whose is None else _digest(whose)
         with self._lock:
-            for owner, own in self._kept.items():
-                for kept in [k for k in own.values() if digest in (None, k.whose)]:
-                    self._drop(owner, kept)
+            for owner, own in self._stored.items():
+                for stored in [k for k in own.values() if digest in (None, k.whose)]:
+                    self._drop(owner, stored)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all that is stored."""
         with self._lock:
-            return sum(kept.nbytes for own in self._kept.values() for kept in own.values())
+            return sum(stored.nbytes for own in self._stored.values() for stored in own.values())
 
     # -- going on ----------------------------------------------------------------------------------
 
@@ -163,8 +163,8 @@ class ResponseStore:
         what it means by ids in the place of the ids."""
         before = [
             (_ITEM.validate_python(item), BEFORE)
-            for kept in self._chain(owner, whose, body.previous_response_id)
-            for item in kept.items()
+            for stored in self._chain(owner, whose, body.previous_response_id)
+            for item in stored.items()
         ]
         found = [self._resolved(owner, whose, placed) for placed in items_of(body)]
         return before + found
@@ -184,15 +184,15 @@ class ResponseStore:
             return placed
         with self._lock:
             where = self._items.get((_digest(whose), item.id))
-            kept = self._find(owner, _digest(whose), where[1]) if where else None
-        for found in _output(kept):
+            stored = self._find(owner, _digest(whose), where[1]) if where else None
+        for found in _output(stored):
             if found["id"] == item.id:
                 return _ITEM.validate_python(found), place
         raise _unknown("item", item.id, f"{place}.id")
 
 
-def _output(kept: StoredResponse | None) -> Iterator[Record]:
-    yield from () if kept is None else json.loads(kept.response)["output"]
+def _output(stored: StoredResponse | None) -> Iterator[Record]:
+    yield from () if stored is None else json.loads(stored.response)["output"]
 
 
 def _json(value: object) -> bytes:
@@ -208,7 +208,7 @@ def _digest(whose: str) -> str:
 def _unknown(what: str, given: str, param: str) -> ApiError:
     return ApiError(
         404,
-        f"no such {what}: {given[:100]!r}; it was never kept here, was deleted, or has expired. "
+        f"no such {what}: {given[:100]!r}; it was never stored here, was deleted, or has expired. "
         "Send the items of the conversation as input",
         param=param,
         code=f"{what}_not_found",

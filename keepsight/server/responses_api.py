@@ -22,7 +22,7 @@ from keepsight.server.body import BodyRoute
 from keepsight.server.chat_api import scored_of
 from keepsight.server.errors import ApiError
 from keepsight.server.items import Item
-from keepsight.server.middleware import Visit, told
+from keepsight.server.middleware import Visit, to_api_error
 from keepsight.server.output_parser import OutputPiece
 from keepsight.server.response_store import BEFORE
 from keepsight.server.responses_schema import ResponsesRequest, as_chat
@@ -82,23 +82,23 @@ def _add_one(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/responses/{response_id}", operation_id="response")
     async def one(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
-        """A response that is kept, as its client got it."""
+        """A stored response, as its client got it."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
-        kept = await service.scheduler.work(
+        stored = await service.scheduler.work(
             lambda: service.responses.get(caller.tenant, whose, response_id)
         )
-        return Response(kept.response, media_type="application/json")
+        return Response(stored.response, media_type="application/json")
 
     @router.get("/v1/responses/{response_id}/input_items", operation_id="response_input")
     async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
         """The items that a response was asked with."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
-        kept = await service.scheduler.work(
+        stored = await service.scheduler.work(
             lambda: service.responses.get(caller.tenant, whose, response_id)
         )
-        items = json.loads(kept.asked)
+        items = json.loads(stored.asked)
         return {"object": "list", "data": items, "has_more": False}
 
     @router.delete("/v1/responses/{response_id}", operation_id="delete_response")
@@ -145,7 +145,7 @@ class ResponseWriter:
             async for event in self._events():
                 yield event["type"], event
         except Exception as error:
-            problem = told(error, self._visit)
+            problem = to_api_error(error, self._visit)
             for event in self._failed(problem):
                 yield event["type"], event
 

@@ -111,7 +111,7 @@ class ResponsesRequest(schema.AnswerOptions):
 
 UNSUPPORTED: dict[str, str] = {
     "background": "answers come with the request; leave it out or send false",
-    "conversation": "conversations are not kept; see previous_response_id",
+    "conversation": "conversations are not stored; see previous_response_id",
     "prompt": "there are no stored prompts",
 }
 NAMED: dict[str, str] = {
@@ -202,15 +202,15 @@ def _name_unused(body: ResponsesRequest, unused: Unused) -> None:
 def _tool(tool: FunctionTool, number: int, unused: Unused) -> schema.Tool:
     if tool.strict:
         unused.add(f"tools[{number}].strict", "a hint: arguments are not constrained here")
-    told = tool.model_dump(exclude={"type", "strict"})
-    return schema.Tool(type="function", function=schema.Function(**told))
+    fields = tool.model_dump(exclude={"type", "strict"})
+    return schema.Tool(type="function", function=schema.Function(**fields))
 
 
 def _messages(body: ResponsesRequest, items: Sequence[Placed]) -> list[schema.ChatMessage]:
     made: list[schema.ChatMessage] = []
     if body.instructions is not None:
-        told = schema.ChatMessage(role="system", content=body.instructions)
-        made.append(told.called("instructions", "instructions"))
+        system = schema.ChatMessage(role="system", content=body.instructions)
+        made.append(system.called("instructions", "instructions"))
     if isinstance(body.input, str) and len(items) == 1:
         asked = schema.ChatMessage(role="user", content=body.input)
         return [*made, asked.called("input", "input")]

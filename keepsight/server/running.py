@@ -99,7 +99,7 @@ class Server(uvicorn.Server):
             closing.cancel()
 
     async def _sweep_now_and_then(self) -> None:
-        """What has expired is removed on time, also from a disk, where nobody asks for it."""
+        """Removes what has expired on time, also from a disk, without waiting for a request."""
         while True:
             try:
                 await self._service.scheduler.work(self._service.responses.sweep)
@@ -149,7 +149,7 @@ class Connection(H11Protocol):
 
     def _make_room(self) -> None:
         """Close the connection that has kept silent longest of those whose clients are to speak;
-        where there is none, this one. So nobody keeps others out who only keeps connections."""
+        where there is none, this one. So idle connections cannot keep other clients out."""
         owing = [one for one in self.connections if isinstance(one, Connection) and one._owes()]
         min(owing, key=lambda one: one._heard, default=self).transport.close()
 

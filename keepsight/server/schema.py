@@ -167,7 +167,7 @@ class KeepsightOptions(Strict):
 
 
 class Reasoning(Open):
-    """How much is to be thought before an answer, and what of it is told."""
+    """How much is to be thought before an answer, and what of it is sent."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     enabled: bool | None = None

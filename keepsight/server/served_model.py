@@ -39,7 +39,7 @@ class ServedModel:
     def __init__(self, vlm: VLM, name: str) -> None:
         self.vlm, self.name = vlm, name
         self.created = int(time.time())
-        self.tokenizer = copy.deepcopy(vlm.runtime.tokenizer())  # one that nobody else encodes with
+        self.tokenizer = copy.deepcopy(vlm.runtime.tokenizer())  # used by this object alone
         renderer = vlm.runtime.renderer
         self.template = renderer.template if renderer is not None else ""
         self.vocabulary = int(vlm.model.config.get_text_config().vocab_size)
@@ -65,30 +65,30 @@ class ServedModel:
             )
 
     def template_options(self, body: Rendering, unused: Unused) -> Record:
-        """What the template is told beside the messages; what it has no place for is named."""
-        told: Record = {}
+        """Variables of the template beside the messages; those it does not use are reported."""
+        options: Record = {}
         for name, value in (body.chat_template_kwargs or {}).items():
             if name in _RESERVED or not name.isidentifier():
                 raise refused("chat_template_kwargs", f"{name[:100]!r} is not the client's to set")
             if self._has(name):
-                told[name] = value
+                options[name] = value
             elif not is_empty(value):
                 why = "the chat template of this model has no such setting"
                 unused.add(f"chat_template_kwargs.{name}", why)
-        told = {**self._thoughts(body, unused), **told}
-        told |= _beginning(body)
-        return told
+        options = {**self._thoughts(body, unused), **options}
+        options |= _beginning(body)
+        return options
 
     def _has(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     def _thoughts(self, body: Rendering, unused: Unused) -> Record:
-        """How much to think, in the words of the template; what it cannot be told is named."""
+        """How much to think, in the variables of the template; what it does not use is reported."""
         effort, switch = _wishes(body, unused)
-        told: Record = {}
+        options: Record = {}
         for place, wish in effort.items():
             if self._has("reasoning_effort"):
-                told["reasoning_effort"] = wish
+                options["reasoning_effort"] = wish
             elif wish != "none":
                 why = "the chat template of this model knows no levels of thinking"
                 unused.add(place, why)
@@ -96,13 +96,13 @@ class ServedModel:
         for place, thinks in switch.items():
             name = next((n for n in ("enable_thinking", "thinking") if self._has(n)), None)
             if name is not None:
-                told[name] = thinks
-            elif "reasoning_effort" not in told:
+                options[name] = thinks
+            elif "reasoning_effort" not in options:
                 unused.add(place, "the chat template of this model has no switch for thinking")
-        return told
+        return options
 
     def check_tools(self) -> None:
-        """Refuse tools where the model could neither be told of them nor be understood."""
+        """Refuse tools where the template cannot show them, or calls could not be parsed."""
         if not self.tools:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.calls_readable:
@@ -154,7 +154,7 @@ class ServedModel:
         text: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text, None if "\ufffd" in text else list(text.encode())
 
-    def told(self) -> Record:
+    def as_json(self) -> Record:
         """As OpenAI describes a model."""
         return {
             "id": self.name,
@@ -192,7 +192,7 @@ def _wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, 
     if body.reasoning is not None:
         for name in ("summary", "generate_summary"):
             if not is_empty(getattr(body.reasoning, name)):
-                unused.add(f"reasoning.{name}", "thoughts are told whole, and not summed up")
+                unused.add(f"reasoning.{name}", "thoughts are sent whole, without a summary")
         if body.reasoning.enabled is not None:
             switch["reasoning.enabled"] = body.reasoning.enabled
         if body.reasoning.effort:

@@ -65,7 +65,7 @@ class Service:
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)
         self.draining = False
-        # These mostly wait for other people's servers, and nobody who asks for none waits for them.
+        # These mostly wait for other servers, so they have threads of their own.
         self._fetching = ThreadPoolExecutor(32, "keepsight-fetch")
 
     # -- from bodies to asks ---------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Service:
         return await self.threads.run(work, large=visit.size > LARGE_BODY)
 
     def _check_names(self, messages: list[schema.ChatMessage], unused: Unused) -> None:
-        """Name names that the model is never told of."""
+        """Report names of speakers that the template does not show the model."""
         for number, said in enumerate(messages):
             role = "system" if said.role == "developer" else said.role
             named = said.name is not None and role != "tool"  # which has the id of its call
@@ -271,6 +271,6 @@ def tools_of(tools: list[schema.Tool] | None) -> list[Record] | None:
 
 
 def visit_of(request: Request) -> Visit:
-    """What the door knows of a request."""
+    """What the middleware noted of a request."""
     visit: Visit = request.state.visit
     return visit

@@ -19,7 +19,7 @@ from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 from keepsight.server.answers import AnswerEnd, AnswerStream
 from keepsight.server.errors import ApiError
-from keepsight.server.middleware import Visit, told
+from keepsight.server.middleware import Visit, to_api_error
 
 T = TypeVar("T")
 Event = tuple[str | None, Record | str]  # its name, where it has one, and its data
@@ -67,7 +67,7 @@ class EventStream(StreamingResponse):
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Events that nobody has begun to read free nothing when they are closed; this does."""
+        """Closing a generator that was never started runs none of its cleanup; this does."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -82,7 +82,7 @@ async def _lines(events: AsyncGenerator[Event, None], visit: Visit) -> AsyncIter
                 text = data if isinstance(data, str) else dumped(data)
                 yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
     except Exception as error:
-        problem = told(error, visit)
+        problem = to_api_error(error, visit)
         yield f"data: {dumped(problem.body())}\n\n"
 
 

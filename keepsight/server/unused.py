@@ -34,7 +34,7 @@ class Open(Strict):
 
     # Unknown names that change what an answer may be: they are refused whatever the server's mode.
     CONSTRAINING: ClassVar[dict[str, str]] = {}
-    # Known names that nobody should be pointed to.
+    # Known names that are never suggested.
     NOT_HONOURED: ClassVar[frozenset[str]] = frozenset()
 
     def echoes(self) -> bool:
@@ -105,8 +105,8 @@ class Unused:
 
     def notes(self) -> tuple[str, ...]:
         """The names with their reasons, as a report has them."""
-        told = [f"not used: {place}: {why}" for place, why in self._why.items()]
-        return (*told, f"not used: {self._more} more") if self._more else tuple(told)
+        notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
+        return (*notes, f"not used: {self._more} more") if self._more else tuple(notes)
 
 
 _NEUTRAL: tuple[tuple[str, object], ...] = (

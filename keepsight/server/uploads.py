@@ -91,7 +91,7 @@ class OnDisk:
             handle = os.open(self._folder.path(name), _OPEN)
             try:
                 opened = os.fdopen(handle, "rb")
-            except OSError:  # a folder; nobody else would close it
+            except OSError:  # a folder; the descriptor has no other owner
                 os.close(handle)
                 raise
             with opened as file:
@@ -113,7 +113,7 @@ def _name(owner: str, file_id: str) -> str:
 
 
 def _head(upload: Upload) -> bytes:
-    told = {
+    header = {
         "keepsight": "upload",
         "format": _FORMAT,
         "bytes": upload.nbytes,
@@ -122,8 +122,10 @@ def _head(upload: Upload) -> bytes:
         "created_at": upload.created_at,
         "expires_at": upload.expires_at,
     }
-    told["digest"] = digests.digest("upload", upload.owner, upload.id, digests.canonical_json(told))
-    return digests.canonical_json(told).encode() + b"\n"
+    header["digest"] = digests.digest(
+        "upload", upload.owner, upload.id, digests.canonical_json(header)
+    )
+    return digests.canonical_json(header).encode() + b"\n"
 
 
 def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
@@ -133,15 +135,15 @@ def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
         raise ValueError("it is no file")
     line = file.readline(_HEAD)
     try:
-        told = json.loads(line)
+        header = json.loads(line)
         upload = Upload(
             file_id,
             owner,
-            int(told["bytes"]),
-            str(told["filename"]),
-            str(told["purpose"]),
-            int(told["created_at"]),
-            int(told["expires_at"]),
+            int(header["bytes"]),
+            str(header["filename"]),
+            str(header["purpose"]),
+            int(header["created_at"]),
+            int(header["expires_at"]),
         )
     except (KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"its first line says too little: {error}") from error
