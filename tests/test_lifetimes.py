@@ -522,8 +522,8 @@ def hold(lock):
     with lock:
         has.set()
         go_on.wait()
-mine, books = vlm.runtime.lock, vlm.runtime.store._book._lock
-for lock, work in ((mine, answers), (mine, vlm.close), (books, answers)):
+mine, guard = vlm.runtime.lock, vlm.runtime.store._guard._lock
+for lock, work in ((mine, answers), (mine, vlm.close), (guard, answers)):
     has.clear(), go_on.clear()
     thread = threading.Thread(target=hold, args=(lock,))
     thread.start()

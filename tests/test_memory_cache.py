@@ -134,7 +134,9 @@ class OldestMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recent: MemoryCache[int] = MemoryCache(self.BUDGET, lambda size: size, by_worth=False)
+        self.recent: MemoryCache[int] = MemoryCache(
+            self.BUDGET, lambda size: size, by_usefulness=False
+        )
         self.model: OrderedDict[str, int] = OrderedDict()
 
     @rule(name=names, size=st.integers(0, 25))

@@ -101,7 +101,7 @@ def test_a_folder_and_an_address_hold_the_same_bytes(tmp_path: Path) -> None:
     near, far = DiskStore(tmp_path / "disk"), RemoteStore(f"file://{tmp_path}/remote")
     for one in (near, far, near.tenant("ann"), far.tenant("ann")):
         put(one, 1, About(cost=3.0, media=("image",)))
-        put(one, 2, About(stands_on=("package", KEYS[1])), "snapshot")
+        put(one, 2, About(depends_on=("package", KEYS[1])), "snapshot")
         one.put_note("alias", KEYS[1], {"number": 1})
         one.flush()
     for one in (near, far):
@@ -398,7 +398,7 @@ def test_an_entry_under_another_key_or_kind_is_absent(store: RemoteStore) -> Non
 def test_check_names_what_is_wrong_and_repair_puts_it_right(store: RemoteStore) -> None:
     for number in range(4):
         put(store, number)
-    put(store, 5, About(stands_on=("package", KEYS[2])), "snapshot")
+    put(store, 5, About(depends_on=("package", KEYS[2])), "snapshot")
     store.flush()
     assert store.check() == []
     damaged, base = (layout.place("package", KEYS[n]) for n in (1, 2))
@@ -533,10 +533,10 @@ def test_folders_of_any_name(tmp_path: Path, odd: str) -> None:
 def tower(store: Any) -> None:
     """Snapshot 1, 2 on it, 3 on 2; states on 1 and 3; 4 stands alone."""
     for number, base in ((1, None), (2, 1), (3, 2), (4, None)):
-        stands_on = None if base is None else ("snapshot", KEYS[base])
+        depends_on = None if base is None else ("snapshot", KEYS[base])
         if number in (1, 3):
-            put(store, number, About(stands_on=("snapshot", KEYS[number])), "state")
-        put(store, number, About(stands_on=stands_on, media=(f"image{number}",)), "snapshot")
+            put(store, number, About(depends_on=("snapshot", KEYS[number])), "state")
+        put(store, number, About(depends_on=depends_on, media=(f"image{number}",)), "snapshot")
     store.flush()
 
 
@@ -562,14 +562,14 @@ def test_what_lost_its_base_is_not_written(store: RemoteStore) -> None:
         lambda asked, path: OSError("no") if asked == "mv" and base[-20:] in path else None
     )
     for number, on in ((1, None), (2, 1), (3, 2)):
-        stands_on = None if on is None else ("snapshot", KEYS[on])
-        put(store, number, About(stands_on=stands_on), "snapshot")
+        depends_on = None if on is None else ("snapshot", KEYS[on])
+        put(store, number, About(depends_on=depends_on), "snapshot")
     with pytest.raises(StoreError, match="3 not written"):
         store.flush()
     assert [name for name in objects() if name.startswith("snapshot")] == []
     store._writing._until = 0.0
-    put(store, 5, About(stands_on=("snapshot", KEYS[5])), "state")
-    put(store, 5, About(stands_on=("snapshot", KEYS[6])), "snapshot")
+    put(store, 5, About(depends_on=("snapshot", KEYS[5])), "state")
+    put(store, 5, About(depends_on=("snapshot", KEYS[6])), "snapshot")
     store.flush()
     assert store.stats()["refused"] == 1 and not store.has("snapshot", KEYS[5])
     assert names(store) == set() and store.check() == [], "nor is its state kept"
@@ -766,10 +766,10 @@ def test_leftovers_of_killed_writers_go_when_they_are_old(store: RemoteStore) ->
 
 
 def entry(number: int, base: int | None = None, **more: Any) -> tuple[tuple[str, str], Entry]:
-    stands_on = None if base is None else ("snapshot", KEYS[base])
+    depends_on = None if base is None else ("snapshot", KEYS[base])
     values: dict[str, Any] = {"nbytes": 100, "used": 0.0, **more}
     return ("snapshot", KEYS[number]), Entry(
-        "snapshot", KEYS[number], stands_on=stands_on, **values
+        "snapshot", KEYS[number], depends_on=depends_on, **values
     )
 
 

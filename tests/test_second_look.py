@@ -50,7 +50,7 @@ def filled(root: Path) -> None:
     store = DiskStore(root)
     for i in range(4):
         base = ("snapshot", key(f"s{i - 1}")) if i else None
-        about = About(stands_on=base, media=(key("image"),))
+        about = About(depends_on=base, media=(key("image"),))
         store.put("snapshot", key(f"s{i}"), {"x": torch.ones(4)}, {}, about)
     store.flush()
     store.pin("snapshot", key("s1"))
@@ -94,7 +94,7 @@ def test_nothing_stands_on_what_another_process_removed(tmp_path: Path) -> None:
     two.put("snapshot", key("s0"), {"x": torch.ones(4)}, {}, About(media=image))
     two.flush()
     assert one.delete_media(key("image")) > 0
-    about = About(stands_on=("snapshot", key("s0")), media=image)
+    about = About(depends_on=("snapshot", key("s0")), media=image)
     two.put("snapshot", key("s1"), {"x": torch.ones(4)}, {}, about)
     two.flush()
     assert two.stats()["refused"] == 1

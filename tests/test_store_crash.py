@@ -67,7 +67,7 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
             store.put("package", key_of(-turn - 1), {"a": torch.zeros(9)}, {})
             store.flush()
             assert store.stats()["bytes"] <= budget
-        if chance.random() < 0.3:  # the book may go at any time
+        if chance.random() < 0.3:  # the catalogue may go at any time
             store.close()
             for path in root.glob(f"{NAME}*"):
                 path.unlink()
@@ -165,13 +165,13 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(place=places, base=st.sampled_from([None, *KEYS[:4]]), image=st.sampled_from("ab"))
     def put(self, place: Named, base: str | None, image: str) -> None:
         tenant, kind, key = place
-        stands_on = None if base is None or base >= key or kind != "snapshot" else (kind, base)
+        depends_on = None if base is None or base >= key or kind != "snapshot" else (kind, base)
         content = {"a": torch.full((50 * (KEYS.index(key) + 1),), float(KEYS.index(key)))}
-        about = About(1.0, stands_on, (image,))
+        about = About(1.0, depends_on, (image,))
         self.views[tenant].put(kind, key, content, {"kind": kind}, about)
-        known = stands_on is None or (tenant, *stands_on) in self.model
+        known = depends_on is None or (tenant, *depends_on) in self.model
         if place not in self.model and known:
-            self.model[place] = (stands_on, image)
+            self.model[place] = (depends_on, image)
 
     @rule(place=places)
     def get(self, place: Named) -> None:
@@ -254,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
             }
             assert view.stats()["bytes"] == sum(e.nbytes for e in told.values())
             for place, entry in told.items():
-                assert entry.stands_on == self.model[place][0]
+                assert entry.depends_on == self.model[place][0]
                 assert view.has(*place[1:])
 
 

@@ -1,4 +1,4 @@
-"""The disk store's own promises: its book, its accidents, and that it stays in its folder.
+"""The disk store's own promises: its catalogue, its accidents, and that it stays in its folder.
 
 What all stores promise is in `keepsight.testing.StoreTests`; kills are in `test_store_crash.py`.
 """
@@ -25,7 +25,7 @@ from keepsight import digests
 from keepsight.errors import InputError, NotStored, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
 from keepsight.store import FORMAT, About, DiskStore, Entry, layout, open_store
-from keepsight.store import index as book_module
+from keepsight.store import catalogue_guard as guard_module
 from keepsight.store.catalogue import NAME, WRITING, Catalogue
 from keepsight.store.layout import EntryName
 from keepsight.testing.stores import KEYS
@@ -67,7 +67,7 @@ def expect_whole(store: DiskStore, count: int = 4) -> None:
         assert store.note("alias", KEYS[number]) == {"n": number}
 
 
-# -- the book is only a book -------------------------------------------------------------------
+# -- the catalogue can be lost ------------------------------------------------------------------
 
 HARM: dict[str, Callable[[Path], object]] = {
     "deleted": lambda path: path.unlink(),
@@ -98,7 +98,7 @@ def test_a_book_that_is_harmed_is_written_anew(
     assert store.check() == [] and len(caplog.records) <= 1
     store.gc(0)
     assert [(e.key, e.pinned) for e in store.entries()] == [(KEYS[2], True)], (
-        "pins outlive the book"
+        "pins outlive the catalogue"
     )
     fill(store)
     assert len(list(store.entries())) == 8 and store.check() == []
@@ -122,11 +122,11 @@ def test_reading_never_touches_the_book(
     before.close()
 
     def refuse(*arguments: Any) -> None:
-        raise AssertionError("a reader opened the book")
+        raise AssertionError("a reader opened the catalogue")
 
     store = opened(tmp_path)
     monkeypatch.setattr(store._writer, "used", lambda place: None)  # what the writer does later
-    monkeypatch.setattr(book_module.Book, "act", refuse)
+    monkeypatch.setattr(guard_module.CatalogueGuard, "act", refuse)
     expect_whole(store)
     assert store.get("package", KEYS[7]) is None and not store.has("package", KEYS[7])
     monkeypatch.undo()
@@ -156,11 +156,11 @@ def test_rows_of_writers_that_died_are_settled_by_the_next(tmp_path: Path, opene
     fill(store, 3)
     sizes = {entry.key: entry.nbytes for entry in store.entries() if entry.kind == "package"}
     store.close()
-    with Catalogue(tmp_path / NAME) as book:
+    with Catalogue(tmp_path / NAME) as catalogue:
         announced = Entry("package", KEYS[0], 0, time.time()), Entry("package", KEYS[5], 0, 1.0)
-        book.put(announced, WRITING)
-        book.mark([EntryName("", "package", KEYS[1])], 2)
-    book.close()
+        catalogue.put(announced, WRITING)
+        catalogue.mark([EntryName("", "package", KEYS[1])], 2)
+    catalogue.close()
     store = opened(tmp_path)
     assert {e.key: e.nbytes for e in store.entries() if e.kind == "package"} == {
         KEYS[0]: sizes[KEYS[0]],
@@ -179,9 +179,9 @@ def test_opening_looks_at_no_entry(
         store = opened(folder)
         fill(store, 2)
         store.close()
-        with Catalogue(folder / NAME) as book:
-            book.put(Entry("state", digests.digest("n", n), 10, 1.0) for n in range(count))
-        book.close()
+        with Catalogue(folder / NAME) as catalogue:
+            catalogue.put(Entry("state", digests.digest("n", n), 10, 1.0) for n in range(count))
+        catalogue.close()
         counted = dict.fromkeys(("scandir", "listdir", "stat", "lstat", "open", "walk"), 0)
 
         def counting(name: str) -> Callable[..., Any]:
@@ -211,11 +211,11 @@ def test_opening_looks_at_no_entry(
 @pytest.mark.slow
 def test_a_million_entries_open_in_less_than_a_second(tmp_path: Path, opened: Any) -> None:
     fill(opened(tmp_path), 1)
-    with Catalogue(tmp_path / NAME) as book:
+    with Catalogue(tmp_path / NAME) as catalogue:
         for start_ in range(0, 1_000_000, 10_000):
             numbers = range(start_, start_ + 10_000)
-            book.put(Entry("state", digests.digest("n", n), 1000, 1.0) for n in numbers)
-    book.close()
+            catalogue.put(Entry("state", digests.digest("n", n), 1000, 1.0) for n in numbers)
+    catalogue.close()
     began = time.perf_counter()
     store = opened(tmp_path, 1 << 40)
     told = store.stats()
@@ -251,7 +251,7 @@ def test_a_folder_of_the_older_layout_is_adopted(tmp_path: Path, opened: Any) ->
     make_old(tmp_path)
     store = opened(tmp_path)
     assert store.get("package", KEYS[0]) is not None and store.note("alias", KEYS[0]) is not None
-    bases = {(e.kind, e.key): e.stands_on for e in store.entries()}
+    bases = {(e.kind, e.key): e.depends_on for e in store.entries()}
     assert bases["snapshot", KEYS[1]] is None and bases["snapshot", KEYS[2]] == (
         "snapshot",
         KEYS[1],
@@ -273,7 +273,9 @@ def test_adoption_goes_on_in_idle_time_and_then_the_budget_holds(
     store.put_note("alias", KEYS[6], {})
     store.flush()
     deadline = time.monotonic() + 20
-    while store._book.act(lambda book: book.nbytes()) > 2000 or store._book.adopt_some():
+    while (
+        store._guard.act(lambda catalogue: catalogue.nbytes()) > 2000 or store._guard.adopt_some()
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert store.stats()["bytes"] <= 2000
@@ -396,7 +398,7 @@ def test_read_only_media_can_be_read(tmp_path: Path) -> None:
     assert said.count("told:") == 2 and said.count("refused:") == 2
     warnings = [line for line in said.split("\n") if line.startswith("WARNING")]
     assert len([line for line in warnings if "cannot be written" in line]) == 1
-    assert len(warnings) <= 2, "one for the store, one for its book"
+    assert len(warnings) <= 2, "one for the store, one for its catalogue"
 
 
 # -- never outside the store -------------------------------------------------------------------
@@ -510,16 +512,16 @@ def test_repair_makes_files_and_book_agree(tmp_path: Path, opened: Any) -> None:
     store = opened(tmp_path)
     fill(store, 4)
     store.put("snapshot", KEYS[4], tensors(), {})
-    store.put("snapshot", KEYS[5], tensors(), {}, About(stands_on=("snapshot", KEYS[4])))
-    store.put("state", KEYS[5], tensors(), {}, About(stands_on=("snapshot", KEYS[5])))
+    store.put("snapshot", KEYS[5], tensors(), {}, About(depends_on=("snapshot", KEYS[4])))
+    store.put("state", KEYS[5], tensors(), {}, About(depends_on=("snapshot", KEYS[5])))
     store.flush()
     for kind, key in (("package", KEYS[0]), ("snapshot", KEYS[4])):  # a row and a file less
         next(tmp_path.glob(f"{kind}/*/{key}.*")).unlink()
-    with Catalogue(tmp_path / NAME) as book:
-        book.drop([EntryName("", "package", KEYS[1])])
-        book.resize(EntryName("", "package", KEYS[2]), 7)
-        book._base.execute("UPDATE total SET bytes = bytes + 5 WHERE kind = 'alias'")
-    book.close()
+    with Catalogue(tmp_path / NAME) as catalogue:
+        catalogue.drop([EntryName("", "package", KEYS[1])])
+        catalogue.resize(EntryName("", "package", KEYS[2]), 7)
+        catalogue._base.execute("UPDATE total SET bytes = bytes + 5 WHERE kind = 'alias'")
+    catalogue.close()
     wrong = store.check()
     assert sorted(wrong) == sorted(store.check(repair=True)) and len(wrong) == 6
     for words in (
@@ -657,12 +659,12 @@ def test_a_chain_goes_from_its_end(tmp_path: Path, opened: Any) -> None:
 def test_bases_that_go_round_in_a_circle_hold_up_nothing(tmp_path: Path, opened: Any) -> None:
     """No store writes that, but a file may say it."""
     store = opened(tmp_path)
-    store.put("snapshot", KEYS[0], tensors(), {}, About(stands_on=("snapshot", KEYS[0])))
-    store.put("snapshot", KEYS[1], tensors(), {}, About(stands_on=("snapshot", KEYS[0])))
+    store.put("snapshot", KEYS[0], tensors(), {}, About(depends_on=("snapshot", KEYS[0])))
+    store.put("snapshot", KEYS[1], tensors(), {}, About(depends_on=("snapshot", KEYS[0])))
     store.flush()
-    with Catalogue(tmp_path / NAME) as book:
-        book._base.execute("UPDATE entry SET base_key = ? WHERE key = ?", (KEYS[1], KEYS[0]))
-    book.close()
+    with Catalogue(tmp_path / NAME) as catalogue:
+        catalogue._base.execute("UPDATE entry SET base_key = ? WHERE key = ?", (KEYS[1], KEYS[0]))
+    catalogue.close()
     store.gc(0)
     assert list(store.entries()) == []
 
@@ -724,9 +726,9 @@ def test_looking_at_a_folder_makes_no_store_of_it(tmp_path: Path, opened: Any) -
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     fill(store)
     store.close()
-    with Catalogue(tmp_path / NAME) as book:
-        assert sum(kind["entries"] for kind in book.totals("").values()) == 8
-    book.close()
+    with Catalogue(tmp_path / NAME) as catalogue:
+        assert sum(kind["entries"] for kind in catalogue.totals("").values()) == 8
+    catalogue.close()
 
 
 def test_counts_outlive_the_process(tmp_path: Path, opened: Any) -> None:

@@ -28,11 +28,11 @@ from keepsight.core import settings as core_settings
 from keepsight.errors import NotStored, StoreError
 from keepsight.formats import tensorfile
 from keepsight.store import About, DiskStore, Store, health, layout, timeout
-from keepsight.store import index as book_module
+from keepsight.store import catalogue_guard as guard_module
 from keepsight.store.catalogue import NAME, Catalogue
+from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
-from keepsight.store.index import Book
 from keepsight.store.remote import RemoteStore
 from keepsight.store.remote_upkeep import Upkeep
 from keepsight.testing.stores import KEYS
@@ -164,7 +164,7 @@ def test_a_disk_that_refuses_is_told_once_and_left_alone_longer_each_time(
     assert disk.state == "read-only" and len(caplog.records) == 2, "another trouble is news"
 
 
-# -- a book that cannot be written -------------------------------------------------------------
+# -- a catalogue that cannot be written --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_book_without_room_is_not_a_damaged_one(
     store = opened(tmp_path)
     fill(store, 0, 1)
     assert held(store) == {0, 1}
-    book = (tmp_path / NAME).stat().st_ino
+    catalogue = (tmp_path / NAME).stat().st_ino
     with monkeypatch.context() as patch:
         patch.setattr(Catalogue, where, refusing(FULL))
         put(store, 2, 3)
@@ -188,7 +188,7 @@ def test_a_book_without_room_is_not_a_damaged_one(
         if where == "put":
             assert store.stats()["broken"] and not store.has("package", KEYS[2])
     store.flush()
-    assert (tmp_path / NAME).stat().st_ino == book and not list(tmp_path.glob("*.damaged"))
+    assert (tmp_path / NAME).stat().st_ino == catalogue and not list(tmp_path.glob("*.damaged"))
     fill(store, 1, 2, 3)
     assert held(store) == {0, 1, 2, 3} and store.broken is None
     store.check(repair=True)  # a file that was removed while no row could be
@@ -198,7 +198,7 @@ def test_a_book_without_room_is_not_a_damaged_one(
 def test_a_full_disk_can_be_emptied(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removing needs a few bytes in the book first, and makes room for them itself."""
+    """Removing needs a few bytes in the catalogue first, and makes room for them itself."""
     store = opened(tmp_path)
     fill(store, 0, 1, 2)
     mark = Catalogue.mark
@@ -228,7 +228,7 @@ def test_a_book_that_is_damaged_again_and_again_is_not_rebuilt_without_end(
 
     monkeypatch.setattr(Folder, "set_aside", noted)
     harmed = sqlite3.DatabaseError("database disk image is malformed")
-    monkeypatch.setattr(book_module, "opened", refusing(harmed))
+    monkeypatch.setattr(guard_module, "opened", refusing(harmed))
     store = opened(tmp_path)
     for number in range(2, 6):
         fill(store, number)
@@ -492,7 +492,7 @@ def test_nothing_that_is_handed_over_waits_for_a_disk(
     for number, key in enumerate(KEYS):
         on = ("snapshot", KEYS[number - 1]) if number else None
         content = {"a": torch.full((100,), float(number))}
-        soon(lambda c=content, k=key, o=on: store.put("snapshot", k, c, {}, About(stands_on=o)))
+        soon(lambda c=content, k=key, o=on: store.put("snapshot", k, c, {}, About(depends_on=o)))
         soon(lambda k=key: store.put_note("alias", k, {"a": 1}))
         assert soon(lambda k=key: store.note("alias", k)) == {"a": 1}, "readable at once"
     for stall in stalls:
@@ -553,7 +553,7 @@ HOUSEKEEPING: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "clear": ("unlink", lambda vlm: vlm.clear(store=True)),
     "pin an image": ("fsync", lambda vlm: vlm.pin(picture(1))),
     "pin a conversation": ("fsync", lambda vlm: vlm.pin(shown(1))),
-    "look at the catalogue": ("book", lambda vlm: vlm.delete(picture(1))),
+    "look at the catalogue": ("catalogue", lambda vlm: vlm.delete(picture(1))),
 }
 
 
@@ -568,7 +568,7 @@ def test_answers_come_while_housekeeping_waits_for_the_disk(
         for number in range(3):
             vlm.chat(shown(number), max_new_tokens=3)
         vlm.flush()
-        stall = stalled(*((Book, "act") if where == "book" else (os, where)))
+        stall = stalled(*((CatalogueGuard, "act") if where == "catalogue" else (os, where)))
         done = called(lambda: housekeeping(vlm))
         assert stall.reached.wait(30)
         for number in (0, 2, 3):

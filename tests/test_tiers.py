@@ -152,7 +152,7 @@ def test_what_was_found_far_is_near_the_next_time(pair: Pair) -> None:
     put(pair.far, 1, about)
     pair.far.put_note("alias", KEYS[1], {"a": 1}, about)
     put(pair.far, 2, NOTHING, "snapshot")
-    put(pair.far, 3, About(stands_on=("snapshot", KEYS[2])), "snapshot")
+    put(pair.far, 3, About(depends_on=("snapshot", KEYS[2])), "snapshot")
     pair.far.flush()
     assert pair.both.tier("package", KEYS[1]) == "remote"
     assert found(pair.both, 1) and pair.both.note("alias", KEYS[1]) == {"a": 1}
@@ -162,7 +162,7 @@ def test_what_was_found_far_is_near_the_next_time(pair: Pair) -> None:
     for kind, key in (("package", KEYS[1]), ("alias", KEYS[1]), ("snapshot", KEYS[3])):
         near, far = pair.near.entry(kind, key), pair.far.entry(kind, key)
         assert near is not None and far is not None
-        assert (near.media, near.stands_on) == (far.media, far.stands_on)
+        assert (near.media, near.depends_on) == (far.media, far.depends_on)
         if far.expires is not None:
             assert near.expires is not None and abs(near.expires - far.expires) < 1
     Line.calls.clear()
@@ -185,7 +185,7 @@ def test_a_promotion_waits_for_nobody_and_nobody_for_it(pair: Pair) -> None:
 
 def test_what_stands_on_something_far_is_promoted_after_it(pair: Pair) -> None:
     put(pair.far, 1, NOTHING, "snapshot")
-    put(pair.far, 2, About(stands_on=("snapshot", KEYS[1])), "snapshot")
+    put(pair.far, 2, About(depends_on=("snapshot", KEYS[1])), "snapshot")
     pair.far.flush()
     assert found(pair.both, 2, "snapshot")
     pair.both.flush()
@@ -298,7 +298,7 @@ GONE: dict[str, Callable[[Any], Any]] = {
 def test_what_is_deleted_is_gone_from_every_tier(pair: Pair, how: str) -> None:
     about = About(media=("image",))
     put(pair.both, 1, about)
-    put(pair.far, 2, About(media=("image",), stands_on=("package", KEYS[1])), "snapshot")
+    put(pair.far, 2, About(media=("image",), depends_on=("package", KEYS[1])), "snapshot")
     pair.both.flush()
     assert GONE[how](pair.both) > 0
     for store in (pair.both, pair.near, pair.far):

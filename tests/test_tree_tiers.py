@@ -99,7 +99,7 @@ class Shelf:
         return {name: tensor.clone() for name, tensor in entry[0].items()}, dict(entry[1])
 
     def put(self, kind: str, key: str, tensors: Any, record: Any, about: About = NOTHING) -> None:
-        base = about.stands_on
+        base = about.depends_on
         if base is not None and base[1] != key and not self.has(*base):
             raise AssertionError("written without what it stands on")
         until = self.clock() + (about.ttl or float("inf"))
@@ -115,7 +115,7 @@ class Shelf:
         self.all.pop((self.whose, kind, key), None)
         for whose, other, name in list(self.all):
             entry = self.all.get((whose, other, name))
-            if entry is not None and whose == self.whose and entry[2].stands_on == (kind, key):
+            if entry is not None and whose == self.whose and entry[2].depends_on == (kind, key):
                 self.lose(other, name)
 
     def delete_media(self, image_key: str) -> None:

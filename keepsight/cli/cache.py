@@ -51,10 +51,10 @@ def _open(address: str, tenant: str | None) -> Kept:
 def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
     """Tiers, entries, bytes, hit rates; the largest and the most useful entries."""
     opened = _open(store, tenant)
-    entries = list(opened.entries())  # first: then all of them are in the book
+    entries = list(opened.entries())  # first: then all of them are in the catalogue
     told = opened.stats()
     largest = sorted(entries, key=lambda e: -e.nbytes)[:_SHOWN]
-    useful = sorted(entries, key=lambda e: -e.worth)[:_SHOWN]
+    useful = sorted(entries, key=lambda e: -e.usefulness)[:_SHOWN]
     if as_json:
         best = {"largest": [_plain(e) for e in largest], "most_useful": [_plain(e) for e in useful]}
         json_line(told | best)
@@ -119,7 +119,7 @@ def _plain(entry: Entry) -> Record:
     told: Record = {"kind": entry.kind, "key": entry.key, "bytes": entry.nbytes}
     told |= {"age_s": round(time.time() - entry.used, 1), "created": entry.created}
     told |= {"uses": entry.uses, "cost_ms": entry.cost, "pinned": entry.pinned}
-    told |= {"stands_on": entry.stands_on, "media": list(entry.media), "expires": entry.expires}
+    told |= {"stands_on": entry.depends_on, "media": list(entry.media), "expires": entry.expires}
     return told
 
 
@@ -159,8 +159,8 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     opened = _open(store, tenant)
     it = _find(opened, entry)
     others = list(opened.entries())
-    upon = [e for e in others if e.stands_on == (it.kind, it.key)]
-    first = sum(e.worth < it.worth and not e.pinned for e in others)
+    upon = [e for e in others if e.depends_on == (it.kind, it.key)]
+    first = sum(e.usefulness < it.usefulness and not e.pinned for e in others)
     bases = _bases(others, it)
     told = _plain(it) | _about(opened, it) | {"tier": opened.tier(it.kind, it.key)}
     told |= {"bases": len(bases), "upon": [[e.kind, e.key] for e in upon], "go_first": first}
@@ -178,7 +178,7 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     shown.add_row("last used", f"{age_text(now - it.used)} ago")
     shown.add_row("costs", f"{it.cost:.0f} ms to make again" if it.cost else "not measured")
     chain = (
-        f"{it.stands_on[0]}/{it.stands_on[1]} ({len(bases)} deep)" if it.stands_on else "nothing"
+        f"{it.depends_on[0]}/{it.depends_on[1]} ({len(bases)} deep)" if it.depends_on else "nothing"
     )
     shown.add_row("stands on", chain)
     names = ", ".join(f"{e.kind}/{e.key[:16]}" for e in upon[:_SHOWN])
@@ -200,9 +200,9 @@ _WHAT = {
 
 def _bases(entries: list[Entry], it: Entry) -> list[tuple[str, str]]:
     """All that an entry stands on, the nearest first."""
-    known = {(e.kind, e.key): e.stands_on for e in entries}
+    known = {(e.kind, e.key): e.depends_on for e in entries}
     found: list[tuple[str, str]] = []
-    base = it.stands_on
+    base = it.depends_on
     while base is not None and base not in found:
         found.append(base)
         base = known.get(base)

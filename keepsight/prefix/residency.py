@@ -27,7 +27,7 @@ from keepsight.prefix.pins import check_room, set_pinned
 from keepsight.prefix.tier import Tier
 from keepsight.prefix.tombstones import Tombstones
 from keepsight.prefix.transfer import Carrier
-from keepsight.store import Store, worth
+from keepsight.store import Store, usefulness
 
 MAX_BARRED = 10_000  # images deleted while turns of one namespace are in flight
 SLACK = 8  # within a turn the device may be over its budget by this part of it
@@ -210,7 +210,7 @@ class Books:
     def _lower(self, part: Part, away: Callable[[Part], None], whose: str | None = None) -> None:
         """One part out of its tier. Rows that nothing needs without their state go with it."""
         node, tier = part.node, self._tier(part)
-        value = worth(node.floors[whose is not None], node.uses, node.cost, part.nbytes)
+        value = usefulness(node.floors[whose is not None], node.uses, node.cost, part.nbytes)
         if whose is None:
             self._floor = max(self._floor, value)
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from keepsight.prefix.node import Part
-from keepsight.store import EvictionQueue, Order, worth
+from keepsight.store import EvictionQueue, Order, usefulness
 
 
 class Tier:
@@ -92,4 +92,4 @@ class Tier:
 
 def _order(part: Part, whose: int) -> Order:
     node = part.node
-    return worth(node.floors[whose], node.uses, node.cost, part.nbytes), node.used
+    return usefulness(node.floors[whose], node.uses, node.cost, part.nbytes), node.used

@@ -3,9 +3,9 @@
 `contract` says what a store promises, `layout` where an entry lies and how it is spelled; `disk`
 keeps entries in a folder, `remote` at an address, `tiers` in several stores in a row. Behind `disk`
 stand `folder` (files that stay inside the store), `entryfile` (one entry as one file), `catalogue`
-(the book about them), `writer` (the thread that writes) and `audit` (check and repair). `sizes`
-says what is worth keeping, `priority` what goes first, and `memory_cache` is what
-is kept in memory that way. Nothing in here knows of images, models or prompts.
+(the catalogue about them), `writer` (the thread that writes) and `audit` (check and repair).
+`sizes` says how useful an entry is, `priority` what goes first, and `memory_cache` is what is kept
+in memory that way. Nothing in here knows of images, models or prompts.
 """
 
 from keepsight.store.contract import NOTHING, About, Entry, Listing, Store
@@ -13,7 +13,7 @@ from keepsight.store.disk import FORMAT, DiskStore
 from keepsight.store.memory_cache import MemoryCache, SharedMemoryCache
 from keepsight.store.opening import open_store
 from keepsight.store.priority import EvictionQueue, Order
-from keepsight.store.sizes import likely_cost, worth
+from keepsight.store.sizes import likely_cost, usefulness
 
 __all__ = [
     "FORMAT",
@@ -29,5 +29,5 @@ __all__ = [
     "Store",
     "likely_cost",
     "open_store",
-    "worth",
+    "usefulness",
 ]

@@ -1,7 +1,7 @@
 """What follows each batch of writes: uses are counted, what is over goes, budgets are kept.
 
-All of it goes by the book and none by a walk through the folder. Rows that a locked book did not
-take are owed to it and entered with the next ones.
+All of it goes by the catalogue and none by a walk through the folder. Rows that a locked catalogue
+did not take are owed to it and entered with the next ones.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ import time
 
 from keepsight.store import entryfile, layout
 from keepsight.store.catalogue import WRITING, Catalogue
+from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
-from keepsight.store.index import Book
 from keepsight.store.layout import EntryName
 from keepsight.store.rows import as_found, name_of
 from keepsight.store.tally import COUNTED, Counted
 from keepsight.system.lock import Mutex
 
 SWEEP = 1.0  # seconds between two looks for what has ended
-_OWED = 10_000  # rows kept for a book that is locked; `check` finds the files of any others
+_OWED = 10_000  # rows kept for a catalogue that is locked; `check` finds the files of any others
 
 
 class Keeper:
-    """The book's side of writing."""
+    """What the catalogue learns of writes."""
 
-    def __init__(self, folder: Folder, book: Book, budget: int | None, quota: int | None) -> None:
-        self.folder, self.book = folder, book
+    def __init__(
+        self, folder: Folder, guard: CatalogueGuard, budget: int | None, quota: int | None
+    ) -> None:
+        self.folder, self.guard = folder, guard
         self.budget, self.quota = budget, quota
         self.sweep_at = 0.0
         self._entering = Mutex()
@@ -38,9 +40,9 @@ class Keeper:
 
     def announce(self, rows: list[Entry]) -> bool:
         """What will be written now, so that a process that dies in between leaves a trace; False
-        where the disk refuses even that. A book that is only locked stops nobody."""
-        self.book.try_to_change(lambda catalogue: catalogue.put(rows, WRITING), None)
-        return not self.book.disk.is_aside
+        where the disk refuses even that. A catalogue that is only locked stops nobody."""
+        self.guard.try_to_change(lambda catalogue: catalogue.put(rows, WRITING), None)
+        return not self.guard.disk.is_aside
 
     def enter(self, written: list[Entry], failed: list[EntryName]) -> None:
         """What was written, and what was announced and was not."""
@@ -55,23 +57,23 @@ class Keeper:
             self._owed += written
             if not (self._owed or failed):
                 return
-            if self.book.try_to_change(settle, False) or len(self._owed) > _OWED:
+            if self.guard.try_to_change(settle, False) or len(self._owed) > _OWED:
                 self._owed = []
 
     def pay(self, at_once: bool = False) -> float | None:
-        """Enter what a locked book did not take, if it may be asked again, or `at_once`; seconds
-        until it may, None where nothing is owed."""
+        """Enter what a locked catalogue did not take, if it may be asked again, or `at_once`;
+        seconds until it may, None where nothing is owed."""
         if at_once:
-            self.book.health.try_now()
+            self.guard.health.try_now()
         self.enter([], [])
-        return self.book.health.wait if self._owed else None
+        return self.guard.health.wait if self._owed else None
 
     def enter_file(self, place: EntryName) -> None:
-        """A file that is there, if the book does not know it."""
-        unknown = self.book.try_to(lambda catalogue: catalogue.state(place) is None, False)
+        """A file that is there, if the catalogue does not know it."""
+        unknown = self.guard.try_to(lambda catalogue: catalogue.state(place) is None, False)
         if unknown:
             entry = as_found(self.folder, place)
-            self.book.try_to_change(lambda c: c.put([entry] if entry else []), None)
+            self.guard.try_to_change(lambda c: c.put([entry] if entry else []), None)
 
     # -- afterwards ------------------------------------------------------------------------------
 
@@ -81,32 +83,32 @@ class Keeper:
         def enter(catalogue: Catalogue) -> bool:
             catalogue.add_facts(events)
             for place in catalogue.use(uses, time.time()):
-                entry = as_found(self.folder, place)  # a file that the book does not know
+                entry = as_found(self.folder, place)  # a file that the catalogue does not know
                 catalogue.put([entry] if entry else [])
             return True
 
-        return not (uses or events) or self.book.try_to_change(enter, False)
+        return not (uses or events) or self.guard.try_to_change(enter, False)
 
     def sweep(self, ended: list[EntryName]) -> None:
-        """Remove what readers found to be over, and what the book says is over."""
+        """Remove what readers found to be over, and what the catalogue says is over."""
         now = time.time()
         absent = [place for place in ended if self.folder.status(name_of(place)) is None]
         if absent:  # set aside: what stands on it waits for it to be made again
-            self.book.try_to_change(lambda catalogue: catalogue.drop(absent), None)
+            self.guard.try_to_change(lambda catalogue: catalogue.drop(absent), None)
         places = [place for place in ended if self._is_over(place, now)]
         if time.monotonic() >= self.sweep_at:
             self.sweep_at = time.monotonic() + SWEEP
             slack = layout.CLOCK_SLACK
-            places += self.book.try_to(lambda catalogue: catalogue.ended(now, slack), [])
+            places += self.guard.try_to(lambda catalogue: catalogue.ended(now, slack), [])
         if places:
-            self.book.remove(self.book.act(lambda catalogue: catalogue.tower(places)))
+            self.guard.remove(self.guard.act(lambda catalogue: catalogue.tower(places)))
 
     def let_fall(self, refused: list[EntryName]) -> None:
         """Remove what stands on entries that were refused; they came before them."""
         refused = [p for p in refused if self.folder.status(name_of(p)) is None]
         if refused:
-            tower = self.book.act(lambda catalogue: catalogue.tower(refused))
-            self.book.remove([place for place in tower if place not in refused])
+            tower = self.guard.act(lambda catalogue: catalogue.tower(refused))
+            self.guard.remove([place for place in tower if place not in refused])
 
     def _is_over(self, place: EntryName, now: float) -> bool:
         """By the file once more: somebody may have written it anew."""
@@ -120,9 +122,9 @@ class Keeper:
         gone: list[EntryName] = []
         if self.quota is not None:
             for tenant in tenants:
-                gone += self.book.fit(tenant, self.quota)[0]
+                gone += self.guard.fit(tenant, self.quota)[0]
         if self.budget is not None:
-            gone += self.book.fit(None, self.budget)[0]
+            gone += self.guard.fit(None, self.budget)[0]
         return gone
 
     def crowded_out(self, sizes: dict[EntryName, int]) -> dict[EntryName, str]:
@@ -136,7 +138,7 @@ class Keeper:
         ]
         for limit, what, tenant in limits:
             if limit is not None:
-                pins = self.book.act(lambda catalogue, t=tenant: catalogue.pinned(t))  # type: ignore[misc]
+                pins = self.guard.act(lambda catalogue, t=tenant: catalogue.pinned(t))  # type: ignore[misc]
                 why = f"pins take {pins:,} bytes of the {what}, {limit:,}; unpin something"
                 mine = [place for place in sizes if tenant in (None, place.tenant)]
                 found.update({place: why for place in mine if sizes[place] > limit - pins})
@@ -145,28 +147,28 @@ class Keeper:
     # -- for statistics --------------------------------------------------------------------------
 
     def counted(self, tenant: str) -> Counted:
-        """What a tenant has, by the book."""
+        """What a tenant has, by the catalogue."""
 
         def look(catalogue: Catalogue) -> Counted:
             ever = {name: int(catalogue.fact(f"{name} {tenant}")) for name in COUNTED}
             complete = bool(catalogue.fact("complete"))
             return Counted(catalogue.totals(tenant), ever, time.time(), complete)
 
-        return self.book.act(look)
+        return self.guard.act(look)
 
     # -- in idle time ----------------------------------------------------------------------------
 
     def adopt_some(self) -> tuple[bool, list[EntryName]]:
-        """Enter files that the book does not know: whether there are more, and once there are
+        """Enter files that the catalogue does not know: whether there are more, and once there are
         none, what had to go because all of them were over the budget."""
-        before, self._adopting = self._adopting, self.book.adopt_some()
+        before, self._adopting = self._adopting, self.guard.adopt_some()
         if before and not self._adopting:
-            return False, self.fit(set(self.book.act(lambda catalogue: catalogue.tenants())))
+            return False, self.fit(set(self.guard.act(lambda catalogue: catalogue.tenants())))
         return self._adopting, []
 
     def pause(self) -> float | None:
         """Seconds until something may be over or entered, as far as it is worth waking for."""
-        first = self.book.try_to(lambda catalogue: catalogue.next_end(), None)
+        first = self.guard.try_to(lambda catalogue: catalogue.next_end(), None)
         owed = self.pay()
         end = None if first is None else min(60.0, max(SWEEP, first - time.time()))
         return end if owed is None else owed if end is None else min(end, owed)

@@ -1,9 +1,9 @@
-"""The book about the files of a store, in SQLite: what is there, how large, how useful, until when.
+"""The catalogue of a store, in SQLite: what is there, how large, how useful, until when.
 
 It is never needed to read an entry, and can be deleted at any time: the files tell all of it but
 how often they were used and what they cost. Each row passes through three states, so that a process
 that dies in between leaves a trace: `WRITING` before its file is written, `THERE`, and `GOING`
-before its file is removed. Whoever opens the book next settles those rows and looks at no other.
+before its file is removed. The next to open it settles those rows and no others.
 
 Bytes are added up by triggers, so no question needs a walk through all rows.
 """
@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from keepsight.store.contract import Entry, Name
 from keepsight.store.layout import EntryName, is_name, is_tenant
-from keepsight.store.sizes import worth
+from keepsight.store.sizes import usefulness
 from keepsight.system import private_files
 
 NAME = "catalogue-1.sqlite"  # the number is that of the tables; another version has its own file
@@ -85,7 +85,7 @@ ORDER BY worth, used LIMIT ?
 
 
 class Catalogue:
-    """One connection to the book. Nothing in it happens by itself; see `Book` for who calls."""
+    """One connection to the catalogue; see `CatalogueGuard` for who calls it."""
 
     def __init__(self, path: Path | None, to_read: str = "") -> None:
         """In memory without a path. `to_read` is a mode of SQLite's in which nothing is written:
@@ -104,7 +104,7 @@ class Catalogue:
         )
         try:
             self._base.row_factory = sqlite3.Row
-            self._base.create_function("worth", 4, worth, deterministic=True)
+            self._base.create_function("worth", 4, usefulness, deterministic=True)
             if to_read:
                 self._base.execute("SELECT 1 FROM fact, entry LIMIT 0")
                 return
@@ -181,8 +181,8 @@ class Catalogue:
         """Write rows; what is already there keeps how often it was used, and its pin."""
         floor = self.fact("floor")
         for e in entries:
-            base_kind, base_key = e.stands_on or (None, None)
-            value = worth(floor, max(1, e.uses), e.cost, e.nbytes)
+            base_kind, base_key = e.depends_on or (None, None)
+            value = usefulness(floor, max(1, e.uses), e.cost, e.nbytes)
             row = (e.tenant, e.kind, e.key, e.nbytes, e.created, e.used, max(1, e.uses), e.cost)
             more = (base_kind, base_key, json.dumps(e.media), e.pinned, e.expires, value, state)
             self._base.execute(_INSERT + _AGAIN, (*row, *more))
@@ -235,7 +235,7 @@ class Catalogue:
         return self._base.execute(f"UPDATE entry SET pinned = ? WHERE {_HERE}", values).rowcount > 0
 
     def use(self, uses: dict[EntryName, int], now: float) -> list[EntryName]:
-        """Count uses, and set worth anew; those that have no row come back."""
+        """Count uses, and compute usefulness again; those that have no row come back."""
         floor, unknown = self.fact("floor"), []
         for place, count in uses.items():
             changed = self._base.execute(
@@ -263,12 +263,12 @@ class Catalogue:
     # -- which -----------------------------------------------------------------------------------
 
     def leaves(self, tenant: str | None, count: int) -> list[tuple[float, Entry]]:
-        """The least useful that nothing stands on and nobody pinned, with their worth."""
+        """The least useful that no other depends on, not pinned, with their usefulness."""
         whose, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
         rows = self._base.execute(_LEAVES.format(whose=whose), (*values, count)).fetchall()
         return [(row["worth"], _entry(row)) for row in rows]
 
-    def worth_of(self, place: EntryName) -> tuple[float, Entry] | None:
+    def usefulness_of(self, place: EntryName) -> tuple[float, Entry] | None:
         """A row that may be let go, as far as it is concerned itself."""
         row = self._base.execute(
             f"SELECT * FROM entry WHERE {_HERE} AND state = 0 AND pinned = 0", place
@@ -276,7 +276,7 @@ class Catalogue:
         return None if row is None else (row["worth"], _entry(row))
 
     def worst(self, tenant: str | None, count: int) -> list[EntryName]:
-        """The least useful that nobody pinned, whatever stands on them."""
+        """The least useful not pinned, whatever depends on them."""
         whose, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
         rows = self._base.execute(
             f"SELECT * FROM entry WHERE state = 0 AND pinned = 0 {whose} ORDER BY worth LIMIT ?",
@@ -391,10 +391,10 @@ def _entry(row: sqlite3.Row) -> Entry:
         created=row["created"],
         uses=row["uses"],
         cost=row["cost"],
-        stands_on=None if base[1] is None else base,
+        depends_on=None if base[1] is None else base,
         media=media,
         pinned=bool(row["pinned"]),
         expires=row["expires"],
         tenant=place.tenant,
-        worth=row["worth"],
+        usefulness=row["worth"],
     )

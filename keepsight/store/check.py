@@ -1,6 +1,6 @@
-"""Check and repair: do the files hold what their names say, and does the book say what is there?
+"""Check and repair: do the files hold what their names say, and is the catalogue right?
 
-Conservation is compared both ways (every file in the book with its true size, every row with a
+Conservation is compared both ways (every file in the catalogue with its true size, every row with a
 file, totals that add up), integrity is read off every byte, and nothing may stand on something
 that is absent. Each finding is one line that names the entry.
 """
@@ -13,9 +13,9 @@ import time
 
 from keepsight.errors import FileError, WrongFormatVersion
 from keepsight.store import entryfile, layout
+from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import Entry
 from keepsight.store.folder import DAMAGED, PART, Folder
-from keepsight.store.index import Book
 from keepsight.store.layout import EntryName
 from keepsight.store.rows import as_found, name_of, pin_name, pins
 
@@ -25,19 +25,21 @@ __all__ = ["Audit", "as_found", "sweep"]
 class Audit:
     """One check of the entries of some tenants."""
 
-    def __init__(self, folder: Folder, book: Book, tenants: list[str], repair: bool) -> None:
-        self.folder, self.book, self.tenants, self.repair = folder, book, tenants, repair
+    def __init__(
+        self, folder: Folder, guard: CatalogueGuard, tenants: list[str], repair: bool
+    ) -> None:
+        self.folder, self.guard, self.tenants, self.repair = folder, guard, tenants, repair
         self.found: list[str] = []
         self._missing: list[EntryName] = []  # what has a row and no sound file
 
     def run(self) -> list[str]:
         """What is wrong, one line each."""
-        if not self.book.is_sound():
+        if not self.guard.is_sound():
             self.found.append(f"{self.folder.root}: the catalogue is damaged")
             if not self.repair:
                 return self.found
-            self.book.make_anew()
-        self.book.complete()
+            self.guard.make_anew()
+        self.guard.complete()
         for tenant in self.tenants:
             for kind in layout.KINDS:
                 self._kind(tenant, kind)
@@ -58,12 +60,12 @@ class Audit:
         above = f"{layout.tenant_prefix(tenant)}{kind}"
         if not self._is_folder(above):
             return
-        for shelf in self.folder.names(above):
-            if not self._is_folder(f"{above}/{shelf}"):
+        for shard in self.folder.names(above):
+            if not self._is_folder(f"{above}/{shard}"):
                 continue
-            for last in self.folder.names(f"{above}/{shelf}"):
+            for last in self.folder.names(f"{above}/{shard}"):
                 if not last.startswith(PART) and not last.endswith(DAMAGED):
-                    self._file(f"{above}/{shelf}/{last}")
+                    self._file(f"{above}/{shard}/{last}")
 
     def _is_folder(self, name: str) -> bool:
         status = self.folder.status(name)
@@ -105,19 +107,19 @@ class Audit:
         self._missing.append(place)
         if self.repair:
             self.folder.set_aside(name_of(place))
-            self.book.change(lambda catalogue: catalogue.drop([place]))
+            self.guard.change(lambda catalogue: catalogue.drop([place]))
 
     def _compare(self, place: EntryName, size: int) -> None:
-        state, row = self.book.act(lambda c: (c.state(place), c.row(place)))
+        state, row = self.guard.act(lambda c: (c.state(place), c.row(place)))
         if row is None and state is None:
             self._say(name_of(place), "not in the catalogue")
             entry = as_found(self.folder, place) if self.repair else None
             if entry is not None:
-                self.book.change(lambda catalogue: catalogue.put([entry]))
+                self.guard.change(lambda catalogue: catalogue.put([entry]))
         elif row is not None and row.nbytes != size:
             self._say(name_of(place), f"{size} bytes, the catalogue says {row.nbytes}")
             if self.repair:
-                self.book.change(lambda catalogue: catalogue.resize(place, size))
+                self.guard.change(lambda catalogue: catalogue.resize(place, size))
         elif row is not None:
             self._compare_keeping(place, row)
 
@@ -126,57 +128,57 @@ class Audit:
         true = as_found(self.folder, place)
         if true is None:
             return
-        same = (row.stands_on, sorted(row.media)) == (true.stands_on, sorted(true.media))
+        same = (row.depends_on, sorted(row.media)) == (true.depends_on, sorted(true.media))
         if not same or (row.expires is None) != (true.expires is None):
             self._say(name_of(place), "the catalogue says something else of what it belongs to")
             if self.repair:
-                self.book.change(lambda catalogue: catalogue.drop([place]))
-                self.book.change(lambda catalogue: catalogue.put([true]))
+                self.guard.change(lambda catalogue: catalogue.drop([place]))
+                self.guard.change(lambda catalogue: catalogue.put([true]))
 
-    # -- the book --------------------------------------------------------------------------------
+    # -- the catalogue -----------------------------------------------------------------------------
 
     def _rows(self, tenant: str) -> None:
-        for entry in self.book.pages(tenant):
+        for entry in self.guard.pages(tenant):
             place = place_of(entry)
             if self.folder.status(name_of(place)) is not None:
                 continue
-            if self.book.act(lambda catalogue, p=place: catalogue.row(p)) is None:  # type: ignore[misc]
+            if self.guard.act(lambda catalogue, p=place: catalogue.row(p)) is None:  # type: ignore[misc]
                 continue  # it was let go of in the meantime
             self._missing.append(place)
             self._say(name_of(place), "in the catalogue, but there is no such file")
             if self.repair:
-                self.book.change(lambda catalogue, p=place: catalogue.drop([p]))  # type: ignore[misc]
+                self.guard.change(lambda catalogue, p=place: catalogue.drop([p]))  # type: ignore[misc]
 
     def _bases(self) -> None:
         """Repairing takes away what stands on nothing, and then what stood on that."""
-        loose = dict(self.book.act(lambda catalogue: catalogue.without_base()))
+        loose = dict(self.guard.act(lambda catalogue: catalogue.without_base()))
         for gone in self._missing:
-            upon = self.book.act(lambda catalogue, g=gone: catalogue.upon(g))  # type: ignore[misc]
+            upon = self.guard.act(lambda catalogue, g=gone: catalogue.upon(g))  # type: ignore[misc]
             loose |= dict.fromkeys(upon, (gone.kind, gone.key))
         loose = {place: base for place, base in loose.items() if place.tenant in self.tenants}
         for place, base in loose.items():
             self._say(name_of(place), f"stands on {base[0]}/{base[1]}, which is absent")
         if self.repair and loose:
-            self.book.remove(self.book.act(lambda catalogue: catalogue.tower(loose)))
+            self.guard.remove(self.guard.act(lambda catalogue: catalogue.tower(loose)))
 
     def _totals(self) -> None:
-        kept, counted = self.book.act(lambda catalogue: catalogue.sums())
+        kept, counted = self.guard.act(lambda catalogue: catalogue.sums())
         wrong = {name for name in {*kept, *counted} if kept.get(name) != counted.get(name)}
         for tenant, kind in sorted(name for name in wrong if name[0] in self.tenants):
             where = f"{layout.tenant_prefix(tenant)}{kind}"
             told, true = kept.get((tenant, kind)), counted.get((tenant, kind))
             self._say(where, f"the totals say {told} (entries, bytes), the rows {true}")
         if self.repair and wrong:
-            self.book.change(lambda catalogue: catalogue.add_up())
+            self.guard.change(lambda catalogue: catalogue.add_up())
 
     def _pins(self) -> None:
         """A pin is a note beside the entries; the catalogue may have lost it."""
         for place in pins(self.folder):
-            row = self.book.act(lambda c, p=place: c.row(p))  # type: ignore[misc]
+            row = self.guard.act(lambda c, p=place: c.row(p))  # type: ignore[misc]
             if place.tenant in self.tenants and row is not None and not row.pinned:
                 self._say(pin_name(place), "pinned, and the catalogue does not know")
                 if self.repair:
-                    self.book.change(lambda c, p=place: c.pin(p, True))  # type: ignore[misc]
+                    self.guard.change(lambda c, p=place: c.pin(p, True))  # type: ignore[misc]
 
     def _tidy(self) -> None:
         for place in pins(self.folder):

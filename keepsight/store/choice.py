@@ -1,4 +1,4 @@
-"""Which entries go when a budget is exceeded: the least useful by the book, from the top down.
+"""Which entries go when a budget is exceeded: the least useful by the catalogue, from the top down.
 
 What something stands on comes after all that stands on it, and what is pinned stays.
 """
@@ -15,7 +15,7 @@ _KNOTS = 64  # entries looked at for a circle
 
 
 def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float, list[EntryName]]:
-    """The least useful entries that make up so many bytes, and the worth of the best of them.
+    """The least useful entries that make up so many bytes, and the usefulness of the best of them.
 
     What something stands on comes after all that stands on it.
     """
@@ -29,10 +29,10 @@ def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float
         value, _, place, entry = heapq.heappop(heap)
         chosen[place] = None
         worst, total = max(worst, value), total + entry.nbytes
-        if entry.stands_on is None:
+        if entry.depends_on is None:
             continue
-        base = EntryName(entry.tenant, *entry.stands_on)
-        found = catalogue.worth_of(base)
+        base = EntryName(entry.tenant, *entry.depends_on)
+        found = catalogue.usefulness_of(base)
         if found is not None and all(other in chosen for other in catalogue.upon(base)):
             heapq.heappush(heap, (found[0], found[1].used, base, found[1]))
     return worst, list(chosen)
@@ -43,7 +43,7 @@ def knot(catalogue: Catalogue, tenant: str | None) -> list[EntryName]:
     but files may say it. They go together, unless one of them is pinned."""
     for place in catalogue.worst(tenant, _KNOTS):
         tower = catalogue.tower([place])
-        if all(catalogue.worth_of(other) is not None for other in tower):
+        if all(catalogue.usefulness_of(other) is not None for other in tower):
             return tower
     return []
 

@@ -25,7 +25,7 @@ class About:
     """What a store must know of an entry to keep the right ones; none of it is in the content."""
 
     cost: float = 0.0  # milliseconds that computing it again would take
-    stands_on: Name | None = None  # of no use without that entry, and never kept without it
+    depends_on: Name | None = None  # of no use without that entry, and never kept without it
     media: tuple[str, ...] = ()  # the image keys of all that it holds anything of
     ttl: float | None = None  # seconds until it may no longer be used
 
@@ -35,7 +35,7 @@ NOTHING = About()
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry as the books have it."""
+    """One entry as the catalogue has it."""
 
     kind: str
     key: str
@@ -44,12 +44,12 @@ class Entry:
     created: float = 0.0
     uses: int = 0
     cost: float = 0.0
-    stands_on: Name | None = None
+    depends_on: Name | None = None
     media: tuple[str, ...] = ()
     pinned: bool = False
     expires: float | None = None
     tenant: str = ""  # digest of the tenant's name; empty for nobody in particular
-    worth: float = 0.0  # see `sizes.worth`: the least goes first; 0 where no book keeps it
+    usefulness: float = 0.0  # see `sizes.usefulness`: the least goes first
 
 
 class Store(Protocol):
@@ -68,7 +68,7 @@ class Store(Protocol):
         """A small JSON record, or None when absent, expired or damaged."""
 
     def entry(self, kind: str, key: str) -> Entry | None:
-        """One entry as the books have it, without reading it; None when absent or expired."""
+        """One entry as the catalogue has it, without reading it; None when absent or expired."""
 
     def put(
         self,

@@ -1,10 +1,10 @@
 """A folder that outlives the process: what `contract` promises, kept in files.
 
 A key names its content, so writers never need locks: whoever writes the same key writes the same
-bytes. Reading goes to the file and nowhere else, so no reader waits for a writer or for the book.
-Writing happens in one background thread (`writer`), so no answer waits for a disk; `flush()`
-returns when everything handed over before it is on the disk. A damaged entry is named in a warning,
-moved aside and reported as absent, so it is computed again.
+bytes. Reading goes to the file and nowhere else, so no reader waits for a writer or for the
+catalogue. Writing happens in one background thread (`writer`), so no answer waits for a disk;
+`flush()` returns when everything handed over before it is on the disk. A damaged entry is named in
+a warning, moved aside and reported as absent, so it is computed again.
 
 This module knows nothing of images, models or prompts.
 """
@@ -20,11 +20,11 @@ from typing import TypeVar
 from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
 from keepsight.kinds import Record
 from keepsight.store import check, entryfile, layout
+from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
 from keepsight.store.entryfile import FORMAT
 from keepsight.store.folder import Folder
 from keepsight.store.health import OK, SLOW, Health
-from keepsight.store.index import Book
 from keepsight.store.layout import EntryName
 from keepsight.store.pending import PendingWrite
 from keepsight.store.rows import name_of, pin_name
@@ -59,8 +59,8 @@ class DiskStore:
             raise StoreError(f"{root}: only local folders can be a store here; see open_store")
         self._folder = Folder(root)
         self._disk = Health(f"the store {self._folder.root} cannot be written")
-        self._book = Book(self._folder, self._disk)
-        self._writer = Writer(self._folder, self._book, budget, quota, waiting)
+        self._guard = CatalogueGuard(self._folder, self._disk)
+        self._writer = Writer(self._folder, self._guard, budget, quota, waiting)
         self._reach, self._reads = self._writer.reach, self._writer.reach.health
         self._listing = Reach(Health(f"the catalogue of {self._folder.root} is slow"))
         self._tenant = ""
@@ -101,7 +101,7 @@ class DiskStore:
     def tenants(self) -> list[str]:
         """The digests of all tenants that have anything here; empty for nobody in particular."""
         self._catch_up()
-        return self._book.act(lambda catalogue: catalogue.tenants())
+        return self._guard.act(lambda catalogue: catalogue.tenants())
 
     def _refuse_other_formats(self) -> None:
         def look(call: TimedCall[bytes]) -> bytes:
@@ -163,7 +163,7 @@ class DiskStore:
 
         def look(call: TimedCall[list[EntryName]]) -> list[EntryName]:
             wanted = (self._tenant, kind, base, count)
-            return self._book.try_to(lambda catalogue: catalogue.latest_upon(*wanted), [])
+            return self._guard.try_to(lambda catalogue: catalogue.latest_upon(*wanted), [])
 
         found, none = [], list[EntryName]()
         for place in self._listing.ask(look, none):  # a slow catalogue keeps nobody from reading
@@ -279,32 +279,32 @@ class DiskStore:
     # -- keeping ---------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """The book as it is now, with every file in it."""
+        """The catalogue as it is now, with every file in it."""
         self._writer.catch_up()
-        if self._book.in_memory:
-            self._book.close()  # others may have written what a book in memory cannot know
-        self._book.complete()
+        if self._guard.in_memory:
+            self._guard.close()  # others may have written what a catalogue in memory cannot know
+        self._guard.complete()
 
     def entry(self, kind: str, key: str) -> Entry | None:
-        """One entry as the books have it, without reading it; None when absent or expired."""
+        """One entry as the catalogue has it, without reading it; None when absent or expired."""
         place = self._place(kind, key)
         self._writer.catch_up()
         if not self._writer.is_there(place):
             return None
-        found = self._book.try_to(lambda catalogue: catalogue.row(place), None)
+        found = self._guard.try_to(lambda catalogue: catalogue.row(place), None)
         return found or check.as_found(self._folder, place)
 
     def entries(self) -> Iterator[Entry]:
         """All entries of this tenant."""
         self._catch_up()
-        yield from self._book.pages(self._tenant)
+        yield from self._guard.pages(self._tenant)
 
     def stats(self, wait: float = 5.0) -> Record:
         """Entries and bytes per kind; what happened since it was opened, and `ever`.
 
         Nobody waits longer than that for a disk; `counted` says when entries and bytes were counted
-        (None: not yet) and `complete` whether there were files that no book knew. `state` says what
-        the disk refuses at the moment, by name, and `since` when.
+        (None: not yet) and `complete` whether there were files that no catalogue knew. `state` says
+        what the disk refuses at the moment, by name, and `since` when.
         """
         known = self._writer.counted(self._tenant, wait) or Counted({}, {}, None, False)
         counts = dict(self._writer.tally.counts.get(self._tenant, ()))
@@ -342,7 +342,7 @@ class DiskStore:
                 self._writer.pins.worked()
         except OSError as error:
             raise StoreError(f"{self.root}: no pin can be set or removed: {error}") from error
-        return self._book.change(lambda catalogue: catalogue.pin(place, pinned))
+        return self._guard.change(lambda catalogue: catalogue.pin(place, pinned))
 
     def delete(self, kind: str, key: str) -> int:
         """Remove an entry and all that stands on it; the bytes freed."""
@@ -355,10 +355,10 @@ class DiskStore:
         self._catch_up()
 
         def holders() -> list[EntryName]:
-            found = self._book.act(lambda c: c.with_media(self._tenant, [image_key]))
+            found = self._guard.act(lambda c: c.with_media(self._tenant, [image_key]))
             # Older snapshots name the features of an image and not the image.
             features = [place.key for place in found if place.kind == "package"]
-            return found + self._book.act(lambda c: c.with_media(self._tenant, features))
+            return found + self._guard.act(lambda c: c.with_media(self._tenant, features))
 
         return self._remove(holders())
 
@@ -375,14 +375,14 @@ class DiskStore:
     def gc(self, budget: int) -> int:
         """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
         self._catch_up()
-        gone, freed = self._book.fit(self._tenant, budget)
+        gone, freed = self._guard.fit(self._tenant, budget)
         self._writer.tally.count(self._tenant, "evictions", len(gone))
         check.sweep(self._folder, self._tenant, 7 * 86400.0)
         return freed
 
     def _remove(self, places: list[EntryName]) -> int:
-        tower = self._book.act(lambda catalogue: catalogue.tower(places))
-        freed = self._book.remove(tower)
+        tower = self._guard.act(lambda catalogue: catalogue.tower(places))
+        freed = self._guard.remove(tower)
         self._writer.pins.worked()
         for place in tower:
             if self._folder.status(pin_name(place)) is not None:
@@ -397,4 +397,4 @@ class DiskStore:
         """
         self._writer.catch_up()
         tenants = [self._tenant] if self._tenant else ["", *self._folder.names("tenants")]
-        return check.Audit(self._folder, self._book, tenants, repair).run()
+        return check.Audit(self._folder, self._guard, tenants, repair).run()

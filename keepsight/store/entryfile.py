@@ -1,7 +1,7 @@
 """One entry as one file: tensors with a record, or a note, and what the file says of its keeping.
 
 The file is the truth. It says under which key it stands, what it stands on, whose image it holds
-something of and until when it may be used, so everything here works without any book.
+something of and until when it may be used, so everything here works without any catalogue.
 """
 
 from __future__ import annotations

@@ -201,11 +201,11 @@ class Folder:
 
     def scan(self, folders: str) -> Iterator[tuple[str, os.stat_result]]:
         """Every file two levels below a folder, such as `package`; links are told, not followed."""
-        for shelf in self.names(folders):
-            for name in self.names(f"{folders}/{shelf}"):
-                status = self.status(f"{folders}/{shelf}/{name}")
+        for shard in self.names(folders):
+            for name in self.names(f"{folders}/{shard}"):
+                status = self.status(f"{folders}/{shard}/{name}")
                 if status is not None:
-                    yield f"{folders}/{shelf}/{name}", status
+                    yield f"{folders}/{shard}/{name}", status
 
     def names(self, folder: str) -> list[str]:
         """What lies in a folder, sorted; nothing when it is a link or no folder."""

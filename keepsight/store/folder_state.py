@@ -13,10 +13,10 @@ import threading
 from keepsight.errors import DamagedFile, StoreError, WrongFormatVersion
 from keepsight.store import layout
 from keepsight.store.catalogue import WRITING
+from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import NOTHING
 from keepsight.store.folder import Folder
 from keepsight.store.health import FULL, GONE
-from keepsight.store.index import Book
 from keepsight.store.layout import EntryName
 from keepsight.store.rows import row_of
 
@@ -26,8 +26,8 @@ _TRIAL = EntryName("", "alias", "0" * 64)  # of an entry that nobody has
 class Ground:
     """What a writer stands on."""
 
-    def __init__(self, folder: Folder, book: Book) -> None:
-        self.folder, self.book, self.disk = folder, book, book.disk
+    def __init__(self, folder: Folder, guard: CatalogueGuard) -> None:
+        self.folder, self.guard, self.disk = folder, guard, guard.disk
         self.start_anew()
 
     def start_anew(self) -> None:
@@ -84,7 +84,7 @@ class Ground:
             if self.disk.state == FULL:
                 self._find_room()
             self.folder.write(layout.MARKER, [layout.marker_bytes()], None)
-            self._try_book()
+            self._try_catalogue()
         except OSError as error:
             self.disk.failed(error)
         if self.disk.is_aside:
@@ -93,15 +93,15 @@ class Ground:
         self._room = 0
         return True
 
-    def _try_book(self) -> None:
+    def _try_catalogue(self) -> None:
         """Enter a row, as an entry would need it: on a full disk what is there already can be
-        changed while no row can be added. One that stays has no file, so the next to open the book
-        removes it."""
-        self.book.try_now()
+        changed while no row can be added. One that stays has no file, so the next to open the
+        catalogue removes it."""
+        self.guard.try_now()
         row = row_of(_TRIAL, NOTHING, 0, 0.0, 0.0)
-        self.book.try_to_change(lambda catalogue: catalogue.put([row], WRITING), None)
+        self.guard.try_to_change(lambda catalogue: catalogue.put([row], WRITING), None)
         if not self.disk.is_aside:
-            self.book.try_to_change(lambda catalogue: catalogue.drop([_TRIAL]), None)
+            self.guard.try_to_change(lambda catalogue: catalogue.drop([_TRIAL]), None)
 
     def _find_room(self) -> None:
         free = os.statvfs(self.folder.root)

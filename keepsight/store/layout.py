@@ -93,14 +93,14 @@ def parse(name: str) -> EntryName | None:
 
 
 def kept(about: About, now: float | None = None) -> Record:
-    """What an entry's file says of its keeping, so that no book is needed to read it.
+    """What an entry's file says of its keeping, so that no catalogue is needed to read it.
 
     Times and costs differ with each making, and are left out where nothing is lost without them:
     so equal content is equal files, whoever writes them.
     """
     told: Record = {}
-    if about.stands_on is not None:
-        told["stands_on"] = list(about.stands_on)
+    if about.depends_on is not None:
+        told["stands_on"] = list(about.depends_on)
     if about.media:
         told["media"] = sorted(set(about.media))
     if about.ttl is not None:
@@ -112,8 +112,8 @@ def kept(about: About, now: float | None = None) -> Record:
 
 def checked_about(about: About) -> None:
     """Refuse what no store can keep to."""
-    if about.stands_on is not None:
-        checked(*about.stands_on)
+    if about.depends_on is not None:
+        checked(*about.depends_on)
     if about.ttl is not None and not 0 <= about.ttl < math.inf:
         raise InputError(f"a time to live of {about.ttl!r}; expected seconds from zero on")
     if not 0 <= about.cost < math.inf:
@@ -130,8 +130,8 @@ def told_about(told: object, cost: float = 0.0) -> About:
         base = None
     if not (isinstance(media, list) and all(isinstance(key, str) for key in media)):
         media = []
-    stands_on = None if base is None else (base[0], base[1])
-    return About(cost, stands_on, tuple(media), None if end is None else float(told["ttl"]))
+    depends_on = None if base is None else (base[0], base[1])
+    return About(cost, depends_on, tuple(media), None if end is None else float(told["ttl"]))
 
 
 def expiry(told: object) -> float | None:

@@ -199,7 +199,7 @@ class Survey:
             created=written,
             uses=uses,
             cost=known.cost,
-            stands_on=about.stands_on,
+            depends_on=about.depends_on,
             media=about.media,
             pinned=pinned,
             expires=layout.expiry(known.told),
@@ -230,7 +230,7 @@ def whole_table(link: Address, seen: RecentNames) -> dict[Name, Entry]:
     for tenant in tenants_at(link):
         prefix = layout.tenant_prefix(tenant)
         for (kind, key), entry in Survey(link, seen, tenant).table().items():
-            base = entry.stands_on
+            base = entry.depends_on
             spelled = None if base is None else (prefix + base[0], base[1])
-            table[prefix + kind, key] = dataclasses.replace(entry, stands_on=spelled)
+            table[prefix + kind, key] = dataclasses.replace(entry, depends_on=spelled)
     return table

@@ -1,6 +1,6 @@
 """What is kept in memory under a budget of bytes, for several tenants or for one.
 
-What goes first is the least useful, as `worth` in `sizes.py` says for memory as for disks; or,
+What goes first is the least useful, as `usefulness` in `sizes.py` says for memory as for disks; or,
 where making a thing again costs next to nothing, what was asked for longest ago.
 """
 
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from keepsight.errors import PinsFull
 from keepsight.store.priority import EvictionQueue, Order
-from keepsight.store.sizes import worth
+from keepsight.store.sizes import usefulness
 from keepsight.system.accounts import account_of
 from keepsight.system.lock import Mutex
 
@@ -38,7 +38,8 @@ class _CacheEntry(Generic[T]):
 
 class MemoryCache(Generic[T]):
     """Things under a tenant and a key. `quota` bounds the bytes of one tenant with all that it has
-    under salts, `ttl` a thing's seconds; `by_worth`: the least useful goes first, not the oldest.
+    under salts, `ttl` a thing's seconds; `by_usefulness`: the least useful goes first, not the
+    oldest.
 
     What is pinned stays until it is unpinned, removed or expired. It counts: no more can be pinned
     than quota and budget have room for.
@@ -51,9 +52,9 @@ class MemoryCache(Generic[T]):
         quota: int | None = None,
         ttl: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        by_worth: bool = True,
+        by_usefulness: bool = True,
     ) -> None:
-        self.budget, self.quota, self.ttl, self._by_worth = budget, quota, ttl, by_worth
+        self.budget, self.quota, self.ttl, self._by_usefulness = budget, quota, ttl, by_usefulness
         self._size, self._clock = size, clock
         self._held: dict[Place, _CacheEntry[T]] = {}
         self._queue = EvictionQueue(self._order)
@@ -70,7 +71,7 @@ class MemoryCache(Generic[T]):
     # -- reading ---------------------------------------------------------------------------------
 
     def get(self, tenant: str, key: str) -> T | None:
-        """The thing, which is worth more from now on."""
+        """The thing, which counts as more useful from now on."""
         held = self._held.get((tenant, key))
         if held is None:
             return None
@@ -186,7 +187,11 @@ class MemoryCache(Generic[T]):
 
     def _use(self, held: _CacheEntry[T]) -> None:
         held.uses += 1
-        value = worth(self._floor, held.uses, held.cost, held.nbytes) if self._by_worth else 0.0
+        value = (
+            usefulness(self._floor, held.uses, held.cost, held.nbytes)
+            if self._by_usefulness
+            else 0.0
+        )
         held.order = value, next(self._uses)
 
     def _order(self, place: Place) -> Order:
@@ -282,7 +287,7 @@ class SharedMemoryCache(MemoryCache[T]):
         quota: int | None = None,
         ttl: float | None = None,
     ) -> None:
-        super().__init__(budget, size, quota, ttl, by_worth=False)
+        super().__init__(budget, size, quota, ttl, by_usefulness=False)
         self._lock = Mutex()
 
     def get(self, tenant: str, key: str) -> T | None:

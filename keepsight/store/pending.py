@@ -40,7 +40,7 @@ class PendingWrite:
         return sum(tensor.nbytes for tensor in (self.tensors or {}).values())
 
     def row(self, nbytes: int) -> Entry:
-        """It as the book has it, with so many bytes on the disk."""
+        """It as the catalogue has it, with so many bytes on the disk."""
         now = time.time()
         created = self.told["created"] / 1000 if "created" in self.told else now
         return row_of(self.place, self.about, nbytes, created, now)

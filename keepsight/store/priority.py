@@ -1,8 +1,8 @@
 """What is to go first: a queue in which the least useful thing comes out on top.
 
-Finding it must not walk through everything. A thing that can go stands in the heap once, at the
-worth it had when it came in; worth only rises by use, so what comes out on top is looked at again
-and goes back down if it was used meanwhile.
+Finding it must not walk through everything. A thing that can go is in the heap once, at the
+usefulness it had when it came in; that only rises by use, so what comes out on top is looked at
+again and goes back down if it was used meanwhile.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
-Order = tuple[float, int]  # worth; of equals the one that was used longest ago goes first
+Order = tuple[float, int]  # usefulness; of equals the one used longest ago goes first
 
 
 class EvictionQueue(Generic[T]):
-    """Things by their worth, the least first. One that was discarded may be referenced for a while
-    yet: nothing large should hang on it."""
+    """Things by their usefulness, the least first. One that was discarded may be referenced for a
+    while yet: nothing large should hang on it."""
 
     def __init__(self, order: Callable[[T], Order]) -> None:
         self._order = order
@@ -27,7 +27,7 @@ class EvictionQueue(Generic[T]):
         self._number = itertools.count()
 
     def add(self, item: T) -> None:
-        """Let it wait for its turn; nothing happens if it does already, at this worth or less."""
+        """Let it wait for its turn; nothing happens if it does already, as useful or less."""
         order = self._order(item)
         waiting = self._entry.get(item)
         if waiting is None or order < waiting[:2]:

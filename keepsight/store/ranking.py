@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 
 from keepsight.store.contract import Entry, Name
-from keepsight.store.sizes import worth
+from keepsight.store.sizes import usefulness
 
 _HOUR = 3600.0
 Table = Mapping[Name, Entry]
@@ -40,14 +40,14 @@ def held(table: Table) -> set[Name]:
         one: Name | None = name if entry.pinned else None
         while one is not None and one in table and one not in kept:
             kept.add(one)
-            one = table[one].stands_on
+            one = table[one].depends_on
     return kept
 
 
 def adrift(table: Table) -> list[Name]:
     """What stands on something that is not there."""
     bare = [
-        name for name, entry in table.items() if entry.stands_on and entry.stands_on not in table
+        name for name, entry in table.items() if entry.depends_on and entry.depends_on not in table
     ]
     return [name for layer in together(table, bare) for name in layer]
 
@@ -65,7 +65,7 @@ def least_useful(table: Table, budget: int, now: float) -> list[Name]:
         entry = table[name]
         gone.append(name)
         total -= entry.nbytes
-        base = entry.stands_on
+        base = entry.depends_on
         if base is not None and base in table:
             above[base] -= 1
             if not above[base] and base not in kept:
@@ -75,13 +75,13 @@ def least_useful(table: Table, budget: int, now: float) -> list[Name]:
 
 def _value(entry: Entry, now: float) -> float:
     age = max(0.0, now - entry.used)  # an entry from the future is a new one
-    return worth(0.0, entry.uses + 1, entry.cost, entry.nbytes) / (age + _HOUR)
+    return usefulness(0.0, entry.uses + 1, entry.cost, entry.nbytes) / (age + _HOUR)
 
 
 def _above(table: Table) -> dict[Name, list[Name]]:
     """What stands on each."""
     above: dict[Name, list[Name]] = {}
     for name, entry in table.items():
-        if entry.stands_on is not None:
-            above.setdefault(entry.stands_on, []).append(name)
+        if entry.depends_on is not None:
+            above.setdefault(entry.depends_on, []).append(name)
     return above

@@ -185,7 +185,7 @@ class RemoteStore:
         name = self._name(kind, key)
         if self._waiting(name) is not None or self._seen.find(name)[1] is not None:
             return
-        base, too_large = about.stands_on, larger_than(nbytes, self.budget, self.quota)
+        base, too_large = about.depends_on, larger_than(nbytes, self.budget, self.quota)
         if too_large is not None:
             self._outbox.losses.add(self._tenant, (kind, key), too_large)
             self._count("refused")

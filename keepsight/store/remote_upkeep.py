@@ -121,7 +121,7 @@ class Upkeep(Survey):
         adrift = [name for name in ranking.adrift(table) if name not in damaged]
         lines = list(damaged.values())
         for kind, key in adrift:
-            base = table[kind, key].stands_on
+            base = table[kind, key].depends_on
             lines.append(f"{kind}/{key}: what it stands on is not there ({base})")
         if repair:
             self.remove(table, ranking.together(table, [*damaged, *adrift]))

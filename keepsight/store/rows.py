@@ -1,6 +1,6 @@
-"""What the files of a folder say of themselves: the rows that a book of them would have.
+"""What the files of a folder say of themselves: the rows that a catalogue of them would have.
 
-Nothing here needs a book, and no tensor is read.
+Nothing here needs a catalogue, and no tensor is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def name_of(place: EntryName) -> str:
 
 
 def pin_name(place: EntryName) -> str:
-    """The note that keeps a pin where the book is lost."""
+    """The note that keeps a pin where the catalogue is lost."""
     return f"{layout.tenant_prefix(place.tenant)}pins/{place.kind}/{place.key}.json"
 
 
@@ -32,10 +32,10 @@ def everything(folder: Folder) -> Iterator[list[Entry]]:
     for tenant in ["", *folder.names("tenants")]:
         for kind in layout.KINDS:
             above = f"{layout.tenant_prefix(tenant)}{kind}"
-            for shelf in folder.names(above):
+            for shard in folder.names(above):
                 found = []
-                for name in folder.names(f"{above}/{shelf}"):
-                    place = layout.parse(f"{above}/{shelf}/{name}")
+                for name in folder.names(f"{above}/{shard}"):
+                    place = layout.parse(f"{above}/{shard}/{name}")
                     entry = None if place is None else as_found(folder, place)
                     found += [] if entry is None else [entry]
                 yield found
@@ -68,7 +68,7 @@ def row_of(place: EntryName, about: About, nbytes: int, created: float, used: fl
         created=created,
         uses=1,
         cost=about.cost,
-        stands_on=about.stands_on,
+        depends_on=about.depends_on,
         media=tuple(about.media),
         expires=expires,
         tenant=place.tenant,

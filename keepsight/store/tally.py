@@ -1,7 +1,7 @@
-"""What is counted in memory: for statistics, which wait for no disk, and for the book, later.
+"""What is counted in memory: for statistics, which wait for no disk, and for the catalogue, later.
 
-Safe in several threads. What the book is told of is bounded, for a disk may refuse for days: of
-uses some may be forgotten, and what else is left over is found again from the files.
+Safe in several threads. What the catalogue is told of is bounded, for a disk may refuse for days:
+of uses some may be forgotten, and what else is left over is found again from the files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Counted:
     kinds: dict[str, dict[str, int]]
     ever: dict[str, int]
     at: float | None  # seconds since the epoch
-    is_complete: bool  # else there are files that no book knows yet
+    is_complete: bool  # else there are files that no catalogue knows yet
 
 
 @dataclass(frozen=True)
 class Due:
-    """What the book is to learn."""
+    """What the catalogue is to learn."""
 
     uses: dict[EntryName, int]
     events: dict[str, int]
@@ -47,12 +47,12 @@ class StoreCounters:
         self.counts: OrderedDict[str, Counter[str]] = OrderedDict()
         self.ended: set[EntryName] = (
             set()
-        )  # read and found to be over or damaged; still in the book
+        )  # read and found to be over or damaged; still in the catalogue
         self.known: dict[str, Counted] = {}
         self.start_anew()
 
     def start_anew(self) -> None:
-        """With nothing that the book has not been told, as at first and after a fork."""
+        """With nothing that the catalogue has not been told, as at first and after a fork."""
         self._lock = threading.Lock()
         self._uses: Counter[EntryName] = Counter()
         self._events: Counter[str] = Counter()
@@ -80,7 +80,7 @@ class StoreCounters:
             self.count(place.tenant, "evictions")
 
     def use(self, place: EntryName) -> bool:
-        """An entry was read; whether it is the first of which the book has not been told."""
+        """An entry was read; whether it is the first of which the catalogue has not been told."""
         self.count(place.tenant, "hits")
         with self._lock:
             if len(self._uses) < _GATHERED:
@@ -105,12 +105,12 @@ class StoreCounters:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything that the book should learn soon."""
+        """Whether there is anything that the catalogue should learn soon."""
         return bool(self._uses or self.ended or self._refused)
 
     @property
     def has_events(self) -> bool:
-        """Whether anything was counted that the book does not know."""
+        """Whether anything was counted that the catalogue does not know."""
         return bool(self._events)
 
     def take(self) -> Due:
@@ -122,7 +122,7 @@ class StoreCounters:
             return Due(uses, events, list(self.ended), refused)
 
     def put_back(self, due: Due) -> None:
-        """The book could not be told of these."""
+        """The catalogue could not be told of these."""
         with self._lock:
             self._events.update(due.events)
         self._add_refused(due.refused)

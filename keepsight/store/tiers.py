@@ -94,7 +94,7 @@ class _Carrier:
         left = None if entry.expires is None else entry.expires - time.time()
         if left is not None and left <= 0:
             return
-        about = About(entry.cost, entry.stands_on, entry.media, left)
+        about = About(entry.cost, entry.depends_on, entry.media, left)
         with self._lock:
             if self._deleting or promotion.epoch != self.epoch:
                 return

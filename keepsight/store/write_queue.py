@@ -56,7 +56,7 @@ class RemoteWrite:
             self.tensors, self.ready = to_host(self.tensors)
 
     def entry(self) -> Entry:
-        """It as the books would have it."""
+        """It as the catalogue would have it."""
         now = time.time()
         return Entry(
             self.kind,
@@ -65,7 +65,7 @@ class RemoteWrite:
             used=now,
             created=now,
             cost=self.about.cost,
-            stands_on=self.about.stands_on,
+            depends_on=self.about.depends_on,
             media=tuple(self.about.media),
             expires=layout.expiry(self.told),
             tenant=self.tenant,

@@ -2,7 +2,7 @@
 
 What waits to be written is readable and bounded in bytes; what does not fit is refused and counted.
 A disk that refuses is left alone for some seconds and then tried again, with one warning; `flush`
-tells what was lost. When nothing is to be done, files that the book does not know are entered.
+tells what was lost. When nothing is to be done, files that the catalogue does not know are entered.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from keepsight.errors import StoreError
 from keepsight.store import entryfile, layout
 from keepsight.store.after_write import Keeper
+from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import About, Entry
 from keepsight.store.folder import Folder, PartFile
 from keepsight.store.folder_state import Ground
 from keepsight.store.health import LONGEST_PAUSE, OK, PINNED, Health
-from keepsight.store.index import Book
 from keepsight.store.layout import EntryName
 from keepsight.store.losses import TOO_MUCH, larger_than
 from keepsight.store.pending import STUCK, Pending, PendingWrite
@@ -42,14 +42,19 @@ class Writer:
     """The queue, the thread, and what both know of a store's health."""
 
     def __init__(
-        self, folder: Folder, book: Book, budget: int | None, quota: int | None, waiting: int
+        self,
+        folder: Folder,
+        guard: CatalogueGuard,
+        budget: int | None,
+        quota: int | None,
+        waiting: int,
     ) -> None:
-        self.folder, self.book, self.disk = folder, book, book.disk
+        self.folder, self.guard, self.disk = folder, guard, guard.disk
         self.budget, self.quota = budget, quota
         self.tally, self.pending = StoreCounters(), Pending(waiting)
         self.reach = Reach(Health(f"the store {folder.root} cannot be read"))
         self.pins = Health(f"the store {folder.root} takes nothing more")
-        self._keeper, self._ground = Keeper(folder, book, budget, quota), Ground(folder, book)
+        self._keeper, self._ground = Keeper(folder, guard, budget, quota), Ground(folder, guard)
         self.start_anew()
         forks.renew(self.start_anew)
         finish_before_exit(self, STORES)
@@ -80,13 +85,13 @@ class Writer:
                 self._awake()
 
     def used(self, place: EntryName) -> None:
-        """An entry was read; the book learns of it with the next batch."""
+        """An entry was read; the catalogue learns of it with the next batch."""
         if self.tally.use(place):
             with self._wake:
                 self._awake()
 
     def over(self, place: EntryName) -> None:
-        """An entry was read and cannot be used; the book learns of it with the next batch."""
+        """An entry was read and cannot be used; the catalogue learns of it with the next batch."""
         self.tally.end(place)
         with self._wake:
             self._awake()
@@ -100,9 +105,9 @@ class Writer:
 
     def has_base(self, place: EntryName, about: About) -> bool:
         """Whether what an entry stands on is there, or will be: it may have the same key."""
-        if about.stands_on is None or about.stands_on[1] == place.key:
+        if about.depends_on is None or about.depends_on[1] == place.key:
             return True
-        base = EntryName(place.tenant, *about.stands_on)
+        base = EntryName(place.tenant, *about.depends_on)
         return base in self.pending.jobs or self.is_there(base)
 
     def refuse(self, place: EntryName) -> None:
@@ -168,7 +173,7 @@ class Writer:
         because the collector calls it."""
         self._stopping = self._retired = True
         if self._thread is None:
-            self.book.try_to_close()
+            self.guard.try_to_close()
         elif self._wake.acquire(blocking=False):
             self._wake.notify_all()
             self._wake.release()
@@ -176,7 +181,7 @@ class Writer:
     def _let_go(self) -> None:
         if self.tally.has_events and os.path.isdir(self.folder.root) and not self.disk.is_aside:
             self._after()
-        self.book.close()
+        self.guard.close()
 
     def _awake(self) -> None:
         if self._thread is None:
@@ -242,7 +247,8 @@ class Writer:
         return bool(self.pending.order or self._asked or due)
 
     def _idle(self) -> float | None:
-        """Enter a folder that the book does not know; how long to sleep then, None for long."""
+        """Enter a folder that the catalogue does not know; how long to sleep then, None for
+        long."""
         if self.disk.state != OK and (self.disk.is_aside or not self._ground.probe(make=False)):
             return self.disk.wait or LONGEST_PAUSE
         try:
@@ -250,7 +256,7 @@ class Writer:
             self.tally.evicted(gone)
             return 0.0 if more else self._keeper.pause()
         except OSError as error:
-            self.book.note(error)
+            self.guard.note(error)
         except Exception:  # a thread that ended here would leave `flush` waiting for ever
             logger.exception("the store %s: housekeeping failed; going on", self.folder.root)
         return LONGEST_PAUSE
@@ -296,7 +302,7 @@ class Writer:
             for tenant in asked | (changed & self.tally.known.keys()):
                 self.tally.know(tenant, self._keeper.counted(tenant))
         except OSError as error:
-            self.book.note(error)
+            self.guard.note(error)
         finally:
             with self._wake:
                 for tenant in asked:
@@ -324,10 +330,10 @@ class Writer:
             self._keeper.enter(written, [job.place for job in wanted if job.place not in there])
             for job in wanted:  # its base may have gone while it was written
                 if job.place in there and not self.has_base(job.place, job.about):
-                    self.book.remove(self.book.act(lambda c, p=job.place: c.tower([p])))  # type: ignore[misc]
+                    self.guard.remove(self.guard.act(lambda c, p=job.place: c.tower([p])))  # type: ignore[misc]
                     self.tally.count(job.place.tenant, "refused")
         except OSError as error:
-            self.book.note(error)
+            self.guard.note(error)
         finally:
             for job in batch:
                 if self.pending.forget(job):

@@ -14,7 +14,10 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-MODELS, BOOKS = 0, 1  # in the order in which they are taken: who has a model may want a book
+MODELS, CATALOGUES = (
+    0,
+    1,
+)  # taken in this order: who has a model may want a catalogue
 PATIENCE = 5.0  # seconds that a fork waits for all of them together
 
 

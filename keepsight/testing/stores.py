@@ -58,7 +58,7 @@ class StoreTests:
             base = ("snapshot", KEYS[number - 1]) if number else None
             media = (IMAGES[0],) if number == 1 else ()
             if number == 2:  # a state comes before its snapshot: one that is there has all it needs
-                store.put("state", KEYS[2], *self.entry(2), About(stands_on=("snapshot", KEYS[2])))
+                store.put("state", KEYS[2], *self.entry(2), About(depends_on=("snapshot", KEYS[2])))
             store.put("snapshot", KEYS[number], *self.entry(number), About(1.0, base, media))
         store.flush()
         return store
@@ -162,10 +162,10 @@ class StoreTests:
             found, note = again.entry("snapshot", KEYS[1]), again.entry("alias", KEYS[0])
             expect(found is not None and note is not None, "both are in the books")
             if found is not None and note is not None:
-                expect(found.stands_on == ("snapshot", KEYS[0]), "what it stands on is told")
+                expect(found.depends_on == ("snapshot", KEYS[0]), "what it stands on is told")
                 expect(found.media == (IMAGES[0],) and found.expires is None, "and its image")
                 expect(found.nbytes > 0 and before - 2 <= found.created, "and its size and age")
-                expect(note.media == (IMAGES[1],) and note.stands_on is None, "of a note too")
+                expect(note.media == (IMAGES[1],) and note.depends_on is None, "of a note too")
                 expect(note.expires is not None and note.expires > before + 990, "and its end")
 
     def test_what_is_read_is_counted(self, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ class StoreTests:
                 base = ("snapshot", number if kind == "state" else number - 1)
                 expect(base in left, "what something stands on is there")
             expect(store.check() == [], "and the books agree")
-        store.put("snapshot", KEYS[5], *self.entry(5), About(stands_on=("snapshot", KEYS[4])))
+        store.put("snapshot", KEYS[5], *self.entry(5), About(depends_on=("snapshot", KEYS[4])))
         store.flush()
         expect(not store.has("snapshot", KEYS[5]), "nothing is put on what is absent")
         expect(store.stats()["refused"] >= 1, "and that is counted")
@@ -300,7 +300,7 @@ class StoreTests:
             expect(self.names(again) == {("snapshot", 0), ("package", 3)}, "the rest stays")
             expect(again.get("snapshot", KEYS[1]) is None, "it is gone")
             expect(again.get("state", KEYS[2]) is None, "with what stood on it")
-        store.put("snapshot", KEYS[1], *self.entry(1), About(stands_on=("snapshot", KEYS[0])))
+        store.put("snapshot", KEYS[1], *self.entry(1), About(depends_on=("snapshot", KEYS[0])))
         store.flush()
         self.expect_entry(store, 1, "snapshot")
         expect(store.check() == [], "all is whole")
@@ -319,7 +319,7 @@ class StoreTests:
         """After its time to live, with all that stands on it; and its place is free."""
         store = self.make_store(tmp_path)
         store.put("snapshot", KEYS[0], *self.entry(0), About(ttl=self.lifetime))
-        store.put("snapshot", KEYS[1], *self.entry(1), About(stands_on=("snapshot", KEYS[0])))
+        store.put("snapshot", KEYS[1], *self.entry(1), About(depends_on=("snapshot", KEYS[0])))
         store.put_note("alias", KEYS[0], {"a": 1}, About(ttl=self.lifetime))
         store.put_note("alias", KEYS[1], {"a": 1}, About(ttl=1000.0))
         self.expect_entry(store, 0, "snapshot")

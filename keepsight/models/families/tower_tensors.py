@@ -80,7 +80,7 @@ class TowerTensors:
 
     def __init__(self, core: torch.nn.Module, budget: int = BUDGET) -> None:
         self.kept: MemoryCache[_Kept] = MemoryCache(
-            budget, lambda kept: kept.nbytes, by_worth=False
+            budget, lambda kept: kept.nbytes, by_usefulness=False
         )
         self._towers = {name: tower for name in _TELLING if (tower := _tower(core, name))}
         self._open = {name for name in (*_SIZES, _AUDIO[0]) if _passes_on(core, name)}

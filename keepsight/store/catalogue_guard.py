@@ -1,10 +1,10 @@
-"""The catalogue as the store leans on it: it may be missing, damaged, locked or deleted under us.
+"""The catalogue, which may be missing, damaged, locked or deleted at any time.
 
-None of that may disturb reading or writing, so everything that can go wrong with the book ends
-here. Only a damaged book is made anew from the files, and not again and again. One that is out of
-reach (locked, or on a disk that is full, read-only or gone) is sound: it is tried again later. What
-a dead process left half done is settled when the book is opened, by the rows that say so and no
-others.
+None of that may disturb reading or writing, so everything that can go wrong with the catalogue ends
+here. Only a damaged catalogue is made anew from the files, and not again and again. One that is out
+of reach (locked, or on a disk that is full, read-only or gone) is sound: it is tried again later.
+What a dead process left half done is settled when the catalogue is opened, by the rows that say so
+and no others.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _TROUBLE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQLite is damaged
 _UNDER_WAY = 600.0  # seconds that a write may take at most
-_AGAIN = 60.0  # seconds until a book that could not be opened is tried again
+_AGAIN = 60.0  # seconds until a catalogue that could not be opened is tried again
 _FIRST_REBUILD, _LONGEST_REBUILD = 60.0, 3600.0  # between two that are made anew
 _LEFT: list[Catalogue | None] = []  # of a parent that had them in use when it forked
 
 
-class Book:
-    """The catalogue beside the files of one folder, opened when it is first needed."""
+class CatalogueGuard:
+    """Access to the catalogue of one folder: opened when needed, rebuilt when damaged."""
 
     def __init__(self, folder: Folder, disk: Health) -> None:
         self.folder, self.disk = folder, disk
         self.health = Health(f"the catalogue of {folder.root} cannot be used")
-        self.in_memory = False  # there is no book on the disk, for now
+        self.in_memory = False  # there is no catalogue on the disk, for now
         self._lock = threading.RLock()
         self._catalogue: Catalogue | None = None
         self._file: tuple[int, int] | None = None  # device and inode
@@ -53,7 +53,7 @@ class Book:
         self._try_again = 0.0
         self._rebuild_at, self._rebuild_pause = 0.0, _FIRST_REBUILD
         self._adopting: Iterator[list[Entry]] | None = None
-        forks.hold(self, forks.BOOKS)
+        forks.hold(self, forks.CATALOGUES)
 
     def act(self, work: Callable[[Catalogue], T]) -> T:
         """Do something with the catalogue, on a new one where the old one is damaged."""
@@ -93,8 +93,8 @@ class Book:
             return otherwise
 
     def try_to_change(self, work: Callable[[Catalogue], T], otherwise: T) -> T:
-        """`change` for those who can go on without; a book that was locked is not waited for again
-        at once."""
+        """`change` for those who can go on without; a catalogue that was locked is not waited for
+        again at once."""
         if self.health.state == health.LOCKED and self.health.is_aside:
             return otherwise
         try:
@@ -107,10 +107,10 @@ class Book:
         return result
 
     def note(self, error: Exception) -> None:
-        """What a lock or damage does concerns the book alone, all else the whole disk."""
+        """What a lock or damage does concerns the catalogue alone, all else the whole disk."""
         state = health.named(error)
-        of_book = state in (health.LOCKED, health.DAMAGED)
-        (self.health if of_book else self.disk).failed(error, state)
+        of_catalogue = state in (health.LOCKED, health.DAMAGED)
+        (self.health if of_catalogue else self.disk).failed(error, state)
 
     def pages(self, tenant: str) -> Iterator[Entry]:
         """All rows of a tenant, whatever happens to them in the meantime."""
@@ -158,7 +158,8 @@ class Book:
         self._lock.release()
 
     def in_child(self, taken: bool) -> None:
-        """What could not be closed is never touched again: this process has a book in memory."""
+        """What could not be closed is never touched again: this process has a catalogue in
+        memory."""
         self._lock = threading.RLock()
         if not taken:
             _LEFT.append(self._catalogue)
@@ -209,7 +210,7 @@ class Book:
             made.set_fact("complete", 1)
 
     def _open_without_writing(self, error: Exception) -> Catalogue:
-        """What can be read of the book where it cannot be written; else one in memory."""
+        """What can be read of the catalogue where it cannot be written; else one in memory."""
         self._catalogue = opened_to_read(self.folder.path(NAME))
         if self._catalogue is None:
             self.note(error)
@@ -261,10 +262,10 @@ class Book:
             with contextlib.suppress(OSError):
                 self.folder.set_aside(NAME + suffix)
 
-    # -- adopting what no book knows -------------------------------------------------------------
+    # -- adopting unknown files ----------------------------------------------------------
 
     def is_sound(self) -> bool:
-        """Whether the book can be believed."""
+        """Whether the catalogue can be believed."""
         try:
             with self._lock:
                 return self._open().is_sound()
@@ -274,19 +275,19 @@ class Book:
             return False
 
     def make_anew(self) -> None:
-        """Another book, from the files."""
+        """Rebuild the catalogue from the files."""
         with self._lock:
             self._rebuild_at = 0.0  # somebody asked for it
             self._replace(sqlite3.DatabaseError("it is damaged"))
             self.complete()
 
     def complete(self) -> None:
-        """Enter every file that is not in the book yet."""
+        """Enter every file that is not in the catalogue yet."""
         while self.adopt_some():
             pass
 
     def adopt_some(self) -> bool:
-        """Enter the files of one more folder; False when all are in the book."""
+        """Enter the files of one more folder; False when all are in the catalogue."""
         with self._lock:
             if self.act(lambda catalogue: catalogue.fact("complete")):
                 return False
