@@ -82,7 +82,7 @@ class Address:
 
         protocol = self._address.split("://", 1)[0]
         try:
-            # An instance of our own: what fsspec remembers in it is nobody else's.
+            # An instance of our own: what fsspec caches in it is not shared.
             fs, root = fsspec.url_to_fs(self._address, skip_instance_cache=True, **self._options)
         except ImportError as error:
             raise _missing(protocol, error) from None
@@ -112,10 +112,10 @@ class Address:
 
     def info(self, name: str) -> RemoteObject:
         """What a listing would say of an object; FileNotFoundError where there is none."""
-        told = self.bounded(lambda: self.fs.info(self._path(name)))
-        if not _is_file(told):
+        info = self.bounded(lambda: self.fs.info(self._path(name)))
+        if not _is_file(info):
             raise FileNotFoundError(f"{self.shown}/{name} is no object")
-        return _found(name, told)
+        return _found(name, info)
 
     def exists(self, name: str) -> bool:
         """Whether there is such an object."""
@@ -198,10 +198,10 @@ class Address:
 
         def work() -> list[Record]:
             try:
-                told: list[Record] = self.fs.ls(path, detail=True)
+                found: list[Record] = self.fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            return told
+            return found
 
         found = []
         for info in self.bounded(work, 4 * self.timeout):
@@ -219,7 +219,7 @@ class Address:
             yield from crew.map(work, items)
 
     def bounded(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """Do it, or raise TimeoutError; what hangs is left behind in a thread that nobody joins."""
+        """Do it, or raise TimeoutError; what hangs is left behind in a daemon thread."""
         seconds = self.timeout if seconds is None else seconds
         done: Future[T] = Future()
         handed = [done]
@@ -272,7 +272,7 @@ class Breaker:
             return True
 
     def failed(self, error: BaseException) -> None:
-        """It did not work; the first failure in a row is told."""
+        """It did not work; the first failure in a row is logged."""
         with self._lock:
             self._failures += 1
             first, self.why = self._failures == 1, f"{type(error).__name__}: {error}"
@@ -308,12 +308,12 @@ def _found(name: str, info: Record) -> RemoteObject:
 def _moment(info: Record) -> float:
     """When an object was written; each file system has its own name and type for it."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
-        told = info.get(name)
+        moment = info.get(name)
         with contextlib.suppress(ValueError, OverflowError, OSError):
-            if isinstance(told, datetime):
-                return told.timestamp()
-            if isinstance(told, int | float):
-                return float(told)
-            if isinstance(told, str):
-                return datetime.fromisoformat(told).timestamp()
+            if isinstance(moment, datetime):
+                return moment.timestamp()
+            if isinstance(moment, int | float):
+                return float(moment)
+            if isinstance(moment, str):
+                return datetime.fromisoformat(moment).timestamp()
     return 0.0

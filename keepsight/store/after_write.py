@@ -40,7 +40,7 @@ class Keeper:
 
     def announce(self, rows: list[Entry]) -> bool:
         """What will be written now, so that a process that dies in between leaves a trace; False
-        where the disk refuses even that. A catalogue that is only locked stops nobody."""
+        where the disk refuses even that. A catalogue that is only locked stops no write."""
         self.guard.try_to_change(lambda catalogue: catalogue.put(rows, WRITING), None)
         return not self.guard.disk.is_aside
 
@@ -114,7 +114,7 @@ class Keeper:
         """By the file once more: somebody may have written it anew."""
         path = self.folder.path(name_of(place))
         with contextlib.suppress(OSError, ValueError):
-            return layout.expired(entryfile.keeping(path, place.kind, place.key), now)
+            return layout.expired(entryfile.read_metadata(path, place.kind, place.key), now)
         return False
 
     def fit(self, tenants: set[str]) -> list[EntryName]:

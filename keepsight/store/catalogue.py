@@ -89,7 +89,7 @@ class Catalogue:
 
     def __init__(self, path: Path | None, to_read: str = "") -> None:
         """In memory without a path. `to_read` is a mode of SQLite's in which nothing is written:
-        `mode=ro`, or `immutable=1` where nobody else can write either."""
+        `mode=ro`, or `immutable=1` where no process can write."""
         address: Path | str = ":memory:" if path is None else path
         if path is not None and not to_read:
             private_files.reserve(path)  # the files beside it take over its mode
@@ -346,15 +346,15 @@ class Catalogue:
         return [(_place(row), (row["base_kind"], row["base_key"])) for row in rows]
 
     def sums(self) -> tuple[dict[tuple[str, str], tuple[int, int]], ...]:
-        """The totals as kept and as counted anew, for `check`."""
-        kept = self._base.execute("SELECT * FROM total WHERE entries <> 0 OR bytes <> 0")
+        """The totals as stored and as counted again, for `check`."""
+        stored = self._base.execute("SELECT * FROM total WHERE entries <> 0 OR bytes <> 0")
         counted = self._base.execute(
             "SELECT tenant, kind, count(*) AS entries, sum(bytes) AS bytes FROM entry"
             " WHERE state = 0 GROUP BY tenant, kind"
         )
         return tuple(
             {(r["tenant"], r["kind"]): (r["entries"], r["bytes"]) for r in rows}
-            for rows in (kept.fetchall(), counted.fetchall())
+            for rows in (stored.fetchall(), counted.fetchall())
         )
 
     def add_up(self) -> None:

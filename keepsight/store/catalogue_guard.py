@@ -131,7 +131,7 @@ class CatalogueGuard:
             self.in_memory = self._is_makeshift = False
 
     def try_to_close(self) -> None:
-        """The same where nobody has it in hand: this waits for nothing."""
+        """The same where it is not in use: this does not wait."""
         if self._lock.acquire(blocking=False):
             try:
                 self.close()
@@ -146,7 +146,7 @@ class CatalogueGuard:
     # -- forks -----------------------------------------------------------------------------------
 
     def before_fork(self, seconds: float) -> bool:
-        """Close it, and let nobody open it until `after_fork`: SQLite notes in the process what is
+        """Close it, and keep it closed until `after_fork`: SQLite notes in the process what is
         locked, and a child that has these notes would believe them."""
         if not self._lock.acquire(timeout=seconds):
             return False
@@ -378,7 +378,7 @@ def _settle(catalogue: Catalogue, folder: Folder) -> None:
     """Finish what was being written or removed when its process ended.
 
     A file that is not there yet may still come, from a process that lives: its row stays a while,
-    or nobody would know the file if that process were killed before it enters it.
+    or the file would stay unknown if that process were killed before it enters it.
     """
     if not catalogue.unsettled():
         return

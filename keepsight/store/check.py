@@ -121,9 +121,9 @@ class Audit:
             if self.repair:
                 self.guard.change(lambda catalogue: catalogue.resize(place, size))
         elif row is not None:
-            self._compare_keeping(place, row)
+            self._compare_metadata(place, row)
 
-    def _compare_keeping(self, place: EntryName, row: Entry) -> None:
+    def _compare_metadata(self, place: EntryName, row: Entry) -> None:
         """The file is the truth; a row that says something else could take sound entries away."""
         true = as_found(self.folder, place)
         if true is None:
@@ -162,12 +162,12 @@ class Audit:
             self.guard.remove(self.guard.act(lambda catalogue: catalogue.tower(loose)))
 
     def _totals(self) -> None:
-        kept, counted = self.guard.act(lambda catalogue: catalogue.sums())
-        wrong = {name for name in {*kept, *counted} if kept.get(name) != counted.get(name)}
+        totals, counted = self.guard.act(lambda catalogue: catalogue.sums())
+        wrong = {name for name in {*totals, *counted} if totals.get(name) != counted.get(name)}
         for tenant, kind in sorted(name for name in wrong if name[0] in self.tenants):
             where = f"{layout.tenant_prefix(tenant)}{kind}"
-            told, true = kept.get((tenant, kind)), counted.get((tenant, kind))
-            self._say(where, f"the totals say {told} (entries, bytes), the rows {true}")
+            total, true = totals.get((tenant, kind)), counted.get((tenant, kind))
+            self._say(where, f"the totals say {total} (entries, bytes), the rows {true}")
         if self.repair and wrong:
             self.guard.change(lambda catalogue: catalogue.add_up())
 

@@ -48,7 +48,7 @@ class Entry:
     media: tuple[str, ...] = ()
     pinned: bool = False
     expires: float | None = None
-    tenant: str = ""  # digest of the tenant's name; empty for nobody in particular
+    tenant: str = ""  # digest of the tenant's name; empty for the default tenant
     usefulness: float = 0.0  # see `sizes.usefulness`: the least goes first
 
 

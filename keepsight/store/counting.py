@@ -1,6 +1,6 @@
 """How much lies at an address: counted by listing it, in a thread of its own, and believed a while.
 
-Whoever asks for statistics waits for that a moment at most, and is told what was counted last.
+A call for statistics waits for that a moment at most, and returns what was counted last.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Counting:
 
     def of(self, tenant: str, wait: float) -> Count:
         """What a tenant has, counted not long ago if that is known within so many seconds. Where
-        somebody has waited in vain already nobody waits again."""
+        one call has waited in vain, the others do not wait."""
         if self._process != os.getpid():
             self._start()  # a forked child has none of its parent's threads
         with self._changed:

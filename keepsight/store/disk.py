@@ -99,7 +99,7 @@ class DiskStore:
         return view
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants that have anything here; empty for nobody in particular."""
+        """The digests of all tenants that have anything here; empty for the default tenant."""
         self._catch_up()
         return self._guard.act(lambda catalogue: catalogue.tenants())
 
@@ -166,7 +166,7 @@ class DiskStore:
             return self._guard.try_to(lambda catalogue: catalogue.latest_upon(*wanted), [])
 
         found, none = [], list[EntryName]()
-        for place in self._listing.ask(look, none):  # a slow catalogue keeps nobody from reading
+        for place in self._listing.ask(look, none):  # a slow catalogue does not delay a read
             record = self._careful(entryfile.read_record, place)
             if record is not None and not layout.expired(record.get("kept")):
                 found.append((place.key, record))
@@ -184,13 +184,13 @@ class DiskStore:
     def _waiting(self, place: EntryName) -> PendingWrite | None:
         """What was handed over, is not on the disk yet, and is not over."""
         job = self._writer.pending.jobs.get(place)
-        if job is None or layout.expired(job.told):
+        if job is None or layout.expired(job.metadata):
             return None
         self._writer.tally.count(place.tenant, "hits")
         return job
 
-    def _is_over(self, place: EntryName, told: object) -> bool:
-        if not layout.expired(told):
+    def _is_over(self, place: EntryName, metadata: object) -> bool:
+        if not layout.expired(metadata):
             return False
         self._writer.over(place)
         return True
@@ -254,14 +254,14 @@ class DiskStore:
             expected = "a note: use put_note" if tensors is not None else "tensors: use put"
             raise InputError(f"the kind {place.kind!r} is for {expected}")
         layout.checked_about(about)
-        # Whether it is there already, and what it stands on, the writer looks: nobody waits here.
+        # Whether it is there already, and what it stands on, the writer looks: nothing waits here.
         if place in self._writer.pending.jobs:
             return
         ready = COMPLETE
         if tensors is not None:
             tensors, ready = to_host(tensors)
         self._writer.hand_over(
-            PendingWrite(place, record, tensors, about, layout.kept(about), ready=ready)
+            PendingWrite(place, record, tensors, about, layout.metadata_of(about), ready=ready)
         )
 
     def flush(self) -> None:
@@ -276,7 +276,7 @@ class DiskStore:
         else:
             self._writer.pending.drain()
 
-    # -- keeping ---------------------------------------------------------------------------------
+    # -- entries and budgets ---------------------------------------------------------------------
 
     def _catch_up(self) -> None:
         """The catalogue as it is now, with every file in it."""
@@ -302,9 +302,9 @@ class DiskStore:
     def stats(self, wait: float = 5.0) -> Record:
         """Entries and bytes per kind; what happened since it was opened, and `ever`.
 
-        Nobody waits longer than that for a disk; `counted` says when entries and bytes were counted
-        (None: not yet) and `complete` whether there were files that no catalogue knew. `state` says
-        what the disk refuses at the moment, by name, and `since` when.
+        No call waits longer than that for a disk; `counted` says when entries and bytes were
+        counted (None: not yet) and `complete` whether there were files that no catalogue knew.
+        `state` says what the disk refuses at the moment, by name, and `since` when.
         """
         known = self._writer.counted(self._tenant, wait) or Counted({}, {}, None, False)
         counts = dict(self._writer.tally.counts.get(self._tenant, ()))

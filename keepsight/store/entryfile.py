@@ -1,4 +1,4 @@
-"""One entry as one file: tensors with a record, or a note, and what the file says of its keeping.
+"""One entry as one file: tensors with a record, or a note, and its metadata.
 
 The file is the truth. It says under which key it stands, what it stands on, whose image it holds
 something of and until when it may be used, so everything here works without any catalogue.
@@ -22,11 +22,13 @@ FORMAT = 1
 Parts = Iterable[bytes | memoryview]
 
 
-def spelled(kind: str, key: str, tensors: Tensors | None, record: Record, told: Record) -> Parts:
+def spelled(
+    kind: str, key: str, tensors: Tensors | None, record: Record, metadata: Record
+) -> Parts:
     """The parts of the file. A note has no tensors."""
     if tensors is None:
-        return [layout.note_bytes(kind, key, record, told)]
-    record = dict(record, entry=key, kept=told)
+        return [layout.note_bytes(kind, key, record, metadata)]
+    record = dict(record, entry=key, kept=metadata)
     return tensorfile.spelled(kind, FORMAT, tensors, record)
 
 
@@ -40,7 +42,7 @@ def read(path: Path, kind: str, key: str) -> tuple[Tensors, Record]:
 
 
 def read_note(path: Path, kind: str, key: str) -> tuple[Record, Record]:
-    """Body and keeping of a note."""
+    """Body and metadata of a note."""
     _refuse_pipes(path)
     return layout.read_note(kind, key, path.read_bytes(), str(path))
 
@@ -52,12 +54,12 @@ def _refuse_pipes(path: Path) -> None:
         raise DamagedFile(f"{path} is a pipe or a device and no file")
 
 
-def keeping(path: Path, kind: str, key: str) -> Record:
-    """What the file says of its keeping; tensors are neither read nor checked."""
+def read_metadata(path: Path, kind: str, key: str) -> Record:
+    """The metadata in the file; tensors are neither read nor checked."""
     if kind in layout.NOTES:
         data = path.read_bytes()
-        body, told = layout.read_note(kind, key, data, str(path))
-        return told if "kept" in json.loads(data) else older(kind, key, body)
+        body, metadata = layout.read_note(kind, key, data, str(path))
+        return metadata if "kept" in json.loads(data) else older(kind, key, body)
     record = tensorfile.read_record(path)
     found = record.get("kept")
     return found if isinstance(found, dict) else older(kind, key, record)
@@ -81,11 +83,11 @@ def verify(path: Path, kind: str, key: str) -> None:
 
 
 def live(status: os.stat_result, now: float) -> bool:
-    """Whether the entry may still be used, as far as the disk tells without reading it.
+    """Whether the entry may still be used, as far as the disk shows without reading it.
 
     A file that is good for a time only carries the end of it as its time of change. Nothing else
-    can lie behind the time of its last status change, which nobody can set. Where a copy lost
-    this mark, the file itself still tells when it is read.
+    can lie behind the time of its last status change, which cannot be set. Where a copy lost this
+    mark, the file itself says so when it is read.
     """
     if status.st_mtime <= status.st_ctime + 0.01:
         return True
@@ -93,13 +95,13 @@ def live(status: os.stat_result, now: float) -> bool:
     return now < status.st_mtime <= now + lifetime
 
 
-def about(told: Record, cost: float = 0.0) -> About:
-    """The keeping as it was handed over."""
-    return layout.told_about(told, cost) if told else NOTHING
+def about(metadata: Record, cost: float = 0.0) -> About:
+    """The metadata as it was given to `put`."""
+    return layout.about_of(metadata, cost) if metadata else NOTHING
 
 
 def older(kind: str, key: str, record: Record) -> Record:
-    """The keeping of entries from before files told it, as far as their content shows it."""
+    """The metadata of entries from before files had any, as far as their content shows it."""
     media: list[object] = []
     base: list[object] | None = None
     if kind in ("package", "alias"):
@@ -115,7 +117,7 @@ def older(kind: str, key: str, record: Record) -> Record:
         media = [row[2] for row in rows if isinstance(row, list) and len(row) > 2]
         if record.get("start"):
             base = ["snapshot", record.get("parent")]
-    told: Record = {"media": [name for name in media if isinstance(name, str)]}
+    metadata: Record = {"media": [name for name in media if isinstance(name, str)]}
     if base is not None and layout.is_name(*base):
-        told["stands_on"] = base
-    return told
+        metadata["stands_on"] = base
+    return metadata

@@ -30,7 +30,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 BUFFER = -1  # as the system has it
 _AT_ONCE = 16  # syncs that the disk is asked for together
-_LEFT_OVER = 60.0  # seconds; a writer locks its part at once, so what is older and free is nobody's
+_LEFT_OVER = 60.0  # seconds; a writer locks its part at once: what is older and free is left over
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Folder:
             _aside(last, inside)
 
     def scan(self, folders: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Every file two levels below a folder, such as `package`; links are told, not followed."""
+        """Every file two levels below a folder, such as `package`; links are not followed."""
         for shard in self.names(folders):
             for name in self.names(f"{folders}/{shard}"):
                 status = self.status(f"{folders}/{shard}/{name}")

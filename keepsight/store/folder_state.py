@@ -20,7 +20,7 @@ from keepsight.store.health import FULL, GONE
 from keepsight.store.layout import EntryName
 from keepsight.store.rows import row_of
 
-_TRIAL = EntryName("", "alias", "0" * 64)  # of an entry that nobody has
+_TRIAL = EntryName("", "alias", "0" * 64)  # of an entry that does not exist
 
 
 class Ground:

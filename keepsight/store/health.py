@@ -31,7 +31,7 @@ DAMAGED = "damaged"  # wrong bytes
 PINNED = "pinned"  # what is pinned leaves no room for anything else
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds that a disk is left alone
-_QUIET = 600.0  # seconds in which a trouble that comes back is not told again
+_QUIET = 600.0  # seconds in which a trouble that comes back is not logged again
 
 _NUMBERS = {
     FULL: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
@@ -111,7 +111,7 @@ class Health:
         self.state, self.why = OK, ""
         self.since: float | None = None  # seconds since the epoch
         self._retry_at, self._failed_at, self._pause = 0.0, float("-inf"), FIRST_PAUSE
-        self._told: dict[str, float] = {}  # when each trouble was told last
+        self._warned: dict[str, float] = {}  # when each trouble was logged last
 
     @property
     def is_aside(self) -> bool:
@@ -135,8 +135,8 @@ class Health:
             self._pause = min(2 * self._pause, LONGEST_PAUSE) if again else FIRST_PAUSE
             self.state, self.why = state, str(error)
             self._failed_at, self._retry_at = now, now + self._pause
-            is_news = now >= self._told.get(state, float("-inf")) + _QUIET
-            self._told[state] = now
+            is_news = now >= self._warned.get(state, float("-inf")) + _QUIET
+            self._warned[state] = now
         level = logging.WARNING if is_news else logging.DEBUG
         logger.log(level, "%s (%s: %s); going on without it", self._what, state, error)
 

@@ -44,7 +44,7 @@ class EntryName(NamedTuple):
 
 
 def tenant_digest(name: str | None) -> str:
-    """The folder of a tenant; empty for nobody in particular."""
+    """The folder of a tenant; empty for the default tenant."""
     return "" if name is None else digests.digest("tenant", name)
 
 
@@ -63,7 +63,7 @@ def is_name(kind: object, key: object) -> bool:
 
 
 def is_tenant(digest: object) -> bool:
-    """Whether this can be the folder of a tenant, or nobody's."""
+    """Whether this can be the folder of a tenant, or of the default tenant."""
     return isinstance(digest, str) and (not digest or _KEY.fullmatch(digest) is not None)
 
 
@@ -92,22 +92,22 @@ def parse(name: str) -> EntryName | None:
 # -- what stands in a file beside its content ----------------------------------------------------
 
 
-def kept(about: About, now: float | None = None) -> Record:
-    """What an entry's file says of its keeping, so that no catalogue is needed to read it.
+def metadata_of(about: About, now: float | None = None) -> Record:
+    """The metadata in an entry's file, so that no catalogue is needed to read it.
 
     Times and costs differ with each making, and are left out where nothing is lost without them:
     so equal content is equal files, whoever writes them.
     """
-    told: Record = {}
+    metadata: Record = {}
     if about.depends_on is not None:
-        told["stands_on"] = list(about.depends_on)
+        metadata["stands_on"] = list(about.depends_on)
     if about.media:
-        told["media"] = sorted(set(about.media))
+        metadata["media"] = sorted(set(about.media))
     if about.ttl is not None:
         # Whole milliseconds: one width for all, so that an entry has one size wherever it lies.
         now = time.time() if now is None else now
-        told |= {"created": int(now * 1000), "ttl": float(about.ttl)}
-    return told
+        metadata |= {"created": int(now * 1000), "ttl": float(about.ttl)}
+    return metadata
 
 
 def checked_about(about: About) -> None:
@@ -122,64 +122,66 @@ def checked_about(about: About) -> None:
         raise InputError("media are named by their image keys, which are strings")
 
 
-def told_about(told: object, cost: float = 0.0) -> About:
-    """What `kept` wrote, as it was handed over; nonsense in a file counts as not said."""
-    told = told if isinstance(told, dict) else {}
-    base, media, end = told.get("stands_on"), told.get("media"), expiry(told)
+def about_of(metadata: object, cost: float = 0.0) -> About:
+    """The inverse of `metadata_of`; what makes no sense in a file counts as absent."""
+    metadata = metadata if isinstance(metadata, dict) else {}
+    base, media, end = metadata.get("stands_on"), metadata.get("media"), expiry(metadata)
     if not (isinstance(base, list) and len(base) == 2 and is_name(*base)):
         base = None
     if not (isinstance(media, list) and all(isinstance(key, str) for key in media)):
         media = []
     depends_on = None if base is None else (base[0], base[1])
-    return About(cost, depends_on, tuple(media), None if end is None else float(told["ttl"]))
+    return About(cost, depends_on, tuple(media), None if end is None else float(metadata["ttl"]))
 
 
-def expiry(told: object) -> float | None:
+def expiry(metadata: object) -> float | None:
     """When an entry may no longer be used, by what its file says; None for never."""
-    if not isinstance(told, dict):
+    if not isinstance(metadata, dict):
         return None
     try:
-        end = float(told["created"]) / 1000 + float(told["ttl"])
+        end = float(metadata["created"]) / 1000 + float(metadata["ttl"])
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return end
 
 
-def expired(told: object, now: float | None = None) -> bool:
+def expired(metadata: object, now: float | None = None) -> bool:
     """Whether it may no longer be used. One that was made later than now has a clock that jumped,
     and would live longer than anyone meant."""
-    end = expiry(told)
-    if end is None or not isinstance(told, dict):
+    end = expiry(metadata)
+    if end is None or not isinstance(metadata, dict):
         return False
     now = time.time() if now is None else now
-    return not now < end or end > now + float(told["ttl"]) + CLOCK_SLACK
+    return not now < end or end > now + float(metadata["ttl"]) + CLOCK_SLACK
 
 
 # -- notes ---------------------------------------------------------------------------------------
 
 
-def note_bytes(kind: str, key: str, body: Record, told: Record) -> bytes:
+def note_bytes(kind: str, key: str, body: Record, metadata: Record) -> bytes:
     """A note as it lies in its file."""
-    wrapped = {"body": body, "kept": told, "digest": _note_digest(kind, key, body, told)}
+    wrapped = {"body": body, "kept": metadata, "digest": _note_digest(kind, key, body, metadata)}
     return digests.canonical_json(wrapped).encode()
 
 
 def read_note(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Record]:
-    """Body and keeping of a note; its digest is checked, and the key is part of it."""
+    """Body and metadata of a note; its digest is checked, and the key is part of it."""
     try:
         wrapped = json.loads(data)
-        body, told = dict(wrapped["body"]), dict(wrapped.get("kept", {}))
-        if wrapped["digest"] != _note_digest(kind, key, body, told):
+        body, metadata = dict(wrapped["body"]), dict(wrapped.get("kept", {}))
+        if wrapped["digest"] != _note_digest(kind, key, body, metadata):
             raise ValueError("the note does not match its digest")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"{where}: {error}") from None
-    return body, told
+    return body, metadata
 
 
-def _note_digest(kind: str, key: str, body: Record, told: Record) -> str:
-    """The key is part of it, so that no note can pass for another. Notes of the first format say
-    nothing of their keeping, and have the digest they always had."""
-    parts = [digests.canonical_json(body)] + ([digests.canonical_json(told)] if told else [])
+def _note_digest(kind: str, key: str, body: Record, metadata: Record) -> str:
+    """The key is part of it, so that no note can pass for another. Notes of the first format have
+    no metadata, and ⇒ have the digest they always had."""
+    parts = [digests.canonical_json(body)] + (
+        [digests.canonical_json(metadata)] if metadata else []
+    )
     return digests.digest("note", kind, key, *parts)
 
 
@@ -194,8 +196,8 @@ def marker_bytes() -> bytes:
 def check_marker(data: bytes, where: str) -> None:
     """Refuse a store that another version laid out."""
     try:
-        told = json.loads(data)
-        format_ = told["format"] if told["keepsight"] == "store" else None
+        metadata = json.loads(data)
+        format_ = metadata["format"] if metadata["keepsight"] == "store" else None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedFile(f"{where}/{MARKER}: not readable; delete it to use the store") from None
     if format_ != STORE_FORMAT:

@@ -31,7 +31,7 @@ _PINS = "pins"
 class EntryHeader(NamedTuple):
     """What a file says of itself."""
 
-    told: Record
+    metadata: Record
     cost: float = 0.0  # only known to the process that made it
 
 
@@ -47,21 +47,21 @@ def head(link: Address, name: str, kind: str, key: str) -> EntryHeader:
         record = tensorfile.parse_record(link.read(name, 0, record), size, where)
     if isinstance(record, int) or record.get("entry") != key or record.get("kind") != kind:
         raise DamagedFile(f"{where}: it is not the entry that its name says")
-    return EntryHeader(keeping_in(kind, key, record))
+    return EntryHeader(metadata_in(kind, key, record))
 
 
-def keeping_in(kind: str, key: str, record: Record) -> Record:
-    """What a record says of the keeping of its entry."""
-    told = record.get("kept")
-    return told if isinstance(told, dict) else entryfile.older(kind, key, record)
+def metadata_in(kind: str, key: str, record: Record) -> Record:
+    """The metadata of an entry in its record."""
+    metadata = record.get("kept")
+    return metadata if isinstance(metadata, dict) else entryfile.older(kind, key, record)
 
 
 def note_in(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Record]:
-    """Body and keeping of a note from its bytes."""
-    body, told = layout.read_note(kind, key, data, where)
-    if not told and "kept" not in json.loads(data):
-        told = entryfile.older(kind, key, body)
-    return body, told
+    """Body and metadata of a note from its bytes."""
+    body, metadata = layout.read_note(kind, key, data, where)
+    if not metadata and "kept" not in json.loads(data):
+        metadata = entryfile.older(kind, key, body)
+    return body, metadata
 
 
 class RecentNames:
@@ -79,7 +79,7 @@ class RecentNames:
         found, until = self._heads.get(name, (None, -1.0))
         if self._clock() >= until:
             return False, None
-        if found is not None and layout.expired(found.told):
+        if found is not None and layout.expired(found.metadata):
             return True, None
         return True, found
 
@@ -170,26 +170,26 @@ class Survey:
         listed = list(self.found())
         heads = self._link.each(self._head, listed)
         pairs = zip(listed, heads, strict=True)
-        return {name: self._entry(name, one, told, name in pins) for (name, one), told in pairs}
+        return {name: self._entry(name, one, header, name in pins) for (name, one), header in pairs}
 
-    def entry(self, name: Name, told: EntryHeader) -> Entry:
+    def entry(self, name: Name, header: EntryHeader) -> Entry:
         """One entry whose head is known; asks for its size and its pin."""
         info = self._link.info(self.path(name))
-        return self._entry(name, info, told, self._link.exists(self.pin_name(name)))
+        return self._entry(name, info, header, self._link.exists(self.pin_name(name)))
 
     def _head(self, item: tuple[Name, RemoteObject]) -> EntryHeader:
         (kind, key), one = item
-        told, since = self._seen.old_head(one.name), self._seen.removals
-        if told is None:
+        header, since = self._seen.old_head(one.name), self._seen.removals
+        if header is None:
             try:
-                told = head(self._link, one.name, kind, key)
+                header = head(self._link, one.name, kind, key)
             except (FileError, FileNotFoundError):
                 return EntryHeader({})  # `check` names it; here it is only counted
-            self._seen.there(one.name, told, since)
-        return told
+            self._seen.there(one.name, header, since)
+        return header
 
     def _entry(self, name: Name, one: RemoteObject, known: EntryHeader, pinned: bool) -> Entry:
-        about = layout.told_about(known.told, known.cost)
+        about = layout.about_of(known.metadata, known.cost)
         uses, last = self._seen.uses(one.name)
         written = min(one.written, time.time())  # a stamp from the future is of no use
         return Entry(
@@ -202,7 +202,7 @@ class Survey:
             depends_on=about.depends_on,
             media=about.media,
             pinned=pinned,
-            expires=layout.expiry(known.told),
+            expires=layout.expiry(known.metadata),
             tenant=self._tenant,
         )
 
@@ -220,7 +220,7 @@ class Survey:
 
 
 def tenants_at(link: Address) -> list[str]:
-    """The digests of all tenants that may have anything there; empty for nobody in particular."""
+    """The digests of all tenants that may have anything there; empty for the default tenant."""
     return ["", *(folder.rpartition("/")[2] for folder in link.folders("tenants"))]
 
 

@@ -1,6 +1,6 @@
 """What was handed over to a store and is not in it: named until somebody asks.
 
-Bounded, for nobody may ask for days; safe in several threads.
+Bounded, for it may not be asked for days; safe in several threads.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class MemoryCache(Generic[T]):
         return self.ttl is not None and self._clock() - held.made >= self.ttl
 
     def _sweep(self) -> None:
-        """Drop what has expired, now and then: nobody may ever ask for it again."""
+        """Drop what has expired, now and then: it may never be asked for again."""
         if self.ttl is not None and self._clock() - self._swept >= self.ttl / 8:
             self._swept = self._clock()
             for place in [place for place, held in self._held.items() if self._expired(held)]:
@@ -311,7 +311,7 @@ class SharedMemoryCache(MemoryCache[T]):
             super().forget(tenant, only)
 
     def check(self) -> None:
-        """As above, while nobody changes anything."""
+        """As above, under the lock."""
         with self._lock:
             super().check()
 

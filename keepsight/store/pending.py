@@ -29,7 +29,7 @@ class PendingWrite:
     record: Record
     tensors: Tensors | None  # None: a note, JSON alone
     about: About
-    told: Record = field(default_factory=dict)  # what the file says of its keeping
+    metadata: Record = field(default_factory=dict)  # what the file says of the entry
     nbytes: int = 0
     written: int = 0  # bytes on the disk, once it is there
     ready: Fence = COMPLETE  # before it, tensors that came from a device are not here yet
@@ -42,7 +42,7 @@ class PendingWrite:
     def row(self, nbytes: int) -> Entry:
         """It as the catalogue has it, with so many bytes on the disk."""
         now = time.time()
-        created = self.told["created"] / 1000 if "created" in self.told else now
+        created = self.metadata["created"] / 1000 if "created" in self.metadata else now
         return row_of(self.place, self.about, nbytes, created, now)
 
 

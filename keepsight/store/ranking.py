@@ -35,13 +35,13 @@ def together(table: Table, names: Iterable[Name]) -> list[list[Name]]:
 
 def held(table: Table) -> set[Name]:
     """What is pinned, and what that stands on."""
-    kept: set[Name] = set()
+    fixed: set[Name] = set()
     for name, entry in table.items():
         one: Name | None = name if entry.pinned else None
-        while one is not None and one in table and one not in kept:
-            kept.add(one)
+        while one is not None and one in table and one not in fixed:
+            fixed.add(one)
             one = table[one].depends_on
-    return kept
+    return fixed
 
 
 def adrift(table: Table) -> list[Name]:
@@ -55,10 +55,10 @@ def adrift(table: Table) -> list[Name]:
 def least_useful(table: Table, budget: int, now: float) -> list[Name]:
     """What has to go so that the rest fits, in its order; an entry goes after all that stands on
     it. What it saves for each byte counts, over the hours since it was written or last read."""
-    kept = held(table)
+    fixed = held(table)
     above = {name: len(ones) for name, ones in _above(table).items()}
     total, gone = sum(entry.nbytes for entry in table.values()), []
-    ready = [(_value(e, now), n) for n, e in table.items() if n not in kept and not above.get(n)]
+    ready = [(_value(e, now), n) for n, e in table.items() if n not in fixed and not above.get(n)]
     heapq.heapify(ready)
     while total > budget and ready:
         _, name = heapq.heappop(ready)
@@ -68,7 +68,7 @@ def least_useful(table: Table, budget: int, now: float) -> list[Name]:
         base = entry.depends_on
         if base is not None and base in table:
             above[base] -= 1
-            if not above[base] and base not in kept:
+            if not above[base] and base not in fixed:
                 heapq.heappush(ready, (_value(table[base], now), base))
     return gone
 

@@ -17,7 +17,7 @@ from keepsight.kinds import Record
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, Breaker
 from keepsight.store.contract import Tensors
-from keepsight.store.listing import EntryHeader, RecentNames, head, keeping_in, note_in
+from keepsight.store.listing import EntryHeader, RecentNames, head, metadata_in, note_in
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class Reader:
             return found
         since = self._seen.removals
         found = self.asked(name, lambda: self._head(name, kind, key))
-        if found is None or self._is_over(name, found.told):
+        if found is None or self._is_over(name, found.metadata):
             return None
         self._seen.there(name, found, since)
         return found
 
-    def _is_over(self, name: str, told: Record) -> bool:
-        if not layout.expired(told):
+    def _is_over(self, name: str, metadata: Record) -> bool:
+        if not layout.expired(metadata):
             return False
         self._seen.absent(name)
         self._ended(name)
@@ -108,7 +108,7 @@ class Reader:
         tensors, record = tensorfile.parse(data, where, kind, entryfile.FORMAT)
         if record.get("entry") != key:
             raise DamagedFile(f"{where}: this is the entry {record.get('entry')!r}")
-        return (tensors, record), keeping_in(kind, key, record)
+        return (tensors, record), metadata_in(kind, key, record)
 
     def _parse_note(self, name: str, kind: str, key: str, data: bytes) -> tuple[Record, Record]:
         return note_in(kind, key, data, f"{self._link.shown}/{name}")
@@ -122,7 +122,7 @@ class Reader:
         if data is None:
             return None
         try:
-            content, told = parse(data)
+            content, metadata = parse(data)
         except WrongFormatVersion as error:
             # Another version's entry is sound, and somebody may still want it.
             logger.warning("%s; left as it is", error)
@@ -131,9 +131,11 @@ class Reader:
         except FileError as error:
             self._doubt(name, data, error)
             return None
-        if self._is_over(name, told):
+        if self._is_over(name, metadata):
             return None
-        self._seen.there(name, EntryHeader(told, found.cost if found is not None else 0.0), since)
+        self._seen.there(
+            name, EntryHeader(metadata, found.cost if found is not None else 0.0), since
+        )
         self._seen.touch(name)
         return content
 

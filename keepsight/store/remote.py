@@ -148,7 +148,7 @@ class RemoteStore:
 
     def _waiting(self, name: str) -> RemoteWrite | None:
         job = self._outbox.find(name)
-        return None if job is None or layout.expired(job.told) else job
+        return None if job is None or layout.expired(job.metadata) else job
 
     def _counted(self, found: T | None) -> T | None:
         self._count("misses" if found is None else "hits")
@@ -190,15 +190,16 @@ class RemoteStore:
             self._outbox.losses.add(self._tenant, (kind, key), too_large)
             self._count("refused")
             return
-        on, told = None if base is None or base[1] == key else self._name(*base), layout.kept(about)
-        job = RemoteWrite(name, kind, key, tensors, record, about, on, told, nbytes, self._tenant)
+        meta = layout.metadata_of(about)
+        on = None if base is None or base[1] == key else self._name(*base)
+        job = RemoteWrite(name, kind, key, tensors, record, about, on, meta, nbytes, self._tenant)
         job.leave_device()
         if not self._outbox.offer(job):
             self._count("refused")
 
     def _write(self, job: RemoteWrite) -> None:
         """In the background. What cannot be spelled is the entry's fault and not the address's."""
-        parts = list(entryfile.spelled(job.kind, job.key, job.tensors, job.record, job.told))
+        parts = list(entryfile.spelled(job.kind, job.key, job.tensors, job.record, job.metadata))
         if not self._writing.allows(self._link.timeout):
             raise StoreError(f"{self.address} cannot be written: {self._writing.why}")
         try:
@@ -217,7 +218,7 @@ class RemoteStore:
         for kind in layout.KINDS:
             name = layout.place(kind, job.key, job.tenant)
             found = self._seen.find(name)[1]
-            if found is not None and found.told.get("stands_on") == [job.kind, job.key]:
+            if found is not None and found.metadata.get("stands_on") == [job.kind, job.key]:
                 self._link.remove(name)
                 self._seen.removed(name)
 
@@ -227,11 +228,11 @@ class RemoteStore:
                 self._link.write(layout.MARKER, [layout.marker_bytes()], lambda: False)
             self._marked.append(True)
         was_over = job.tenant in self._swept or self._seen.old_head(job.name) is not None
-        careful = "ttl" in job.told or was_over
+        careful = "ttl" in job.metadata or was_over
         claims.write(self._link, job.name, parts, lambda: job.unwanted, careful)
         if job.unwanted:
             return
-        self._seen.there(job.name, EntryHeader(job.told, job.about.cost))
+        self._seen.there(job.name, EntryHeader(job.metadata, job.about.cost))
         nbytes = sum(len(part) for part in parts)
         self._count("written")
         self._outbox.losses.found(job.tenant, (job.kind, job.key))
@@ -256,7 +257,7 @@ class RemoteStore:
         except (FileError, FileNotFoundError, NotADirectoryError):
             return False
         self._seen.there(name, found, since)
-        return not layout.expired(found.told)
+        return not layout.expired(found.metadata)
 
     def flush(self) -> None:
         """Return when all that was handed over before is at the address, or say what is not."""
@@ -291,7 +292,7 @@ class RemoteStore:
 
     def stats(self, wait: float = 10.0) -> Record:
         """Entries and bytes as they were counted not long ago (when: `counted`), and what happened
-        since it was opened. Counting lists the address; nobody waits longer than that for it."""
+        since it was opened. Counting lists the address; no call waits longer than that for it."""
         kinds, at, _ = self._counting.of(self._tenant, wait)
         why = self._reader.broken or self._writing.why
         return {

@@ -2,7 +2,7 @@
 
 Removal goes from what stands on top downwards and several at once, so that breaking off half-way
 leaves nothing that stands on air. An address that does not answer is an error here: a caller who
-asked for something to be gone must not be told that it is.
+asked for something to be removed must not hear that it is.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Upkeep(Survey):
 
     def _still_over(self, name: Name) -> bool:
         try:
-            return layout.expired(read_head(self._link, self.path(name), *name).told)
+            return layout.expired(read_head(self._link, self.path(name), *name).metadata)
         except (FileError, FileNotFoundError):  # removed by somebody, or not ours to judge
             return False
 

@@ -2,7 +2,7 @@
 
 SQLite waits for a lock that others hold, but not where a first reader wants to change how the file
 is journalled: two that wait for each other would wait for ever, so it says "locked" at once. The
-other is done within moments, so whoever is told so tries again, for as long as one waits elsewhere.
+other is done within moments, so so this is tried again, for as long as one waits elsewhere.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def opened_to_read(path: Path) -> Catalogue | None:
 
 
 def _is_still(path: Path) -> bool:
-    """Whether we could not write it, and all of it is in its one file: so nobody writes it now."""
+    """Whether we could not write it, and all of it is in its one file: so no process writes it
+    now."""
     if os.access(path.parent, os.W_OK):
         return False
     try:

@@ -47,11 +47,11 @@ def as_found(folder: Folder, place: EntryName) -> Entry | None:
     if status is None or not stat.S_ISREG(status.st_mode):
         return None
     try:
-        told = entryfile.keeping(folder.path(name_of(place)), place.kind, place.key)
+        metadata = entryfile.read_metadata(folder.path(name_of(place)), place.kind, place.key)
     except (FileError, OSError):
-        told = {}  # `check` will name it; its bytes count until then
-    about = entryfile.about(told)
-    created = status.st_mtime if about.ttl is None else float(told["created"]) / 1000
+        metadata = {}  # `check` will name it; its bytes count until then
+    about = entryfile.about(metadata)
+    created = status.st_mtime if about.ttl is None else float(metadata["created"]) / 1000
     if not math.isfinite(created):  # a file may say anything, and a row of it must be possible
         created = status.st_mtime
     return row_of(place, about, status.st_size, created, max(status.st_atime, created))

@@ -1,7 +1,7 @@
 """What is counted in memory: for statistics, which wait for no disk, and for the catalogue, later.
 
-Safe in several threads. What the catalogue is told of is bounded, for a disk may refuse for days:
-of uses some may be forgotten, and what else is left over is found again from the files.
+Safe in several threads. What the catalogue is yet to learn is bounded, for a disk may refuse for
+days: of uses some may be forgotten, and what else is left over is found again from the files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StoreCounters:
         self.start_anew()
 
     def start_anew(self) -> None:
-        """With nothing that the catalogue has not been told, as at first and after a fork."""
+        """With nothing that the catalogue does not know, as at first and after a fork."""
         self._lock = threading.Lock()
         self._uses: Counter[EntryName] = Counter()
         self._events: Counter[str] = Counter()
@@ -80,7 +80,7 @@ class StoreCounters:
             self.count(place.tenant, "evictions")
 
     def use(self, place: EntryName) -> bool:
-        """An entry was read; whether it is the first of which the catalogue has not been told."""
+        """An entry was read; whether it is the first that the catalogue does not know of."""
         self.count(place.tenant, "hits")
         with self._lock:
             if len(self._uses) < _GATHERED:
@@ -122,7 +122,7 @@ class StoreCounters:
             return Due(uses, events, list(self.ended), refused)
 
     def put_back(self, due: Due) -> None:
-        """The catalogue could not be told of these."""
+        """These could not be entered in the catalogue."""
         with self._lock:
             self._events.update(due.events)
         self._add_refused(due.refused)

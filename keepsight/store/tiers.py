@@ -132,8 +132,8 @@ class _Carrier:
             thread.join()
 
     def retire(self) -> None:
-        """Let the thread end when it has carried what waits. This waits for nobody: the collector
-        calls it when a store was dropped."""
+        """Let the thread end when it has carried what waits. This does not wait: the garbage
+        collector calls it when a store was dropped."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -275,22 +275,22 @@ class TieredStore:
             for store in self.tiers
         ]
         kinds: dict[str, dict[str, int]] = {}
-        for told in tiers:
-            for kind, counted in told["kinds"].items():
+        for stats in tiers:
+            for kind, counted in stats["kinds"].items():
                 largest = kinds.setdefault(kind, {"entries": 0, "bytes": 0})
                 for what in largest:
                     largest[what] = max(largest[what], counted[what])
-        broken = [f"{told['name']}: {told['broken']}" for told in tiers if told.get("broken")]
+        broken = [f"{stats['name']}: {stats['broken']}" for stats in tiers if stats.get("broken")]
         most = ("written", "refused", "waiting", "waiting_budget")  # tiers wait for the same bytes
         most_of = {what: max(t.get(what, 0) for t in tiers) for what in most}
         return {
-            "root": " + ".join(told["name"] for told in tiers),
+            "root": " + ".join(stats["name"] for stats in tiers),
             "entries": sum(counted["entries"] for counted in kinds.values()),
             "bytes": sum(counted["bytes"] for counted in kinds.values()),
             "kinds": kinds,
             **self._counts,
             **most_of,
-            "evictions": sum(told.get("evictions", 0) for told in tiers),
+            "evictions": sum(stats.get("evictions", 0) for stats in tiers),
             "budget": tiers[0].get("budget"),
             "quota": tiers[0].get("quota"),
             "counted": min((at for t in tiers if (at := t.get("counted"))), default=None),
@@ -354,7 +354,7 @@ class TieredStore:
 
 def _first_trouble(tiers: list[Record]) -> Record:
     """The state of the nearest in which anything is wrong."""
-    wrong = (told for told in tiers if told.get("state", OK) != OK)
+    wrong = (stats for stats in tiers if stats.get("state", OK) != OK)
     found = next(wrong, {"state": OK, "since": None})
     return {"state": found["state"], "since": found["since"]}
 

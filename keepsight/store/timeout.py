@@ -1,7 +1,7 @@
 """Calls to a disk that may hang: made in threads of their own, and waited for only so long.
 
 A thread that waits for a disk cannot be interrupted, and readers hold the model while they wait. So
-a call that takes too long is left behind. As long as one is, nobody asks that disk for anything:
+a call that takes too long is left behind. As long as one is, that disk is not asked for anything:
 whoever would have read computes instead. When the call comes back after all the disk is used again,
 after a pause that grows where this happens again and again.
 
@@ -98,7 +98,7 @@ class _Worker:
                 continue  # somebody took it at this very moment
             if self._call is not None:
                 self._call.run()
-            self._call = None  # what it holds is nobody's any more
+            self._call = None  # what it holds has no owner any more
             _IDLE.append(self)
 
 
@@ -132,7 +132,7 @@ class Reach:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody asks at the moment."""
+        """Whether no call is waiting at the moment."""
         return bool(self._left) or (self.health.state == SLOW and self.health.is_aside)
 
     def ask(self, work: Callable[[TimedCall[T]], T], otherwise: T) -> T:

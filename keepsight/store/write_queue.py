@@ -41,7 +41,7 @@ class RemoteWrite:
     record: Record
     about: About
     base: str | None  # the name of what it stands on
-    told: Record  # what its file will say of its keeping
+    metadata: Record  # the metadata that its file will have
     nbytes: int
     tenant: str
     after: list[RemoteWrite] = field(default_factory=list)
@@ -67,7 +67,7 @@ class RemoteWrite:
             cost=self.about.cost,
             depends_on=self.about.depends_on,
             media=tuple(self.about.media),
-            expires=layout.expiry(self.told),
+            expires=layout.expiry(self.metadata),
             tenant=self.tenant,
         )
 
@@ -189,7 +189,7 @@ class Outbox:
             thread.join()
 
     def retire(self) -> None:
-        """Let the threads end when what waits is written. This waits for nobody: the collector
+        """Let the threads end when what waits is written. This does not wait: the garbage collector
         calls it when a store was dropped."""
         threads, self._threads = self._threads, []
         for _ in threads:

@@ -118,7 +118,7 @@ class Writer:
 
     def counted(self, tenant: str, wait: float) -> Counted | None:
         """What a tenant has: counted now, if that is done within so many seconds; else as it was
-        counted last. Where somebody has waited in vain already nobody waits again."""
+        counted last. Where one call has waited in vain, the others do not wait."""
         with self._wake:
             now = time.monotonic()
             since = self._asked.get(tenant, (0, now))[1]
@@ -169,8 +169,8 @@ class Writer:
     before_exit = close
 
     def retire(self) -> None:
-        """The store was dropped: what waits is written, and the thread ends. This waits for nobody,
-        because the collector calls it."""
+        """The store was dropped: what waits is written, and the thread ends. This does not wait,
+        because the garbage collector calls it."""
         self._stopping = self._retired = True
         if self._thread is None:
             self.guard.try_to_close()
@@ -375,8 +375,8 @@ class Writer:
             return None
         try:
             job.ready.wait()
-            parts = entryfile.spelled(place.kind, place.key, job.tensors, job.record, job.told)
-            return self.folder.begin(name_of(place), parts, layout.expiry(job.told))
+            parts = entryfile.spelled(place.kind, place.key, job.tensors, job.record, job.metadata)
+            return self.folder.begin(name_of(place), parts, layout.expiry(job.metadata))
         except OSError as error:
             self._ground.failed(error, job.nbytes)
         except Exception as error:
