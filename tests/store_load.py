@@ -30,7 +30,7 @@ def key_of(number: int) -> str:
 
 
 def put(store: DiskStore, number: int) -> None:
-    """Four entries of one number; its snapshot stands on the one before of its thread."""
+    """Four entries of one number; its snapshot depends on the one before of its thread."""
     key, media = key_of(number), (f"image {number % 7}",)
     store.put("package", key, {"a": torch.full((SIZE,), float(number))}, {"n": number}, About(9.0))
     store.put_note("alias", key, {"n": number}, About(media=media))

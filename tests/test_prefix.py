@@ -315,7 +315,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_states_and_rows_are_let_go_of_separately() -> None:
-    """A parent's fixed state may go while its rows stay for the child that stands on them."""
+    """A parent's fixed state may go while its rows stay for the child that depends on them."""
     tree = Tree(1 << 30, has_fixed=True)
     prefill(tree, build("11.22.11"))
     first = found(tree, build("11.1")).node

@@ -58,7 +58,7 @@ def crash(root: Path, rounds: int, budget: int | None, processes: int, seed: int
         for child, out in started:
             promises.hear(killed(child, out, chance.random() * 0.5))
         store = DiskStore(root, budget)
-        # Killed between a state and its snapshot: what stands on nothing is all that can be wrong.
+        # Killed between a state and its snapshot: a missing base is all that can be wrong.
         found = store.check(repair=True)
         assert all("which is absent" in line for line in found), found
         assert store.check() == [], turn
@@ -120,7 +120,7 @@ TENANTS = (None, "one")
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The store against a dictionary that knows what was put, what stands on what, what is pinned.
+    """The store against a dictionary that knows what was put, what depends on what, what is pinned.
 
     Which entry goes first is the store's choice; that only allowed ones go is checked.
     """
@@ -145,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
     def upon(self, place: Named) -> set[Named]:
-        """A place and all that stands on it."""
+        """A place and all that depends on it."""
         found = {place}
         while True:
             more = {
@@ -210,7 +210,7 @@ class StoreMachine(RuleBasedStateMachine):
         mine = {place for place in self.model if place[0] == tenant}
         assert left <= mine and view.stats()["bytes"] == before - freed
         stay = {place for place in mine if self.upon(place) & self.pinned}
-        assert stay <= left, "what is pinned stays, with what it stands on"
+        assert stay <= left, "what is pinned stays, with what it depends on"
         assert before - freed <= before * share or left == stay
         self.drop(mine - left)
 

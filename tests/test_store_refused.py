@@ -486,7 +486,7 @@ def test_a_large_entry_may_take_its_time(
 def test_nothing_that_is_handed_over_waits_for_a_disk(
     tmp_path: Path, opened: Any, stalled: Any
 ) -> None:
-    """Whether it is there already, and what it stands on, the writer looks."""
+    """Whether it is there already, and what it depends on, the writer looks."""
     store = opened(tmp_path)
     stalls = [stalled(os, name) for name in ("lstat", "open", "fsync")]
     for number, key in enumerate(KEYS):

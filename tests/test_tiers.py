@@ -189,7 +189,7 @@ def test_what_stands_on_something_far_is_promoted_after_it(pair: Pair) -> None:
     pair.far.flush()
     assert found(pair.both, 2, "snapshot")
     pair.both.flush()
-    assert pair.near.check() == [], "nothing is near without what it stands on"
+    assert pair.near.check() == [], "nothing is near without what it depends on"
     assert found(pair.both, 1, "snapshot") and found(pair.both, 2, "snapshot")
     pair.both.flush()
     assert names(pair.near) == {("snapshot", 1), ("snapshot", 2)}

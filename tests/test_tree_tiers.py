@@ -42,7 +42,7 @@ from keepsight.prefix import prompt, tier
 from keepsight.prefix.match import Known
 from keepsight.prefix.node import DEVICE, HOST, Node
 from keepsight.prefix.prompt import Prompt
-from keepsight.prefix.residency import Books
+from keepsight.prefix.residency import Residency
 from keepsight.prefix.transfer import Carrier
 from keepsight.prefix.tree import Tree
 from keepsight.store import NOTHING, About
@@ -101,7 +101,7 @@ class Shelf:
     def put(self, kind: str, key: str, tensors: Any, record: Any, about: About = NOTHING) -> None:
         base = about.depends_on
         if base is not None and base[1] != key and not self.has(*base):
-            raise AssertionError("written without what it stands on")
+            raise AssertionError("written without what it depends on")
         until = self.clock() + (about.ttl or float("inf"))
         self.log.append((kind, key))
         if not self.has(kind, key):
@@ -111,7 +111,7 @@ class Shelf:
         self.lose(kind, key)
 
     def lose(self, kind: str, key: str) -> None:
-        """This entry and all that stands on it."""
+        """This entry and all that depends on it."""
         self.all.pop((self.whose, kind, key), None)
         for whose, other, name in list(self.all):
             entry = self.all.get((whose, other, name))
@@ -529,7 +529,7 @@ def test_no_eviction_walks_through_the_tree(monkeypatch: pytest.MonkeyPatch) -> 
     orders = itertools.count()
     order = tier._order
     with monkeypatch.context() as patch:
-        patch.setattr(Books, "nodes", walk)
+        patch.setattr(Residency, "nodes", walk)
         patch.setattr(Node, "below", walk)
         patch.setattr(tier, "_order", lambda *a: (next(orders), order(*a))[1])
         for number in range(20):
@@ -665,7 +665,7 @@ def test_what_is_too_old_is_not_matched_and_is_let_go() -> None:
     clock.now -= 500  # a clock that jumps back makes nothing older, and nothing crash
     assert found(tree, whole).length == 7
     clock.now += 501
-    assert tree.known("n", whole).until == 0  # 11. is too old, and so is what stands on it
+    assert tree.known("n", whole).until == 0  # 11. is too old, and so is what depends on it
     assert found(tree, build("11.12.1")).length == 0
     assert tree.nbytes == 0 and not list(tree.nodes())
     tree.check()

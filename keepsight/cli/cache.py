@@ -31,7 +31,7 @@ Store = Annotated[
 Tenant = Annotated[str | None, typer.Option(help="Only what belongs to this tenant.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
 Named = Annotated[str, typer.Argument(help="KEY or KIND/KEY; the first characters of a key do.")]
-_SHOWN = 5  # of the largest, the most useful, and what stands on an entry
+_SHOWN = 5  # of the largest, the most useful, and what depends on an entry
 
 
 def _open(address: str, tenant: str | None) -> Kept:
@@ -155,7 +155,7 @@ def _find(store: Kept, named: str) -> Entry:
 
 @app.command()
 def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
-    """What an entry is, what it stands on, what stands on it, what it costs, when it goes."""
+    """What an entry is, what it depends on, what depends on it, what it costs, when it goes."""
     opened = _open(store, tenant)
     it = _find(opened, entry)
     others = list(opened.entries())
@@ -180,7 +180,7 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     chain = (
         f"{it.depends_on[0]}/{it.depends_on[1]} ({len(bases)} deep)" if it.depends_on else "nothing"
     )
-    shown.add_row("stands on", chain)
+    shown.add_row("depends on", chain)
     names = ", ".join(f"{e.kind}/{e.key[:16]}" for e in upon[:_SHOWN])
     shown.add_row("upon it", f"{len(upon)}: {names}" if upon else "nothing")
     shown.add_row("images", plain(", ".join(it.media)) or "none known")
@@ -199,7 +199,7 @@ _WHAT = {
 
 
 def _bases(entries: list[Entry], it: Entry) -> list[tuple[str, str]]:
-    """All that an entry stands on, the nearest first."""
+    """All that an entry depends on, the nearest first."""
     known = {(e.kind, e.key): e.depends_on for e in entries}
     found: list[tuple[str, str]] = []
     base = it.depends_on
@@ -214,7 +214,7 @@ def _when(it: Entry, upon: list[Entry], first: int, count: int, now: float) -> s
         return f"in {age_text(it.expires - now)}, its time is over then"
     if it.pinned:
         return "never by itself: it is pinned"
-    after = f", and after the {len(upon)} that stand on it" if upon else ""
+    after = f", and after the {len(upon)} that depend on it" if upon else ""
     return f"when a budget is exceeded: {first} of {count} entries are less useful{after}"
 
 
@@ -223,7 +223,7 @@ def _when(it: Entry, upon: list[Entry], first: int, count: int, now: float) -> s
 
 @app.command()
 def pin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
-    """Keep an entry, and what it stands on, whatever the budget."""
+    """Keep an entry, and what it depends on, whatever the budget."""
     _pin(_open(store, tenant), entry, True)
 
 
@@ -249,7 +249,7 @@ def delete(
     store: Store = "",
     tenant: Tenant = None,
 ) -> None:
-    """Remove an entry and all that stands on it, from every tier; or all of one image."""
+    """Remove an entry and all that depends on it, from every tier; or all of one image."""
     if (entry is None) == (image is None):
         raise InputError("delete what? give an ENTRY, or --image KEY")
     opened = _open(store, tenant)

@@ -53,7 +53,7 @@ _UNEVEN = ("gelu", "silu", "sigmoid", "softplus", "rsqrt")
 _VECTOR = 64
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
-# Layers all of whose keys a lane can hold, and those whose states stand on a grid.
+# Layers all of whose keys a lane can hold, and those whose states are computed on a grid.
 _SHOWN = ("full", "sliding", "none", "linear")
 _EXACT = 1 << 24  # whole numbers up to here are sums of float32
 _MOST = 8  # circumstances whose findings are remembered

@@ -115,7 +115,7 @@ class Batch:
 
     @quietly
     def join(self, runs: Sequence[Run], room: int) -> None:
-        """Take in sequences, each as it stands on its lane. `room`: tokens that will follow."""
+        """Take in sequences, each in the state of its lane. `room`: tokens that will follow."""
         came = [_on_lane(run) for run in runs]
         count = len(self.runs) + len(runs)
         longest = max(source.length for source in came)

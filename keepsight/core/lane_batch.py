@@ -79,7 +79,7 @@ class LaneBatch:
         return sum(run.lane.nbytes for run in self.runs)
 
     def join(self, runs: Sequence[Run], room: int = 0) -> None:
-        """Take in sequences, each as it stands on its lane."""
+        """Take in sequences, each in the state of its lane."""
         self.runs += runs
         self._lay()
 

@@ -54,7 +54,7 @@ class Lanes:
         return lane
 
     def fresh(self) -> Lane:
-        """A lane that nothing stands on."""
+        """A new, empty lane."""
         return Lane(self._model, self._shape, self.making, self.grows)
 
     def give_back(self, lane: Lane) -> None:

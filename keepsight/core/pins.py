@@ -197,7 +197,7 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
 
 
 def _stood_on(node: Node) -> bool:
-    """Whether anything that is kept stands on this snapshot."""
+    """Whether anything that is kept depends on this snapshot."""
     return any(child.rows.tier or child.on_disk for child in node.children.values())
 
 

@@ -1,4 +1,4 @@
-"""The `generate` that stands on a live model while Keepsight is installed in it.
+"""The `generate` of a live model while Keepsight is installed in it.
 
 Whoever calls `model.generate` gets what the model's own `generate` gives. What Keepsight can serve
 it serves from memory; everything else is handed to the model's own `generate` untouched, and the
@@ -231,7 +231,7 @@ INSTALLING = threading.RLock()  # one thread at a time
 
 
 def installed_in(model: PreTrainedModel) -> InstalledGenerate | None:
-    """What stands on a model, if anything does."""
+    """What is installed in a model, if anything is."""
     found = _OF.get(model) if isinstance(model, torch.nn.Module) else None
     return found() if found is not None else None
 

@@ -61,7 +61,7 @@ def _rows(path: str, place: str, column: str, batches: Iterator[RecordBatch]) ->
     row, folder = 0, os.path.dirname(path)
     try:
         for batch in batches:
-            # Arrow's buffers are shared: what is turned into Python values stands on its own.
+            # Arrow's buffers are shared: what is turned into Python values is a copy.
             for value in batch.column(0).to_pylist():
                 spot = f"#row={row}"
                 yield from of_value(value, folder, path + spot, place + spot)

@@ -29,7 +29,7 @@ def write(store: Store, node: Node, ttl: float | None) -> None:
     while first and not store.has(SNAPSHOT, chain[first - 1].digest):
         first -= 1
         if chain[first].in_memory_only or not chain[first].rows.tier:
-            return  # of no use in a store without what it stands on
+            return  # of no use in a store without what it depends on
     for n in chain[first:]:
         _write_one(store, n, ttl)
 
@@ -69,7 +69,7 @@ def read_rows(store: Store, node: Node) -> Tensors | None:
 
 
 def nodes_upon(store: Store, node: Node) -> Iterator[Node]:
-    """Nodes as a store describes them that stand directly on a node; not read, and not adopted."""
+    """Nodes as a store describes them that depend directly on a node; not read, and not adopted."""
     if not isinstance(store, Listing):
         return
     base = None if node.parent is None else node.digest
@@ -110,13 +110,13 @@ def path_of(node: Node) -> Record:
 
 
 def _belongs(node: Node, tensors: Tensors, record: Record) -> bool:
-    """Whether what was read is what stands at this node: its path, and a row for every token."""
+    """Whether what was read is what belongs to this node: its path, and a row for every token."""
     ids, path = tensors.get("ids"), path_of(node)
     if ids is None or not np.array_equal(ids.numpy(), node.ids):
         return False
     if any(record.get(name) != value for name, value in path.items()):
         return False
-    # What stands beside the sequence ("cross") has as many rows as the media have.
+    # What is no part of the sequence ("cross") has as many rows as the media have.
     kv = [t for n, t in tensors.items() if n.startswith("kv/") and not n.startswith("kv/cross.")]
     rows = [tensor.shape[-2] if tensor.dim() > 1 else -1 for tensor in kv]
     ends = LOGITS in tensors or not node.terminal

@@ -1,4 +1,4 @@
-"""The laws of the tree, checked by walking through all of it, whatever the books say.
+"""The laws of the tree, checked by walking through all of it, whatever its counters say.
 
 Tests call it after every operation; it is too slow for anything else.
 """
@@ -12,38 +12,38 @@ from keepsight.formats.package import storage_bytes
 from keepsight.prefix.node import DEVICE, HOST, Node, Part
 
 if TYPE_CHECKING:
-    from keepsight.prefix.residency import Books
+    from keepsight.prefix.residency import Residency
     from keepsight.prefix.tier import Tier
 
 _DEPTH = {DEVICE: 0, HOST: 1, "": 2}
 
 
-def audit(books: Books) -> None:
+def audit(residency: Residency) -> None:
     """Raise AssertionError where a law is broken."""
-    nodes = [*books.nodes(), *books.detached]
-    for tier in (books.device, books.host):
+    nodes = [*residency.nodes(), *residency.detached]
+    for tier in (residency.device, residency.host):
         _conserved(tier, [part for node in nodes for part in node.parts if part.tier == tier.name])
-    for node in books.nodes():
+    for node in residency.nodes():
         _in_its_place(node)
     for node in nodes:
         if node.holds < 0 or node.home.holds < node.holds:
             raise AssertionError("a node was released more often than held")
-        if node.gone != (node in books.detached) or (node.gone and not node.holds):
+        if node.gone != (node in residency.detached) or (node.gone and not node.holds):
             raise AssertionError("a forgotten node can be reached, or is kept though nobody holds")
         for part in node.parts:
-            _stands(part)
-    for root in books.roots.values():
+            _check_order(part)
+    for root in residency.roots.values():
         if root.home.pins != sum(node.pinned for node in root.below()):
             raise AssertionError(f"the pins of {root.home.tenant!r} are miscounted")
-    _within_budgets(books)
-    _found_by_path(books)
-    books.tombstones.check()
+    _within_budgets(residency)
+    _found_by_path(residency)
+    residency.tombstones.check()
 
 
-def _found_by_path(books: Books) -> None:
+def _found_by_path(residency: Residency) -> None:
     """Every node that can be reached is found by its path, and no other."""
-    reached = [*books.nodes(), *books.roots.values()]
-    if len(books.paths) != len(reached) or not all(node in books.paths for node in reached):
+    reached = [*residency.nodes(), *residency.roots.values()]
+    if len(residency.paths) != len(reached) or not all(node in residency.paths for node in reached):
         raise AssertionError("the index of paths is not that of the nodes")
 
 
@@ -54,19 +54,19 @@ def _conserved(tier: Tier, parts: list[Part]) -> None:
     free = storage_bytes(t for p in parts if not p.node.holds for t in (p.tensors or {}).values())
     if not total == held + free == tier.nbytes or held != tier.held:
         raise AssertionError(
-            f"{tier.name}: held {held} + evictable {free} != {total}; the books say {tier.nbytes}, "
+            f"{tier.name}: held {held} + evictable {free} != {total}; counted {tier.nbytes}, "
             f"of which {tier.held} held"
         )
     whose: Counter[str] = Counter()
     for part in parts:
         whose[part.node.home.tenant] += part.nbytes
     if +whose != +Counter(tier.bytes_of):
-        raise AssertionError(f"{tier.name}: tenants have {whose}, the books say {tier.bytes_of}")
+        raise AssertionError(f"{tier.name}: tenants have {whose}, the counters say {tier.bytes_of}")
     owned: Counter[str] = Counter()
     for part in parts:
         owned[part.node.home.account] += part.nbytes
     if +owned != +Counter(tier.owned):
-        raise AssertionError(f"{tier.name}: accounts have {owned}, the books say {tier.owned}")
+        raise AssertionError(f"{tier.name}: accounts have {owned}, the counters say {tier.owned}")
     if tier.snapshots != sum(part is part.node.rows for part in parts):
         raise AssertionError(f"{tier.name}: snapshots are miscounted")
     if not all(tier.waits(part) for part in parts if tier.may_go(part)):
@@ -81,33 +81,36 @@ def _in_its_place(node: Node) -> None:
         raise AssertionError("a node does not begin where its parent ends")
 
 
-def _stands(part: Part) -> None:
-    """Nothing lies nearer than what it stands on, and each knows how much stands on it."""
+def _check_order(part: Part) -> None:
+    """Nothing is in a nearer tier than what it depends on, and dependents are counted."""
     if (part.tensors is None) != (not part.tier):
         raise AssertionError("a part says that it lies in a tier and has nothing, or the reverse")
     if part.base is not None and _DEPTH[part.base.tier] > _DEPTH[part.tier]:
-        raise AssertionError("a snapshot is kept without what it stands on")
+        raise AssertionError("a snapshot is kept without what it depends on")
     for tier in (DEVICE, HOST):
-        standing = sum(other.tier == tier for other in part.standing_on_it())
+        dependents = sum(other.tier == tier for other in part.dependents())
         # Forgotten nodes are no longer among the children.
         counted = part.bears(tier)
-        if counted < standing or (counted > standing and not part.node.holds):
-            raise AssertionError("what stands on a part is miscounted")
+        if counted < dependents or (counted > dependents and not part.node.holds):
+            raise AssertionError("what depends on a part is miscounted")
 
 
-def _within_budgets(books: Books) -> None:
-    slack = books.budget // 8 if books.late else 0
-    for tier, budget in ((books.device, books.budget + slack), (books.host, books.host_budget)):
+def _within_budgets(residency: Residency) -> None:
+    slack = residency.budget // 8 if residency.late else 0
+    for tier, budget in (
+        (residency.device, residency.budget + slack),
+        (residency.host, residency.host_budget),
+    ):
         if tier.nbytes > budget and tier.nbytes > tier.held:
             raise AssertionError(f"{tier.name}: {tier.nbytes} bytes over a budget of {budget}")
-        if books.quota is None or books.late:
+        if residency.quota is None or residency.late:
             continue
         for account, nbytes in tier.owned.items():
             held = sum(
                 part.nbytes
-                for node in [*books.nodes(), *books.detached]
+                for node in [*residency.nodes(), *residency.detached]
                 for part in node.parts
                 if node.holds and part.tier == tier.name and node.home.account == account
             )
-            if nbytes > books.quota and nbytes > held:
-                raise AssertionError(f"{tier.name}: {account!r} has {nbytes} of {books.quota}")
+            if nbytes > residency.quota and nbytes > held:
+                raise AssertionError(f"{tier.name}: {account!r} has {nbytes} of {residency.quota}")

@@ -43,7 +43,7 @@ class Match:
 
     def but_the_last(self, prompt: Prompt) -> Match:
         """All but the end of a prompt that is remembered whole, for its logits anew: but the last
-        token, or what stands behind the state that was captured before it."""
+        token, or what comes after the state that was captured before it."""
         if not self.states:
             return replace(self, until=len(prompt) - 1, whole=False)
         node = self.node
@@ -70,7 +70,7 @@ class Known:
         if rule.reuse == "whole prompt":
             return "not possible: every token of this model's prompts sees all others"
         if rule.reuse == "same media" and any(span.start >= at for span in prompt.spans):
-            return "not possible: a new medium changes what stands before it"
+            return "not possible: a new medium changes what comes before it"
         if self.until - at < rule.grain:
             return "no boundary yet (below the grain)"
         return f"no snapshot between {at} and {self.until}"

@@ -57,7 +57,7 @@ class Way:
 class Part:
     """Tensors that come and go together, in one tier of memory or in none.
 
-    A state stands on the rows of its own node, and rows stand on the rows of the parent.
+    A state depends on the rows of its own node, and rows depend on the rows of the parent.
     """
 
     node: Node
@@ -65,11 +65,11 @@ class Part:
     tier: str = NOWHERE
     nbytes: int = 0
     way: Way | None = None
-    on_device: int = 0  # how many parts stand on this one there
+    on_device: int = 0  # how many parts depend on this one there
     on_host: int = 0
 
     def bears(self, tier: str, more: int = 0) -> int:
-        """How many parts in a tier stand on this one, counted up by `more`."""
+        """How many parts in a tier depend on this one, counted up by `more`."""
         if tier == DEVICE:
             self.on_device += more
             return self.on_device
@@ -78,13 +78,13 @@ class Part:
 
     @property
     def base(self) -> Part | None:
-        """What this stands on; rows at the beginning of a prompt stand on nothing."""
+        """What this depends on; rows at the beginning of a prompt depend on nothing."""
         if self is self.node.state:
             return self.node.rows
         parent = self.node.parent
         return None if parent is None or parent.parent is None else parent.rows
 
-    def standing_on_it(self) -> Iterator[Part]:
+    def dependents(self) -> Iterator[Part]:
         """The parts that would be of no use without this one."""
         if self is self.node.rows:
             yield self.node.state
@@ -118,7 +118,7 @@ class Node:
     used: int = 0
     floors: tuple[float, float] = (0.0, 0.0)  # those of all and of its tenant, at the last use
     path: str = ""  # the digest of its path without the namespace
-    looked_up: bool = False  # the store was asked what stands on it
+    looked_up: bool = False  # the store was asked what depends on it
 
     def __post_init__(self) -> None:
         self.home: Home = Home() if self.parent is None else self.parent.home
@@ -148,7 +148,7 @@ class Node:
 
     @property
     def parts(self) -> tuple[Part, Part]:
-        """What stands on the other comes first."""
+        """What depends on the other comes first."""
         return self.state, self.rows
 
     @property

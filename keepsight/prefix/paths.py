@@ -1,4 +1,4 @@
-"""Which nodes of a tenant stand on which path, whatever their namespace.
+"""Which nodes of a tenant have which path, whatever their namespace.
 
 A report says of a miss that other weights or settings know the prompt. Weights that change with
 every step of a training leave a namespace each, so that is looked up by the path and never by a
@@ -13,7 +13,7 @@ _LATEST = 4  # of the namespaces that know a path; one is enough for a reason
 
 
 class Paths:
-    """Nodes by tenant and by the digest of their path. A root stands on the empty path."""
+    """Nodes by tenant and by the digest of their path. A root has the empty path."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[str, str], dict[Node, None]] = {}

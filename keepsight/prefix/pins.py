@@ -1,6 +1,6 @@
 """How much of a tree may be pinned: what is held for good counts against quota and budget.
 
-A pin holds a node and all that it stands on, so that is what is counted, each node once.
+A pin holds a node and all that it depends on, so that is what is counted, each node once.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from keepsight.errors import PinsFull
 from keepsight.prefix.node import Node
 
 if TYPE_CHECKING:
-    from keepsight.prefix.residency import Books
+    from keepsight.prefix.residency import Residency
 
 
-def check_room(books: Books, node: Node) -> None:
+def check_room(residency: Residency, node: Node) -> None:
     """Refuse a pin that quota or budget has no room for."""
-    roots = [root for root in books.roots.values() if root.home.pins]
+    roots = [root for root in residency.roots.values() if root.home.pins]
     kept = {n for root in roots for one in root.below() if one.pinned for n in one.chain()}
     kept.update(node.chain())
     own = sum(n.nbytes for n in kept if n.home.account == node.home.account)
-    if books.quota is not None and own > books.quota:
-        raise PinsFull.over("prompts", own, books.quota, "tenant_quota")
-    if sum(n.nbytes for n in kept) > books.budget:
-        raise PinsFull.no_room("prompts", "cache_budget", books.budget)
+    if residency.quota is not None and own > residency.quota:
+        raise PinsFull.over("prompts", own, residency.quota, "tenant_quota")
+    if sum(n.nbytes for n in kept) > residency.budget:
+        raise PinsFull.no_room("prompts", "cache_budget", residency.budget)
 
 
 def set_pinned(node: Node, on: bool) -> None:
@@ -32,6 +32,6 @@ def set_pinned(node: Node, on: bool) -> None:
     node.home.pins += 1 if on else -1
 
 
-def pinning(books: Books) -> set[str]:
+def pinning(residency: Residency) -> set[str]:
     """The tenants of whom anything is pinned."""
-    return {root.home.tenant for root in books.roots.values() if root.home.pins}
+    return {root.home.tenant for root in residency.roots.values() if root.home.pins}

@@ -3,9 +3,9 @@
 In a path a token of text is its id; a token of a medium is (feature id, offset). Two images of one
 size have the same placeholder ids, and can still never meet under one path.
 
-Boundaries are where prefill is cut and where a snapshot may stand. They are a pure function of what
-stands before them, so two prompts with one prefix are cut alike in it, which is what makes a warm
-answer equal to a cold one bit for bit.
+Boundaries are where prefill is cut and where a snapshot may be taken. They are a pure function of
+what comes before them, so two prompts with one prefix are cut alike in it, which is what makes a
+warm answer equal to a cold one bit for bit.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Prompt:
         return digests.digest(kind, parent, start, self.ids[start:end], spans)
 
     def events(self, rule: Rule) -> np.ndarray:
-        """Where a boundary may stand: behind the last range of a medium, behind the end of a turn.
+        """Where a boundary may be: behind the last range of a medium, behind the end of a turn.
 
         A turn-end id inside a medium means nothing.
         """
@@ -168,7 +168,7 @@ class Prompt:
         return found
 
     def _first_cut(self, rule: Rule) -> int:
-        """Where the first boundary may stand: behind what a later token can still change."""
+        """Where the first boundary may be: behind what a later token can still change."""
         if rule.reuse == "whole prompt":
             return len(self.ids)
         if rule.reuse == "same media":

@@ -1,9 +1,9 @@
-"""The books of the tree: what is kept in which tier, for whom, and what goes first.
+"""What the tree holds in which tier of memory, for whom, and what goes first.
 
-A snapshot stands on those before it, and its state on its rows. In memory what stands never lies
-nearer than what it stands on: behind rows on the host there are none on the device, and behind rows
-that are in no memory there are none at all. So the deepest go first, and a path that is loaded from
-its beginning on is whole at each step. A store keeps the same law for itself.
+A snapshot depends on those before it, and its state on its rows. In memory a part is never
+in a nearer tier than what it depends on: behind rows on the host there are none on the device, and
+behind rows that are in no memory there are none at all. So the deepest go first, and a path that is
+loaded from its beginning on is whole at each step. A store keeps the same law for itself.
 
 What falls out of the device goes to the host, if that was given room, else it is dropped: the store
 has had it since it was inserted. Copies are made only when a turn has ended, so that no first token
@@ -33,7 +33,7 @@ MAX_BARRED = 10_000  # images deleted while turns of one namespace are in flight
 SLACK = 8  # within a turn the device may be over its budget by this part of it
 
 
-class Books:
+class Residency:
     """All namespaces of one model, in two tiers of memory."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Books:
     # -- holding ---------------------------------------------------------------------------------
 
     def hold(self, node: Node) -> None:
-        """Keep a node and all it stands on until `release`."""
+        """Keep a node and all it depends on until `release`."""
         for n in self._hold(node):
             n.uses += 1
 
@@ -153,7 +153,7 @@ class Books:
         self.tombstones.note(node)
 
     def pin(self, node: Node, on: bool = True) -> None:
-        """Keep a node and all it stands on in memory, or no longer. To forget or to clear is
+        """Keep a node and all it depends on in memory, or no longer. To forget or to clear is
         stronger. What the store pins is the store's business."""
         if on != node.pinned and not node.gone:
             if on:
@@ -183,7 +183,7 @@ class Books:
             part.tensors, part.tier, part.nbytes = None, NOWHERE, 0
 
     def promote(self, part: Part) -> None:
-        """Bring a part back to the device; what it stands on is there."""
+        """Bring a part back to the device; what it depends on is there."""
         if part.tier == HOST:
             self.place(part, self._carrier.back(part))
             self.promotions += 1
@@ -197,11 +197,11 @@ class Books:
         self.demotions += 1
 
     def _drop(self, part: Part) -> None:
-        """Let a part go, after all that stands on it."""
+        """Let a part go, after all that depends on it."""
         if not part.tier:
             return
         if part.on_device or part.on_host:
-            for other in part.standing_on_it():
+            for other in part.dependents():
                 self._drop(other)
         self._remove(part)
         self.evictions += 1
@@ -288,7 +288,7 @@ class Books:
         heapq.heapify(self._expiring)
 
     def drop_empty(self, spare: str) -> set[str]:
-        """Drop every namespace but one in which nothing stands and no turn is in flight; which."""
+        """Drop every other namespace that is empty and has no turn in flight; which."""
         homes, roots = self._homes, self.roots
         used = {spare} | {name for name, root in roots.items() if root.children}
         empty = {name for name, home in homes.items() if not home.holds} - used
@@ -308,7 +308,7 @@ class Books:
     # -- forgetting ------------------------------------------------------------------------------
 
     def forget(self, node: Node, fit: bool = True) -> int:
-        """Remove a node and all that stands on it as if they had never been; the bytes freed.
+        """Remove a node and all that depends on it as if they had never been; the bytes freed.
 
         What a turn in flight holds can be reached no more, and its bytes go when it is released.
         Nothing is remembered behind it.
@@ -371,7 +371,7 @@ class Books:
             self.paths.discard(node)
             self.tombstones.note(node.parent)
 
-    # -- the books -------------------------------------------------------------------------------
+    # -- counters --------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -387,7 +387,7 @@ class Books:
         return self.device.held + self.host.held
 
     def evictable_bytes(self) -> int:
-        """Bytes that could be freed now, all standing on what is freed first."""
+        """Bytes that could be freed now, with all that depends on what is freed first."""
         return self.device.nbytes + self.host.nbytes - self.held_bytes()
 
     def stats(self) -> dict[str, dict[str, int]]:
@@ -396,5 +396,5 @@ class Books:
         return {tier.name: tier.stats(budget) for tier, budget in budgets}
 
     def check(self) -> None:
-        """Raise AssertionError where the books or the laws are broken."""
+        """Raise AssertionError where the counters or the laws are wrong."""
         audit(self)

@@ -1,6 +1,6 @@
 """One tier of memory: how many bytes lie in it, whose they are, and what is least useful.
 
-A part waits to be let go of as soon as nothing holds it and nothing in the tier stands on it.
+A part is evictable as soon as nothing holds it and nothing in the tier depends on it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from keepsight.store import EvictionQueue, Order, usefulness
 
 
 class Tier:
-    """The books of one tier, over all tenants and for each account."""
+    """The counters of one tier, over all tenants and for each account."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -30,7 +30,7 @@ class Tier:
         self.offer(part)
 
     def take(self, part: Part) -> None:
-        """Count a part out; what it stood on may be able to go now."""
+        """Count a part out; what it depended on may be able to go now."""
         self._count(part, -1)
         tenant, account = part.node.home.tenant, part.node.home.account
         self._all.discard(part)
@@ -67,7 +67,7 @@ class Tier:
         }
 
     def may_go(self, part: Part) -> bool:
-        """Whether nothing holds it and nothing in this tier stands on it."""
+        """Whether nothing holds it and nothing in this tier depends on it."""
         return part.tier == self.name and not part.node.holds and not part.bears(self.name)
 
     def offer(self, part: Part) -> None:
@@ -80,7 +80,7 @@ class Tier:
             self._own[account].add(part)
 
     def waits(self, part: Part) -> bool:
-        """Whether it stands where the least useful are looked for."""
+        """Whether it is in the queue of what may be evicted."""
         own = self._own.get(part.node.home.account)
         return part in self._all and own is not None and part in own
 

@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 import torch
 
-from keepsight.prefix import Books, archive
+from keepsight.prefix import Residency, archive
 from keepsight.prefix.match import Known, Match
 from keepsight.prefix.node import DEVICE, HOST, LOGITS, NOWHERE, Node, Part, Tensors
 from keepsight.prefix.prompt import Prompt, Rule, shift
 
 
-class Tree(Books):
+class Tree(Residency):
     """All namespaces of one model under one budget of bytes for each tier of memory."""
 
     # -- looking ---------------------------------------------------------------------------------
@@ -37,13 +37,13 @@ class Tree(Books):
         """The deepest usable snapshot strictly before the prompt's end, or its terminal entry.
 
         `next_cut` gives the boundary behind a position, or None when there is none. `loose` looks
-        also for snapshots that stand elsewhere (decoded state, `exact=False`).
+        also for snapshots that are stored elsewhere (decoded state, `exact=False`).
         """
         self.expire()
         best = node = self.root(namespace)
         while True:
             cut = next_cut(node.end)
-            # A whole prompt stands on its last boundary: above that no store need be asked for it.
+            # A whole prompt depends on its last boundary: above that no store need be asked for it.
             stored = loose or cut is None or cut >= len(prompt)
             terminal = self._child(node, prompt, len(prompt), "terminal", stored)
             if terminal is not None and self._usable(terminal):
@@ -179,7 +179,7 @@ class Tree(Books):
         return node.on_disk or all(part.tier for part in self._needs(node))
 
     def _farthest(self, node: Node) -> str:
-        """The tier that is waited for. What stands never lies nearer than what it stands on."""
+        """The tier that is waited for. A part is never in a nearer tier than what it depends on."""
         if node.parent is None:
             return DEVICE
         tiers = {part.tier for part in self._needs(node)}

@@ -5,7 +5,7 @@ That can be done while its reader still reads. How far the next prompt is certai
 rendering it twice, with two different questions behind the answer; what both have in common is
 prefilled up to its last boundary, in the chunks in which the next turn would do it.
 
-Nothing is computed that memory does not stand on any more: where the answered prompt was deleted or
+Nothing is computed that memory has no base for any more: where the answered prompt was deleted or
 evicted meanwhile, nobody follows it.
 """
 
@@ -72,7 +72,7 @@ class PrefillAhead:
         return len(self._followers)
 
     def follow(self, request: Request) -> None:
-        """A request was answered: note what its next turn will stand on, if there is one. Nothing
+        """A request was answered: note what its next turn will depend on, if there is one. Nothing
         that goes wrong here may take its answer back."""
         try:
             self._follow(request)

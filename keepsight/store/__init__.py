@@ -2,7 +2,7 @@
 
 `contract` says what a store promises, `layout` where an entry lies and how it is spelled; `disk`
 keeps entries in a folder, `remote` at an address, `tiers` in several stores in a row. Behind `disk`
-stand `folder` (files that stay inside the store), `entryfile` (one entry as one file), `catalogue`
+are `folder` (files that stay inside the store), `entryfile` (one entry as one file), `catalogue`
 (the catalogue about them), `writer` (the thread that writes) and `audit` (check and repair).
 `sizes` says how useful an entry is, `priority` what goes first, and `memory_cache` is what is kept
 in memory that way. Nothing in here knows of images, models or prompts.

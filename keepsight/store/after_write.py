@@ -93,7 +93,7 @@ class Keeper:
         """Remove what readers found to be over, and what the catalogue says is over."""
         now = time.time()
         absent = [place for place in ended if self.folder.status(name_of(place)) is None]
-        if absent:  # set aside: what stands on it waits for it to be made again
+        if absent:  # set aside: what depends on it waits for it to be made again
             self.guard.try_to_change(lambda catalogue: catalogue.drop(absent), None)
         places = [place for place in ended if self._is_over(place, now)]
         if time.monotonic() >= self.sweep_at:
@@ -104,7 +104,7 @@ class Keeper:
             self.guard.remove(self.guard.act(lambda catalogue: catalogue.tower(places)))
 
     def let_fall(self, refused: list[EntryName]) -> None:
-        """Remove what stands on entries that were refused; they came before them."""
+        """Remove what depends on entries that were refused; they came before them."""
         refused = [p for p in refused if self.folder.status(name_of(p)) is None]
         if refused:
             tower = self.guard.act(lambda catalogue: catalogue.tower(refused))

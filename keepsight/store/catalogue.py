@@ -285,14 +285,14 @@ class Catalogue:
         return [_place(row) for row in rows]
 
     def upon(self, place: EntryName) -> list[EntryName]:
-        """What stands directly on an entry."""
+        """What depends directly on an entry."""
         rows = self._base.execute(
             "SELECT * FROM entry WHERE tenant = ? AND base_kind = ? AND base_key = ?", place
         )
         return [_place(row) for row in rows]
 
     def latest_upon(self, tenant: str, kind: str, base: str | None, count: int) -> list[EntryName]:
-        """What stands directly on an entry of its own kind, or on nothing: the latest used."""
+        """What depends directly on an entry of its own kind, or on nothing: the latest used."""
         where = "base_key IS NULL" if base is None else "base_key = ? AND base_kind = kind"
         where = f"tenant = ? AND kind = ? AND state = 0 AND {where} ORDER BY used DESC LIMIT ?"
         values = (tenant, kind, *filter(None, [base]), count)
@@ -300,7 +300,7 @@ class Catalogue:
         return [_place(row) for row in rows]
 
     def tower(self, places: Iterable[EntryName]) -> list[EntryName]:
-        """These and all that stands on them, the highest first."""
+        """These and all that depends on them, the highest first."""
         found = dict.fromkeys(places)
         open_ = list(found)
         for place in open_:  # it grows as it goes
@@ -337,7 +337,7 @@ class Catalogue:
         return None if row[0] is None else float(row[0])
 
     def without_base(self) -> list[tuple[EntryName, Name]]:
-        """What stands on something that has no row at all."""
+        """What depends on something that has no row at all."""
         rows = self._base.execute(
             "SELECT * FROM entry AS e WHERE state = 0 AND base_key IS NOT NULL AND NOT EXISTS ("
             " SELECT 1 FROM entry AS b"

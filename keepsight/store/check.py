@@ -1,7 +1,7 @@
 """Check and repair: do the files hold what their names say, and is the catalogue right?
 
 Conservation is compared both ways (every file in the catalogue with its true size, every row with a
-file, totals that add up), integrity is read off every byte, and nothing may stand on something
+file, totals that add up), integrity is read off every byte, and nothing may depend on something
 that is absent. Each finding is one line that names the entry.
 """
 
@@ -150,14 +150,14 @@ class Audit:
                 self.guard.change(lambda catalogue, p=place: catalogue.drop([p]))  # type: ignore[misc]
 
     def _bases(self) -> None:
-        """Repairing takes away what stands on nothing, and then what stood on that."""
+        """Repairing removes what has lost its base, and then what depended on that."""
         loose = dict(self.guard.act(lambda catalogue: catalogue.without_base()))
         for gone in self._missing:
             upon = self.guard.act(lambda catalogue, g=gone: catalogue.upon(g))  # type: ignore[misc]
             loose |= dict.fromkeys(upon, (gone.kind, gone.key))
         loose = {place: base for place, base in loose.items() if place.tenant in self.tenants}
         for place, base in loose.items():
-            self._say(name_of(place), f"stands on {base[0]}/{base[1]}, which is absent")
+            self._say(name_of(place), f"depends on {base[0]}/{base[1]}, which is absent")
         if self.repair and loose:
             self.guard.remove(self.guard.act(lambda catalogue: catalogue.tower(loose)))
 
@@ -189,7 +189,7 @@ class Audit:
 
 
 def place_of(entry: Entry) -> EntryName:
-    """Where an entry stands."""
+    """The place of an entry."""
     return EntryName(entry.tenant, entry.kind, entry.key)
 
 

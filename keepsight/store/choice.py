@@ -1,6 +1,6 @@
 """Which entries go when a budget is exceeded: the least useful by the catalogue, from the top down.
 
-What something stands on comes after all that stands on it, and what is pinned stays.
+What something depends on comes after all that depends on it, and what is pinned stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KNOTS = 64  # entries looked at for a circle
 def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float, list[EntryName]]:
     """The least useful entries that make up so many bytes, and the usefulness of the best of them.
 
-    What something stands on comes after all that stands on it.
+    What something depends on comes after all that depends on it.
     """
     leaves = catalogue.leaves(tenant, AT_ONCE)
     limit = leaves[-1][0] if len(leaves) == AT_ONCE else float("inf")
@@ -39,8 +39,8 @@ def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float
 
 
 def knot(catalogue: Catalogue, tenant: str | None) -> list[EntryName]:
-    """Entries that stand on each other in a circle, so that none is the last: no store writes that,
-    but files may say it. They go together, unless one of them is pinned."""
+    """Entries that depend on each other in a circle, so that none is the last: no store writes
+    that, but files may say it. They go together, unless one of them is pinned."""
     for place in catalogue.worst(tenant, _KNOTS):
         tower = catalogue.tower([place])
         if all(catalogue.usefulness_of(other) is not None for other in tower):
@@ -49,7 +49,7 @@ def knot(catalogue: Catalogue, tenant: str | None) -> list[EntryName]:
 
 
 def left_alone(catalogue: Catalogue, gone: list[EntryName]) -> list[EntryName]:
-    """What was written, while these were removed, to stand on them. What has the key of its base
+    """What was written, while these were removed, to depend on them. What has the key of its base
     waits for it to be written too."""
     left = [up for place in gone for up in catalogue.upon(place) if up.key != place.key]
     return [place for place in catalogue.tower(left) if place not in gone] if left else []

@@ -3,8 +3,9 @@
 Most addresses know no removal under a condition. So whoever removes says so first, in a small
 object beside the entry (a claim), and only then looks once more whether the entry is still over.
 Whoever writes looks afterwards: as long as a claim lies there a removal may yet come, and after the
-last one is gone it is seen whether the entry still stands, else it is written again. A claim whose
-process was killed is waited for no longer than a removal may take, and goes with other leftovers.
+last one is gone it is seen whether the entry is still there, else it is written again. A claim
+whose process was killed is waited for no longer than a removal may take, and goes with other
+leftovers.
 """
 
 from __future__ import annotations

@@ -81,8 +81,9 @@ class Store(Protocol):
         """Hand an entry over; the tensors must not change afterwards. It is readable at once.
 
         A store may refuse it, and counts that: when too much waits to be written, or when it alone
-        is over the budget, and then `flush` says so; or when what it stands on is absent. Only what
-        stands on its own key may come before its base. Tensors may lie on a device (`devices.py`).
+        is over the budget, and then `flush` says so; or when what it depends on is absent. Only
+        what depends on its own key may come before its base. Tensors may lie on a device
+        (`devices.py`).
         """
 
     def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
@@ -95,10 +96,10 @@ class Store(Protocol):
         """Where a read would find it: "disk", "remote", or None."""
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
-        """Keep an entry, and what it stands on, whatever the budget; False when absent."""
+        """Keep an entry, and what it depends on, whatever the budget; False when absent."""
 
     def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all that stands on it, here and everywhere; the bytes freed."""
+        """Remove an entry and all that depends on it, here and everywhere; the bytes freed."""
 
     def delete_media(self, image_key: str) -> int:
         """Remove all that holds anything of this image; the bytes freed."""
@@ -134,8 +135,8 @@ class Store(Protocol):
 
 @runtime_checkable
 class Listing(Protocol):
-    """A store that can say what stands on an entry. One that cannot is asked by key only."""
+    """A store that can say what depends on an entry. One that cannot is asked by key only."""
 
     def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
-        """What stands directly on an entry of its own kind, or on nothing: so many of the latest
+        """What depends directly on an entry of its own kind, or on nothing: so many of the latest
         used, by key, each with its record."""

@@ -158,8 +158,8 @@ class DiskStore:
         return found[0]
 
     def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
-        """What stands directly on an entry of its own kind, or on nothing: the latest used, by key,
-        each with its record. No tensors are read."""
+        """What depends directly on an entry of its own kind, or on nothing: the latest used, by
+        key, each with its record. No tensors are read."""
 
         def look(call: TimedCall[list[EntryName]]) -> list[EntryName]:
             wanted = (self._tenant, kind, base, count)
@@ -254,7 +254,7 @@ class DiskStore:
             expected = "a note: use put_note" if tensors is not None else "tensors: use put"
             raise InputError(f"the kind {place.kind!r} is for {expected}")
         layout.checked_about(about)
-        # Whether it is there already, and what it stands on, the writer looks: nothing waits here.
+        # Whether it is there already, and what it depends on, the writer looks: nothing waits here.
         if place in self._writer.pending.jobs:
             return
         ready = COMPLETE
@@ -329,7 +329,7 @@ class DiskStore:
         }
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
-        """Keep an entry, and what it stands on, whatever the budget; False when absent."""
+        """Keep an entry, and what it depends on, whatever the budget; False when absent."""
         place = self._place(kind, key)
         self._catch_up()
         if not self._writer.is_there(place):
@@ -345,13 +345,13 @@ class DiskStore:
         return self._guard.change(lambda catalogue: catalogue.pin(place, pinned))
 
     def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all that stands on it; the bytes freed."""
+        """Remove an entry and all that depends on it; the bytes freed."""
         place = self._place(kind, key)
         self._catch_up()
         return self._remove([place])
 
     def delete_media(self, image_key: str) -> int:
-        """Remove all that holds anything of this image, and all that stands on that."""
+        """Remove all that holds anything of this image, and all that depends on that."""
         self._catch_up()
 
         def holders() -> list[EntryName]:

@@ -1,6 +1,6 @@
 """One entry as one file: tensors with a record, or a note, and its metadata.
 
-The file is the truth. It says under which key it stands, what it stands on, whose image it holds
+The file is the truth. It says its key, what it depends on, whose image it holds
 something of and until when it may be used, so everything here works without any catalogue.
 """
 

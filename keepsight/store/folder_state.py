@@ -24,7 +24,7 @@ _TRIAL = EntryName("", "alias", "0" * 64)  # of an entry that does not exist
 
 
 class Ground:
-    """What a writer stands on."""
+    """Whether the folder can be written."""
 
     def __init__(self, folder: Folder, guard: CatalogueGuard) -> None:
         self.folder, self.guard, self.disk = folder, guard, guard.disk

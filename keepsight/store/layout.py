@@ -89,7 +89,7 @@ def parse(name: str) -> EntryName | None:
     return EntryName(tenant or "", kind, key)
 
 
-# -- what stands in a file beside its content ----------------------------------------------------
+# -- the metadata of a file -----------------------------------------------------------------------
 
 
 def metadata_of(about: About, now: float | None = None) -> Record:

@@ -1,7 +1,7 @@
 """What lies at a remote address: there is no catalogue, so the address is listed and headers read.
 
 A listing asks once per folder (256 for each kind at most) and once more per thousand objects. What
-an entry stands on and whose image it holds stands in its header: one small read for each entry
+an entry depends on and whose image it holds is in its header: one small read for each entry
 that this process has not met before. Names that no store wrote are passed over.
 """
 

@@ -1,7 +1,7 @@
 """Which entries go first, and which go together: a table in, names out.
 
-For stores without a catalogue, whose table is a listing. What stands on another is always named
-before it, so whoever removes in this order and stops half-way leaves nothing that stands on air.
+For stores without a catalogue, whose table is a listing. What depends on another is always named
+before it, so an interruption never leaves an entry without the one it depends on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Table = Mapping[Name, Entry]
 
 
 def together(table: Table, names: Iterable[Name]) -> list[list[Name]]:
-    """These and all that stands on them, in layers: each layer stands on the ones behind it."""
+    """These and all that depends on them, in layers: each layer depends on the ones behind it."""
     above = _above(table)
     depth: dict[Name, int] = {}
     layer, level = [name for name in names if name in table or name in above], 0
@@ -34,7 +34,7 @@ def together(table: Table, names: Iterable[Name]) -> list[list[Name]]:
 
 
 def held(table: Table) -> set[Name]:
-    """What is pinned, and what that stands on."""
+    """What is pinned, and what that depends on."""
     fixed: set[Name] = set()
     for name, entry in table.items():
         one: Name | None = name if entry.pinned else None
@@ -45,7 +45,7 @@ def held(table: Table) -> set[Name]:
 
 
 def adrift(table: Table) -> list[Name]:
-    """What stands on something that is not there."""
+    """What depends on something that is not there."""
     bare = [
         name for name, entry in table.items() if entry.depends_on and entry.depends_on not in table
     ]
@@ -53,7 +53,7 @@ def adrift(table: Table) -> list[Name]:
 
 
 def least_useful(table: Table, budget: int, now: float) -> list[Name]:
-    """What has to go so that the rest fits, in its order; an entry goes after all that stands on
+    """What has to go so that the rest fits, in its order; an entry goes after all that depends on
     it. What it saves for each byte counts, over the hours since it was written or last read."""
     fixed = held(table)
     above = {name: len(ones) for name, ones in _above(table).items()}
@@ -79,7 +79,7 @@ def _value(entry: Entry, now: float) -> float:
 
 
 def _above(table: Table) -> dict[Name, list[Name]]:
-    """What stands on each."""
+    """What depends on each."""
     above: dict[Name, list[Name]] = {}
     for name, entry in table.items():
         if entry.depends_on is not None:

@@ -203,9 +203,9 @@ class RemoteStore:
         if not self._writing.allows(self._link.timeout):
             raise StoreError(f"{self.address} cannot be written: {self._writing.why}")
         try:
-            if job.base is not None and not self._lies_there(job.base, ask=True):
+            if job.base is not None and not self._is_there(job.base, ask=True):
                 self._refuse(job)
-            elif not self._lies_there(job.name):
+            elif not self._is_there(job.name):
                 self._put_in_place(job, parts)
         except Exception as error:
             self._writing.failed(error)
@@ -213,7 +213,7 @@ class RemoteStore:
         self._writing.worked()
 
     def _refuse(self, job: RemoteWrite) -> None:
-        """Never without what it stands on; and what came before, to stand on it, goes with it."""
+        """Never without what it depends on; and what came before, to depend on it, goes with it."""
         self._count("refused")
         for kind in layout.KINDS:
             name = layout.place(kind, job.key, job.tenant)
@@ -242,8 +242,8 @@ class RemoteStore:
             self._counting.doubt()
             self._count("evictions", removed)
 
-    def _lies_there(self, name: str, ask: bool = False) -> bool:
-        """Whether it need not be written, or can be stood on; then `ask`: others may remove it."""
+    def _is_there(self, name: str, ask: bool = False) -> bool:
+        """Whether it is there, and need not be written. `ask`: others may have removed it."""
         if ask and self._seen.find(name)[1] is not None and not self._link.exists(name):
             self._seen.removed(name)
         known, found = self._seen.find(name)
@@ -315,7 +315,7 @@ class RemoteStore:
         return self._reader.asked("", Upkeep(self._link, self._seen, tenant).count)
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
-        """Keep an entry, and what it stands on, whatever the budget; False when absent."""
+        """Keep an entry, and what it depends on, whatever the budget; False when absent."""
         layout.checked(kind, key)
         self._outbox.settle()
         with telling(self.address, "pinned"):
@@ -325,7 +325,7 @@ class RemoteStore:
         return True
 
     def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all that stands on it; the bytes freed."""
+        """Remove an entry and all that depends on it; the bytes freed."""
         layout.checked(kind, key)
         return self.delete_all([(kind, key)])
 

@@ -1,8 +1,8 @@
 """Housekeeping at a remote address: remove, make room, check. Everything here lists first.
 
-Removal goes from what stands on top downwards and several at once, so that breaking off half-way
-leaves nothing that stands on air. An address that does not answer is an error here: a caller who
-asked for something to be removed must not hear that it is.
+Removal goes from the last dependent downwards and several at once, so an interruption
+never leaves an entry without the one it depends on. An address that does not answer is an error
+here: a caller who asked for something to be removed must not hear that it is.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Upkeep(Survey):
             pass
 
     def sweep_ended(self) -> None:
-        """Remove what may no longer be used, with what stands on it; a failure is for next time."""
+        """Remove what may no longer be used, with what depends on it; a failure is for next
+        time."""
         with contextlib.suppress(Exception):
             table = self.table()
             now = time.time()
@@ -114,7 +115,7 @@ class Upkeep(Survey):
     # -- check -----------------------------------------------------------------------------------
 
     def check(self, repair: bool) -> list[str]:
-        """Read everything; what is damaged or stands on nothing, one line each."""
+        """Read everything; what is damaged or has lost its base, one line each."""
         table = self.table()
         read = list(self._link.each(self._wrong, list(self.found())))
         damaged = {name: why for name, why in read if why is not None}
@@ -122,7 +123,7 @@ class Upkeep(Survey):
         lines = list(damaged.values())
         for kind, key in adrift:
             base = table[kind, key].depends_on
-            lines.append(f"{kind}/{key}: what it stands on is not there ({base})")
+            lines.append(f"{kind}/{key}: what it depends on is not there ({base})")
         if repair:
             self.remove(table, ranking.together(table, [*damaged, *adrift]))
             self.sweep(_HOUR)

@@ -94,7 +94,7 @@ class StoreCounters:
                 self.ended.add(place)
 
     def refuse(self, place: EntryName) -> None:
-        """It stands on nothing."""
+        """Its base is absent."""
         self.count(place.tenant, "refused")
         self._add_refused([place])
 

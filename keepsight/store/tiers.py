@@ -168,7 +168,7 @@ class TieredStore:
         return self._find(kind, key, lambda store: store.get(kind, key))
 
     def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
-        """What stands directly on an entry, or on nothing, in the nearest that knows of any."""
+        """What depends directly on an entry, or on nothing, in the nearest that knows of any."""
         able = (store for store in self.tiers if isinstance(store, Listing))
         return next((found for store in able if (found := store.upon(kind, base, count))), [])
 
@@ -300,11 +300,11 @@ class TieredStore:
         }
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
-        """Keep an entry, and what it stands on, wherever it is; False when absent everywhere."""
+        """Keep an entry, and what it depends on, wherever it is; False when absent everywhere."""
         return any(self._every("pinned in", lambda store: store.pin(kind, key, pinned)))
 
     def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all that stands on it from every store; the bytes freed, each entry
+        """Remove an entry and all that depends on it from every store; the bytes freed, each entry
         counted once."""
         return self._remove(lambda store: store.delete(kind, key))
 

@@ -1,8 +1,8 @@
 """What waits to be written, and the threads that write it.
 
 Everything here is readable from the moment it is handed over. Entries are written several at a
-time, but never one before what it stands on, nor two of one key out of their order: whoever stops
-in the middle leaves nothing that stands on air.
+time, but never one before what it depends on, nor two of one key out of their order: whoever stops
+in the middle never leaves an entry without the one it depends on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RemoteWrite:
     tensors: Tensors | None  # None: a note
     record: Record
     about: About
-    base: str | None  # the name of what it stands on
+    base: str | None  # the name of what it depends on
     metadata: Record  # the metadata that its file will have
     nbytes: int
     tenant: str

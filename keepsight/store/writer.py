@@ -97,21 +97,21 @@ class Writer:
             self._awake()
 
     def is_there(self, place: EntryName) -> bool:
-        """Whether a file stands at its place whose time is not over."""
+        """Whether its file is there and has not expired."""
         status = self.folder.status(name_of(place))
         if status is None or place in self.tally.ended or not stat.S_ISREG(status.st_mode):
             return False
         return entryfile.live(status, time.time())
 
     def has_base(self, place: EntryName, about: About) -> bool:
-        """Whether what an entry stands on is there, or will be: it may have the same key."""
+        """Whether what an entry depends on is there, or will be: it may have the same key."""
         if about.depends_on is None or about.depends_on[1] == place.key:
             return True
         base = EntryName(place.tenant, *about.depends_on)
         return base in self.pending.jobs or self.is_there(base)
 
     def refuse(self, place: EntryName) -> None:
-        """It stands on nothing; what came before it, to stand on it, goes with the next batch."""
+        """Its base is absent; what came before it, to depend on it, goes with the next batch."""
         self.tally.refuse(place)
         with self._wake:
             self._awake()
@@ -340,7 +340,7 @@ class Writer:
                     self._lose(job.place, self.disk.why)
 
     def _is_wanted(self, job: PendingWrite) -> bool:
-        """Not what is there already, and not what stands on nothing."""
+        """Not what is there already, and not what has no base."""
         if self.is_there(job.place):
             self._keeper.enter_file(job.place)
         elif self.has_base(job.place, job.about):

@@ -68,7 +68,7 @@ class StateTests:
 
     @torch.inference_mode()
     def restored(self, lane: Lane, snapshots: Sequence[tuple[int, int, Tensors, Tensors]]) -> Lane:
-        """The lane put where the last of the snapshots stands."""
+        """The lane restored to the last of the snapshots."""
         for start, _, full, _ in snapshots:
             lane.restore_full(start, full)
         lane.restore_fixed(snapshots[-1][1], snapshots[-1][3])

@@ -110,7 +110,7 @@ class StoreTests:
             expect(not store.has(kind, key), "what was never put is not there")
             expect(store.tier(kind, key) is None, "and lies nowhere")
             expect(store.get(kind, key) is None, "what was never put is not found")
-            expect(store.entry(kind, key) is None, "and not in the books")
+            expect(store.entry(kind, key) is None, "and not in the listing")
             expect(store.delete(kind, key) == 0, "and cannot be deleted")
             expect(not store.pin(kind, key), "or pinned")
         expect(store.note("alias", KEYS[0]) is None, "a note that was never put is not found")
@@ -128,9 +128,9 @@ class StoreTests:
         store.flush()
         expect(list(store.entries()) == [], "and nothing is written")
 
-    # -- the books -------------------------------------------------------------------------------
+    # -- counters --------------------------------------------------------------------------------
 
-    def test_the_books(self, tmp_path: Path) -> None:
+    def test_the_listing(self, tmp_path: Path) -> None:
         """Entries, bytes and `check` tell what is on the disk."""
         store = self.filled(tmp_path)
         expect(
@@ -152,17 +152,17 @@ class StoreTests:
         expect(told["kinds"]["package"]["entries"] == 2, "entries are counted by kind")
         expect(store.check() == [], "a sound store has nothing to complain of")
 
-    def test_an_entry_is_told_as_it_was_handed_over(self, tmp_path: Path) -> None:
-        """What it stands on, whose image it holds, when it is over."""
+    def test_an_entry_is_listed_as_it_was_put(self, tmp_path: Path) -> None:
+        """What it depends on, whose image it holds, when it is over."""
         before = time.time()
         store = self.chain(tmp_path)
         store.put_note("alias", KEYS[0], {}, About(media=(IMAGES[1],), ttl=1000))
         store.flush()
         for again in (store, self.make_store(tmp_path)):
             found, note = again.entry("snapshot", KEYS[1]), again.entry("alias", KEYS[0])
-            expect(found is not None and note is not None, "both are in the books")
+            expect(found is not None and note is not None, "both are listed")
             if found is not None and note is not None:
-                expect(found.depends_on == ("snapshot", KEYS[0]), "what it stands on is told")
+                expect(found.depends_on == ("snapshot", KEYS[0]), "what it depends on is listed")
                 expect(found.media == (IMAGES[0],) and found.expires is None, "and its image")
                 expect(found.nbytes > 0 and before - 2 <= found.created, "and its size and age")
                 expect(note.media == (IMAGES[1],) and note.depends_on is None, "of a note too")
@@ -217,10 +217,10 @@ class StoreTests:
         for other in (store, two, store.tenant("One"), two.tenant(None)):
             expect(not other.has("package", KEYS[1]), "nobody else has it")
             expect(other.get("package", KEYS[1]) is None, "or can read it")
-            expect(other.entry("package", KEYS[1]) is None, "or sees it in the books")
+            expect(other.entry("package", KEYS[1]) is None, "or sees it listed")
             expect(other.delete("package", KEYS[1]) == 0, "or deletes it")
             expect(other.delete_media(IMAGES[0]) == 0, "by its image neither")
-        expect(store.stats()["entries"] == 0 and two.stats()["entries"] == 1, "books are apart")
+        expect(store.stats()["entries"] == 0 and two.stats()["entries"] == 1, "counts are apart")
         expect(two.clear() > 0 and self.names(one) == {("package", 1)}, "clearing is too")
         self.expect_entry(one, 1)
         expect(store.check() == [] and one.check() == [], "all are whole")
@@ -229,7 +229,7 @@ class StoreTests:
     # -- letting go ------------------------------------------------------------------------------
 
     def test_gc_lets_the_least_useful_go(self, tmp_path: Path) -> None:
-        """What was read is worth more; what is let go of is absent and not damaged."""
+        """What was read is more useful; what is evicted is absent and not damaged."""
         store = self.filled(tmp_path)
         for _ in range(3):
             self.expect_entry(store, 3)
@@ -261,7 +261,7 @@ class StoreTests:
         expect(store.check() == [], "all is whole")
 
     def test_what_is_pinned_stays(self, tmp_path: Path) -> None:
-        """With all that it stands on, for every store over the same content, until unpinned."""
+        """With all that it depends on, for every store over the same content, until unpinned."""
         store = self.chain(tmp_path)
         expect(store.pin("snapshot", KEYS[1]), "what is there can be pinned")
         again = self.make_store(tmp_path)
@@ -273,8 +273,8 @@ class StoreTests:
         store.gc(0)
         expect(self.names(store) == set(), "and goes then")
 
-    def test_nothing_is_kept_without_what_it_stands_on(self, tmp_path: Path) -> None:
-        """What stands on another goes before it; on what is absent nothing is put."""
+    def test_nothing_is_kept_without_what_it_depends_on(self, tmp_path: Path) -> None:
+        """What depends on another goes before it; on what is absent nothing is put."""
         store = self.chain(tmp_path)
         total = store.stats()["bytes"]
         for step in range(total, -1, -400):
@@ -282,14 +282,14 @@ class StoreTests:
             left = self.names(store)
             for kind, number in left & {("snapshot", 1), ("snapshot", 2), ("state", 2)}:
                 base = ("snapshot", number if kind == "state" else number - 1)
-                expect(base in left, "what something stands on is there")
-            expect(store.check() == [], "and the books agree")
+                expect(base in left, "what something depends on is there")
+            expect(store.check() == [], "and the counts agree")
         store.put("snapshot", KEYS[5], *self.entry(5), About(depends_on=("snapshot", KEYS[4])))
         store.flush()
         expect(not store.has("snapshot", KEYS[5]), "nothing is put on what is absent")
         expect(store.stats()["refused"] >= 1, "and that is counted")
 
-    def test_delete_takes_along_what_stands_on_it(self, tmp_path: Path) -> None:
+    def test_delete_removes_what_depends_on_it(self, tmp_path: Path) -> None:
         """Gone, for every store over the same content, and its place can be taken again."""
         store = self.chain(tmp_path)
         store.pin("snapshot", KEYS[2])
@@ -299,14 +299,14 @@ class StoreTests:
         for again in (store, self.make_store(tmp_path)):
             expect(self.names(again) == {("snapshot", 0), ("package", 3)}, "the rest stays")
             expect(again.get("snapshot", KEYS[1]) is None, "it is gone")
-            expect(again.get("state", KEYS[2]) is None, "with what stood on it")
+            expect(again.get("state", KEYS[2]) is None, "with what depended on it")
         store.put("snapshot", KEYS[1], *self.entry(1), About(depends_on=("snapshot", KEYS[0])))
         store.flush()
         self.expect_entry(store, 1, "snapshot")
         expect(store.check() == [], "all is whole")
 
     def test_delete_media_takes_all_that_holds_anything_of_an_image(self, tmp_path: Path) -> None:
-        """Features, states, notes, and what stands on them."""
+        """Features, states, notes, and what depends on them."""
         store = self.chain(tmp_path)
         store.put_note("alias", KEYS[6], {}, About(media=(IMAGES[0],)))
         store.put_note("alias", KEYS[7], {}, About(media=(IMAGES[1],)))
@@ -316,7 +316,7 @@ class StoreTests:
         expect(store.delete_media(IMAGES[0]) == 0, "and a second time nothing")
 
     def test_what_is_over_is_absent(self, tmp_path: Path) -> None:
-        """After its time to live, with all that stands on it; and its place is free."""
+        """After its time to live, with all that depends on it; and its place is free."""
         store = self.make_store(tmp_path)
         store.put("snapshot", KEYS[0], *self.entry(0), About(ttl=self.lifetime))
         store.put("snapshot", KEYS[1], *self.entry(1), About(depends_on=("snapshot", KEYS[0])))
@@ -330,9 +330,9 @@ class StoreTests:
             expect(again.get("snapshot", KEYS[0]) is None, "then it is absent")
             expect(again.note("alias", KEYS[0]) is None, "a note as well")
             expect(not again.has("snapshot", KEYS[0]), "and not there")
-            expect(again.entry("snapshot", KEYS[0]) is None, "nor in the books")
+            expect(again.entry("snapshot", KEYS[0]) is None, "nor listed")
             expect(again.note("alias", KEYS[1]) == {"a": 1}, "what has time left stays")
-        expect(self.names(store) == {("alias", 1)}, "with what stood on it")
+        expect(self.names(store) == {("alias", 1)}, "with what depended on it")
         store.put("snapshot", KEYS[0], *self.entry(0), About(ttl=1000.0))
         store.flush()
         self.expect_entry(store, 0, "snapshot")
@@ -389,7 +389,7 @@ class StoreTests:
         store.reject("package", KEYS[1], "it is something else")
         expect(store.get("package", KEYS[1]) is None, "it is absent")
         expect(not store.has("package", KEYS[1]), "and its place is free")
-        expect(len(self.names(store)) == 5 and store.check() == [], "the books know it")
+        expect(len(self.names(store)) == 5 and store.check() == [], "it is listed")
 
 
 def _refused(call: Callable[..., object], *arguments: object) -> bool:

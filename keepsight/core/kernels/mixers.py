@@ -1,6 +1,6 @@
 """Layers that remember a state of fixed size, computed so that no row depends on the cut.
 
-Gated delta rules stand on a grid (`keepsight.core.kernels.delta`); convolutions are added up
+Gated delta rules are computed on a grid (`keepsight.core.kernels.delta`); convolutions are added up
 number by number. Two of upstream's layers are known; in passes of ours, on layers of lanes, they
 are computed here, and everywhere else by their own code.
 """
