@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import page_sections
+from bench import drawing, page_sections
 from keepsight.bench import tables
 
 # Folders of results that have a part on the page.
 OTHERS = ("exporting", "pausing", "serving", "together")
+PICTURES = Path("docs/pictures")  # beside the README
 
 HEAD = """\
 # Benchmarks
@@ -122,7 +123,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("bench/results"))
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
-    parser.add_argument("--readme", type=Path, help="renew the measured block of this file too")
+    parser.add_argument(
+        "--readme", type=Path, help="renew the measured block and pictures of this file"
+    )
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(argv)
     files = sorted(options.results.glob("*.json"))
@@ -137,10 +140,12 @@ def main(argv: list[str]) -> int:
     renewed = with_headline(readme, headline(results)) if readme else ""
     if options.check:
         same = options.page.exists() and options.page.read_text() == text and renewed == readme
-        return 0 if same else 1
+        drawn = not readme or drawing.same(results, options.readme.parent / PICTURES)
+        return 0 if same and drawn else 1
     options.page.write_text(text)
     if readme:
         options.readme.write_text(renewed)
+        drawing.write(results, options.readme.parent / PICTURES)
     return 0
 
 

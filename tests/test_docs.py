@@ -1,53 +1,60 @@
 """Docs are executed: every Python block of README and docs runs, and says what it claims.
 
-A line that ends in `# -> text` must print exactly that text.
+A line that ends in `# -> text` must print exactly that text. Blocks run in order, in an empty
+folder, with nothing but what the page itself has defined: as a reader would type them.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
+import importlib
 import io
 import re
+import shlex
+import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    "README.md",
-    "docs/quickstart.md",
-    "docs/how-it-works.md",
-    "docs/exactness.md",
-    "docs/families.md",
-    "docs/stores.md",
-    "docs/datasets.md",
-    "docs/training.md",
-    "docs/server.md",
-    "docs/limits.md",
-]
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+NOT_RUN = {
+    "docs/contributing.md": "parts of test files",
+    "docs/exporting.md": "needs an export; tests/test_export_command.py runs it",
+    "docs/fleets.md": "needs vLLM and SGLang; tests/test_fleet.py does the same",
+}
 
 
 def blocks(page: str) -> list[str]:
-    """The Python blocks of a page, in order."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    """The Python blocks of a page, in order; those in a list without its indentation."""
+    found = re.findall(r"^( *)```python\n(.*?)^ *```", _text(page), re.DOTALL | re.MULTILINE)
+    return [re.sub(f"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
 
 
-def inputs_from_processor(vlm: Any, messages: list[Any]) -> dict[str, Any]:
-    """What a user's own processor call would give; the pages leave that step out."""
-    from models import stock_inputs
+def commands(page: str) -> list[list[str]]:
+    """The words of each `keepsight` command in the fenced blocks of a page."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", _text(page), re.DOTALL | re.MULTILINE)
+    lines = (
+        "\n".join(text for kind, text in fenced if kind in ("", "sh"))
+        .replace("\\\n", " ")
+        .splitlines()
+    )
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("keepsight ")]
 
-    return stock_inputs(vlm.processor, messages)
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in NOT_RUN])
 def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    world: dict[str, Any] = {
-        "inputs_from_processor": inputs_from_processor,
-        "my_tiny_model": None,
-        "my_processor": None,
-    }
+    world: dict[str, Any] = {}
     for block in blocks(page):
         claims = re.findall(r"^\s*print\(.*# -> (.*)$", block, re.MULTILINE)
         out = io.StringIO()
@@ -57,8 +64,96 @@ def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for claim in claims:
             assert claim.strip() in printed, f"{page}: expected {claim!r} among {printed}"
     for value in world.values():
-        if hasattr(value, "close") and hasattr(value, "memory"):
+        if hasattr(value, "close") and hasattr(value, "runtime"):
             value.close()
+
+
+def undefined(blocks: list[str]) -> list[str]:
+    """Names that a block uses, within functions too, and neither it nor an earlier one defines."""
+    known = set(dir(builtins))
+    missing = []
+    for block in blocks:
+        nodes = list(ast.walk(ast.parse(block)))
+        for node in nodes:
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                known.add(node.id)
+            elif isinstance(node, ast.alias):
+                known.add((node.asname or node.name).split(".")[0])
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                known.add(node.name)
+            elif isinstance(node, ast.arg):
+                known.add(node.arg)
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                known.add(node.name)
+        used = [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        missing += [name for name in used if name not in known]
+    return missing
+
+
+def test_a_name_that_a_page_does_not_define_is_found() -> None:
+    assert undefined(["x = 1", "def f(a):\n    return a + x + y"]) == ["y"]
+    assert undefined(["print(z)", "z = 1"]) == ["z"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_blocks_use_only_what_the_page_defines(page: str) -> None:
+    assert not undefined(blocks(page)), page
+
+
+@pytest.mark.parametrize("page", NOT_RUN)
+def test_blocks_that_are_not_run_name_what_exists(page: str) -> None:
+    """What a block takes from keepsight, and from a module of it, is there."""
+    modules: dict[str, ModuleType] = {}
+    for node in [node for block in blocks(page) for node in ast.walk(ast.parse(block))]:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("keepsight"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                found = getattr(module, alias.name, None) or importlib.import_module(
+                    f"{node.module}.{alias.name}"
+                )
+                if isinstance(found, ModuleType):
+                    modules[alias.asname or alias.name] = found
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == "keepsight":
+                    modules[alias.asname or alias.name] = importlib.import_module("keepsight")
+    for node in [node for block in blocks(page) for node in ast.walk(ast.parse(block))]:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = modules.get(node.value.id)
+            assert module is None or hasattr(module, node.attr), f"{page}: {ast.unparse(node)}"
+
+
+def test_commands_have_the_options_that_pages_name() -> None:
+    from keepsight.cli.app import app
+
+    root = typer.main.get_command(app)
+    for page in PAGES:
+        for words in commands(page):
+            command, rest = root, words[1:]
+            while hasattr(command, "commands"):
+                assert rest[:1] and rest[0] in command.commands, f"{page}: {shlex.join(words)}"
+                command, rest = command.commands[rest[0]], rest[1:]
+            if words[1] == "bench":  # its options are its own parser's
+                continue
+            options = command.get_params(typer.Context(command))
+            known = {name for option in options for name in option.opts}
+            for word in rest:
+                name = word.split("=")[0]
+                assert not re.match("--?[a-z]", name) or name in known, f"{page}: {words}"
+
+
+def test_files_that_the_readme_names_are_shipped() -> None:
+    for words in commands("README.md"):
+        for word in words:
+            if word.startswith(("examples/", "docs/")):
+                assert (ROOT / word).exists(), f"README.md: {word} is missing"
+
+
+def test_install_lines_work_before_the_name_is_on_an_index() -> None:
+    for page in [*PAGES, "examples/README.md"]:
+        for line in re.findall("pip install.*", _text(page)):
+            assert not re.match(r'pip install "?keepsight', line), f"{page}: {line}"
+            assert "[" not in re.sub(r'"[^"]*"', "", line.split("`")[0]), f"{page}: unquoted {line}"
 
 
 def test_every_page_is_linked() -> None:
@@ -69,7 +164,11 @@ def test_every_page_is_linked() -> None:
 
 def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        text = page.read_text()
+        written = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(
+            r'src(?:set)?="(.*?)"', text
+        )
+        for target in written:
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target} is missing"
 
@@ -87,3 +186,20 @@ def test_files_that_how_it_works_names_are_there() -> None:
     folder = ROOT / "keepsight"
     gone = [name for name in named if not list(folder.rglob(name.removeprefix("keepsight/")))]
     assert named and not gone
+
+
+def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that end by themselves and take seconds, in a copy of the folder they name."""
+    from typer.testing import CliRunner
+
+    from keepsight.cli.app import app
+
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    said = {}
+    for words in commands("README.md"):
+        if words[1] in ("ask", "encode", "cache"):
+            done = CliRunner().invoke(app, words[1:])
+            assert done.exit_code == 0, (words, done.output)
+            said[words[1]] = done.output
+    assert list(said) == ["ask", "encode", "cache"] and "package" in said["cache"]

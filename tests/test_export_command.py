@@ -383,7 +383,8 @@ def test_the_page_s_commands_and_blocks_run(
 
     monkeypatch.setattr(making, "export", copied)
     monkeypatch.chdir(tmp_path)
-    shutil.copy(ROOT / "examples/picture.png", tmp_path)
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples/picture.png", tmp_path / "examples")
     page = (ROOT / "docs/exporting.md").read_text()
     (commands,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     done = []
