@@ -9,7 +9,8 @@ from __future__ import annotations
 from keepsight.bench.rivals import GOALS
 from keepsight.kinds import Record
 
-OVER_LIMIT, FASTER, OVER_COLD, OVER_READ = 1.3, 20.0, 1.03, 2.0
+OVER_LIMIT, FASTER, OVER_COLD, OVER_READ = 1.3, 20.0, 0.9, 1.5
+TEXT_TURN_FASTER = 35.0  # a turn of text alone behind two pictures
 
 
 def judge(run: Record) -> list[Record]:
@@ -23,6 +24,11 @@ def judge(run: Record) -> list[Record]:
             rows += _least(f"{name}, later turns: faster than stock", warm, FASTER)
         elif name == "W5":
             rows += _most("W5, a step: over encode + new tokens", steps[1:], OVER_LIMIT)
+        elif name == "peers":
+            text_turn = [step for step in steps if step["name"] == "T2"]
+            rows += _most("peers, T2: over the limit", text_turn, OVER_LIMIT)
+            rows += _least("peers, T2: faster than stock", text_turn, TEXT_TURN_FASTER)
+        rows += _again(name, steps)
     rows += _cold(run)
     rows += _restart(run)
     rows += _peers(run)
@@ -52,6 +58,14 @@ def _least(what: str, steps: list[Record], goal: float) -> list[Record]:
     return [_row(what, f">= {goal:g}x", measured, measured >= goal, _where(worst))]
 
 
+def _again(name: str, steps: list[Record]) -> list[Record]:
+    """No token is to be computed again that a turn before has computed."""
+    again = sum(step["rerun_tokens"] for step in steps)
+    new = sum(step["new_tokens"] for step in steps)
+    note = f"{new} new tokens in {len(steps)} turns"
+    return [_row(f"{name}: tokens run again", "0", float(again), again == 0, note)]
+
+
 def _where(step: Record) -> str:
     """Where the time of a step went, the largest stages first."""
     stages = {k: v for k, v in step["stages"].items() if k not in ("first_token", "decode")}
@@ -60,7 +74,7 @@ def _where(step: Record) -> str:
     return (
         f"{step['name']}: {step['keepsight_ms']:.1f} ms, limit {step['limit_ms']:.1f}, "
         f"stock {step['stock_ms']:.0f}; {step['new_tokens']} new tokens, "
-        f"{step['rerun_tokens']} run again because of the grain; ms: {told}"
+        f"{step['rerun_tokens']} run again; ms: {told}"
     )
 
 
