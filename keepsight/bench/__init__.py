@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     result: Record = {
         "benchmark": "keepsight",
         "format": FORMAT,
-        "command": " ".join(["keepsight", "bench", *_told(argv, options.model)]),
+        "command": " ".join(["keepsight", "bench", *_command(argv, options.model)]),
         "machine": machine.describe(),
         "runs": [],
     }
@@ -58,14 +58,14 @@ def main(argv: list[str]) -> int:
     return 1 if any(tables.warnings(run) for run in result["runs"]) else 0
 
 
-def _told(argv: list[str], model: str | None) -> list[str]:
+def _command(argv: list[str], model: str | None) -> list[str]:
     """The command line without folders and files of this machine."""
-    told = [Path(word).name if word == model else word for word in argv]
+    words = [Path(word).name if word == model else word for word in argv]
     for name in ("--out", "--folder"):
-        if name in told:
-            spot = told.index(name)
-            del told[spot : spot + 2]
-    return [word for word in told if not word.startswith(("--out=", "--folder="))]
+        if name in words:
+            spot = words.index(name)
+            del words[spot : spot + 2]
+    return [word for word in words if not word.startswith(("--out=", "--folder="))]
 
 
 def _plan(options: argparse.Namespace) -> dict[str, list[str]]:

@@ -41,10 +41,10 @@ def _row(what: str, goal: str, measured: float | None, held: bool, note: str) ->
 
 def _most(what: str, steps: list[Record], goal: float) -> list[Record]:
     """The highest ratio to the limit must not pass the goal."""
-    told = [step for step in steps if step["keepsight_over_limit"] is not None]
-    if not told:
+    known = [step for step in steps if step["keepsight_over_limit"] is not None]
+    if not known:
         return []
-    worst = max(told, key=lambda step: step["keepsight_over_limit"])
+    worst = max(known, key=lambda step: step["keepsight_over_limit"])
     measured = worst["keepsight_over_limit"]
     return [_row(what, f"<= {goal}x", measured, measured <= goal, _where(worst))]
 
@@ -70,11 +70,11 @@ def _where(step: Record) -> str:
     """Where the time of a step went, the largest stages first."""
     stages = {k: v for k, v in step["stages"].items() if k not in ("first_token", "decode")}
     top = sorted(stages.items(), key=lambda item: -item[1])[:4]
-    told = ", ".join(f"{name} {ms:.1f}" for name, ms in top)
+    slowest = ", ".join(f"{name} {ms:.1f}" for name, ms in top)
     return (
         f"{step['name']}: {step['keepsight_ms']:.1f} ms, limit {step['limit_ms']:.1f}, "
         f"stock {step['stock_ms']:.0f}; {step['new_tokens']} new tokens, "
-        f"{step['rerun_tokens']} run again; ms: {told}"
+        f"{step['rerun_tokens']} run again; ms: {slowest}"
     )
 
 

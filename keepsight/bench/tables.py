@@ -60,12 +60,12 @@ def tables(run: Record) -> list[tuple[str, Row, list[Row]]]:
 
 def warnings(run: Record) -> list[str]:
     """What the guard found: times behind wrong answers are worth nothing."""
-    told = []
+    wrong = []
     for workload in run["workloads"]:
         if not workload["warm_equals_cold"]:
-            told.append(f"{workload['name']}: WARM DIFFERS FROM COLD")
-        told += _guards(workload["name"], workload["steps"], run["dtype"])
-    return told + _guards("cold", run.get("cold", {}).get("cases", []), run["dtype"])
+            wrong.append(f"{workload['name']}: WARM DIFFERS FROM COLD")
+        wrong += _guards(workload["name"], workload["steps"], run["dtype"])
+    return wrong + _guards("cold", run.get("cold", {}).get("cases", []), run["dtype"])
 
 
 def _guards(name: str, steps: list[Record], dtype: str) -> list[str]:
@@ -167,12 +167,12 @@ def _restart(restart: Record) -> tuple[str, Row, list[Row]]:
 
 
 def _ambitions(rows: list[Record]) -> tuple[str, Row, list[Row]]:
-    told = []
+    table: list[Row] = []
     for row in rows:
         measured = "-" if row["measured"] is None else f"{row['measured']:.2f}x"
         verdict = "yes" if row["held"] else "NO"
-        told.append([row["what"], row["goal"], measured, verdict, row["note"]])
-    return "ambitions (the worst turn counts)", ["", "goal", "measured", "held", "why"], told
+        table.append([row["what"], row["goal"], measured, verdict, row["note"]])
+    return "ambitions (the worst turn counts)", ["", "goal", "measured", "held", "why"], table
 
 
 def _table(heading: str, columns: Row, rows: list[Row]) -> Table:

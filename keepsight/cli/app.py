@@ -132,10 +132,10 @@ def ask(
     with load(model, dtype, device_map, store, grain, pixels, remote, tenant) as vlm:
         if as_json:
             reply = vlm.chat(messages, **options)
-            usage, told = vars(reply.usage), reply.report.to_dict()
+            usage, report_dict = vars(reply.usage), reply.report.to_dict()
             json_line(
                 {"text": reply.text, "finish_reason": reply.finish_reason, "usage": usage}
-                | ({"report": told} if report else {})
+                | ({"report": report_dict} if report else {})
             )
             return
         for piece in vlm.stream(messages, **options):

@@ -52,14 +52,14 @@ def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> No
     """Tiers, entries, bytes, hit rates; the largest and the most useful entries."""
     opened = _open(store, tenant)
     entries = list(opened.entries())  # first: then all of them are in the catalogue
-    told = opened.stats()
+    stats = opened.stats()
     largest = sorted(entries, key=lambda e: -e.nbytes)[:_SHOWN]
     useful = sorted(entries, key=lambda e: -e.usefulness)[:_SHOWN]
     if as_json:
         best = {"largest": [_plain(e) for e in largest], "most_useful": [_plain(e) for e in useful]}
-        json_line(told | best)
+        json_line(stats | best)
         return
-    _show_totals(told)
+    _show_totals(stats)
     for title, chosen in (("largest", largest), ("most useful", useful)):
         if chosen:
             shown = table("kind", "key", "size", "uses", right=("size", "uses"), title=title)
@@ -68,16 +68,16 @@ def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> No
             console().print(shown)
 
 
-def _show_totals(told: Record) -> None:
+def _show_totals(stats: Record) -> None:
     shown = table("kind", "entries", "bytes", right=("entries", "bytes"))
-    for kind, counted in sorted(told["kinds"].items()):
+    for kind, counted in sorted(stats["kinds"].items()):
         shown.add_row(kind, str(counted["entries"]), bytes_text(counted["bytes"]))
-    shown.add_row("all", str(told["entries"]), bytes_text(told["bytes"]), style="bold")
+    shown.add_row("all", str(stats["entries"]), bytes_text(stats["bytes"]), style="bold")
     console().print(shown)
-    for tier in told.get("tiers", ()):
+    for tier in stats.get("tiers", ()):
         line = f"{tier.get('tier', 'tier')}: {tier['entries']} entries, {bytes_text(tier['bytes'])}"
         console().print(plain(line))
-    counts = told.get("ever") or told
+    counts = stats.get("ever") or stats
     hits, asked = counts["hits"], counts["hits"] + counts["misses"]
     rate = f"{100 * hits / asked:.0f} % of {asked} reads found" if asked else "nothing read yet"
     console().print(f"{rate}, {counts['evictions']} entries let go, {counts['refused']} refused")
@@ -116,11 +116,11 @@ def list_entries(
 
 def _plain(entry: Entry) -> Record:
     """One entry as JSON has it; `age_s` counts from its last use."""
-    told: Record = {"kind": entry.kind, "key": entry.key, "bytes": entry.nbytes}
-    told |= {"age_s": round(time.time() - entry.used, 1), "created": entry.created}
-    told |= {"uses": entry.uses, "cost_ms": entry.cost, "pinned": entry.pinned}
-    told |= {"stands_on": entry.depends_on, "media": list(entry.media), "expires": entry.expires}
-    return told
+    record: Record = {"kind": entry.kind, "key": entry.key, "bytes": entry.nbytes}
+    record |= {"age_s": round(time.time() - entry.used, 1), "created": entry.created}
+    record |= {"uses": entry.uses, "cost_ms": entry.cost, "pinned": entry.pinned}
+    record |= {"stands_on": entry.depends_on, "media": list(entry.media), "expires": entry.expires}
+    return record
 
 
 def _about(store: Kept, entry: Entry) -> Record:
@@ -162,18 +162,18 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     upon = [e for e in others if e.depends_on == (it.kind, it.key)]
     first = sum(e.usefulness < it.usefulness and not e.pinned for e in others)
     bases = _bases(others, it)
-    told = _plain(it) | _about(opened, it) | {"tier": opened.tier(it.kind, it.key)}
-    told |= {"bases": len(bases), "upon": [[e.kind, e.key] for e in upon], "go_first": first}
+    record = _plain(it) | _about(opened, it) | {"tier": opened.tier(it.kind, it.key)}
+    record |= {"bases": len(bases), "upon": [[e.kind, e.key] for e in upon], "go_first": first}
     if as_json:
-        json_line(told)
+        json_line(record)
         return
     now = time.time()
     shown = table("", "")
     shown.add_row("entry", f"{it.kind}/{it.key}")
     shown.add_row("what", _WHAT.get(it.kind, it.kind))
-    shown.add_row("where", f"{told['tier']}, {bytes_text(it.nbytes)}")
-    if "model" in told:
-        shown.add_row("of", plain(f"{told['model']}, {told['tokens']} tokens"))
+    shown.add_row("where", f"{record['tier']}, {bytes_text(it.nbytes)}")
+    if "model" in record:
+        shown.add_row("of", plain(f"{record['model']}, {record['tokens']} tokens"))
     shown.add_row("made", f"{age_text(now - it.created)} ago, used {it.uses} times")
     shown.add_row("last used", f"{age_text(now - it.used)} ago")
     shown.add_row("costs", f"{it.cost:.0f} ms to make again" if it.cost else "not measured")
@@ -271,8 +271,8 @@ def clear(
     if not yes:
         what = "everything"
         if tenant is not None:
-            told = opened.stats()
-            what = f"{told['entries']} entries of {tenant} ({bytes_text(told['bytes'])})"
+            stats = opened.stats()
+            what = f"{stats['entries']} entries of {tenant} ({bytes_text(stats['bytes'])})"
         typer.confirm(plain(f"Remove {what} from {store}?"), abort=True)
     console().print(f"{bytes_text(opened.clear(everybody=tenant is None))} freed")
 

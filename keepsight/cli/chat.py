@@ -1,7 +1,7 @@
 """The conversation of `keepsight chat`: a prompt, a few commands, one dim line of measurements.
 
-A wrong command or a bad picture is told and the conversation goes on. Lines may also come through
-a pipe; then they are echoed, so that what is printed reads like a conversation.
+A wrong command or a bad picture is an error message, and the conversation goes on. Lines may also
+come through a pipe; then they are echoed, so that what is printed reads like a conversation.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Shell:
         if self.history is None:
             return
         path = str(self.history)
-        with suppress(OSError):  # a store that cannot be written is told by the store itself
+        with suppress(OSError):  # the store itself reports that it cannot be written
             private_files.make_folders(self.history.parent)
             private_files.reserve(self.history)
             readline.read_history_file(path)
@@ -235,8 +235,8 @@ def measurements(usage: Usage, report: Report, first: float | None) -> str:
     images = ""
     if usage.images:
         images = f", {usage.images_encoded} of {usage.images} images encoded"
-    told = "" if first is None else f", first token after {first:.0f} ms"
-    return f"[{usage.cached_tokens} tokens reused, {report.computed_tokens} computed{images}{told}]"
+    wait = "" if first is None else f", first token after {first:.0f} ms"
+    return f"[{usage.cached_tokens} tokens reused, {report.computed_tokens} computed{images}{wait}]"
 
 
 def _no_argument(name: str, rest: str) -> None:

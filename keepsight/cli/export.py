@@ -72,12 +72,12 @@ def export(
             revision=revision,
             tell=tell,
         )
-    told = _told(to, manifest) | {"seconds": round(time.perf_counter() - start, 1)}
+    summary = _describe(to, manifest) | {"seconds": round(time.perf_counter() - start, 1)}
     if as_json:
-        json_line(told)
+        json_line(summary)
         return
     out = console()
-    out.print(_summary(told))
+    out.print(_summary(summary))
     out.print(f"\nTry it:\n  keepsight chat --model {shlex.quote(str(to))}", soft_wrap=True)
 
 
@@ -121,7 +121,7 @@ def _ending_tidily() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
-def _told(folder: Path, manifest: Manifest) -> Record:
+def _describe(folder: Path, manifest: Manifest) -> Record:
     """What there is to say of an export, as plain data."""
     graphs = {}
     for part in ("tower", "embedding", "decoder", "head"):
@@ -154,7 +154,7 @@ def describe(folder: Path) -> Record:
     manifest = exported.read(folder)
     seconds = time.perf_counter() - start
     others = exported.other_versions(manifest)
-    return _told(folder, manifest) | {
+    return _describe(folder, manifest) | {
         "other_versions": {
             name: {"made": was, "here": here} for name, (was, here) in others.items()
         },
@@ -182,19 +182,19 @@ def render(described: Record) -> RenderableType:
     return Group(shown, versions)
 
 
-def _summary(told: Record) -> Table:
+def _summary(summary: Record) -> Table:
     shown = table("", "")
     shown.show_header = False
-    quantised = told["quantised"]
+    quantised = summary["quantised"]
     held = f"{quantised} (decoder and head), float32 (tower)" if quantised else "float32"
-    shown.add_row("folder", plain(told["folder"]), style="bold")
-    shown.add_row("what", f"an export of {told['model']} for {_RUNTIMES[told['runtime']]}")
+    shown.add_row("folder", plain(summary["folder"]), style="bold")
+    shown.add_row("what", f"an export of {summary['model']} for {_RUNTIMES[summary['runtime']]}")
     shown.add_row("weights held in", plain(held))
-    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in told["graphs"].items())
-    shown.add_row("size", f"{bytes_text(told['bytes'])} in {told['files']} files: {parts}")
-    if told["most_patches"] is not None:
-        shown.add_row("largest picture", f"{told['most_patches']} patches")
-    for name, said in _off(told["deviation"]):
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in summary["graphs"].items())
+    shown.add_row("size", f"{bytes_text(summary['bytes'])} in {summary['files']} files: {parts}")
+    if summary["most_patches"] is not None:
+        shown.add_row("largest picture", f"{summary['most_patches']} patches")
+    for name, said in _off(summary["deviation"]):
         shown.add_row(name, said)
     return shown
 

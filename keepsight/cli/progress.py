@@ -87,8 +87,8 @@ class EncodeCounts:
         }
 
     def __str__(self) -> str:
-        told = [f"{n} {name}" for name in _STATUSES if (n := self.counts.get(name, 0))]
-        return f"{', '.join(told) or 'no images'}; {self.pace()}"
+        counts = [f"{n} {name}" for name in _STATUSES if (n := self.counts.get(name, 0))]
+        return f"{', '.join(counts) or 'no images'}; {self.pace()}"
 
     def pace(self) -> str:
         """The rates, for people."""
@@ -142,11 +142,11 @@ def _with_bar(
 def _with_lines(
     results: Iterable[Encoded], tally: EncodeCounts, console: Console, as_json: bool
 ) -> Iterator[Encoded]:
-    told = tally.started
+    last = tally.started
     for result in results:
         tally.add(result)
-        if tally.started + tally.seconds - told >= _LINES:
-            told = tally.started + tally.seconds
+        if tally.started + tally.seconds - last >= _LINES:
+            last = tally.started + tally.seconds
             text = json.dumps({"progress": tally.to_dict()}) if as_json else tally.line()
             console.out(text, highlight=False)
         yield result

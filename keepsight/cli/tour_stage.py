@@ -124,11 +124,11 @@ class Stage:
             )
         )
         report, usage = reply.report, reply.usage
-        told = f" {report.cached_tokens} of {report.prompt_tokens} tokens reused"
+        summary = f" {report.cached_tokens} of {report.prompt_tokens} tokens reused"
         if usage.images:
-            told += f", {usage.images_encoded} of {usage.images} pictures looked at"
+            summary += f", {usage.images_encoded} of {usage.images} pictures looked at"
         bar = share_bar(report.cached_tokens, report.prompt_tokens)
-        self.console.print(Text.assemble(_INDENT, bar, told))
+        self.console.print(Text.assemble(_INDENT, bar, summary))
 
     def turn(self, ask: Ask, turn: TurnTimes) -> None:
         """One turn of the conversation, beside stock."""

@@ -94,7 +94,7 @@ class AnyCut:
 
     def rule(self, boundaries: Rule, circumstances: Record, engine: Engine) -> tuple[Rule, Finding]:
         """Whether a prompt can be cut anywhere now, or at boundaries only; and what was found. The
-        engine that will run it is told."""
+        engine that will run it is given."""
         found = self.find(circumstances)
         engine.lanes.grows, engine.kernels = found.kernels is not None, found.kernels
         if found.kernels is None:

@@ -261,14 +261,14 @@ def _first_difference(
         try:
             found = generate(runtime, None, {**case.inputs, **_OPTIONS})
         except (KeepsightError, *_ODD) as error:
-            return f"{case.name}: {_told(error)}"
+            return f"{case.name}: {_one_line(error)}"
         ours = (found.logits or ()) if isinstance(found, Generated) else ()
         if wrong := _difference(model, case.stock, ours):
             return f"{case.name}: {wrong}"
     return ""
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     known = isinstance(error, KeepsightError)
     return str(error) if known else f"{type(error).__name__}: {error}"
 
@@ -313,7 +313,7 @@ def _check_messages(
         if prompt.ids.tolist() == inputs["input_ids"][0].tolist():
             wrong = _difference(model, _stock(model, inputs), _answer(runtime, prompt))
     except (KeepsightError, *_ODD) as error:
-        wrong = f"{wrong} ({_told(error)})"
+        wrong = f"{wrong} ({_one_line(error)})"
     if wrong:
         raise UnsupportedModel(
             f"model type {model.config.model_type!r} could not be shown exact: {wrong}"

@@ -359,13 +359,13 @@ class Runtime:
     def stats(self, tenant: str | None = None) -> Record:
         """Bytes and counts per tier: of everyone, or of one tenant alone. Safe in any thread and
         without the lock: these are counters in memory, and no disk is waited for."""
-        told = {"features": self._feature_stats(tenant)}
+        stats = {"features": self._feature_stats(tenant)}
         if tenant is not None:
-            told["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
-            return {**told, "store": _stats_of(self.store_of(tenant))}
+            stats["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
+            return {**stats, "store": _stats_of(self.store_of(tenant))}
         tree = self.tree
         tiers = tree.stats()
-        told["prefix"] = {
+        stats["prefix"] = {
             **tiers["memory"],
             "host": tiers["host"],
             "evictions": tree.evictions,
@@ -373,7 +373,7 @@ class Runtime:
             "promotions": tree.promotions,
             "lane_bytes": self.engine.lanes.nbytes,
         }
-        told["engine"] = {
+        stats["engine"] = {
             "prefill_tokens": self.engine.prefill_tokens,
             "decode_steps": self.engine.decode_steps,
             "any_cut": self.rule.any_cut,
@@ -381,7 +381,7 @@ class Runtime:
             **vars(self.engine.tally),
             "packed_bytes": self._any_cut.packing.nbytes,
         }
-        return {**told, "store": _stats_of(self.store)}
+        return {**stats, "store": _stats_of(self.store)}
 
     def _feature_stats(self, tenant: str | None) -> Record:
         of = list(self._visions) if tenant is None else [tenant]

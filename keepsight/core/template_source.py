@@ -43,7 +43,7 @@ class _Word:
 
 
 class TemplateSource:
-    """A template's source in words, so that what it writes can be told from what it looks for."""
+    """A template's source in words, so that what it writes differs from what it looks for."""
 
     def __init__(self, source: str) -> None:
         self._end = "\n" if source.endswith("\n") else ""

@@ -59,7 +59,7 @@ class Encoder:
         self._column, self._prefix, self._threads = column, prefix, threads
         self._codec, self._most, self._tenant = codec, max_tokens, tenant_name(tenant)
         # How many threads a CPU computes with is part of how features are made: workers that are to
-        # make the same ones must be told the number.
+        # make the same ones need the number.
         self._torch_threads = torch_threads
         self._vlm: VLM | None = None
         self._target: EncodeTarget | None = None

@@ -64,7 +64,7 @@ class Once:
         self._seen: dict[bytes, None] = {}
 
     def first(self, feature_id: str) -> bool:
-        """Whether this is the first time; after a million others it may be told so again."""
+        """Whether this is the first time; after a million others it may be so again."""
         mark = bytes.fromhex(feature_id)
         if mark in self._seen:
             return False

@@ -261,7 +261,7 @@ def _is_image(name: str) -> bool:
 
 
 def count(pieces: Iterable[SourcePiece], reading: Reading) -> int | None:
-    """How many items some pieces hold, as far as that can be told without reading them."""
+    """How many items some pieces hold, as far as that is known without reading them."""
     total = 0
     for piece in pieces:
         number: int | None = 1

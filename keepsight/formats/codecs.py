@@ -214,7 +214,8 @@ def _check_parts(title: str, parts: Tensors, name: str, dtype: torch.dtype, wher
 
 
 def _check_claim(title: str, parts: Tensors, name: str, claimed: float, where: str) -> None:
-    """A claimed error above what the codec can do at all is a lie; one below cannot be told."""
+    """A claimed error above what the codec can do at all is a lie; one below cannot be
+    recognised."""
     if name == "bf16":
         most = parts[title].abs().max().item() * 2.0**-8
     else:

@@ -66,10 +66,10 @@ def files_name(path: str, model: PreTrainedModel, before: Rows | None, found: Re
 
 
 def load_options(dtype: Dtype, device_map: DeviceMap, revision: str | None) -> Record:
-    """What `from_pretrained` is told."""
+    """The options of `from_pretrained`."""
     given = {"device_map": device_map, "revision": revision}
-    told = {name: value for name, value in given.items() if value is not None}
-    return {"dtype": parse_dtype(dtype), **told}
+    options = {name: value for name, value in given.items() if value is not None}
+    return {"dtype": parse_dtype(dtype), **options}
 
 
 @contextmanager

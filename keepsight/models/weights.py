@@ -69,7 +69,7 @@ class Weights:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """All by which one state of the model is told from another."""
+        """All by which one state of the model differs from another."""
         return (self.all, self.vision, self.config, self.code)
 
     def record(self) -> dict[str, str]:
@@ -205,7 +205,7 @@ class Weights:
 
 
 def _nothing(tensors: Iterable[torch.Tensor]) -> None:
-    """What is done with weights that may have changed, where nobody asked to be told."""
+    """What is done about weights that may have changed, where the caller set nothing."""
 
 
 class _Digests:

@@ -35,7 +35,7 @@ from keepsight.models.loading import (
     thinking,
 )
 
-_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # upstream reads ahead of us unless it is told not to
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # upstream reads ahead of us unless told not to
 _reading = RLock()
 
 
@@ -110,8 +110,8 @@ class TowerFiles:
 
 def _class_of(path: str, revision: str | None) -> type[PreTrainedModel]:
     """The class that Transformers would load this checkpoint into."""
-    told = {} if revision is None else {"revision": revision}
-    config = transformers.AutoConfig.from_pretrained(path, **told)
+    options = {} if revision is None else {"revision": revision}
+    config = transformers.AutoConfig.from_pretrained(path, **options)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ValueError(f"{type(config).__name__} is no configuration of such a model")
     found: type[PreTrainedModel] | Sequence[type[PreTrainedModel]] = (

@@ -1,9 +1,9 @@
 """ONNX Runtime and OpenVINO, imported so that they tell nobody.
 
-Both watch their users unless they are told not to. From its import on, the one keeps an id of the
+Both send telemetry unless it is switched off. From its import on, the one keeps an id of the
 machine and a list of events (the path of the program among them) in the user's cache folder, and
 sends them from a thread of its own; the other forks the process to send an event to a web service.
-Nobody who runs a model here has asked for that, so both are told not to. What the caller has
+Users of a model have not asked for that, so both are switched off. What the caller has
 decided for himself stays as it is: `ORT_DISABLE_TELEMETRY`, or a runtime that he imported before.
 """
 

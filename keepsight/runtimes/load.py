@@ -66,8 +66,8 @@ def load_exported(
         others = other_versions(manifest)
         if not others:
             raise
-        told = ", ".join(f"{n} {was} (here {now})" for n, (was, now) in others.items())
-        raise ModelError(f"{error}; it was made with {told}") from error
+        versions = ", ".join(f"{n} {was} (here {now})" for n, (was, now) in others.items())
+        raise ModelError(f"{error}; it was made with {versions}") from error
 
 
 @functools.lru_cache(64)  # once for each folder

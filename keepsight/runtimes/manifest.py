@@ -2,7 +2,7 @@
 
 An export that is half copied, changed or made by other versions must not answer at all, so the
 record is checked, and all files with it, before a runtime sees any of them. The record has a seal:
-whoever edits it by hand is told. Reading every byte of a large export takes its time, so a caller
+an edit by hand is an error. Reading every byte of a large export takes its time, so a caller
 who knows that these very files were read before may leave that part out.
 """
 
@@ -74,15 +74,15 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write the record, last of all."""
-        told = asdict(self)
+        content = asdict(self)
         path = folder / NAME
-        text = json.dumps(told | {"seal": seal_of(told)}, indent=1)
+        text = json.dumps(content | {"seal": seal_of(content)}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def seal_of(told: Record) -> str:
+def seal_of(content: Record) -> str:
     """The digest of a record without its seal."""
-    plain = {name: value for name, value in told.items() if name != "seal"}
+    plain = {name: value for name, value in content.items() if name != "seal"}
     return digests.digest("export record", digests.canonical_json(plain))
 
 
@@ -131,15 +131,15 @@ def read(folder: Path, contents: bool = True) -> Manifest:
         raise NotKeepsightFile(
             f"{folder} has no {NAME}, the record of an export made by `keepsight export`; {_AGAIN}"
         )
-    told = _object(path)
-    form = told.get("format")
+    content = _object(path)
+    form = content.get("format")
     if type(form) is not int or form != FORMAT:
         raise WrongFormatVersion(
             f"{path} has format {str(form)[:40]}, this version reads {FORMAT}; export the model "
             "again with this version, or load it with the one that made it"
         )
-    manifest = _parsed(told, path)
-    if told["seal"] != seal_of(told):
+    manifest = _parsed(content, path)
+    if content["seal"] != seal_of(content):
         raise DamagedFile(f"{path} was changed after the export; {_AGAIN}")
     if not manifest.deviation and folder.resolve() not in _unfinished:
         raise DamagedFile(
@@ -162,37 +162,37 @@ def _object(path: Path) -> Record:
             data = file.read(_LARGEST + 1)
         if len(data) > _LARGEST:
             raise ValueError(f"it has more than {_LARGEST} bytes")
-        told = json.loads(data.decode("utf-8"), parse_constant=refuse)
-        if not isinstance(told, dict):
+        content = json.loads(data.decode("utf-8"), parse_constant=refuse)
+        if not isinstance(content, dict):
             raise ValueError("it is not an object")
-        seal_of(told)  # also goes through all of it, however deep
+        seal_of(content)  # also goes through all of it, however deep
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} cannot be read: {error}; {_AGAIN}") from error
-    return told
+    return content
 
 
-def _parsed(told: Record, path: Path) -> Manifest:
+def _parsed(content: Record, path: Path) -> Manifest:
     names = [each.name for each in fields(Manifest)]
-    unknown = sorted(set(told) - {*names, "seal"})
-    wrong = [name for name in (*names, "seal") if not _has_sense(name, told.get(name))]
+    unknown = sorted(set(content) - {*names, "seal"})
+    wrong = [name for name in (*names, "seal") if not _has_sense(name, content.get(name))]
     if wrong or unknown:
         what = ", ".join([*wrong, *unknown])[:200]
         raise DamagedFile(f"{path}: {what} cannot be read; {_AGAIN}")
     files = {}
-    for name, file in told["files"].items():
+    for name, file in content["files"].items():
         if not _is_file(file):
             raise DamagedFile(f"{path}: the entry of {name[:200]!r} cannot be read; {_AGAIN}")
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
             raise DamagedFile(f"{path} names a file outside its folder: {name[:200]!r}")
         files[name] = File(file["bytes"], file["digest"])
-    ends = RUNTIMES[told["runtime"]]
+    ends = RUNTIMES[content["runtime"]]
     graphs = [f"{GRAPHS}/{part}{end}" for part in PARTS for end in ends]
     missing = sorted({"config.json", *graphs} - files.keys())
     if missing:
         raise DamagedFile(f"{path} names no {missing[0]}, which every export has; {_AGAIN}")
-    kept = {name: told[name] for name in names if name != "files"}
-    return Manifest(**kept, files=files)
+    values = {name: content[name] for name in names if name != "files"}
+    return Manifest(**values, files=files)
 
 
 def _has_sense(name: str, value: object) -> bool:
@@ -264,9 +264,9 @@ def _check_marks(manifest: Manifest, folder: Path) -> None:
     found = {part: marks(folder / GRAPHS / f"{part}{end}") for part in PARTS}
     quantised = any(part.quantised for part in found.values())
     if quantised != (manifest.quantised is not None):
-        told, are = (manifest.quantised or "not quantised"), "are" if quantised else "are not"
+        claim, are = (manifest.quantised or "not quantised"), "are" if quantised else "are not"
         raise DamagedFile(
-            f"{folder / NAME} says {told}, and the graphs {are} quantised; export the model again"
+            f"{folder / NAME} says {claim}, and the graphs {are} quantised; export the model again"
         )
     if found["decoder"].appends != manifest.appends:
         raise DamagedFile(

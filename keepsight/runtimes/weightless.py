@@ -49,7 +49,7 @@ class Exported:
             "runtime": f"{manifest.runtime} {version}",
             "quantised": manifest.quantised,
             "graphs": manifest.digest,
-            # Those of when the graphs were loaded: what PyTorch is told later does not reach them.
+            # Those of when the graphs were loaded: later settings of PyTorch do not reach them.
             "runtime_threads": threads,
         }
 

@@ -156,5 +156,5 @@ def _serve(found: ref[Served], door: Admission) -> None:
 
 
 def closed() -> Closed:
-    """What those are told who come too late."""
+    """The error of a request that comes too late."""
     return Closed("requests are no longer taken: the scheduler was closed")

@@ -98,7 +98,7 @@ class PrefillAhead:
             follower = self._followers[-1]
             try:
                 going_on = self._piece(follower)
-            except Exception as error:  # it will be done, and told, when somebody asks for it
+            except Exception as error:  # it will be reported with the next request for it
                 logger.debug("an answer is not prefilled ahead: %s", error)
                 going_on = False
             if not going_on:

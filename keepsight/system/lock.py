@@ -36,7 +36,7 @@ class FairLock:
     def __init__(self, what: str = "the model") -> None:
         self._what = what
         self._notes: deque[Callable[[], object]] = deque()
-        self._failed: deque[BaseException] = deque()  # of notes; told by whoever comes next
+        self._failed: deque[BaseException] = deque()  # of notes; raised by the next call
         self.unusable = False  # in a forked process, while another thread had the lock
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()

@@ -146,10 +146,10 @@ class StoreTests:
             "all are listed",
         )
         sizes = [entry.nbytes for entry in store.entries()]
-        told = store.stats()
-        expect(told["bytes"] == sum(sizes) and min(sizes) > 0, "bytes are counted")
-        expect(told["entries"] == len(sizes), "entries are counted")
-        expect(told["kinds"]["package"]["entries"] == 2, "entries are counted by kind")
+        stats = store.stats()
+        expect(stats["bytes"] == sum(sizes) and min(sizes) > 0, "bytes are counted")
+        expect(stats["entries"] == len(sizes), "entries are counted")
+        expect(stats["kinds"]["package"]["entries"] == 2, "entries are counted by kind")
         expect(store.check() == [], "a sound store has nothing to complain of")
 
     def test_an_entry_is_listed_as_it_was_put(self, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ class StoreTests:
         again.gc(0)
         expect(self.names(again) == {("snapshot", 0), ("snapshot", 1)}, "it stays, with its base")
         pinned = {entry.key: entry.pinned for entry in again.entries()}
-        expect(pinned == {KEYS[0]: False, KEYS[1]: True}, "and is told as pinned")
+        expect(pinned == {KEYS[0]: False, KEYS[1]: True}, "and is listed as pinned")
         expect(again.pin("snapshot", KEYS[1], False), "it can be unpinned")
         store.gc(0)
         expect(self.names(store) == set(), "and goes then")
@@ -295,7 +295,7 @@ class StoreTests:
         store.pin("snapshot", KEYS[2])
         total = store.stats()["bytes"]
         freed = store.delete("snapshot", KEYS[1])
-        expect(0 < freed == total - store.stats()["bytes"], "the bytes freed are told")
+        expect(0 < freed == total - store.stats()["bytes"], "the bytes freed are returned")
         for again in (store, self.make_store(tmp_path)):
             expect(self.names(again) == {("snapshot", 0), ("package", 3)}, "the rest stays")
             expect(again.get("snapshot", KEYS[1]) is None, "it is gone")
@@ -368,7 +368,7 @@ class StoreTests:
         store = self.filled(tmp_path)
         path = self.damage(tmp_path)
         wrong = store.check(repair=True)
-        expect(len(wrong) == 1 and path.name[:40] in wrong[0], "what was wrong is told")
+        expect(len(wrong) == 1 and path.name[:40] in wrong[0], "what was wrong is named")
         expect(store.check() == [], "and nothing is wrong afterwards")
         expect(("package", 1) not in self.names(store), "the damaged entry is gone")
         expect(len(self.names(store)) == 5, "and no other")

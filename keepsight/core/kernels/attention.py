@@ -25,7 +25,7 @@ _PIECES = (
     *((513, 516), (600, 777), (777, 1100), (1023, 1024), (1024, 1025), (1090, 1100), (1099, 1100)),
 )
 _WINDOWS = (64, 600)  # keys that rows of a trial see
-_AMPLIFIED = 3e4  # scores of a trial are the rounding of sums: so much, and they are told apart
+_AMPLIFIED = 3e4  # scores of a trial are the rounding of sums: so much, and they are distinct
 
 
 Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width and dtype

@@ -22,7 +22,7 @@ from keepsight.store import MemoryCache, Store
 
 logger = logging.getLogger(__name__)
 
-_TOLD = 10_000  # names that are not told again
+_LOGGED = 10_000  # names that are not logged again
 
 _NAMED = re.compile(re.escape(engine_inputs.PREFIX) + r"([0-9a-f]{64})")
 HELD = 256 << 20  # bytes of packages kept between being asked for and being taken
@@ -48,7 +48,7 @@ class Binding:
         missing = [name for name in known[:4] if not isinstance(given.get(name), str)]
         if missing:
             raise InputError(
-                f"the connector was not told {', '.join(missing)}; make its configuration with "
+                f"the connector was not given {', '.join(missing)}; make its configuration with "
                 "keepsight.export.engines.connector_config(checkpoint, store)"
             )
         return cls(**given)
@@ -62,7 +62,7 @@ class Serving:
         self._held: MemoryCache[Package] = MemoryCache(
             HELD, lambda package: package.nbytes, by_usefulness=False
         )
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.counts = {"given": 0, "absent": 0, "refused": 0}
 
     @staticmethod
@@ -131,10 +131,10 @@ class Serving:
         return found
 
     def _tell(self, name: str, why: str) -> None:
-        if name not in self._told:
-            if len(self._told) >= _TOLD:
-                self._told.clear()
-            self._told.add(name)
+        if name not in self._logged:
+            if len(self._logged) >= _LOGGED:
+                self._logged.clear()
+            self._logged.add(name)
             logger.warning("%s is not given out: %s", name, why)
 
     def close(self) -> None:

@@ -61,13 +61,13 @@ def _quantise(product: Any, ops: ModuleType) -> None:
     weights = product.input_value(1).get_node()
     if weights.get_type_name() != "Constant" or weights.data.ndim != 2:
         return
-    told = product.get_attributes()
-    rows = weights.data if told["transpose_b"] else weights.data.T
+    attributes = product.get_attributes()
+    rows = weights.data if attributes["transpose_b"] else weights.data.T
     size = BLOCK if rows.shape[1] % BLOCK == 0 else rows.shape[1]
     cut = rows.reshape(rows.shape[0], -1, size)
     scale = np.abs(cut).max(axis=2, keepdims=True) / 127
     whole = np.round(cut / np.where(scale == 0, 1, scale)).astype(np.int8)
     scaled = ops.multiply(ops.convert(ops.constant(whole), "f32"), ops.constant(scale))
     flat = ops.reshape(scaled, np.array(rows.shape), False)
-    again = ops.matmul(product.input_value(0), flat, told["transpose_a"], True)
+    again = ops.matmul(product.input_value(0), flat, attributes["transpose_a"], True)
     product.output(0).replace(again.output(0))

@@ -136,7 +136,7 @@ def traced(decoder: PreTrainedModel, fused: bool) -> Iterator[None]:
 
 
 def begin(cache: TracedCache) -> None:
-    """Say whose forward runs now; attention functions are not told."""
+    """Note whose forward runs now; attention functions do not get it."""
     _tracing[:] = [cache]
 
 

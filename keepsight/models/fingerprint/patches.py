@@ -78,7 +78,7 @@ class LibraryCode:
         self.digest = digests.digest("code", repr(sorted(self._all, key=repr)))
         named = repr(sorted(functions.place_of(kind) for kind in kinds))
         first = _first.setdefault(named, self.digest)
-        # What a library's own code was exchanged for another of its own: told apart, not named.
+        # What a library's own code was exchanged for another of its own: distinguished, not named.
         self.differs = self.digest if self.digest != first else ""
         self._watch = watch
 
@@ -241,7 +241,7 @@ class LibraryCode:
                 self._read_module((place, name), value, names, watch)
 
     def _read_object(self, where: tuple[str, ...], value: object) -> None:
-        """What is no function: a user's own is part of the model, a library's is told apart."""
+        """What is no function: a user's own is part of the model, a library's is distinguished."""
         if functions.is_builtin(value):
             self._all.append((*where, *functions.place_of(value)))
         elif type(value) in PLAIN or _is_described(value):
