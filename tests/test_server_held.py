@@ -15,6 +15,7 @@ from test_server_middleware import TEMPLATE
 import keepsight as ks
 from keepsight.media.naming import Namer
 from keepsight.server.config import ApiKey
+from keepsight.store import layout
 from keepsight.store.folder import Folder
 
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"), ApiKey("root", "root-key", admin=True))
@@ -73,6 +74,26 @@ def test_a_picture_is_pinned_and_deleted_by_its_key_alone(locked: Live) -> None:
     report = locked.call("/v1/cache/explain", about(70), headers=bearer("ann"))[1]["report"]
     assert report["cached_tokens"] == 0 and report["images"][0]["features"] == "tower"
     assert act(locked, "delete", "ann", key)[1]["bytes_freed"] == 0  # gone is gone
+
+
+def test_salts_of_one_key_have_one_quota_on_disk(
+    demo_parts: dict[str, Any], tmp_path: Path
+) -> None:
+    quota = 300_000
+    limits = {"store": tmp_path, "tenant_quota": quota}
+    with ks.wrap(*demo_parts["demo"], grain=16, **limits) as vlm, live(vlm, keys=KEYS) as server:
+        assert prepared(server, 73, "bob")
+        for n in range(8):
+            body = {**about(74), "cache_salt": "one" if n % 2 else f"number {n}"}
+            assert server.call("/v1/prepare", body, headers=bearer("ann"))[0] == 200
+            vlm.flush()
+        bob = tmp_path / layout.tenant_prefix(layout.tenant_digest("bob"))
+        everything = [file for file in tmp_path.glob("tenants/*/*/??/*") if file.is_file()]
+        of_bob = sum(file.stat().st_size for file in everything if bob in file.parents)
+        assert 0 < of_bob <= quota
+        assert quota // 2 < sum(file.stat().st_size for file in everything) - of_bob <= quota
+        report = server.call("/v1/cache/explain", about(73), headers=bearer("bob"))[1]["report"]
+        assert report["images"][0]["features"] != "tower"
 
 
 def test_any_salts_pins_and_statistics_take_nothing_from_anybody(

@@ -136,7 +136,7 @@ def test_a_locked_book_stops_neither_readers_nor_writers(
     tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(opened(tmp_path), 2)
-    monkeypatch.setattr("keepsight.store.catalogue._PATIENCE", 0.05)
+    monkeypatch.setattr("keepsight.store.tables._PATIENCE", 0.05)
     other = sqlite3.connect(tmp_path / NAME, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     store = opened(tmp_path)

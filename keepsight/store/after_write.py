@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 
+from keepsight.errors import PinsFull
 from keepsight.store import entryfile, layout
-from keepsight.store.catalogue import WRITING, Catalogue
+from keepsight.store.catalogue import ALL_TENANTS, WRITING, Catalogue, Scope
 from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
@@ -34,14 +35,23 @@ class Keeper:
         self.sweep_at = 0.0
         self._entering = Mutex()
         self._owed: list[Entry] = []
+        self._accounts: dict[str, str] = {}  # by tenant, of what is written now or owed
         self._adopting = False
 
     # -- around a write --------------------------------------------------------------------------
 
-    def announce(self, rows: list[Entry]) -> bool:
-        """What will be written now, so that a process that dies in between leaves a trace; False
-        where the disk refuses even that. A catalogue that is only locked stops no write."""
-        self.guard.try_to_change(lambda catalogue: catalogue.put(rows, WRITING), None)
+    def announce(self, rows: list[Entry], accounts: dict[str, str]) -> bool:
+        """What will be written now, and whose quotas it counts against, so that a process that dies
+        in between leaves a trace; False where the disk refuses even that. A catalogue that
+        is only locked stops no write."""
+
+        def enter(catalogue: Catalogue) -> None:
+            catalogue.set_accounts(accounts)
+            catalogue.put(rows, WRITING)
+
+        with self._entering:
+            self._accounts |= accounts
+        self.guard.try_to_change(enter, None)
         return not self.guard.disk.is_aside
 
     def enter(self, written: list[Entry], failed: list[EntryName]) -> None:
@@ -49,6 +59,7 @@ class Keeper:
 
         def settle(catalogue: Catalogue) -> bool:
             # Another process may have let a file go between its writing and this.
+            catalogue.set_accounts(self._accounts)
             catalogue.put([e for e in self._owed if self.folder.status(_name(e)) is not None])
             catalogue.drop([p for p in failed if catalogue.state(p) == WRITING])
             return True
@@ -58,7 +69,7 @@ class Keeper:
             if not (self._owed or failed):
                 return
             if self.guard.try_to_change(settle, False) or len(self._owed) > _OWED:
-                self._owed = []
+                self._owed, self._accounts = [], {}
 
     def pay(self, at_once: bool = False) -> float | None:
         """Enter what a locked catalogue did not take, if it may be asked again, or `at_once`;
@@ -121,28 +132,49 @@ class Keeper:
         """Let the least useful go where a budget or a quota is exceeded."""
         gone: list[EntryName] = []
         if self.quota is not None:
-            for tenant in tenants:
-                gone += self.guard.fit(tenant, self.quota)[0]
+            for account in {self._account(tenant) for tenant in tenants}:
+                gone += self.guard.fit(Scope.account(account), self.quota)[0]
         if self.budget is not None:
-            gone += self.guard.fit(None, self.budget)[0]
+            gone += self.guard.fit(ALL_TENANTS, self.budget)[0]
         return gone
+
+    def _account(self, tenant: str) -> str:
+        return self.guard.act(lambda catalogue: catalogue.account(tenant))
 
     def crowded_out(self, sizes: dict[EntryName, int]) -> dict[EntryName, str]:
         """Of entries that had to go as soon as they were written, those for which pins leave no
         room, and what to say of each."""
         found: dict[EntryName, str] = {}
-        limits: list[tuple[int | None, str, str | None]] = []
-        limits += [(self.budget, "budget of the store", None)] if sizes else []
+        accounts: dict[str, list[EntryName]] = {}
+        for place in sizes if self.quota is not None else ():
+            accounts.setdefault(self._account(place.tenant), []).append(place)
+        limits = [(self.budget, "budget of the store", ALL_TENANTS, list(sizes))]
         limits += [
-            (self.quota, "quota of a tenant", tenant) for tenant in {p.tenant for p in sizes}
+            (self.quota, "quota of a tenant", Scope.account(account), own)
+            for account, own in accounts.items()
         ]
-        for limit, what, tenant in limits:
-            if limit is not None:
-                pins = self.guard.act(lambda catalogue, t=tenant: catalogue.pinned(t))  # type: ignore[misc]
+        for limit, what, scope, own in limits:
+            if limit is not None and own:
+                pins = self.guard.act(lambda catalogue, s=scope: catalogue.held(s))  # type: ignore[misc]
                 why = f"pins take {pins:,} bytes of the {what}, {limit:,}; unpin something"
-                mine = [place for place in sizes if tenant in (None, place.tenant)]
-                found.update({place: why for place in mine if sizes[place] > limit - pins})
+                found.update({place: why for place in own if sizes[place] > limit - pins})
         return found
+
+    def pin(self, place: EntryName, pinned: bool) -> bool:
+        """Pin an entry, if budget and quota have room for all that is pinned, or no longer."""
+
+        def enter(catalogue: Catalogue) -> bool:
+            row = catalogue.row(place)
+            found = catalogue.pin(place, pinned)
+            if pinned and row is not None and not row.pinned:
+                own = Scope.account(catalogue.account(place.tenant))
+                if self.quota is not None and (held := catalogue.held(own)) > self.quota:
+                    raise PinsFull.over("entries of the store", held, self.quota, "the quota")
+                if self.budget is not None and catalogue.held() > self.budget:
+                    raise PinsFull.no_room("entries of the store", "its budget", self.budget)
+            return found
+
+        return self.guard.change(enter)
 
     # -- for statistics --------------------------------------------------------------------------
 

@@ -5,63 +5,26 @@ how often they were used and what they cost. Each row passes through three state
 that dies in between leaves a trace: `WRITING` before its file is written, `THERE`, and `GOING`
 before its file is removed. The next to open it settles those rows and no others.
 
-Bytes are added up by triggers, so no question needs a walk through all rows.
+Its tables, and how it is opened, are in `tables.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import quote
+from typing import NamedTuple
 
+from keepsight.store import tables
 from keepsight.store.contract import Entry, Name
 from keepsight.store.layout import EntryName, is_name, is_tenant
 from keepsight.store.sizes import usefulness
-from keepsight.system import private_files
 
 NAME = "catalogue-1.sqlite"  # the number is that of the tables; another version has its own file
 THERE, WRITING, GOING = 0, 1, 2
-_PATIENCE = 5.0  # seconds to wait for another process to finish its transaction
 _PAGE = 1000
-
-_TABLES = """
-CREATE TABLE IF NOT EXISTS entry (
-    id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL,
-    bytes INTEGER NOT NULL, created REAL NOT NULL, used REAL NOT NULL, uses INTEGER NOT NULL,
-    cost REAL NOT NULL, base_kind TEXT, base_key TEXT, media TEXT NOT NULL,
-    pinned INTEGER NOT NULL, expires REAL, worth REAL NOT NULL, state INTEGER NOT NULL,
-    UNIQUE (tenant, kind, key));
-CREATE INDEX IF NOT EXISTS by_worth ON entry (worth, used) WHERE state = 0 AND pinned = 0;
-CREATE INDEX IF NOT EXISTS by_tenant ON entry (tenant, worth, used) WHERE state = 0 AND pinned = 0;
-CREATE INDEX IF NOT EXISTS by_base ON entry (tenant, base_key, base_kind)
-    WHERE base_key IS NOT NULL;
-CREATE INDEX IF NOT EXISTS by_end ON entry (expires) WHERE expires IS NOT NULL;
-CREATE INDEX IF NOT EXISTS unsettled ON entry (state) WHERE state <> 0;
-CREATE TABLE IF NOT EXISTS medium (tenant TEXT, image TEXT, id INTEGER,
-    PRIMARY KEY (tenant, image, id)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS medium_of ON medium (id);
-CREATE TABLE IF NOT EXISTS total (tenant TEXT, kind TEXT, entries INTEGER, bytes INTEGER,
-    PRIMARY KEY (tenant, kind)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value REAL) WITHOUT ROWID;
-CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON entry BEGIN
-    INSERT OR IGNORE INTO total VALUES (NEW.tenant, NEW.kind, 0, 0);
-    UPDATE total SET entries = entries + (NEW.state = 0),
-        bytes = bytes + NEW.bytes * (NEW.state = 0)
-        WHERE tenant = NEW.tenant AND kind = NEW.kind; END;
-CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON entry BEGIN
-    UPDATE total SET entries = entries - (OLD.state = 0),
-        bytes = bytes - OLD.bytes * (OLD.state = 0)
-        WHERE tenant = OLD.tenant AND kind = OLD.kind;
-    DELETE FROM medium WHERE id = OLD.id; END;
-CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF bytes, state ON entry BEGIN
-    UPDATE total SET entries = entries + (NEW.state = 0) - (OLD.state = 0),
-        bytes = bytes + NEW.bytes * (NEW.state = 0) - OLD.bytes * (OLD.state = 0)
-        WHERE tenant = NEW.tenant AND kind = NEW.kind; END;
-"""
 
 _INSERT = """
 INSERT INTO entry (tenant, kind, key, bytes, created, used, uses, cost, base_kind, base_key, media,
@@ -77,11 +40,39 @@ ON CONFLICT (tenant, kind, key) DO UPDATE SET bytes = excluded.bytes, created = 
 """
 _HERE = "tenant = ? AND kind = ? AND key = ?"
 _LEAVES = """
-SELECT * FROM entry AS e WHERE state = 0 AND pinned = 0 {whose} AND NOT EXISTS (
+SELECT * FROM entry AS e WHERE state = 0 AND pinned = 0 AND {where} AND NOT EXISTS (
     SELECT 1 FROM entry AS d
     WHERE d.tenant = e.tenant AND d.base_key = e.key AND d.base_kind = e.kind)
-ORDER BY worth, used LIMIT ?
+ORDER BY worth, used LIMIT :count
 """
+_HELD = """
+WITH RECURSIVE held (id) AS (
+    SELECT id FROM entry WHERE pinned AND state = 0 AND {where}
+    UNION SELECT b.id FROM held JOIN entry AS e USING (id) JOIN entry AS b
+        ON b.tenant = e.tenant AND b.kind = e.base_kind AND b.key = e.base_key)
+SELECT coalesce(sum(bytes), 0) FROM held JOIN entry USING (id) WHERE state = 0
+"""
+
+
+class Scope(NamedTuple):
+    """Of whom rows are meant: a condition, and the tenant that it speaks of."""
+
+    where: str
+    whose: str = ""
+
+    @classmethod
+    def tenant(cls, tenant: str) -> Scope:
+        """What one tenant has."""
+        return cls("tenant = :whose", tenant)
+
+    @classmethod
+    def account(cls, account: str) -> Scope:
+        """What counts together: a tenant, and all that are parts of it."""
+        parts = "SELECT tenant FROM account WHERE account = :whose"
+        return cls(f"tenant IN (SELECT :whose UNION ALL {parts})", account)
+
+
+ALL_TENANTS = Scope("TRUE")
 
 
 class Catalogue:
@@ -90,34 +81,7 @@ class Catalogue:
     def __init__(self, path: Path | None, to_read: str = "") -> None:
         """In memory without a path. `to_read` is a mode of SQLite's in which nothing is written:
         `mode=ro`, or `immutable=1` where no process can write."""
-        address: Path | str = ":memory:" if path is None else path
-        if path is not None and not to_read:
-            private_files.reserve(path)  # the files beside it take over its mode
-        if path is not None and to_read:
-            address = f"file:{quote(os.fsencode(path.absolute()))}?{to_read}"
-        self._base = sqlite3.connect(
-            address,
-            timeout=_PATIENCE,
-            isolation_level=None,
-            check_same_thread=False,
-            uri=bool(to_read),
-        )
-        try:
-            self._base.row_factory = sqlite3.Row
-            self._base.create_function("worth", 4, usefulness, deterministic=True)
-            if to_read:
-                self._base.execute("SELECT 1 FROM fact, entry LIMIT 0")
-                return
-            self._base.execute("PRAGMA journal_mode = WAL")
-            # A file whose row a power cut took would be found by its key, and by no deletion.
-            self._base.execute("PRAGMA synchronous = FULL")
-            if not self._base.execute(
-                "SELECT 1 FROM sqlite_master WHERE name = 'changed'"
-            ).fetchone():
-                self._base.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
-        except BaseException:
-            self._base.close()
-            raise
+        self._base = tables.connect(path, to_read)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -158,22 +122,39 @@ class Catalogue:
         rows = self._base.execute("SELECT * FROM total WHERE tenant = ? AND entries > 0", (tenant,))
         return {r["kind"]: {"entries": r["entries"], "bytes": r["bytes"]} for r in rows}
 
-    def nbytes(self, tenant: str | None = None) -> int:
-        """Bytes of one tenant, or of all."""
-        return self._sum("total WHERE (?1 IS NULL OR tenant = ?1)", tenant)
+    def nbytes(self, scope: Scope = ALL_TENANTS) -> int:
+        """Bytes of a tenant, of those that count together, or of all."""
+        query = f"SELECT coalesce(sum(bytes), 0) FROM total WHERE {scope.where}"
+        return int(self._base.execute(query, {"whose": scope.whose}).fetchone()[0])
 
-    def pinned(self, tenant: str | None = None) -> int:
-        """Bytes that are pinned, of one tenant or of all; it looks at every row."""
-        return self._sum("entry WHERE pinned AND state = 0 AND (?1 IS NULL OR tenant = ?1)", tenant)
-
-    def _sum(self, of: str, tenant: str | None) -> int:
-        query = f"SELECT coalesce(sum(bytes), 0) FROM {of}"
-        return int(self._base.execute(query, (tenant,)).fetchone()[0])
+    def held(self, scope: Scope = ALL_TENANTS) -> int:
+        """Bytes that are pinned, with what these depend on; it looks at every row."""
+        query = _HELD.format(where=scope.where)
+        return int(self._base.execute(query, {"whose": scope.whose}).fetchone()[0])
 
     def tenants(self) -> list[str]:
         """All tenants that have anything here."""
         found = self._base.execute("SELECT DISTINCT tenant FROM total WHERE entries > 0")
         return sorted(row[0] for row in found)
+
+    # -- accounts --------------------------------------------------------------------------------
+
+    def account(self, tenant: str) -> str:
+        """The tenant whose quota this one counts against; mostly its own."""
+        query = "SELECT account FROM account WHERE tenant = ?"
+        row = self._base.execute(query, (tenant,)).fetchone()
+        if row is not None and not is_tenant(row[0]):
+            raise sqlite3.DatabaseError("a row names what can be no account")
+        return tenant if row is None else str(row[0])
+
+    def set_accounts(self, accounts: dict[str, str]) -> None:
+        """Enter tenants with those whose quota they count against."""
+        for tenant, account in accounts.items():
+            if self.account(tenant) == account:
+                continue
+            self._base.execute("DELETE FROM account WHERE tenant = ?", (tenant,))
+            if tenant != account:
+                self._base.execute("INSERT INTO account VALUES (?, ?)", (tenant, account))
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -262,10 +243,10 @@ class Catalogue:
 
     # -- which -----------------------------------------------------------------------------------
 
-    def leaves(self, tenant: str | None, count: int) -> list[tuple[float, Entry]]:
+    def leaves(self, scope: Scope, count: int) -> list[tuple[float, Entry]]:
         """The least useful that no other depends on, not pinned, with their usefulness."""
-        whose, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
-        rows = self._base.execute(_LEAVES.format(whose=whose), (*values, count)).fetchall()
+        query, values = _LEAVES.format(where=scope.where), {"whose": scope.whose, "count": count}
+        rows = self._base.execute(query, values).fetchall()
         return [(row["worth"], _entry(row)) for row in rows]
 
     def usefulness_of(self, place: EntryName) -> tuple[float, Entry] | None:
@@ -275,12 +256,12 @@ class Catalogue:
         ).fetchone()
         return None if row is None else (row["worth"], _entry(row))
 
-    def worst(self, tenant: str | None, count: int) -> list[EntryName]:
+    def worst(self, scope: Scope, count: int) -> list[EntryName]:
         """The least useful not pinned, whatever depends on them."""
-        whose, values = ("", ()) if tenant is None else ("AND tenant = ?", (tenant,))
         rows = self._base.execute(
-            f"SELECT * FROM entry WHERE state = 0 AND pinned = 0 {whose} ORDER BY worth LIMIT ?",
-            (*values, count),
+            f"SELECT * FROM entry WHERE state = 0 AND pinned = 0 AND {scope.where}"
+            " ORDER BY worth LIMIT :count",
+            {"whose": scope.whose, "count": count},
         )
         return [_place(row) for row in rows]
 

@@ -20,14 +20,14 @@ from typing import TypeVar
 
 from keepsight.errors import StoreError
 from keepsight.store import health, layout
-from keepsight.store.catalogue import GOING, NAME, THERE, WRITING, Catalogue
+from keepsight.store.catalogue import GOING, NAME, THERE, WRITING, Catalogue, Scope
 from keepsight.store.choice import AT_ONCE, choose, knot, left_alone, raise_floor
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
 from keepsight.store.layout import EntryName
 from keepsight.store.retry import opened, opened_to_read
-from keepsight.store.rows import everything, name_of, pins
+from keepsight.store.rows import accounts, everything, name_of, pins
 from keepsight.system import forks
 
 logger = logging.getLogger(__name__)
@@ -206,6 +206,10 @@ class CatalogueGuard:
         _settle(made, self.folder)
         if replaced:
             made.set_fact("complete", 0)
+        if replaced or not made.fact("accounts"):
+            with made:
+                made.set_accounts(dict(accounts(self.folder)))
+                made.set_fact("accounts", 1)
         if not made.fact("complete") and not self._has_entries():
             made.set_fact("complete", 1)
 
@@ -357,16 +361,16 @@ class CatalogueGuard:
             return False
         return True
 
-    def fit(self, tenant: str | None, budget: int) -> tuple[list[EntryName], int]:
+    def fit(self, scope: Scope, budget: int) -> tuple[list[EntryName], int]:
         """Let the least useful go until the rest fits; which went, and the bytes freed."""
         went: list[EntryName] = []
         freed = 0
         while True:
-            excess = self.act(lambda catalogue: catalogue.nbytes(tenant)) - budget
+            excess = self.act(lambda catalogue: catalogue.nbytes(scope)) - budget
             if excess <= 0:
                 return went, freed
-            worst, places = self.act(lambda catalogue, e=excess: choose(catalogue, tenant, e))  # type: ignore[misc]
-            places = places or self.act(lambda catalogue: knot(catalogue, tenant))
+            worst, places = self.act(lambda catalogue, e=excess: choose(catalogue, scope, e))  # type: ignore[misc]
+            places = places or self.act(lambda catalogue: knot(catalogue, scope))
             gone = self.remove(places) if places else 0
             if not gone:
                 return went, freed

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import heapq
 
-from keepsight.store.catalogue import Catalogue
+from keepsight.store.catalogue import Catalogue, Scope
 from keepsight.store.layout import EntryName
 
 AT_ONCE = 256  # removed in one transaction
 _KNOTS = 64  # entries looked at for a circle
 
 
-def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float, list[EntryName]]:
+def choose(catalogue: Catalogue, scope: Scope, excess: int) -> tuple[float, list[EntryName]]:
     """The least useful entries that make up so many bytes, and the usefulness of the best of them.
 
     What something depends on comes after all that depends on it.
     """
-    leaves = catalogue.leaves(tenant, AT_ONCE)
+    leaves = catalogue.leaves(scope, AT_ONCE)
     limit = leaves[-1][0] if len(leaves) == AT_ONCE else float("inf")
     heap = [(value, e.used, EntryName(e.tenant, e.kind, e.key), e) for value, e in leaves]
     heapq.heapify(heap)
@@ -38,10 +38,10 @@ def choose(catalogue: Catalogue, tenant: str | None, excess: int) -> tuple[float
     return worst, list(chosen)
 
 
-def knot(catalogue: Catalogue, tenant: str | None) -> list[EntryName]:
+def knot(catalogue: Catalogue, scope: Scope) -> list[EntryName]:
     """Entries that depend on each other in a circle, so that none is the last: no store writes
     that, but files may say it. They go together, unless one of them is pinned."""
-    for place in catalogue.worst(tenant, _KNOTS):
+    for place in catalogue.worst(scope, _KNOTS):
         tower = catalogue.tower([place])
         if all(catalogue.usefulness_of(other) is not None for other in tower):
             return tower

@@ -12,22 +12,22 @@ This module knows nothing of images, models or prompts.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
-from keepsight.errors import DamagedFile, FileError, InputError, StoreError, WrongFormatVersion
+from keepsight.errors import DamagedFile, InputError, PinsFull, StoreError
 from keepsight.kinds import Record
 from keepsight.store import check, entryfile, layout
+from keepsight.store.catalogue import Scope
 from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
+from keepsight.store.entry_files import EntryFiles
 from keepsight.store.entryfile import FORMAT
 from keepsight.store.folder import Folder
-from keepsight.store.health import OK, SLOW, Health
+from keepsight.store.health import OK, Health
 from keepsight.store.layout import EntryName
 from keepsight.store.pending import PendingWrite
-from keepsight.store.rows import name_of, pin_name
+from keepsight.store.rows import pin_name
 from keepsight.store.tally import COUNTED, Counted
 from keepsight.store.timeout import Reach, TimedCall
 from keepsight.store.writer import Writer
@@ -37,14 +37,13 @@ from keepsight.system.exits import when_dropped
 __all__ = ["FORMAT", "DiskStore"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class DiskStore:
     """A folder of tensor files and small JSON notes, each under a kind and a key.
 
-    `budget` bounds the bytes of the whole folder, `quota` those of each tenant in it, and `waiting`
-    those that may wait in memory to be written.
+    `budget` bounds the bytes of the whole folder, `quota` those of each tenant in it with all the
+    parts that salts make of it, and `waiting` those that may wait in memory to be written.
     """
 
     def __init__(
@@ -63,7 +62,9 @@ class DiskStore:
         self._writer = Writer(self._folder, self._guard, budget, quota, waiting)
         self._reach, self._reads = self._writer.reach, self._writer.reach.health
         self._listing = Reach(Health(f"the catalogue of {self._folder.root} is slow"))
+        self._files = EntryFiles(self._folder, self._writer)
         self._tenant = ""
+        self._account: str | None = ""  # whose quota it counts against; None: not known
         self._whole = self  # the store that this is a view of
         self._refuse_other_formats()
         when_dropped(self, self._writer.retire)
@@ -90,12 +91,12 @@ class DiskStore:
 
     def tenant(self, name: str | None) -> DiskStore:
         """The same store as another tenant sees it: nothing of it is shared with this one."""
-        return self._as(layout.tenant_digest(name))
+        return self._as(layout.tenant_digest(name), layout.account_digest(name))
 
-    def _as(self, tenant: str) -> DiskStore:
+    def _as(self, tenant: str, account: str | None = None) -> DiskStore:
         view = object.__new__(DiskStore)
         view.__dict__.update(self._whole.__dict__)
-        view._tenant = tenant
+        view._tenant, view._account = tenant, account
         return view
 
     def tenants(self) -> list[str]:
@@ -137,7 +138,7 @@ class DiskStore:
         if job is not None:
             job.ready.wait()
             return None if job.tensors is None else (job.tensors, job.record)
-        found = self._careful(entryfile.read, place)
+        found = self._files.read(entryfile.read, place)
         if found is None or self._is_over(place, found[1].get("kept")):
             self._writer.tally.count(place.tenant, "misses")
             return None
@@ -150,7 +151,7 @@ class DiskStore:
         job = self._waiting(place)
         if job is not None:
             return job.record
-        found = self._careful(entryfile.read_note, place)
+        found = self._files.read(entryfile.read_note, place)
         if found is None or self._is_over(place, found[1]):
             self._writer.tally.count(place.tenant, "misses")
             return None
@@ -167,7 +168,7 @@ class DiskStore:
 
         found, none = [], list[EntryName]()
         for place in self._listing.ask(look, none):  # a slow catalogue does not delay a read
-            record = self._careful(entryfile.read_record, place)
+            record = self._files.read(entryfile.read_record, place)
             if record is not None and not layout.expired(record.get("kept")):
                 found.append((place.key, record))
         return found
@@ -175,7 +176,7 @@ class DiskStore:
     def reject(self, kind: str, key: str, why: str) -> None:
         """Set aside an entry whose content turned out not to be what its key says."""
         place = self._place(kind, key)
-        self._reach.ask(lambda call: self._set_aside(place, why), None)
+        self._reach.ask(lambda call: self._files.set_aside(place, why), None)
 
     def _place(self, kind: str, key: str) -> EntryName:
         layout.checked(kind, key)
@@ -194,41 +195,6 @@ class DiskStore:
             return False
         self._writer.over(place)
         return True
-
-    def _careful(self, read: Callable[[Path, str, str], T], place: EntryName) -> T | None:
-        """What can be read. Only a file that is wrong is set aside, not one out of reach."""
-        return self._reach.ask(lambda call: self._read(read, place, call), None)
-
-    def _read(
-        self, read: Callable[[Path, str, str], T], place: EntryName, call: TimedCall
-    ) -> T | None:
-        path = self._folder.path(name_of(place))
-        try:
-            call.expect(os.stat(path).st_size)
-            found = read(path, place.kind, place.key)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except WrongFormatVersion as error:
-            # Another version's entry is sound, and somebody may still want it.
-            logger.warning("%s; left as it is", error)
-        except (FileError, IsADirectoryError) as error:
-            self._set_aside(place, error)
-        except OSError as error:
-            self._reads.failed(error)
-        else:
-            if self._reads.state != SLOW:  # it may have come far too late
-                self._reads.worked()
-            return found
-        return None
-
-    def _set_aside(self, place: EntryName, error: object) -> None:
-        path = self._folder.path(name_of(place))
-        logger.warning("damaged entry set aside: %s (%s)", path, error)
-        try:
-            self._folder.set_aside(name_of(place))
-        except OSError:
-            return  # a folder that cannot be written: it stays, and stays absent
-        self._writer.over(place)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -261,7 +227,15 @@ class DiskStore:
         if tensors is not None:
             tensors, ready = to_host(tensors)
         self._writer.hand_over(
-            PendingWrite(place, record, tensors, about, layout.metadata_of(about), ready=ready)
+            PendingWrite(
+                place,
+                record,
+                tensors,
+                about,
+                layout.metadata_of(about),
+                account=self._account,
+                ready=ready,
+            )
         )
 
     def flush(self) -> None:
@@ -342,7 +316,11 @@ class DiskStore:
                 self._writer.pins.worked()
         except OSError as error:
             raise StoreError(f"{self.root}: no pin can be set or removed: {error}") from error
-        return self._guard.change(lambda catalogue: catalogue.pin(place, pinned))
+        try:
+            return self._writer.pin(place, pinned)
+        except PinsFull:
+            self._folder.remove(pin_name(place))
+            raise
 
     def delete(self, kind: str, key: str) -> int:
         """Remove an entry and all that depends on it; the bytes freed."""
@@ -375,7 +353,7 @@ class DiskStore:
     def gc(self, budget: int) -> int:
         """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
         self._catch_up()
-        gone, freed = self._guard.fit(self._tenant, budget)
+        gone, freed = self._guard.fit(Scope.tenant(self._tenant), budget)
         self._writer.tally.count(self._tenant, "evictions", len(gone))
         check.sweep(self._folder, self._tenant, 7 * 86400.0)
         return freed

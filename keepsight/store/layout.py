@@ -16,6 +16,7 @@ from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.kinds import Record
 from keepsight.store.contract import About
+from keepsight.system.accounts import account_of
 
 # What ends a name: notes are JSON alone, the others are files of tensors.
 KINDS = {
@@ -31,6 +32,9 @@ MARKER = "store.json"
 STORE_FORMAT = 1
 CLOCK_SLACK = 300.0  # seconds that the clocks of two machines may disagree
 
+ACCOUNTS = "accounts"  # a folder for each, of small files named after the tenants
+_DEFAULT = "default"
+_ACCOUNT = re.compile(r"accounts/([0-9a-f]{64}|default)/([0-9a-f]{64})\.json")
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PLACE = re.compile(r"(?:tenants/([0-9a-f]{64})/)?([a-z]+)/([0-9a-f]{2})/([0-9a-f]{64})(\.[a-z]+)")
 
@@ -46,6 +50,23 @@ class EntryName(NamedTuple):
 def tenant_digest(name: str | None) -> str:
     """The folder of a tenant; empty for the default tenant."""
     return "" if name is None else digests.digest("tenant", name)
+
+
+def account_digest(name: str | None) -> str:
+    """The folder of the tenant whose quota a tenant's memory counts against."""
+    account = account_of(name or "")
+    return tenant_digest(name if account == name else account or None)
+
+
+def account_name(tenant: str, account: str) -> str:
+    """The note that says whose quota a tenant's memory counts against."""
+    return f"{ACCOUNTS}/{account or _DEFAULT}/{tenant}.json"
+
+
+def parse_account(name: str) -> tuple[str, str] | None:
+    """The tenant and the account of such a note; None for whatever no store wrote."""
+    found = _ACCOUNT.fullmatch(name)
+    return None if found is None else (found[2], "" if found[1] == _DEFAULT else found[1])
 
 
 def checked(kind: str, key: str) -> None:

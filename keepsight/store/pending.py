@@ -32,6 +32,7 @@ class PendingWrite:
     metadata: Record = field(default_factory=dict)  # what the file says of the entry
     nbytes: int = 0
     written: int = 0  # bytes on the disk, once it is there
+    account: str | None = None  # whose quota it counts against, where that is known
     ready: Fence = COMPLETE  # before it, tensors that came from a device are not here yet
 
     @property

@@ -5,6 +5,7 @@ Nothing here needs a catalogue, and no tensor is read.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import stat
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from keepsight.errors import FileError
 from keepsight.store import entryfile, layout
 from keepsight.store.contract import About, Entry
-from keepsight.store.folder import Folder
+from keepsight.store.folder import Folder, PartFile
 from keepsight.store.layout import EntryName
 
 
@@ -73,6 +74,26 @@ def row_of(place: EntryName, about: About, nbytes: int, created: float, used: fl
         expires=expires,
         tenant=place.tenant,
     )
+
+
+def accounts(folder: Folder) -> Iterator[tuple[str, str]]:
+    """Every tenant that counts against another's quota, with that one."""
+    for above in folder.names(layout.ACCOUNTS):
+        for last in folder.names(f"{layout.ACCOUNTS}/{above}"):
+            found = layout.parse_account(f"{layout.ACCOUNTS}/{above}/{last}")
+            if found is not None:
+                yield found
+
+
+def begin_accounts(folder: Folder, accounts: dict[str, str]) -> list[PartFile]:
+    """Write what is not there of these, to be put in place before the entries of such a tenant."""
+    begun: list[PartFile] = []
+    for tenant, account in accounts.items():
+        name = layout.account_name(tenant, account)
+        if tenant != account and folder.status(name) is None:
+            with contextlib.suppress(OSError):  # the catalogue has it, and it is tried again
+                begun.append(folder.begin(name, [b"{}"], None))
+    return begun
 
 
 def pins(folder: Folder) -> Iterator[EntryName]:

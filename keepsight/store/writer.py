@@ -26,7 +26,7 @@ from keepsight.store.health import LONGEST_PAUSE, OK, PINNED, Health
 from keepsight.store.layout import EntryName
 from keepsight.store.losses import TOO_MUCH, larger_than
 from keepsight.store.pending import STUCK, Pending, PendingWrite
-from keepsight.store.rows import name_of
+from keepsight.store.rows import begin_accounts, name_of
 from keepsight.store.tally import Counted, Due, StoreCounters
 from keepsight.store.timeout import Reach
 from keepsight.system import forks
@@ -109,6 +109,10 @@ class Writer:
             return True
         base = EntryName(place.tenant, *about.depends_on)
         return base in self.pending.jobs or self.is_there(base)
+
+    def pin(self, place: EntryName, pinned: bool) -> bool:
+        """Keep an entry that is there, if budget and quota have room; whether there is one."""
+        return self._keeper.pin(place, pinned)
 
     def refuse(self, place: EntryName) -> None:
         """Its base is absent; what came before it, to depend on it, goes with the next batch."""
@@ -323,9 +327,10 @@ class Writer:
                 return
             self._ground.begin()
             wanted = [job for job in batch if self._is_wanted(job)]
-            if not self._keeper.announce([job.row(0) for job in wanted]):
+            accounts = {job.place.tenant: job.account for job in batch if job.account is not None}
+            if not self._keeper.announce([job.row(0) for job in wanted], accounts):
                 return
-            written = self._write(wanted)
+            written = self._write(wanted, accounts)
             there = {(row.tenant, row.kind, row.key) for row in written}
             self._keeper.enter(written, [job.place for job in wanted if job.place not in there])
             for job in wanted:  # its base may have gone while it was written
@@ -350,10 +355,11 @@ class Writer:
         self.pending.forget(job)
         return False
 
-    def _write(self, jobs: list[PendingWrite]) -> list[Entry]:
+    def _write(self, jobs: list[PendingWrite], accounts: dict[str, str]) -> list[Entry]:
         """The rows of what is on the disk then. What is not stays pending, and is lost."""
         begun = [(job, part) for job in jobs if (part := self._begin(job)) is not None]
-        self.folder.finish([part for _, part in begun])
+        marks = begin_accounts(self.folder, accounts)
+        self.folder.finish([*marks, *(part for _, part in begun)])
         rows = []
         for job, part in begun:
             if part.error is not None:

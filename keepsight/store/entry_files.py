@@ -1,0 +1,66 @@
+"""Reads the files of entries, each within the time that its size allows.
+
+What is damaged is set aside with a warning and counts as absent; what is out of reach stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from keepsight.errors import FileError, WrongFormatVersion
+from keepsight.store.folder import Folder
+from keepsight.store.health import SLOW
+from keepsight.store.layout import EntryName
+from keepsight.store.rows import name_of
+from keepsight.store.timeout import TimedCall
+from keepsight.store.writer import Writer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EntryFiles:
+    """The files of one folder; its writer learns of those that are gone."""
+
+    def __init__(self, folder: Folder, writer: Writer) -> None:
+        self._folder, self._writer, self._reach = folder, writer, writer.reach
+
+    def read(self, read: Callable[[Path, str, str], T], place: EntryName) -> T | None:
+        """What can be read. Only a file that is wrong is set aside, not one out of reach."""
+        return self._reach.ask(lambda call: self._read(read, place, call), None)
+
+    def _read(
+        self, read: Callable[[Path, str, str], T], place: EntryName, call: TimedCall
+    ) -> T | None:
+        path = self._folder.path(name_of(place))
+        try:
+            call.expect(os.stat(path).st_size)
+            found = read(path, place.kind, place.key)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except WrongFormatVersion as error:
+            # Another version's entry is sound, and somebody may still want it.
+            logger.warning("%s; left as it is", error)
+        except (FileError, IsADirectoryError) as error:
+            self.set_aside(place, error)
+        except OSError as error:
+            self._reach.health.failed(error)
+        else:
+            if self._reach.health.state != SLOW:  # it may have come far too late
+                self._reach.health.worked()
+            return found
+        return None
+
+    def set_aside(self, place: EntryName, error: object) -> None:
+        """Out of the way, with one warning."""
+        path = self._folder.path(name_of(place))
+        logger.warning("damaged entry set aside: %s (%s)", path, error)
+        try:
+            self._folder.set_aside(name_of(place))
+        except OSError:
+            return  # a folder that cannot be written: it stays, and stays absent
+        self._writer.over(place)
