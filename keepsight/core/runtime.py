@@ -314,7 +314,7 @@ class Runtime:
 
     def elsewhere(self, namespace: str, prompt: Prompt) -> tuple[int, str] | None:
         """How far other namespaces of the tenant know a prompt, and why that is of no use here."""
-        until, other = self.tree.elsewhere(namespace, prompt, prompt.boundaries(self.rule))
+        until, other = self.tree.elsewhere(namespace, prompt, prompt.boundaries_from(self.rule, 0))
         made = self.made_under.get(other)
         if not until or made is None:
             return None

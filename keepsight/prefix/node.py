@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -119,6 +120,8 @@ class Node:
     floors: tuple[float, float] = (0.0, 0.0)  # those of all and of its tenant, at the last use
     path: str = ""  # the digest of its path without the namespace
     looked_up: bool = False  # the store was asked what depends on it
+    version: int = 0  # counts up when a child comes, goes, or can be used again
+    ends: Counter[int] = field(default_factory=Counter)  # how many children end where
 
     def __post_init__(self) -> None:
         self.home: Home = Home() if self.parent is None else self.parent.home
@@ -194,11 +197,15 @@ class Node:
     def adopt(self, child: Node) -> None:
         """Take a child in."""
         self.children[child.digest] = child
+        self.ends[child.end] += 1
+        self.version += 1
         bisect.insort(self.order, child, key=Node.code)
 
     def disown(self, child: Node) -> None:
         """Let a child go."""
         del self.children[child.digest]
+        self.ends -= Counter((child.end,))  # which drops what comes to nothing
+        self.version += 1
         spot = bisect.bisect_left(self.order, child.code(), key=Node.code)
         while self.order[spot] is not child:  # several may be spelled alike
             spot += 1

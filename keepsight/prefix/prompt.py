@@ -10,6 +10,7 @@ warm answer equal to a cold one bit for bit.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -110,6 +111,11 @@ class Prompt:
         return tuple(sorted(spans, key=lambda span: span.start))
 
     @cached_property
+    def _ends(self) -> list[int]:
+        """Where each span ends, in order: they do not overlap."""
+        return [span.end for span in self.spans]
+
+    @cached_property
     def types(self) -> np.ndarray:
         """0 where a token is text, 1 where it belongs to an image, 2 video, 3 audio."""
         types = np.zeros(len(self.ids), dtype=np.int8)
@@ -124,9 +130,14 @@ class Prompt:
 
     def clip(self, start: int, end: int) -> tuple[Span, ...]:
         """The parts of media between two positions."""
-        return tuple(
-            s.clip(start, end) for s in self.spans if max(s.start, start) < min(s.end, end)
-        )
+        found = []
+        for span in self.spans[bisect_right(self._ends, start) :]:
+            if span.start >= end:
+                break
+            if max(span.start, start) < min(span.end, end):
+                inside = start <= span.start and span.end <= end
+                found.append(span if inside else span.clip(start, end))
+        return tuple(found)
 
     def shown(self, start: int) -> list[Medium]:
         """The media that are shown behind a position, each as often as it is."""
@@ -139,33 +150,45 @@ class Prompt:
         ]
         return digests.digest(kind, parent, start, self.ids[start:end], spans)
 
-    def events(self, rule: Rule) -> np.ndarray:
+    def events(self, rule: Rule) -> list[int]:
         """Where a boundary may be: behind the last range of a medium, behind the end of a turn.
 
         A turn-end id inside a medium means nothing.
         """
-        ends = np.isin(self.ids, list(rule.turn_ends)) & (self.types == 0)
-        media = [self._behind(ranges[-1][1], rule) for ranges in self.ranges]
-        # Not np.unique: it imports masked arrays when first used, which a first turn would pay for.
-        return np.array(sorted({*(np.flatnonzero(ends) + 1).tolist(), *media}), dtype=int)
+        marks = (rule.turn_ends, rule.media_ends)
+        if marks not in self._events:
+            ends = _places(self.ids, rule.turn_ends)
+            ends = ends[self.types[ends] == 0] + 1
+            media = [self._behind(ranges[-1][1], rule) for ranges in self.ranges]
+            # Not np.unique: it imports masked arrays when first used, which a first turn would pay.
+            self._events[marks] = sorted({*ends.tolist(), *media})
+        return self._events[marks]
+
+    @cached_property
+    def _events(self) -> dict[tuple[frozenset[int], frozenset[int]], list[int]]:
+        return {}
 
     def boundaries(self, rule: Rule, start: int = 0) -> list[int]:
         """All boundaries behind `start` and strictly before the prompt's end."""
-        found: list[int] = []
+        return list(self.boundaries_from(rule, start))
+
+    def boundaries_from(self, rule: Rule, start: int) -> Iterator[int]:
+        """The same one by one, for who needs the first only."""
         last, first = start, self._first_cut(rule)
-        for event in [*self.events(rule).tolist(), len(self.ids)]:
+        events = self.events(rule)
+        for place in range(bisect_right(events, start), len(events) + 1):
+            event = events[place] if place < len(events) else len(self.ids)
             if event < first:
                 continue
             while event - last > rule.longest:
                 cut = self.move(last + rule.longest, rule)
                 if cut >= event:
                     break
-                found.append(cut)
+                yield cut
                 last = cut
             if event < len(self.ids) and event - last >= rule.grain:
-                found.append(event)
+                yield event
                 last = event
-        return found
 
     def _first_cut(self, rule: Rule) -> int:
         """Where the first boundary may be: behind what a later token can still change."""
@@ -178,29 +201,37 @@ class Prompt:
 
     def _behind(self, end: int, rule: Rule) -> int:
         """Behind the id that closes the medium whose last range ends here, where there is one."""
-        closing = np.flatnonzero(np.isin(self.ids[end:], list(rule.media_ends)))
-        return end + int(closing[0]) + 1 if len(closing) else end
+        if rule.media_ends not in self._closing:
+            self._closing[rule.media_ends] = _places(self.ids, rule.media_ends).tolist()
+        closing = self._closing[rule.media_ends]
+        place = bisect_left(closing, end)
+        return closing[place] + 1 if place < len(closing) else end
+
+    @cached_property
+    def _closing(self) -> dict[frozenset[int], list[int]]:
+        return {}
 
     def move(self, cut: int, rule: Rule) -> int:
         """Behind the range that the cut would fall into, where ranges are whole."""
         cut = max(cut, self._first_cut(rule))
-        if rule.whole_media:
-            for span in self.spans:
-                if span.start < cut < span.end:
-                    return span.end
-        return cut
+        span = self._around(cut) if rule.whole_media else None
+        return cut if span is None or span.start == cut else span.end
 
     def before_medium(self, cut: int, rule: Rule) -> int:
         """The cut, or the beginning of the range it falls into, where ranges are whole."""
-        whole = self.spans if rule.whole_media else ()
-        return next((span.start for span in whole if span.start < cut < span.end), cut)
+        span = self._around(cut) if rule.whole_media else None
+        return cut if span is None else span.start
 
     def medium_at(self, token: int) -> int | None:
         """The index of the medium that a token belongs to."""
-        for span in self.spans:
-            if span.start <= token < span.end:
-                return span.medium
-        return None
+        span = self._around(token)
+        return None if span is None else span.medium
+
+    def _around(self, token: int) -> Span | None:
+        """The range that a token belongs to."""
+        place = bisect_right(self._ends, token)
+        span = self.spans[place] if place < len(self.spans) else None
+        return span if span is not None and span.start <= token else None
 
     def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
         """(from, to, medium or None) for each stretch of text or medium between two positions."""
@@ -212,6 +243,14 @@ class Prompt:
             cursor = span.end
         if cursor < end:
             yield cursor, end, None
+
+
+def _places(ids: np.ndarray, wanted: frozenset[int]) -> np.ndarray:
+    """Where some ids stand."""
+    found = np.zeros(len(ids), dtype=bool)
+    for one in wanted:
+        found |= ids == one
+    return np.flatnonzero(found)
 
 
 def common(

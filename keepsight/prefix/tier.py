@@ -27,6 +27,8 @@ class Tier:
         self._count(part, 1)
         if part.base is not None:
             part.base.bears(self.name, 1)
+        if part.node.parent is not None:  # it may be of use from now on
+            part.node.parent.version += 1
         self.offer(part)
 
     def take(self, part: Part) -> None:

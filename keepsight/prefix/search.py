@@ -1,0 +1,317 @@
+"""What a tree finds of a prompt: the deepest snapshot of use, and how far anything is known.
+
+Looking makes and loses no snapshot, and copies none; what a store has is noted, and read later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+from keepsight.prefix import Residency, archive
+from keepsight.prefix.match import Known, Match
+from keepsight.prefix.node import DEVICE, HOST, NOWHERE, Node, Part
+from keepsight.prefix.prompt import RUN, Prompt, Rule, shift
+from keepsight.prefix.trails import Trail, Trails
+
+
+class Search(Residency):
+    """All namespaces of one model, and how prompts are looked for in them."""
+
+    @cached_property
+    def ways(self) -> Trails:
+        """The ways of the latest prompts, of what can be used."""
+        return Trails()
+
+    @cached_property
+    def seen(self) -> Trails:
+        """The same, of all that was ever seen."""
+        return Trails()
+
+    def forget(self, node: Node, fit: bool = True) -> int:
+        """Remove a node and all behind it, and what prompts left on the way."""
+        self.ways.clear()
+        self.seen.clear()
+        return super().forget(node, fit)
+
+    # -- what can be used ------------------------------------------------------------------------
+
+    def match(
+        self,
+        namespace: str,
+        prompt: Prompt,
+        next_cut: Callable[[int], int | None],
+        loose: bool = False,
+    ) -> Match:
+        """The deepest usable snapshot strictly before the prompt's end, or its terminal entry.
+
+        `next_cut` gives the boundary behind a position, or None when there is none. `loose` looks
+        also for snapshots that are stored elsewhere (decoded state, `exact=False`).
+        """
+        self.expire()
+        best = node = self.root(namespace)
+        while True:
+            cut = next_cut(node.end)
+            # A whole prompt depends on its last boundary: above that no store need be asked for it.
+            stored = loose or cut is None or cut >= len(prompt)
+            terminal = self._child(node, prompt, len(prompt), "terminal", stored)
+            if terminal is not None and self._usable(terminal):
+                return Match(terminal, self._farthest(terminal), self.tick)
+            child = self._longest(node, prompt, cut, loose)
+            if child is None or not (child.rows.tier or child.on_disk):
+                return Match(best, self._farthest(best), self.tick)
+            node = child
+            if self._usable(node):
+                best = node
+
+    def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
+        """The longest remembered prefix, to its last token, where any cut gives the same bits."""
+        self.expire()
+        if rule.states:
+            return self._match_states(self.root(namespace), prompt, rule)
+        root = self.root(namespace)
+        trail = self.ways.begin(root, prompt, _lies_somewhere)
+        found = self._along(trail, prompt, rule)
+        if root.home.store is None or len(prompt) - found.length <= RUN // 2:
+            return found
+        # Much is left: others may have put it into the store upon a node that was passed over.
+        again = self._along(Trail(root, prompt.ids, prompt.spans), prompt, rule)
+        return again if again.length > found.length else found
+
+    def _along(self, trail: Trail, prompt: Prompt, rule: Rule) -> Match:
+        """The longest remembered prefix behind the end of a trail, which grows."""
+        node, last = trail.end, len(prompt) - 1
+        while node.end < last:
+            child, shared = self._most_shared(node, prompt, rule)
+            end = prompt.before_medium(node.end + shared, rule)
+            if child is None or end <= node.end:
+                break
+            if end == child.end == len(prompt):
+                return Match(child, self._farthest(child), self.tick, None, True)
+            if end < child.end or end > last:
+                end = prompt.before_medium(min(end, last), rule)
+                return Match(child, self._farthest(child), self.tick, end)
+            trail.note(node, child)
+            node = child
+        return Match(node, self._farthest(node), self.tick)
+
+    def _match_states(self, root: Node, prompt: Prompt, rule: Rule) -> Match:
+        """The deepest place with a state of fixed size that a prompt goes through."""
+        best, waiting, root.home.states = root, [root], True
+        while waiting:
+            node = waiting.pop()
+            if node.end > best.end or (node.end == best.end and node.logits is not None):
+                best = node if self._usable(node) else best
+            if node.end < len(prompt):
+                self._look_up(node)
+                self._look_for_ends(node, prompt, rule)
+                waiting += [n for n in list(node.within(prompt)) if self._is_here(n, prompt)]
+        whole = best.end == len(prompt)
+        return Match(best, self._farthest(best), self.tick, None, whole, states=True)
+
+    def _is_here(self, node: Node, prompt: Prompt) -> bool:
+        """Whether the rows of a stretch can be had; one whose time is over is forgotten."""
+        if not node.same_as(prompt):
+            return False
+        if node.leased and not self._stored(node):
+            self.forget(node, fit=False)
+            return False
+        return bool(node.rows.tier or node.on_disk)
+
+    def _look_for_ends(self, node: Node, prompt: Prompt, rule: Rule) -> None:
+        """Take in what the store has of this prompt upon a node since it was looked up."""
+        for cut in {next(prompt.boundaries_from(rule, node.end), len(prompt)), len(prompt)}:
+            for kind in ("terminal", "segment"):
+                self._child(node, prompt, cut, kind, ends=False)
+
+    def _most_shared(self, node: Node, prompt: Prompt, rule: Rule) -> tuple[Node | None, int]:
+        """The usable child that shares most with a prompt from here on, and how many tokens."""
+        self._look_up(node)
+        best, most = node.closest(prompt, usable=self._usable)
+        while best is not None and best.leased and not self._stored(best):
+            self.forget(best, fit=False)  # its time is over
+            best, most = node.closest(prompt, usable=self._usable)
+        cut = next(prompt.boundaries_from(rule, node.end), len(prompt))
+        for kind in ("terminal", "segment") if cut - node.end > most else ():
+            child = self._child(node, prompt, cut, kind, ends=False)
+            if child is not None and self._usable(child):
+                best, most = child, cut - node.end
+                break
+        # A whole prompt depends on its last boundary: above that no store need be asked for it.
+        whole = self._child(node, prompt, len(prompt), "terminal", cut == len(prompt), ends=False)
+        if whole is not None and self._usable(whole):  # of two that agree, the one with logits
+            return whole, len(prompt) - node.end
+        return best, most
+
+    def _look_up(self, node: Node) -> None:
+        """Take in, once, what the store has upon a node; what is used of it is read then."""
+        store, node.home.any_cut = node.home.store, True
+        if store is None or node.looked_up:
+            return
+        node.looked_up = True
+        for child in archive.nodes_upon(store, node):
+            child.leased, child.on_disk = self.ttl is not None, True
+            self._adopt(child)
+            self.tombstones.note(child)
+
+    def _longest(self, node: Node, prompt: Prompt, cut: int | None, loose: bool) -> Node | None:
+        """The child at the next boundary, or (where decoded state is kept) beyond it."""
+        best = None if cut is None else self._child(node, prompt, cut, "segment")
+        if not loose:
+            return best
+        for child in node.children.values():
+            if child.terminal or child.end >= len(prompt) or (best and child.end <= best.end):
+                continue
+            if child.end != cut and child.rows.tier and child.same_as(prompt):
+                best = child
+        return best
+
+    def _child(
+        self,
+        node: Node,
+        prompt: Prompt,
+        end: int,
+        kind: str,
+        stored: bool = True,
+        ends: bool = True,
+    ) -> Node | None:
+        """The node at `end`. One that is in no memory may be in the store, unless not `stored`.
+        One with logits ends its path, unless not `ends`."""
+        store = node.home.store if stored else None
+        if store is None and not node.ends[end]:
+            return None
+        digest = prompt.segment_digest(node.digest, node.end, end, kind)
+        child = node.children.get(digest)
+        if child is not None and child.leased and not self._stored(child):
+            self.forget(child, fit=False)  # a match under way is not held yet
+            child = None
+        asked = child is not None and (child.rows.tier or child.on_disk or child.unreadable)
+        if not asked and store is not None and store.has(archive.SNAPSHOT, digest):
+            if child is None:
+                child = self._new_node(node, prompt, end, digest, kind == "terminal" and ends)
+                child.leased = self.ttl is not None
+                self.tombstones.note(child)
+            child.on_disk = True
+            node.version += 1
+        return child if child is not None and child.same_as(prompt) else None
+
+    def _needs(self, node: Node) -> list[Part]:
+        """What a prompt that goes on from here needs of the node itself."""
+        has_fixed = self.has_fixed and (node.home.states or not node.home.any_cut)
+        return [node.rows, node.state] if has_fixed else [node.rows]
+
+    def _usable(self, node: Node) -> bool:
+        """Whether a prompt can be continued from here: the intersection over all layers."""
+        return node.on_disk or all(part.tier for part in self._needs(node))
+
+    def _farthest(self, node: Node) -> str:
+        """The tier that is waited for. A part is never in a nearer tier than what it depends on."""
+        if node.parent is None:
+            return DEVICE
+        tiers = {part.tier for part in self._needs(node)}
+        if NOWHERE not in tiers:
+            return HOST if HOST in tiers else DEVICE
+        store = node.home.store
+        return (store and store.tier(archive.SNAPSHOT, node.digest)) or "disk"
+
+    def _stored(self, node: Node) -> bool:
+        store = node.home.store
+        return store is not None and store.has(archive.SNAPSHOT, node.digest)
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    def known(self, namespace: str, prompt: Prompt) -> Known:
+        """How far the prompt agrees with anything ever seen, for the report's reasons."""
+        self.expire()
+        root = self.roots.get(namespace)
+        return Known(0, False) if root is None else self._known_from(root, prompt)
+
+    def elsewhere(self, namespace: str, prompt: Prompt, cuts: Iterable[int]) -> tuple[int, str]:
+        """How far other namespaces of the same tenant know the prompt, and which of them does.
+
+        `cuts` are the prompt's boundaries. The deepest nodes are found by the path, however many
+        namespaces there are, and only the latest are followed further.
+        """
+        home, path, at = self.root(namespace).home, "", 0
+        found = self.paths.elsewhere(path, home)
+        for cut in [*cuts, len(prompt)] if found else ():
+            kind = "segment" if cut < len(prompt) else "terminal"
+            path, at = prompt.segment_digest(path, at, cut, kind), cut
+            deeper = self.paths.elsewhere(path, home)
+            if not deeper:
+                break
+            found = deeper
+        known = ((self._known_from(node, prompt).until, node.home.name) for node in found)
+        return max(known, default=(0, ""), key=lambda one: one[0])
+
+    def _known_from(self, node: Node, prompt: Prompt) -> Known:
+        states, evicted = len(self._needs(node)) > 1, None
+        stands = _lies_whole if states else _lies_somewhere
+        trail = self.seen.begin(node, prompt, stands)
+        node = trail.end
+        while True:
+            best, length = node.closest(prompt)
+            if best is None:
+                return Known(node.end, False, evicted)
+            if evicted is None and length == len(best.ids) and self._is_evicted(best):
+                evicted = node.end
+            if length < len(best.ids) or best.terminal:
+                until = node.end + length
+                diverged = length < len(best.ids) and until < len(prompt)
+                return Known(until, diverged, evicted, _made_elsewhere(best, prompt, until))
+            trail.note(node, best)
+            node = best
+
+    def _is_evicted(self, node: Node) -> bool:
+        """Whether it was here once and is nowhere now, not in the store either."""
+        if not node.was_full or all(part.tier for part in self._needs(node)):
+            return False
+        return not (node.on_disk and self._stored(node))
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def _new_node(
+        self,
+        parent: Node,
+        prompt: Prompt,
+        end: int,
+        digest: str,
+        terminal: bool,
+        gone: bool = False,
+    ) -> Node:
+        start = parent.end
+        spans = shift(prompt.clip(start, end), -start)
+        node = Node(parent, start, end, digest, prompt.ids[start:end].copy(), spans, terminal)
+        node.gone = gone
+        if gone:
+            self.detached.add(node)
+        else:
+            kind = "terminal" if terminal else "segment"
+            node.path = prompt.segment_digest(parent.path, start, end, kind)
+            self._adopt(node)
+        return node
+
+    def _adopt(self, node: Node) -> None:
+        if node.parent is not None:
+            node.parent.adopt(node)
+        self.paths.add(node)
+        self._will_expire(node)
+
+
+def _lies_somewhere(node: Node) -> bool:
+    """Whether the rows of a node are in memory, without a time when they go."""
+    return node.rows.tier != NOWHERE and not node.leased
+
+
+def _lies_whole(node: Node) -> bool:
+    """The same, with the states at its end."""
+    return node.state.tier != NOWHERE and _lies_somewhere(node)
+
+
+def _made_elsewhere(node: Node, prompt: Prompt, until: int) -> bool:
+    """Whether the paths part only because the same image was encoded in another way."""
+    here = next((s for s in prompt.spans if s.start <= until < s.end), None)
+    there = next((s for s in shift(node.spans, node.start) if s.start <= until < s.end), None)
+    if here is None or there is None:
+        return False
+    return here.identity == there.identity and here.feature_id != there.feature_id
