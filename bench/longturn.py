@@ -2,9 +2,9 @@
 
 Run `python -m bench.longturn`. A conversation of many turns is remembered whole. Then the same
 prompt is asked for again, and then one turn more, again and again; each time one token is taken.
-From the time of the whole call, passes of the model are subtracted: what is left is naming, rendering,
-tokenising, matching, checking weights, making the report. The model is a tiny one, so that the rest
-can be measured well. Medians in milliseconds, by stage as the report names them.
+From the time of the whole call, passes of the model are subtracted: what is left is naming,
+rendering, tokenising, matching, checking weights, making the report. The model is a tiny one, so
+that the rest can be measured well. Medians in milliseconds, by stage as the report names them.
 """
 
 from __future__ import annotations
