@@ -49,15 +49,18 @@ class Clock:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count the passes of every engine meanwhile."""
-        before = Engine.chunk, Engine.forward
-        Engine.chunk, Engine.forward = (self._timed(one) for one in before)  # type: ignore[method-assign]
+        names = ("chunk", "forward")
+        before = {name: getattr(Engine, name) for name in names}
+        for name in names:
+            setattr(Engine, name, self._timed(before[name]))
         try:
             yield
         finally:
-            Engine.chunk, Engine.forward = before  # type: ignore[method-assign]
+            for name in names:
+                setattr(Engine, name, before[name])
 
-    def _timed(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def timed(*given: object, **named: object) -> torch.Tensor:
+    def _timed(self, call: Callable[..., object]) -> Callable[..., object]:
+        def timed(*given: object, **named: object) -> object:
             begun = time.perf_counter()
             try:
                 return call(*given, **named)
