@@ -86,7 +86,7 @@ def test_the_other_trap_is_still_there(tmp_path: Path) -> None:
     assert "os.fork" in seen and "openvino_ga_cid" in files(tmp_path)
 
 
-def test_nobody_imports_a_runtime_past_the_door() -> None:
+def test_runtimes_are_imported_in_one_place() -> None:
     home = Path(__file__).parents[1] / "keepsight"
     past = ("import onnxruntime", "import openvino", "from openvino")
     for path in home.rglob("*.py"):

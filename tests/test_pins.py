@@ -134,7 +134,7 @@ def test_delete_before_an_answer_has_come_to_the_picture(name: str, tmp_path: Pa
         turn = turn_of(vlm.runtime, both, Call.of({}, ""))
         turn.begin(sample=False)
         work = turn.work(shared=True)
-        while turn.stands < turn.prompt.spans[0].end:
+        while turn.done_tokens < turn.prompt.spans[0].end:
             next(work)
         vlm.delete(picture(1))
         vlm.delete(picture(2))

@@ -665,7 +665,7 @@ def test_weights_that_change_between_two_chunks() -> None:
 
             def change(piece: Any) -> None:
                 if not seen:
-                    seen.append(together._prefilling[0].turn.stands)
+                    seen.append(together._prefilling[0].turn.done_tokens)
                     with torch.no_grad():
                         norm.mul_(1.5)
 

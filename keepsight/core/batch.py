@@ -32,8 +32,8 @@ _WASTE = 4  # columns that nobody needs: one in so many may be left, then all mo
 _ROUND = 64
 
 
-class TokenTaker(Protocol):
-    """Takes the tokens of one sequence."""
+class TokenSampler(Protocol):
+    """Chooses the tokens of one sequence."""
 
     over: bool
 
@@ -295,14 +295,14 @@ class Batch:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def decode(self, takers: Sequence[TokenTaker], logits: torch.Tensor) -> int:
+    def decode(self, samplers: Sequence[TokenSampler], logits: torch.Tensor) -> int:
         """Let each row take tokens until all have ended; the number of steps that took.
 
         The row of a sequence that has ended goes on with a token that nobody reads.
         """
         steps = 0
-        running = dict(enumerate(takers))
-        tokens = [0] * len(takers)
+        running = dict(enumerate(samplers))
+        tokens = [0] * len(samplers)
         while True:
             for row in list(running):
                 tokens[row] = running[row].take(logits[row : row + 1])

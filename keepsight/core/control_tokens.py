@@ -32,7 +32,7 @@ class Code:
         free = (new for block in _RARE for new in map(chr, block) if new not in taken)
         pairs = list(zip(sorted(characters), free, strict=False))
         if len(pairs) < len(characters):
-            raise MessagesError("the messages hold every character that could stand for another")
+            raise MessagesError("the messages hold every character that could be used for another")
         self.characters = frozenset(new for _, new in pairs)
         self._put = {ord(old): new for old, new in pairs}
         self._read = {ord(new): old for old, new in pairs}
@@ -43,13 +43,13 @@ class Code:
         return text.translate(self._put)
 
     def read(self, text: str) -> str:
-        """The text of what stands partly in code."""
+        """The text of what is partly written in code."""
         return self.runs.sub(lambda run: run[0].translate(self._read), text)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered conversation. What looks like a control token and is none stands in `code`."""
+    """A rendered conversation. What looks like a control token and is none is written in `code`."""
 
     text: str
     code: Code | None = None
@@ -76,7 +76,7 @@ class ControlTokens:
         self._ids = {n: i for n, i in ids.items() if i not in (None, tokenizer.unk_token_id)}
 
     def in_code(self, code: Code) -> re.Pattern[str]:
-        """Finds those that stand in code."""
+        """Finds those that are written in code."""
         return re.compile(_any_of(map(code.put, self.names)) or _NEVER)
 
     def encode(
@@ -130,7 +130,7 @@ class ControlTokens:
         return ids
 
     def _among(self, ids: list[int]) -> Counter[int]:
-        """How often each control token stands among some ids."""
+        """How often each control token occurs among some ids."""
         found = np.asarray(ids, dtype=np.int64)
         return Counter(found[np.isin(found, list(self._ids.values()))].tolist())
 
@@ -164,7 +164,7 @@ def _any_of(words: Iterable[str]) -> str:
 
 
 def _behind(texts: list[str], encode: Callable[[list[str]], list[list[int]]]) -> list[list[int]]:
-    """The ids of texts that stand behind others."""
+    """The ids of texts that follow others."""
     # Behind a line break, because SentencePiece puts a space before what begins a text.
     newline, *found = encode(["\n", *(f"\n{text}" for text in texts)])
     cut = len(newline)

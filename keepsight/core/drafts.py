@@ -96,7 +96,7 @@ class Answers:
 
 
 def words_of(prompt: Prompt) -> np.ndarray:
-    """The ids of a prompt, NOTHING where a picture stands."""
+    """The ids of a prompt, NOTHING where a picture is."""
     return np.where(prompt.types == 0, prompt.ids, NOTHING)
 
 
@@ -185,7 +185,7 @@ class Drafts:
     """The guesses of one sequence."""
 
     lane: Rewindable
-    ids: np.ndarray  # its prompt, NOTHING where a picture stands
+    ids: np.ndarray  # its prompt, NOTHING where a picture is
     earlier: np.ndarray
     costs: Costs
     most: int  # tokens that may follow the prompt
@@ -268,7 +268,8 @@ class Drafts:
 
 
 def _latest(said: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
-    """The place where most of the last tokens of `said` stand: how many, and what follows them."""
+    """The place where most of the last tokens of `said` are found: how many, and what follows
+    them."""
     best, following = 0, _EMPTY
     for end in _places(said, where):
         agreeing = _agreeing(said, where[: end + 1])
@@ -279,7 +280,7 @@ def _latest(said: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 def _places(said: np.ndarray, where: np.ndarray) -> Iterator[int]:
-    """Where the last tokens of `said` stand with something behind them, the latest first."""
+    """Where the last tokens of `said` are found, with tokens after them, the latest first."""
     if len(said) < SHORTEST or len(where) <= SHORTEST:
         return
     found = where[SHORTEST - 1 : -1] == said[-1]

@@ -155,9 +155,9 @@ class Engine:
         lane = self.lanes.take(match.node)
         lane.busy = True
         lane.reserve(len(prompt) + room)
-        stands = shared(lane, match.base.chain())
-        lane.rewind(stands)
-        restore(lane, match, stands)
+        length = shared(lane, match.base.chain())
+        lane.rewind(length)
+        restore(lane, match, length)
         # As upstream's `generate` goes on: behind the last token, not behind the largest position,
         # which may belong to the last frame of a slow video.
         behind = (positions[..., -1:] + 1).to(self._model.device)
@@ -324,7 +324,7 @@ class Engine:
 
     @quietly
     def keep_decoded(self, run: Run, prompt: Prompt, answer: list[int]) -> None:
-        """Remember the lane as it stands, decoded tokens and all."""
+        """Remember the lane as it is, with its decoded tokens."""
         if self._prefixes.is_forgotten(run.node, prompt, run.since):
             return
         if run.drafts is not None:

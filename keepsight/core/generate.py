@@ -255,7 +255,7 @@ def _split(runtime: Runtime, tensors: Inputs, rows: list[np.ndarray]) -> list[Pi
 def _place(
     family: Family, row: np.ndarray, kind: str, media: list[Medium], number: int
 ) -> tuple[tuple[Range, ...], ...]:
-    """The ranges of each medium of a kind whose placeholders stand in this row, in order."""
+    """The ranges of each medium of a kind whose placeholders are in this row, in order."""
     spots = family.spots(row, kind)
     placed: list[tuple[Range, ...]] = []
     while len(spots):
@@ -312,7 +312,7 @@ def _check_claims(
         if name not in own:
             raise UnsupportedInput(f"{name} is not an input of {runtime.model.config.model_type}")
         if not torch.equal(given[row].cpu()[torch.from_numpy(keep)].long(), own[name][0].long()):
-            raise UnsupportedInput(f"{name} differ from where the images stand")
+            raise UnsupportedInput(f"{name} differ from where the images are")
     positions = tensors.get("position_ids")
     if positions is not None:
         wanted = family.positions(prompt.ids, prompt.types, prompt.grids)[..., 0, :]
@@ -348,8 +348,8 @@ def _run_together(runtime: Runtime, turns: list[Turn]) -> list[_Row]:
         with runtime.lock:
             for some in _side_by_side(runtime, len(turns)):
                 batch = batch_of(runtime.model, runtime.family, runs[some], min(room, 4096))
-                takers = [turn.taker() for turn in turns[some]]
-                runtime.engine.decode_steps += batch.decode(takers, logits[some])
+                samplers = [turn.sequence_sampler() for turn in turns[some]]
+                runtime.engine.decode_steps += batch.decode(samplers, logits[some])
         for turn in turns:
             turn.keep_decoded()
         return [_Row(turn.generated, turn) for turn in turns]

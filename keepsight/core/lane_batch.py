@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from keepsight.core.attention import grouped_queries
-from keepsight.core.batch import Batch, TokenTaker
+from keepsight.core.batch import Batch, TokenSampler
 from keepsight.core.engine import Run
 from keepsight.core.kernels.passes import attention_here, running
 from keepsight.core.lane_layer import LaneLayer
@@ -102,19 +102,19 @@ class LaneBatch:
             elif isinstance(layer, MixerLayer):
                 self._cache.layers[index] = MixerRows(rows)
 
-    def decode(self, takers: Sequence[TokenTaker], logits: torch.Tensor) -> int:
+    def decode(self, samplers: Sequence[TokenSampler], logits: torch.Tensor) -> int:
         """Let each sequence take tokens until all have ended; the number of steps that took."""
-        running = list(zip(self.runs, takers, strict=True))
+        running = list(zip(self.runs, samplers, strict=True))
         steps = 0
         while True:
             tokens, going_on = [], []
-            for row, (run, taker) in enumerate(running):
-                token = taker.take(logits[row : row + 1])
-                if taker.over:
+            for row, (run, sampler) in enumerate(running):
+                token = sampler.take(logits[row : row + 1])
+                if sampler.over:
                     self.leave(run)
                 else:
                     tokens.append(token)
-                    going_on.append((run, taker))
+                    going_on.append((run, sampler))
             if not going_on:
                 return steps
             running, logits = going_on, self.step(tokens)

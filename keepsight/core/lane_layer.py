@@ -101,7 +101,7 @@ class LaneLayer(DynamicLayer):
         self.values = self.room_v[:, :, :length]  # type: ignore[index]
 
     def rewind(self, length: int) -> None:
-        """Forget everything from `length` on. What stands before was written by the same chunks."""
+        """Forget everything from `length` on. What is before it was written by the same chunks."""
         if length > self.length:
             raise ValueError(f"cannot rewind from {self.length} to {length}")
         self._written, self._clean = max(self._written, self.length), 0

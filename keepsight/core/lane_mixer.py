@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from keepsight.core.kernels.delta import DeltaHeads, OpenSequence, Stand
+from keepsight.core.kernels.delta import DeltaHeads, GridState, OpenSequence
 from keepsight.models.upstream import LinearAttentionLayer
 
 Tensors = dict[str, torch.Tensor]
@@ -23,17 +23,17 @@ class MixerLayer(LinearAttentionLayer):
         super().__init__()
         self.states: list[MixerLayer] = [self]
         self.ends: Sequence[int] = ()
-        self.found: dict[int, tuple[torch.Tensor, Stand | None]] = {}
+        self.found: dict[int, tuple[torch.Tensor, GridState | None]] = {}
         self._open: OpenSequence | None = None
         self._restored: Tensors = {}
 
     def opened(self, heads: DeltaHeads) -> OpenSequence:
-        """Where the sequence stands in a gated delta rule."""
+        """Where the sequence is in a gated delta rule."""
         if self._open is None:
-            stand = None
+            grid_state = None
             if self._restored:
-                stand = Stand(self._restored["grid"], self._restored["tail"])
-            self._open, self._restored = OpenSequence(heads, stand), {}
+                grid_state = GridState(self._restored["grid"], self._restored["tail"])
+            self._open, self._restored = OpenSequence(heads, grid_state), {}
         return self._open
 
     def inputs(self) -> torch.Tensor | None:
@@ -51,8 +51,8 @@ class MixerLayer(LinearAttentionLayer):
     def held(self, end: int | None = None) -> Tensors:
         """What a snapshot here holds, or one behind so many tokens of the last pass; not copied."""
         if end is not None:
-            inputs, stand = self.found[end]
-            own = {} if stand is None else {"grid": stand.state, "tail": stand.rows}
+            inputs, grid_state = self.found[end]
+            own = {} if grid_state is None else {"grid": grid_state.state, "tail": grid_state.rows}
             return {"conv": inputs[None], **own}
         states = {"conv": self.conv_states[0], "recurrent": self.recurrent_states[0]}
         if self._open is not None:

@@ -81,10 +81,10 @@ def _marked(lane: Lane) -> int:
     return lane.marks[-1][0] if lane.marks else 0
 
 
-def restore(lane: Lane, match: Match, stands: int) -> None:
-    """Put into a lane what a match remembers behind the place where the lane stands."""
+def restore(lane: Lane, match: Match, length: int) -> None:
+    """Put into a lane what a match remembers behind its first `length` tokens."""
     for node in match.node.chain():
-        if node.end <= stands:
+        if node.end <= length:
             continue
         rows = node.kv or {}
         if node.end > match.length:

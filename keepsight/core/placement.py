@@ -1,7 +1,7 @@
 """On which device each layer of a model keeps its state, and how remembered tensors get there.
 
 A model may be spread over several devices. Its snapshots are then in tensors of each layer, and
-those from elsewhere, where all rows stand in one tensor, are taken apart as they arrive.
+those from elsewhere, where all rows are in one tensor, are taken apart as they arrive.
 """
 
 from __future__ import annotations

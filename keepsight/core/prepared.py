@@ -82,7 +82,7 @@ class Prefix:
         return self.chat([user_message(question, images)], **options)
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
-        """The answer to messages that stand behind those of the prefix."""
+        """The answer to messages that follow those of the prefix."""
         return Reply.of(self.stream(messages, **options))
 
     def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
@@ -113,7 +113,7 @@ class Prefix:
         """Tensors in, tensors out, as `vlm.generate`.
 
         The ids are those of the whole conversation, with all of its pixels; or those of the query
-        alone, with the pixels of its own images, and then they are taken to stand right behind the
+        alone, with the pixels of its own images, and then they are taken to follow right behind the
         prefix. What comes back starts with the ids that were given.
         """
         if options.pop("tenant", None) not in (None, self._call.tenant):

@@ -129,7 +129,7 @@ class Renderer:
     def _expand(
         self, ids: np.ndarray, runs: list[tuple[int, int]], media: tuple[Medium, ...], text: str
     ) -> Prompt:
-        """Each placeholder to as many as its run has; where they stand is known from here on."""
+        """Each placeholder to as many as its run has; where they are is known from here on."""
         spots = np.flatnonzero(np.isin(ids, list(self._family.placeholders.values())))
         if len(spots) != len(runs):
             raise PlaceholderMismatch(
@@ -158,7 +158,7 @@ def user_message(text: str, images: object = None) -> Message:
 
 
 def _in_order(spots: list[re.Match[str]], named: list[tuple[str, Medium]]) -> tuple[Medium, ...]:
-    """The media as their placeholders stand in the text; each kind keeps its own order."""
+    """The media in the order of their placeholders in the text; each kind keeps its own order."""
     kinds = [spot.lastgroup for spot in spots]
     for kind in {*kinds, *(kind for kind, _ in named)}:
         wrote, have = kinds.count(kind), sum(k == kind for k, _ in named)

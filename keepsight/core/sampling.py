@@ -293,10 +293,10 @@ def decode(
     step: Callable[[int], torch.Tensor],
 ) -> Iterator[int]:
     """Tokens one by one; each is handed out before the step behind it is computed."""
-    taker = SequenceSampler(sampler, ids)
+    sequence = SequenceSampler(sampler, ids)
     while True:
-        token = taker.take(logits)
+        token = sequence.take(logits)
         yield token
-        if taker.over:
+        if sequence.over:
             return
         logits = step(token)

@@ -129,7 +129,7 @@ class Lane:
             elif kind == "linear":
                 self.cache.layers[i] = MixerLayer()
         self.length = self._start = 0
-        self.marks: list[tuple[int, Node]] = []  # (end, node): what of the tree stands here in full
+        self.marks: list[tuple[int, Node]] = []  # (end, node): what of the tree is here in full
         self.busy = False
 
     @property
@@ -157,7 +157,7 @@ class Lane:
     def capture(self, start: int, end: int) -> tuple[Tensors, Tensors]:
         """A snapshot: new keys and values since `start` as stacked copies, fixed states whole."""
         if end != self.length:
-            raise ValueError(f"a snapshot stands at the lane's end {self.length}, not at {end}")
+            raise ValueError(f"a snapshot is taken at the lane's end {self.length}, not at {end}")
         return self.capture_watched(start, end)
 
     def capture_watched(self, start: int, end: int) -> tuple[Tensors, Tensors]:
@@ -280,7 +280,7 @@ def _window(model: PreTrainedModel, index: int, layer: CacheLayer) -> WindowLaye
 
 
 def first_rows(rows: Tensors, count: int) -> Tensors:
-    """The first rows of a snapshot; what stands beside the sequence has no rows of it."""
+    """The first rows of a snapshot; what is no part of the sequence has no rows of it."""
     return {n: t if n.startswith("cross.") else t[..., :count, :] for n, t in rows.items()}
 
 

@@ -1,15 +1,15 @@
 """Chat templates, and which control tokens of a rendered conversation a template wrote itself.
 
-What a caller gives is text wherever it stands: in messages, tools and options of the template, in
+What a caller gives is text wherever it appears: in messages, tools and options of the template, in
 values and in keys, split over several strings, or completed by the template's own characters. Only
 the template's own text writes control tokens.
 
 A conversation is rendered with the template as it is. Where no string of the caller's could be a
 part of a control token, that is all. Otherwise it is rendered again by a copy of the template whose
 own control tokens are written in code, one rare character for each of theirs. Decoded, the
-text must be the same; then what stands in code is the template's, and all else is text. A template
-that looks for tokens which it wrote itself may give another text. For such a one the characters of
-the caller are put in code instead.
+text must be the same; then what is written in code is the template's, and all else is text. A
+template that looks for tokens which it wrote itself may give another text. For such a one the
+characters of the caller are put in code instead.
 
 Templates also look for tokens in what they are given. In the answers of an assistant they find
 them, so that thoughts are cut out of a history as ever; in what others say they find none.
@@ -87,7 +87,7 @@ class ChatTemplate:
         return self._guarded(copy.callers.read(text), own, copy.callers)
 
     def check_layout(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        """Refuse what stands beside a medium, as its package has it, where it would be a turn."""
+        """Refuse what is beside a medium, as its package has it, where it would be a turn."""
         if self._turns is None:
             calls = [_Call(tokenizer, probe, True, {}) for probe in _PROBES]
             texts = [call.tried(self.source) or "" for call in calls]
@@ -149,7 +149,7 @@ class ChatTemplate:
         return own is not None and {m.span() for m in self.tokens.find.finditer(text)} <= own
 
     def _by_copy(self, call: _Call, text: str, copy: _Copy) -> Spans | None:
-        """Where the template's own tokens stand in a text; None where its copy writes another."""
+        """Where the template's own tokens are in a text; None where its copy writes another."""
         marked = call.in_code(copy.templates).tried(copy.source)
         if marked is None or copy.templates.read(marked) != text:
             return None

@@ -104,7 +104,7 @@ class TemplateSource:
         return compared or (before == "(" and self._at(i - 2) in _SEARCHES)
 
     def _beside_role(self, i: int) -> bool:
-        """Whether the name of who speaks stands next to a text, so that both may make a token."""
+        """Whether the name of who speaks is next to a text, so that both may make a token."""
         for step in (1, -1):
             j = i + step
             while 0 <= j < len(self.words):

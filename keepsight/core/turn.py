@@ -1,7 +1,7 @@
 """One turn, in seven hops. Who reads `Turn.tokens` knows how Keepsight works.
 
 Images are named before anything is computed, so a warm turn touches neither the tower nor a
-package. Each snapshot is in the tree as soon as it stands, so a client who hangs up loses nothing.
+package. Each snapshot is remembered at once, so a client who hangs up loses nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Turn:
             self.begin()
             return self.prefill()
 
-    def taker(self) -> SequenceSampler:
+    def sequence_sampler(self) -> SequenceSampler:
         """Hop 5 for somebody else to drive."""
         if self.sampler is None:
             raise KeepsightError("this turn was begun without sampling")
@@ -138,7 +138,7 @@ class Turn:
 
     @property
     def _loose(self) -> bool:
-        """Whether snapshots of decoded state may be used, wherever they stand."""
+        """Whether snapshots of decoded state may be used, wherever they are."""
         return not self._exact and self.rule.reuse == "prefix" and not self.rule.any_cut
 
     def _find(self) -> None:
@@ -231,7 +231,7 @@ class Turn:
         return self._runtime.refresh(self._exact, self._tenant) != self.namespace
 
     @property
-    def stands(self) -> int:
+    def done_tokens(self) -> int:
         """How much of the prompt need not be computed any more."""
         return self.match.length if self._run is None else self._run.lane.length
 

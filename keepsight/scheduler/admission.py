@@ -134,22 +134,22 @@ class Served(Protocol):
         """Do what there is to do now; False at the end."""
 
 
-def begin_serving(served: Served, door: Admission) -> threading.Thread:
-    """The thread that serves who comes in by this door."""
+def begin_serving(served: Served, admission: Admission) -> threading.Thread:
+    """The thread that serves what is admitted here."""
     thread = threading.Thread(
-        target=_serve, args=(ref(served), door), name="keepsight-together", daemon=True
+        target=_serve, args=(ref(served), admission), name="keepsight-together", daemon=True
     )
     thread.start()
-    when_dropped(served, door.abandon)
+    when_dropped(served, admission.abandon)
     return thread
 
 
-def _serve(found: ref[Served], door: Admission) -> None:
-    """While the thread waits it has nothing but the door, so that whoever serves can be dropped."""
+def _serve(found: ref[Served], admission: Admission) -> None:
+    """While the thread waits it refers to the admission only, so the server can be collected."""
     while (served := found()) is not None:
         active, quiet = served.waits()
         del served
-        news = door.wait(active, quiet)
+        news = admission.wait(active, quiet)
         if (served := found()) is None or not served.go_on(news):
             return
         del served, news

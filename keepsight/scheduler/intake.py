@@ -18,8 +18,14 @@ import torch
 from keepsight.core.call import Call
 from keepsight.core.lengths import characters
 from keepsight.core.render import Renderer, parse_messages
-from keepsight.core.sampling import DEFAULT_CHAT_TOKENS, Detokenizer, Sampler, check_length, sampler
-from keepsight.core.sampling import SequenceSampler as TokenTaker
+from keepsight.core.sampling import (
+    DEFAULT_CHAT_TOKENS,
+    Detokenizer,
+    Sampler,
+    SequenceSampler,
+    check_length,
+    sampler,
+)
 from keepsight.core.turn import Turn
 from keepsight.errors import ModelKeepsChanging
 from keepsight.formats.package import Package
@@ -52,7 +58,7 @@ class Request:
     passed: int = 0  # tokens of work done for others since it last had its turn
     ready: float = field(default_factory=time.perf_counter)  # when it began to wait
     work: Iterator[int] | None = None
-    taker: TokenTaker | None = None
+    sampler: SequenceSampler | None = None
     detokenizer: Detokenizer | None = None
     restarts: int = 0  # how often it was begun again because the model changed
     looked_at: int = 0  # the round in which weights and settings were compared last
@@ -63,7 +69,7 @@ class Request:
     said: list[str] = field(default_factory=list)  # the answer so far
 
     def close(self) -> None:
-        """End its work, wherever that stands."""
+        """End its work, whatever its state."""
         if self.work is not None:
             self.work.close()  # type: ignore[attr-defined]
 
@@ -88,7 +94,7 @@ class Request:
         """Tokens of the prompt that are still to be computed, as far as one knows."""
         if self.work is None:
             return self.tokens
-        return self.tokens - self.turn.stands
+        return self.tokens - self.turn.done_tokens
 
     @property
     def longest(self) -> int:

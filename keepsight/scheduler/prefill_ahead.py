@@ -126,10 +126,10 @@ class PrefillAhead:
             return False
         tokens = next(follower.work, 0)
         self._counts.ahead_tokens += tokens
-        return bool(tokens) and turn.stands < follower.until
+        return bool(tokens) and turn.done_tokens < follower.until
 
     def _begin(self, follower: Follower) -> None:
-        """Find out how far the next prompt is certain, and go on from where memory stands."""
+        """Find out how far the next prompt is certain, and go on from what is remembered."""
         memory, call = self._vlm.runtime, follower.call
         if memory.vision_of(call.tenant).namer.bound is not follower.bound:
             return

@@ -80,11 +80,11 @@ class Together:
         self._decoding = Decoding(vlm.model, vlm.runtime.family, vlm.runtime.engine, self._sizes)
         self.counts = Counts()
         self._ahead = PrefillAhead(vlm, self._reception.render, self.counts)
-        self._door = Admission(max_running + max_waiting)
+        self._admission = Admission(max_running + max_waiting)
         self._waiting, self._prefilling = list[Request](), list[Request]()
         self._running: dict[Run, Request] = {}
         self._rounds = 0
-        self._thread = begin_serving(self, self._door)
+        self._thread = begin_serving(self, self._admission)
         finish_before_exit(self, SCHEDULERS)
 
     # -- for callers, in any thread --------------------------------------------------------------
@@ -131,7 +131,7 @@ class Together:
 
     def stats(self) -> Record:
         """How many requests are where, and what was done so far."""
-        decoding, inside = self._decoding, self._door.in_flight
+        decoding, inside = self._decoding, self._admission.in_flight
         return {
             "in_flight": inside,
             "waiting": inside - len(self._prefilling) - len(self._running),
@@ -148,13 +148,13 @@ class Together:
     def close(self, drain: float | None = 30.0) -> None:
         """Take no more requests; finish those in flight, for at most `drain` seconds (None: as
         long as it takes), and end what is left then with `Closed`. Safe to call twice."""
-        self._door.close(drain)
+        self._admission.close(drain)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
     def before_exit(self, seconds: float) -> None:
         """Stop; what is computed at this moment is waited for so long."""
-        self._door.close(0.0)
+        self._admission.close(0.0)
         self._thread.join(seconds)
 
     def __enter__(self) -> Together:
@@ -177,10 +177,10 @@ class Together:
             self._vlm.runtime.require_answers()
             request = self._reception.receive(messages, call, ticket, sample, asked)
             request.follow = follow if self._pause is not None else None
-            ticket.awake_with(self._door.hang_up)
-            self._door.bring(request)
+            ticket.awake_with(self._admission.hang_up)
+            self._admission.bring(request)
         except BaseException:
-            self._door.free_place()
+            self._admission.free_place()
             raise
         return ticket
 
@@ -192,7 +192,7 @@ class Together:
             self.counts.refused += 1
             return self.counts.wait(self.max_waiting, self.max_running)
 
-        self._door.take_place(wait, self)
+        self._admission.take_place(wait, self)
 
     # -- the thread that has the model -----------------------------------------------------------
 
@@ -289,14 +289,14 @@ class Together:
             turn.finish()
             request.count_restart()
             self._begin(request)
-        before = turn.stands
+        before = turn.done_tokens
         tokens = next(request.work, 0) if request.work is not None else 0
-        if tokens and turn.stands == before:
+        if tokens and turn.done_tokens == before:
             counts.towers += 1  # what follows is the chunk that it was for
         elif tokens:
             counts.chunks += 1
             had_its_turn(request, [*self._prefilling, *self._waiting], tokens)
-        if turn.stands == request.tokens:
+        if turn.done_tokens == request.tokens:
             self._prefilled(request)
 
     def _prefilled(self, request: Request) -> None:
@@ -308,7 +308,7 @@ class Together:
             self._complete(request)
             return
         self._running[turn.run] = request
-        request.taker = turn.taker()
+        request.sampler = turn.sequence_sampler()
         request.detokenizer = Detokenizer.of(turn.sampler, self._vlm.runtime.tokenizer())
         self.counts.took(1)
         if turn.run.logits is not None and not self._take(request, turn.run.logits):
@@ -337,14 +337,14 @@ class Together:
 
     def _take(self, request: Request, logits: torch.Tensor) -> bool:
         """Take a token and hand it out; whether it was the last."""
-        if request.taker is None or request.detokenizer is None:
+        if request.sampler is None or request.detokenizer is None:
             raise Closed("this request has not begun to decode")
-        request.token = request.taker.take(logits)
+        request.token = request.sampler.take(logits)
         piece = Piece(request.detokenizer.push(request.token), request.token)
         request.said.append(piece.text)
         request.ticket.put(piece)
         # Upstream's criterion misses some stop strings that end inside of a token.
-        over = request.taker.over or request.detokenizer.stopped
+        over = request.sampler.over or request.detokenizer.stopped
         if over:
             self._complete(request)
         return over
@@ -390,7 +390,7 @@ class Together:
                     logger.exception("not all that a request held could be let go of")
                     error = error or failure
         self.counts.ended(outcome, time.perf_counter() - request.ready)
-        self._door.free_place()
+        self._admission.free_place()
         try:
             if request.work is not None and outcome == "cancelled":
                 turn = request.turn

@@ -192,7 +192,7 @@ def _make_mask(
 
 
 def _behind(first: int, length: int) -> torch.Tensor:
-    """The mask of a token that sees what stands from `first` on."""
+    """The mask of a token that sees the tokens from `first` on."""
     return (torch.arange(length) >= first)[None, None, None]
 
 

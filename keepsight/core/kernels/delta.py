@@ -1,6 +1,6 @@
 """The gated delta rule whose rows come out the same however a sequence is cut.
 
-Tokens are computed in chunks of 64 that stand at multiples of 64 from the beginning of the
+Tokens are computed in chunks of 64 that begin at multiples of 64 from the beginning of the
 sequence, and in blocks of 16 within them, wherever a pass begins or ends. What is remembered of a
 sequence is the state at the last such place, and the keys, values, decays and rates of the tokens
 behind it. A pass that goes on computes the block again that was left open, in products of the same
@@ -37,8 +37,8 @@ class DeltaHeads:
 
 
 @dataclass(frozen=True, eq=False)
-class Stand:
-    """Where a sequence stood: the state at the last place of the grid, and the rows behind it."""
+class GridState:
+    """A sequence at some token: the state at the last place of the grid, and the rows after it."""
 
     state: torch.Tensor  # heads of values x width of keys x width of values
     rows: torch.Tensor
@@ -57,27 +57,27 @@ class _Asked:
 class OpenSequence:
     """One sequence as it grows."""
 
-    def __init__(self, heads: DeltaHeads, stand: Stand | None = None) -> None:
+    def __init__(self, heads: DeltaHeads, grid_state: GridState | None = None) -> None:
         self.heads = heads
         self._room = torch.zeros(GRID, sum(heads.parts))
         self._made = False  # the keys and writings below are those of the rows
         self._keys = torch.zeros(heads.values, GRID, heads.key_width)
         self._written = torch.zeros(heads.values, GRID, heads.value_width)
-        self.count = 0 if stand is None else len(stand.rows)
-        if stand is None:
+        self.count = 0 if grid_state is None else len(grid_state.rows)
+        if grid_state is None:
             self.state = torch.zeros(heads.values, heads.key_width, heads.value_width)
         else:
-            self.state = stand.state
-            self._room[: self.count] = stand.rows
+            self.state = grid_state.state
+            self._room[: self.count] = grid_state.rows
 
     @property
     def rows(self) -> torch.Tensor:
         """The rows behind the last place of the grid."""
         return self._room[: self.count]
 
-    def stand(self) -> Stand:
-        """Where it stands now; a copy."""
-        return Stand(self.state.clone(), self.rows.clone())
+    def grid_state(self) -> GridState:
+        """Where it is now; a copy."""
+        return GridState(self.state.clone(), self.rows.clone())
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -86,7 +86,7 @@ class OpenSequence:
 
     def advance(
         self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
-    ) -> tuple[torch.Tensor, dict[int, Stand]]:
+    ) -> tuple[torch.Tensor, dict[int, GridState]]:
         """Some tokens more: what is read for each, and where the sequence stood behind the first
         so many of them, for each of `ends`."""
         before, after = self.count, self.count + len(rows)
@@ -98,7 +98,7 @@ class OpenSequence:
     # -- a few rows of one block -----------------------------------------------------------------
 
     def _in_one_block(self, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """New rows of the block that is open; all before it stand."""
+        """New rows of the block that is open; all before it are final."""
         heads, before = self.heads, self.count
         start, self.count = before // BLOCK * BLOCK, before + len(rows)
         self._room[before : self.count] = rows
@@ -133,7 +133,7 @@ class OpenSequence:
 
     def _over_chunks(
         self, queries: torch.Tensor, rows: torch.Tensor, ends: list[int]
-    ) -> tuple[torch.Tensor, dict[int, Stand]]:
+    ) -> tuple[torch.Tensor, dict[int, GridState]]:
         heads, before = self.heads, self.count
         count = before + len(rows)
         chunks = -(-count // GRID)
@@ -143,11 +143,11 @@ class OpenSequence:
         asking[before:count] = queries
         total, keys = self._total(whole), _keys(heads, whole, chunks, GRID)
         asked = _ask(heads, whole, asking, keys, keys, total, 0, GRID)
-        found, stands = torch.empty_like(asked.values), {}
+        found, states = torch.empty_like(asked.values), {}
         for chunk in range(chunks):
             first = chunk * GRID
             for end in [end for end in ends if first <= before + end < first + GRID]:
-                stands[end] = Stand(self.state.clone(), whole[first : before + end].clone())
+                states[end] = GridState(self.state.clone(), whole[first : before + end].clone())
             read = asked.readers[chunk] @ self.state
             values = asked.values[chunk] - read[:, :GRID]
             written = torch.zeros_like(values)
@@ -158,7 +158,7 @@ class OpenSequence:
             if first + GRID <= count:
                 self.state = _next(self.state, keys[chunk], total[chunk], written)
         for end in [end for end in ends if before + end == chunks * GRID]:
-            stands[end] = Stand(self.state.clone(), whole[:0].clone())
+            states[end] = GridState(self.state.clone(), whole[:0].clone())
         self._clear()
         self._made = True
         if count % GRID:
@@ -166,7 +166,7 @@ class OpenSequence:
             self._room.copy_(whole[-GRID:])
             self._keys.copy_(keys[-1])
             self._written.copy_(written)
-        return found.transpose(1, 2).flatten(0, 1)[before:count], stands
+        return found.transpose(1, 2).flatten(0, 1)[before:count], states
 
 
 def _rows_of(rows: torch.Tensor, chunks: int, size: int, heads: int) -> torch.Tensor:
@@ -242,20 +242,20 @@ def delta_rows_are_equal(heads: DeltaHeads) -> bool:
     keys, values, decays, rates = map(noise, heads.parts)
     rows = torch.cat([keys, values, -decays.abs() / 9, rates.sigmoid()], dim=1)
     queries = noise(heads.parts[0])
-    wanted, stands = OpenSequence(heads).advance(queries, rows, _PIECES)
+    wanted, states = OpenSequence(heads).advance(queries, rows, _PIECES)
     for step in (_PIECES, range(1, _TRIED)):
         here, start, found = OpenSequence(heads), 0, []
         for end in (*step, _TRIED):
             found.append(here.advance(queries[start:end], rows[start:end])[0])
             start = end
-            if end in stands and not _same(here.stand(), stands[end]):
+            if end in states and not _same(here.grid_state(), states[end]):
                 return False
-            if end in stands:
-                here = OpenSequence(heads, here.stand()) if end % 2 else here
+            if end in states:
+                here = OpenSequence(heads, here.grid_state()) if end % 2 else here
         if not torch.equal(torch.cat(found), wanted):
             return False
     return True
 
 
-def _same(one: Stand, other: Stand) -> bool:
+def _same(one: GridState, other: GridState) -> bool:
     return torch.equal(one.state, other.state) and torch.equal(one.rows, other.rows)

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from keepsight.core.kernels import passes
-from keepsight.core.kernels.delta import DeltaHeads, OpenSequence, Stand
+from keepsight.core.kernels.delta import DeltaHeads, GridState, OpenSequence
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.models.upstream import activation
 
@@ -27,10 +27,10 @@ class MixerState(Protocol):
     """The layer of one lane."""
 
     ends: Sequence[int]  # tokens of the pass, behind which its state is wanted too
-    found: dict[int, tuple[torch.Tensor, Stand | None]]
+    found: dict[int, tuple[torch.Tensor, GridState | None]]
 
     def opened(self, heads: DeltaHeads) -> OpenSequence:
-        """Where the sequence stands."""
+        """Where the sequence is."""
 
     def inputs(self) -> torch.Tensor | None:
         """The last inputs of the convolution, channels x inputs."""
@@ -82,8 +82,8 @@ def _gated_delta(module: Layer, hidden: torch.Tensor, states: Sequence[MixerStat
         inputs = evenly(activation(module.activation), inputs).float()
         queries, rest = inputs.split([heads.parts[0], sum(heads.parts[:2])], dim=-1)
         rows = torch.cat([rest, decays[row], rates[row]], dim=-1)
-        read, stands = state.opened(heads).advance(queries, rows, state.ends)
-        state.found = {end: (inputs_at, stands[end]) for end, inputs_at in last.items()}
+        read, at_ends = state.opened(heads).advance(queries, rows, state.ends)
+        state.found = {end: (inputs_at, at_ends[end]) for end, inputs_at in last.items()}
         found.append(read.to(hidden.dtype))
     passes.note_mixer(heads)
     width = heads.value_width
