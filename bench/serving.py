@@ -37,9 +37,9 @@ from bench.serving_sums import Clients, Heard, Round, clients_told, cost, identi
 from bench.serving_tables import show
 from keepsight.bench import machine
 from keepsight.bench.checkpoints import SHAPES, SIZES, checkpoint
+from keepsight.bench.options import Scale
 from keepsight.bench.workloads import (
     Pictures,
-    Scale,
     Step,
     Workload,
     assistant,

@@ -14,11 +14,12 @@ import torch
 
 from bench import page
 from keepsight import bench
-from keepsight.bench import ambitions, machine, rivals, tables
+from keepsight.bench import ambitions, checkpoints, machine, options, rivals, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.contestants import Answer, agreement
 from keepsight.bench.measure import Round, guard
-from keepsight.bench.workloads import SCALES, Pictures, workloads
+from keepsight.bench.options import SCALES
+from keepsight.bench.workloads import Pictures, workloads
 
 ROOT = Path(__file__).parent.parent
 
@@ -140,6 +141,10 @@ def test_workloads_are_the_same_prompts_each_time(tmp_path: Path) -> None:
     second = list(workloads(names, Pictures(tmp_path), SCALES["smoke"]))
     assert first == second
     assert first[0].steps[1].messages[0] == first[0].steps[0].messages[0]  # a history grows
+
+
+def test_every_shape_and_size_can_be_chosen() -> None:
+    assert tuple(checkpoints.SHAPES) == options.SHAPES and tuple(checkpoints.SIZES) == options.SIZES
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,9 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
         ("verify", "./nope"),
         ("serve", "demo-hybird"),
         ("encode", ".", "--to", "s", "--model", "demo-hybird"),
+        ("bench", "--typo"),
+        ("bench", "--workload", "W2"),
+        ("bench", "demo-hybird"),
     ],
     ids=" ".join,
 )
@@ -399,7 +402,7 @@ def test_families_are_those_of_the_library() -> None:
 def test_bench_gets_every_argument_and_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
-    def main(argv: list[str]) -> int:
+    def main(argv: list[str], check_model: Callable[[str], None]) -> int:
         seen.append(argv)
         return 7
 

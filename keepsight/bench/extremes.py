@@ -21,7 +21,8 @@ import keepsight
 from keepsight import digests
 from keepsight.bench.contestants import now
 from keepsight.bench.measure import TOKENS, Bench, Round, Say, guard, ratio
-from keepsight.bench.workloads import Pictures, Scale, assistant, user, words
+from keepsight.bench.options import Scale
+from keepsight.bench.workloads import Pictures, assistant, user, words
 from keepsight.kinds import Message, Record
 from keepsight.media.sources import decode_bytes
 from keepsight.vlm import VLM

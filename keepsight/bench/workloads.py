@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from keepsight.bench.options import Scale
 from keepsight.kinds import Message
 
 _TEXT = (
@@ -38,39 +39,6 @@ class Pictures:
             image = Image.fromarray(blocks).resize((width, height), Image.Resampling.BICUBIC)
             image.save(path)
         return str(path)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much of a workload is run."""
-
-    picture: tuple[int, int]  # of W1, W5 and W7
-    large: tuple[int, int] | None  # of a second W1
-    small: tuple[int, int]  # of cold runs
-    page: tuple[int, int]  # of W4
-    peers: int  # width and height in the peers' conversation; recorded figures are for 672
-    turns: int  # of W1
-    requests: int  # of W4, W5 and W7
-    pages: int  # in one request of W4
-    references: int  # of W7
-    system: int  # words of W5's system prompt
-    question: int  # words
-    answer: int  # words
-    repetitions: int
-
-    @property
-    def fewer(self) -> int:
-        """Repetitions where stock encodes many pictures each time."""
-        return (self.repetitions + 1) // 2
-
-
-SCALES = {
-    "full": Scale(
-        (1280, 800), (1920, 1080), (512, 512), (704, 736), 672, 6, 4, 4, 2, 500, 22, 45, 5
-    ),
-    "quick": Scale((448, 448), None, (512, 512), (448, 448), 672, 3, 3, 2, 1, 100, 16, 30, 3),
-    "smoke": Scale((64, 64), None, (64, 64), (64, 64), 64, 2, 2, 2, 1, 20, 10, 20, 1),
-}
 
 
 @dataclass(frozen=True)

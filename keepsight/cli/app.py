@@ -306,4 +306,4 @@ def bench(context: typer.Context) -> None:
     import importlib
 
     room = importlib.import_module("keepsight.bench")
-    raise typer.Exit(room.main(list(context.args)))
+    raise typer.Exit(room.main(list(context.args), check_model))
