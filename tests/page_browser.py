@@ -120,6 +120,11 @@ class Page:
         self.question.press("Enter")
         return self.answered()
 
+    def menu(self, name: str) -> None:
+        """Open the menu and choose an entry."""
+        self.tab.get_by_role("button", name="Menu").click()
+        self.tab.locator("#menu").get_by_role("button", name=name, exact=True).click()
+
     def answered(self) -> Any:
         """The last answer, when it is whole."""
         expect(self.answers.last).to_be_visible()
@@ -132,7 +137,7 @@ class Page:
 
     def cached(self) -> tuple[int, int]:
         """Tokens remembered and tokens of the prompt, as the last answer says."""
-        text = self.answers.last.locator(".numbers").inner_text()
+        text = self.answers.last.locator(".numbers").text_content()
         found = re.search(r"(\d+) of (\d+) prompt tokens remembered", text)
         assert found, text
         return int(found[1]), int(found[2])

@@ -6,7 +6,8 @@ import { sorted, thumbnail } from "./pictures.js";
 
 /**
  * A composer. `options`: label, send (its word), onSend({text, pictures}), onCancel, model().
- * onSend gives back what is in the way, in words; what was typed then stays.
+ * onSend gives back what is in the way, in words; what was typed then stays. With onStop there is a
+ * button that stops an answer, in the place of the one that asks.
  */
 export function composer(options) {
   const pictures = [...(options.pictures ?? [])];
@@ -19,17 +20,34 @@ export function composer(options) {
     type: "file", accept: "image/*,application/pdf,.pdf", multiple: true, tabindex: "-1",
     class: "unseen", "aria-label": "Pictures or PDFs",
   });
-  const form = el("form", { class: "composer" }, tray, trouble,
+  const hint = el("p", { class: "hint", hidden: true });
+  const ask = el("button", { class: "main send", text: options.send });
+  const halt = button("Stop", () => options.onStop(), { class: "stop", title: "Escape", hidden: true });
+  const form = el("form", { class: "composer" }, hint, tray, trouble,
     el("div", { class: "line" },
       button("Add", () => chooser.click(), { class: "add", "aria-label": "Add pictures or PDFs", title: "Add pictures or PDFs" }),
       chooser, text,
       options.onCancel ? button("Cancel", options.onCancel) : null,
-      el("button", { class: "main send", text: options.send })));
+      ask, halt));
   text.value = options.text ?? "";
 
   function say(words) {
     trouble.textContent = words;
     trouble.hidden = !words;
+  }
+
+  /** Whether an answer comes, which can be stopped. */
+  function busy(is) {
+    const focused = document.activeElement === (is ? ask : halt);
+    ask.hidden = is;
+    halt.hidden = !is;
+    if (focused) (is ? halt : text).focus();
+  }
+
+  /** What the next question will do, with a way out of it; or nothing. */
+  function advise(words, ...ways) {
+    hint.hidden = !words;
+    hint.replaceChildren(...(words ? [el("span", { text: words }), ...ways] : []));
   }
 
   function drawTray() {
@@ -91,7 +109,7 @@ export function composer(options) {
   drawTray();
   requestAnimationFrame(fit);
   const lookAgain = (all) => look(pictures.filter((picture) => all || picture.state === "refused"));
-  return { form, add, lookAgain, focus: () => text.focus() };
+  return { form, add, lookAgain, busy, advise, focus: () => text.focus() };
 }
 
 function chip(picture, remove) {

@@ -11,6 +11,11 @@ export function svg(tag, props = {}, ...children) {
   return dressed(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
 }
 
+/** The same for formulas. */
+export function math(tag, props = {}, ...children) {
+  return dressed(document.createElementNS("http://www.w3.org/1998/Math/MathML", tag), props, children);
+}
+
 function dressed(made, { text, on = {}, ...attributes }, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === true) made.setAttribute(name, "");

@@ -4,6 +4,7 @@ import { ApiError, call, events } from "./api.js";
 import { composer } from "./composer.js";
 import { announce, button, byId, el } from "./dom.js";
 import { memoryView } from "./memory.js";
+import { menuOf } from "./menu.js";
 import { sampling, settings, systemPrompt } from "./settings.js";
 import { summary } from "./report.js";
 import { Talk, lineage, messages } from "./talk.js";
@@ -39,7 +40,7 @@ async function answer(question) {
   page.running = { turn, stop };
   drawTalk();
   toEnd();
-  if (document.activeElement === document.body) page.views.get(turn).querySelector(".stop").focus();
+  if (document.activeElement === document.body) foot.focus();
   announce("The model is answering");
   try {
     await receive(turn, stop.signal);
@@ -104,7 +105,6 @@ function stop() {
 // -- what can be done with a turn ----------------------------------------------------------------
 
 const acts = {
-  stop,
   settings: () => dialog.open(),
   edit(turn) {
     page.editing = turn;
@@ -123,6 +123,7 @@ const acts = {
     drawTalk();
     announce("What you ask now begins another branch");
     foot.focus();
+    toEnd();
   },
   back(turn) {
     turn.chosen = turn.children.at(-1);
@@ -143,7 +144,7 @@ function editor(turn) {
   const close = () => {
     page.editing = null;
     drawTalk();
-    page.views.get(turn)?.querySelector(".acts button:last-child")?.focus();
+    page.views.get(turn)?.querySelector(".edit")?.focus();
   };
   const made = composer({
     label: "Edit the question", send: "Ask again", text: turn.text, pictures: turn.pictures,
@@ -167,8 +168,16 @@ function drawTalk() {
   page.views = new Map(turns.map((turn) => [turn, drawn(turn)]));
   byId("talk").replaceChildren(...page.views.values());
   byId("welcome").hidden = turns.length > 0;
-  document.body.classList.toggle("busy", page.running !== null);
+  foot.busy(page.running !== null);
+  adviseNext(turns.at(-1));
   drawTalks();
+}
+
+/** Where a conversation was cut to begin a branch: what to do next, and the way back. */
+function adviseNext(last) {
+  if (page.running || last?.role !== "assistant" || last.chosen || !last.children.length) return foot.advise("");
+  foot.advise("Your next question goes on from the answer above, as a new branch; what followed it is kept.",
+    button("Back to it", () => acts.back(last)));
 }
 
 function drawn(turn) {
@@ -184,12 +193,10 @@ function drawSoon(turn) {
     due = 0;
     const old = page.views.get(turn);
     if (!turn.running || !old?.isConnected) return;
-    const focused = old.contains(document.activeElement);
     const near = nearEnd();
     const fresh = drawn(turn);
     old.replaceWith(fresh);
     page.views.set(turn, fresh);
-    if (focused) fresh.querySelector(".stop")?.focus();
     if (near) toEnd();
   });
 }
@@ -201,9 +208,22 @@ function toEnd() {
 }
 
 function drawTalks() {
-  const options = page.talks.map((talk, spot) => el("option", { value: spot, text: talk.title(), selected: talk === page.talk }));
-  byId("talks").replaceChildren(...options);
+  const rows = page.talks.map((talk) => {
+    const current = talk === page.talk;
+    return el("li", {}, button(talk.title(), () => (menu.close(), goTo(talk)), { class: "talk-title", "aria-current": current ? "true" : null }));
+  });
+  byId("talks").replaceChildren(...rows);
   byId("talks-field").hidden = page.talks.length < 2;
+}
+
+/** Show another conversation. */
+function goTo(talk) {
+  if (page.running) stop();
+  page.talk = talk;
+  page.editing = null;
+  show(false);
+  drawTalk();
+  foot.focus();
 }
 
 function show(memory) {
@@ -265,8 +285,9 @@ const memoryRoom = memoryView(byId("memory-view"), {
 });
 const foot = composer({
   id: "question", label: "Your question", send: "Ask", placeholder: "Ask about a picture",
-  model: () => page.model, onSend: (said) => ask(page.talk.leaf(), said),
+  model: () => page.model, onSend: (said) => ask(page.talk.leaf(), said), onStop: stop,
 });
+const menu = menuOf(byId("open-menu"), byId("menu"));
 
 function listen() {
   byId("foot").append(foot.form);
@@ -278,14 +299,11 @@ function listen() {
     newTalk();
     foot.focus();
   });
-  byId("talks").addEventListener("change", (event) => {
-    page.talk = page.talks[event.target.value];
-    page.editing = null;
-    show(false);
-    drawTalk();
-  });
+  new ResizeObserver(([{ target }]) => {
+    document.documentElement.style.setProperty("--foot", `${target.offsetHeight}px`); // see scroll-margin
+  }).observe(byId("foot"));
   addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && !byId("settings").open) stop();
+    if (event.key === "Escape" && !event.defaultPrevented && !byId("settings").open) stop();
   });
   addEventListener("paste", (event) => {
     const { files } = event.clipboardData;

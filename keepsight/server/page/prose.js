@@ -1,37 +1,29 @@
-// The little of Markdown that answers use (code, bold, lists), as elements. Links and pictures that
-// a model writes stay text: nothing is loaded because an answer says so.
+// What a model says, as elements: the records of `markdown.js`, made node by node. Text is only ever
+// text, and the tags are those named here, whatever a record says.
 
-import { el } from "./dom.js";
+import { copyButton } from "./copy.js";
+import { el, math } from "./dom.js";
+import { markdown } from "./markdown.js";
 
-const INLINE = /(`[^`\n]+`|\*\*[^*\n]+\*\*)/;
-const ITEM = /^\s*(?:[-*•]|\d+[.)])\s+/;
+const HTML = new Set("p h3 h4 h5 h6 hr pre blockquote ul ol li table thead tbody tr th td code strong em del span".split(" "));
+const MATH = new Set(`math mrow mi mn mo mtext mspace mfrac msqrt mroot msub msup msubsup munder mover munderover
+  mtable mtr mtd`.split(/\s+/));
 
 /** Elements for a text. */
-export function prose(text) {
-  const made = [];
-  for (const [spot, piece] of text.split(/^```[^\n]*\n?/m).entries()) {
-    if (spot % 2) made.push(el("pre", { tabindex: "0" }, el("code", { text: piece.replace(/\n$/, "") })));
-    else made.push(...blocks(piece));
-  }
-  return made;
+export const prose = (text) => markdown(text).map(made);
+
+function made(record) {
+  if (typeof record === "string") return record;
+  const { tag, props, kids } = record;
+  if (tag === "pre") return codeBlock(kids[0] ?? "", props.language);
+  if (MATH.has(tag)) return math(tag, props, ...kids.map(made));
+  if (!HTML.has(tag)) throw new Error(`no such tag: ${tag}`);
+  const element = el(tag, props, ...kids.map(made));
+  return tag === "table" ? el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" }, element) : element;
 }
 
-function blocks(text) {
-  return text.split(/\n{2,}/).map((block) => block.replace(/^\n+|\s+$/g, "")).filter(Boolean).map(block);
-}
-
-function block(text) {
-  const lines = text.split("\n");
-  if (!lines.every((line) => ITEM.test(line))) return el("p", {}, ...inline(text));
-  const items = lines.map((line) => el("li", {}, ...inline(line.replace(ITEM, ""))));
-  const numbered = /^\s*(\d+)/.exec(text);
-  return numbered ? el("ol", { start: numbered[1] }, ...items) : el("ul", {}, ...items);
-}
-
-function inline(text) {
-  return text.split(INLINE).filter(Boolean).map((part) => {
-    if (/^`.+`$/.test(part)) return el("code", { text: part.slice(1, -1) });
-    if (/^\*\*.+\*\*$/.test(part)) return el("strong", { text: part.slice(2, -2) });
-    return part;
-  });
+function codeBlock(text, language) {
+  return el("div", { class: "code" },
+    el("div", { class: "bar" }, el("span", { text: language || "" }), copyButton(() => text, "Copy the code")),
+    el("pre", { tabindex: "0", role: "region", "aria-label": language ? `Code, ${language}` : "Code" }, el("code", { text })));
 }

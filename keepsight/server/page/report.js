@@ -15,14 +15,27 @@ const GLOSSES = [
   [/^whole prompt/, "the very same prompt was answered before"],
 ];
 
-/** All of it, for one answer. `pictures` are those of the prompt in order: { picture, page }. */
+/** One line for an answer, which opens to the rest. `pictures` are those of the prompt in order: { picture, page }. */
 export function measurements(told, pictures, open, onToggle) {
   const { report } = told;
   if (!report) return null;
   const row = report.images.length ? pictureRow(report.images, pictures) : null;
-  const why = el("details", { class: "why", open }, el("summary", { text: "Why" }), ...reasons(told, pictures));
-  why.addEventListener("toggle", () => onToggle(why.open));
-  return el("div", { class: "told" }, row, el("p", { class: "numbers" }, ...numbers(told)), why);
+  const why = el("details", { class: "told", open }, el("summary", { text: line(told), title: "What was remembered, and why" }),
+    row, el("p", { class: "numbers" }, ...numbers(told)), ...reasons(told, pictures));
+  why.addEventListener("toggle", () => {
+    if (why.open === open) return; // it was drawn open
+    open = why.open;
+    onToggle(open);
+    if (open) why.scrollIntoView({ block: "nearest" });
+  });
+  return why;
+}
+
+function line({ usage, report, firstMs }) {
+  const remembered = [`${usage.prompt_tokens_details.cached_tokens} of ${plural(usage.prompt_tokens, "token")}`];
+  const known = report.images.filter((image) => tierOf(image) !== "computed").length;
+  if (report.images.length) remembered.push(`${known} of ${plural(report.images.length, "picture")}`);
+  return `Remembered ${remembered.join(", ")}${firstMs === null ? "" : ` · ${duration(firstMs)}`}`;
 }
 
 /** The one sentence for those who listen. */

@@ -79,6 +79,5 @@ function showLook(value) {
   if (value === "system") delete document.documentElement.dataset.look;
   else document.documentElement.dataset.look = value;
   const other = isDark() ? "light" : "dark";
-  byId("theme").textContent = other === "light" ? "Light" : "Dark";
-  byId("theme").setAttribute("aria-label", `Change to ${other}`);
+  byId("theme").textContent = `Change to ${other}`;
 }

@@ -2,13 +2,14 @@
 // be done with either.
 
 import { apiKey } from "./api.js";
+import { copyButton } from "./copy.js";
 import { button, el } from "./dom.js";
 import { thumbnail } from "./pictures.js";
 import { prose } from "./prose.js";
 import { measurements } from "./report.js";
 import { lineage } from "./talk.js";
 
-/** The element of a turn. `acts`: edit, regenerate, branch, step(turn, by), stop, settings. */
+/** The element of a turn. `acts`: edit, regenerate, branch, step(turn, by), settings. */
 export function turnElement(turn, talk, acts, busy) {
   const mine = turn.role === "user";
   const body = mine ? question(turn) : answer(turn, acts);
@@ -62,8 +63,7 @@ function actions(turn, talk, acts, busy) {
   const [place, count] = talk.place(turn);
   const row = el("div", { class: "acts" });
   if (count > 1) row.append(branches(turn, place, count, acts, busy));
-  if (turn.running) row.append(button("Stop", acts.stop, { class: "stop", title: "Escape" }));
-  else if (!busy) row.append(...deeds(turn, acts));
+  if (!busy) row.append(...deeds(turn, acts));
   return row.childNodes.length ? row : null;
 }
 
@@ -75,10 +75,13 @@ function branches(turn, place, count, acts, busy) {
 }
 
 function deeds(turn, acts) {
-  if (turn.role === "user") return [button("Edit", () => acts.edit(turn))];
-  const made = [button(turn.error ? "Try again" : "Regenerate", () => acts.regenerate(turn))];
+  if (turn.role === "user") {
+    const edit = button("Edit", () => acts.edit(turn), { class: "edit", title: "Ask in other words; the answer below is kept as a branch" });
+    return turn.text ? [edit, copyButton(() => turn.text, "Copy the question")] : [edit];
+  }
+  const made = turn.text ? [copyButton(() => turn.text, "Copy the answer")] : [];
+  made.push(button(turn.error || turn.stopped ? "Try again" : "Regenerate", () => acts.regenerate(turn)));
   if (turn.chosen) made.push(button("Branch", () => acts.branch(turn), { title: "Go on from here in another way" }));
-  else if (turn.children.length) made.push(button("Back to the other branch", () => acts.back(turn)));
   return made;
 }
 

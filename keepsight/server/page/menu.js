@@ -1,0 +1,36 @@
+// A button that opens a small panel under it: Escape, a click elsewhere and a choice close it.
+
+/** Make `panel` open and close with `opener`. */
+export function menuOf(opener, panel) {
+  function set(open) {
+    panel.hidden = !open;
+    opener.setAttribute("aria-expanded", String(open));
+  }
+
+  function close() {
+    if (panel.hidden) return;
+    if (panel.contains(document.activeElement)) opener.focus();
+    set(false);
+  }
+
+  opener.addEventListener("click", () => {
+    set(panel.hidden);
+    if (!panel.hidden) panel.querySelector("button:not(:disabled)")?.focus();
+  });
+  panel.addEventListener("click", (event) => {
+    if (event.target.closest("[data-closes]")) close();
+  });
+  for (const room of [opener, panel]) {
+    room.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !panel.hidden) (event.preventDefault(), close());
+    });
+    room.addEventListener("focusout", (event) => {
+      const to = event.relatedTarget;
+      if (to && to !== opener && !panel.contains(to)) set(false);
+    });
+  }
+  addEventListener("pointerdown", (event) => {
+    if (!panel.contains(event.target) && event.target !== opener) close();
+  });
+  return { close };
+}
