@@ -36,6 +36,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -232,6 +233,21 @@ class MissingExtra(KeepsightError, ImportError):
 
     @classmethod
     def named(cls, library: str, extra: str | None = None) -> MissingExtra:
-        """The error that tells what to install."""
-        target = f"keepsight[{extra}]" if extra else library
-        return cls(f"{library} is not installed; run: pip install {target}")
+        """The error that tells what to install: all that the extra lists, whatever keepsight itself
+        was installed from."""
+        listed = _listed(extra) if extra else []
+        target = " ".join(f'"{one}"' for one in listed) or library
+        of_extra = f" (keepsight's extra {extra!r})" if extra else ""
+        return cls(f"{library} is not installed{of_extra}; run: pip install {target}")
+
+
+def _listed(extra: str) -> list[str]:
+    """What an extra of this package needs; nothing where the package was not installed."""
+    import importlib.metadata  # here: every start-up reads this file
+
+    try:
+        lines = importlib.metadata.requires("keepsight") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    wanted = re.compile(f"""extra == ['"]{re.escape(extra)}['"]""")
+    return [line.partition(";")[0].strip() for line in lines if wanted.search(line)]

@@ -76,4 +76,7 @@ def test_a_wrong_identity_names_the_field_and_both_values() -> None:
 
 def test_a_missing_library_says_what_to_install() -> None:
     assert str(errors.MissingExtra.named("ray")).endswith("pip install ray")
-    assert str(errors.MissingExtra.named("fastapi", "server")).endswith("keepsight[server]")
+    said = str(errors.MissingExtra.named("fastapi", "server"))
+    assert said.startswith("fastapi is not installed (keepsight's extra 'server'); run: pip inst")
+    assert '"fastapi>=' in said and '"uvicorn>=' in said and "openvino" not in said
+    assert str(errors.MissingExtra.named("av", "none such")).endswith("pip install av")

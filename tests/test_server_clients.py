@@ -161,7 +161,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name)
     )
     done = CliRunner().invoke(app, ["serve", "demo"])
-    assert done.exit_code == 2 and "pip install keepsight[server]" in done.output
+    assert done.exit_code == 2 and "extra 'server'); run: pip install" in done.output
 
 
 class Endless(Scripted):
