@@ -1,4 +1,5 @@
-"""What a call returns beside its text: usage and a report. May import errors and kinds.
+"""What a call returns beside its text: usage and a report. May import errors,
+kinds and system.
 
 The report is the answer to "why was this slow?": for each stretch of the prompt it says what was
 reused and from where, or that it was computed, and why (law 6: no silent miss).
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 from keepsight.errors import InputError
 from keepsight.kinds import Record
+from keepsight.system import html
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class Segment:
     def tokens(self) -> int:
         """How many tokens it spans."""
         return self.end - self.start
+
+    @property
+    def name(self) -> str:
+        """What it is, for people: text, or a medium with its number, counted from 1."""
+        return self.kind if self.medium is None else f"{self.kind} {self.medium + 1}"
 
     @property
     def why(self) -> str:
@@ -57,8 +64,17 @@ class Usage:
         """Prompt and completion together."""
         return self.prompt_tokens + self.completion_tokens
 
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        tokens = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens reused"
+        if not self.images:
+            return f"{tokens}, {self.completion_tokens} written"
+        seen = f"{self.images_encoded} of {self.images} images encoded"
+        return f"{tokens}, {seen}, {self.completion_tokens} written"
 
-@dataclass
+
+@dataclass(repr=False)
 class Report:
     """What was reused, what was computed, and why; milliseconds per stage."""
 
@@ -101,21 +117,45 @@ class Report:
             "notes": self.notes,
         }
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """One line: tokens of the prompt, and how many of them were reused."""
         share = 100 * self.cached_tokens // max(1, self.prompt_tokens)
-        lines = [f"prompt {self.prompt_tokens} tokens, {self.cached_tokens} reused ({share} %)"]
+        return f"prompt {self.prompt_tokens} tokens, {self.cached_tokens} reused ({share} %)"
+
+    def __str__(self) -> str:
+        lines = [self.headline]
         for s in self.segments:
-            name = s.kind if s.medium is None else f"{s.kind} {s.medium + 1}"
             seen = f"  [features: {s.features}]" if s.features else ""
-            lines.append(f"  {s.start:>6}-{s.end:<6} {name:<9} {s.status:<8} {s.why}{seen}")
+            lines.append(f"  {s.start:>6}-{s.end:<6} {s.name:<9} {s.status:<8} {s.why}{seen}")
         if self.milliseconds:
-            stages = (f"{name} {ms:.1f}" for name, ms in self.milliseconds.items())
-            lines.append("  ms: " + ", ".join(stages))
+            lines.append(f"  ms: {self._stages()}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        return f"<Report: {self.headline}, {len(self.segments)} segments; print() shows them>"
 
-@dataclass
+    def _repr_html_(self) -> str:
+        colours = {"reused": html.REUSED}
+        parts = [
+            (s.tokens, colours.get(s.status, html.COMPUTED), f"{s.name}: {s.status}, {s.why}")
+            for s in self.segments
+        ]
+        rows = [
+            (f"{s.start}-{s.end}", s.name, s.status, s.why, s.features or "") for s in self.segments
+        ]
+        head = ("tokens", "what", "status", "from, or why", "features")
+        notes = [html.paragraph(f"note: {note}", soft=True) for note in self.notes]
+        stages = [html.paragraph(f"ms: {self._stages()}", soft=True)] if self.milliseconds else []
+        shown = [html.paragraph(self.headline), html.bar(parts), html.table(rows, head)]
+        return "".join([*shown, *stages, *notes])
+
+    def _stages(self) -> str:
+        return ", ".join(f"{name} {ms:.1f}" for name, ms in self.milliseconds.items())
+
+
+@dataclass(repr=False)
 class Reply:
     """An answer with its measurements. `str(reply)` is the text."""
 
@@ -140,8 +180,15 @@ class Reply:
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        return f"<Reply {html.shortened(self.text)!r}: {self.usage.summary}>"
 
-@dataclass
+    def _repr_html_(self) -> str:
+        report = html.details(self.usage.summary, self.report._repr_html_())
+        return html.paragraph(self.text) + report
+
+
+@dataclass(repr=False)
 class Piece:
     """One streamed piece of an answer. The last one carries usage, report and finish reason."""
 
@@ -153,3 +200,7 @@ class Piece:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        last = f", the last: {self.usage.summary}" if self.usage else ""
+        return f"<Piece {self.text!r}{last}>"

@@ -9,7 +9,8 @@ docs/package-format.md describes it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ import torch
 
 from keepsight.core.answer import answer
 from keepsight.core.call import Call
-from keepsight.core.render import user_message
+from keepsight.core.display import described, history, history_as_html
+from keepsight.core.in_thread import gathered, in_thread
+from keepsight.core.question import user_turn
 from keepsight.core.runtime import Runtime
 from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
 from keepsight.formats import tensorfile
@@ -41,20 +44,60 @@ class Session:
         self.runtime, self.tenant = runtime, tenant
         self.messages: list[Message] = []
         self.notes: list[str] = []
+        self._awaited = False  # whether an asynchronous turn runs
         if system is not None:
             self.messages.append({"role": "system", "content": system})
 
+    def __repr__(self) -> str:
+        return f"<Session {described(self.runtime)}; {history(self.messages)}>"
+
+    def _repr_html_(self) -> str:
+        return history_as_html(self.messages)
+
     # -- talking ---------------------------------------------------------------------------------
 
-    def ask(self, text: str, images: Pictures | None = None, **options: object) -> Reply:
-        """The next turn."""
-        return Reply.of(self.stream(text, images, **options))
+    def ask(
+        self,
+        *given: Pictures | None,
+        images: Pictures | None = None,
+        question: str | None = None,
+        **options: object,
+    ) -> Reply:
+        """The next turn: `ask("What is it?", images=[...])`, or both in either order."""
+        return Reply.of(self.stream(*given, images=images, question=question, **options))
 
-    def stream(
-        self, text: str, images: Pictures | None = None, **options: object
-    ) -> Iterator[Piece]:
+    def stream(self, *given: Pictures | None, **options: object) -> Iterator[Piece]:
         """The next turn, piece by piece. The history grows when the answer is complete."""
-        return self._answer([*self.messages, self._named(user_message(text, images))], options)
+        message = user_turn(given, options)
+        return self._answer([*self.messages, self._named(message)], options)
+
+    async def aask(self, *given: Pictures | None, **options: object) -> Reply:
+        """`ask` for programs with an event loop; a cancelled task cancels the turn."""
+        return await gathered(self.astream(*given, **options))
+
+    async def astream(
+        self, *given: Pictures | None, **options: object
+    ) -> AsyncGenerator[Piece, None]:
+        """`stream` by `async for`; the turn runs in a thread of its own, one at a time."""
+        message = user_turn(given, options)
+        if self._awaited:
+            raise InputError("this session is answering already; await that, or ask a fork()")
+        asked: list[Message] = []
+
+        def answer() -> Iterator[Piece]:
+            asked.extend([*self.messages, self._named(message)])
+            return self._pieces(asked, options)
+
+        self._awaited, text = True, ""
+        try:
+            async with aclosing(in_thread(answer)) as pieces:
+                async for piece in pieces:
+                    text += piece.text
+                    if piece.usage is not None:
+                        self._remember(asked, text)
+                    yield piece
+        finally:
+            self._awaited = False
 
     def edit(
         self, turn: int, text: str, images: Pictures | None = None, **options: object
@@ -70,7 +113,7 @@ class Session:
         before = self.messages
         self.messages = self.messages[:spot]
         try:
-            return self.ask(text, images, **options)
+            return Reply.of(self.stream(text, images, **options))
         except BaseException:
             self.messages = before
             raise
@@ -93,17 +136,24 @@ class Session:
         return other
 
     def _answer(self, asked: list[Message], options: Options) -> Iterator[Piece]:
+        text = ""
+        for piece in self._pieces(asked, options):
+            text += piece.text
+            if piece.usage is not None:
+                self._remember(asked, text)
+            yield piece
+
+    def _remember(self, asked: list[Message], text: str) -> None:
+        """Let the history grow, as the template will render it; prefilled with the next turn."""
+        self.messages = [*asked, {"role": "assistant", "content": [_text(text)]}]
+
+    def _pieces(self, asked: list[Message], options: Options) -> Iterator[Piece]:
         whose = options.pop("tenant", None)
         if whose is not None and whose != self.tenant:
             raise InputError(f"this session is of tenant {self.tenant!r}, not of {whose!r}")
-        text = ""
         for piece in answer(self.runtime, asked, Call.of(options, self.tenant)):
             if piece.report is not None:
                 piece.report.notes += self.notes
-            text += piece.text
-            if piece.usage is not None:
-                # The history as the template will render it; prefilled with the next turn.
-                self.messages = [*asked, {"role": "assistant", "content": [_text(text)]}]
             yield piece
 
     def _named(self, message: Message) -> Message:
@@ -273,9 +323,9 @@ def _media_of(
     accept_features: str | None,
 ) -> list[Medium]:
     media = []
-    for number, described in enumerate(record["media"]):
+    for number, entry in enumerate(record["media"]):
         own = _under(tensors, f"media/{number}/")
-        package = Package.from_record(own, described, f"{path}, medium {number}")
+        package = Package.from_record(own, entry, f"{path}, medium {number}")
         elsewhere = session.vision.differences(package)
         if elsewhere and accept_features == "same":
             raise MadeElsewhere(
@@ -284,7 +334,7 @@ def _media_of(
             )
         if elsewhere:
             session.notes.append(f"features of medium {number} were made elsewhere: {elsewhere}")
-        media.append(session.vision.admit(package, bool(described.get("handed_in"))))
+        media.append(session.vision.admit(package, bool(entry.get("handed_in"))))
     return media
 
 
@@ -308,13 +358,13 @@ def _put_back(
     node = tree.root(namespace)
     tree.hold(node)
     try:
-        for number, described in enumerate(snapshots):
+        for number, entry in enumerate(snapshots):
             own = _under(tensors, f"snapshot/{number}/")
             kv = {k: t.clone() for k, t in _under(own, "kv/").items()}
             fixed = {k: t.clone() for k, t in _under(own, "fixed/").items()}
-            start, end = described["start"], described["end"]
-            belongs = _belongs(prompt, start, end, described, own["ids"], kv)
-            received = tree.receive(kv, fixed if described["fixed"] else None)
+            start, end = entry["start"], entry["end"]
+            belongs = _belongs(prompt, start, end, entry, own["ids"], kv)
+            received = tree.receive(kv, fixed if entry["fixed"] else None)
             if start != node.end or not belongs or received is None:
                 session.notes.append("a snapshot does not belong to this history; computed again")
                 break

@@ -19,11 +19,14 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from keepsight.core.answer import answer, turn_of
 from keepsight.core.call import Call
+from keepsight.core.display import DisplayedModel
 from keepsight.core.generate import Generated, generate
+from keepsight.core.in_thread import AsyncAnswers
 from keepsight.core.pins import clear, delete, foresee, pin
 from keepsight.core.prepared import Prefix
 from keepsight.core.probe import settle, try_again
-from keepsight.core.render import Renderer, user_message
+from keepsight.core.question import user_turn
+from keepsight.core.render import Renderer
 from keepsight.core.runtime import Runtime
 from keepsight.core.settings import (
     RuntimeSettings,
@@ -133,7 +136,7 @@ def installed(
         uninstall(model)
 
 
-class VLM:
+class VLM(DisplayedModel, AsyncAnswers):
     """A vision-language model with a memory. Safe to call from several threads; they take turns."""
 
     def __init__(
@@ -197,9 +200,9 @@ class VLM:
         """The answer to a conversation, with its measurements."""
         return Reply.of(self.stream(messages, **options))
 
-    def ask(self, images: Pictures, question: str, **options: object) -> Reply:
-        """The same for one or several images and a question."""
-        return self.chat([user_message(question, images)], **options)
+    def ask(self, *given: Pictures | None, **options: object) -> Reply:
+        """`ask("cat.jpg", "What is it?")`, or `images=` and `question=`; the order is free."""
+        return self.chat([user_turn(given, options, True)], **options)
 
     def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
         """Pieces of the answer as they come; the last one carries usage and report."""

@@ -21,7 +21,8 @@ import torch
 from keepsight.core.answer import answer
 from keepsight.core.call import Call
 from keepsight.core.generate import Generated, GenerateRequest, request, run
-from keepsight.core.render import parse_messages, user_message
+from keepsight.core.question import user_turn
+from keepsight.core.render import parse_messages
 from keepsight.core.runtime import Runtime
 from keepsight.core.turn import Turn
 from keepsight.errors import InputError, UnsupportedInput
@@ -77,9 +78,16 @@ class Prefix:
 
     # -- queries -----------------------------------------------------------------------------------
 
-    def ask(self, question: str, images: Pictures | None = None, **options: object) -> Reply:
-        """One question, and images if there are any, behind the prefix."""
-        return self.chat([user_message(question, images)], **options)
+    def ask(
+        self,
+        *given: Pictures | None,
+        images: Pictures | None = None,
+        question: str | None = None,
+        **options: object,
+    ) -> Reply:
+        """One question, and images if there are any, behind the prefix; in either order."""
+        options |= {"images": images, "question": question}
+        return self.chat([user_turn(given, options)], **options)
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
         """The answer to messages that follow those of the prefix."""

@@ -145,7 +145,7 @@ class Renderer:
         return Prompt(np.repeat(ids, counts), media, tuple(map(tuple, ranges)), text)
 
 
-def user_message(text: str, images: object = None) -> Message:
+def user_message(text: object, images: object = None) -> Message:
     """One user turn: pictures first, then the text."""
     if images is None:
         images = []

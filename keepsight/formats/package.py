@@ -22,6 +22,7 @@ from keepsight import digests
 from keepsight.errors import DamagedFile, InputError
 from keepsight.formats import codecs, engine_inputs, tensorfile
 from keepsight.kinds import Grid, Record
+from keepsight.system import html
 from keepsight.system.devices import to_devices
 
 FORMAT = 1
@@ -124,11 +125,11 @@ class Package:
         return replace(self, tensors=to_devices(self.tensors, lambda name: device))
 
     def to_vllm(self) -> Record:
-        """The `multi_modal_data` of a vLLM request with this image (several: `fleet.to_vllm`)."""
+        """The `multi_modal_data` of a vLLM request with this image (several: `engines.to_vllm`)."""
         return engine_inputs.to_vllm([self])
 
     def to_sglang(self) -> Record:
-        """The `image_data` of an SGLang request with this image (several: `fleet.to_sglang`)."""
+        """The `image_data` of an SGLang request with this image (several: `engines.to_sglang`)."""
         return engine_inputs.to_sglang([self])
 
     def record(self) -> Record:
@@ -179,7 +180,21 @@ class Package:
 
     def __repr__(self) -> str:
         shape = tuple(self.tensors["features"].shape) if "features" in self.tensors else ()
-        return f"Package({self.modality}, {self.tokens} tokens, {shape}, key {self.key[:12]}…)"
+        return f"<Package {self.modality}, {self.tokens} tokens, {shape}, key {self.key[:12]}…>"
+
+    def _repr_html_(self) -> str:
+        made = self.provenance
+        model = self.about.get("model_type") or "a model without a name"
+        rows = [
+            ("tokens", self.tokens),
+            ("tensors", ", ".join(f"{n} {tuple(t.shape)}" for n, t in self.tensors.items())),
+            ("bytes", f"{self.nbytes:,}"),
+            ("made for", f"{model}, vision weights {self.weights[:12]}…"),
+            ("made by", ", ".join(f"{n} {made[n]}" for n in ("device", "dtype") if n in made)),
+            ("codec", self.codec),
+            ("image key", self.key),
+        ]
+        return html.paragraph(f"Package of one {self.modality}") + html.table(rows)
 
 
 def identity(key: str, weights: str, settings: str) -> str:

@@ -1,1 +1,2 @@
-"""Locks, forks, devices, units, optional libraries, the end of the process. May import errors."""
+"""Locks, forks, devices, units, optional libraries, HTML for notebooks, the end of
+the process. May import errors."""

@@ -1,0 +1,94 @@
+"""What a model, a session and its history look like in a notebook or at a prompt.
+
+`repr` is one line; `_repr_html_` is a table, in which nothing that came from outside is HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepsight.core.runtime import Runtime
+from keepsight.kinds import Message, Record
+from keepsight.media.medium import Medium
+from keepsight.system import html
+
+
+def described(runtime: Runtime) -> str:
+    """The model in one line."""
+    model = runtime.model
+    name = getattr(model.config, "_name_or_path", "") or ""
+    short = str(name).rstrip("/").rpartition("/")[2]
+    kind = str(model.config.model_type)
+    named = kind if short in ("", kind) else f"{short} ({kind})"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{named}, {dtype} on {model.device}"
+
+
+class DisplayedModel:
+    """How an object that holds a model shows itself: its name, and what each tier remembers."""
+
+    runtime: Runtime
+
+    def stats(self) -> Record:
+        """Return bytes per tier."""
+        return self.runtime.stats()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {described(self.runtime)}>"
+
+    def _repr_html_(self) -> str:
+        stats = self.stats()
+        features, prefix, store = stats["features"], stats["prefix"], stats.get("store")
+        rows = [
+            ("features in memory", _bytes(features["bytes"]), _of(features["budget"])),
+            ("prefixes in memory", _bytes(prefix["bytes"]), _of(prefix.get("budget"))),
+        ]
+        if store is not None:
+            rows.append(("store", _bytes(store.get("bytes") or 0), _of(store.get("budget"))))
+        return html.paragraph(repr(self)[1:-1]) + html.table(rows)
+
+
+def history(messages: list[Message]) -> str:
+    """How long a conversation is, in one line."""
+    turns = sum(message["role"] == "user" for message in messages)
+    images = sum(len(_images(message)) for message in messages)
+    return f"{turns} turn{'s' * (turns != 1)}, {images} image{'s' * (images != 1)}"
+
+
+def history_as_html(messages: list[Message]) -> str:
+    """A conversation as a table: who, the pictures by number, the words."""
+    rows, number = [], 0
+    for message in messages:
+        shown = []
+        for image in _images(message):
+            number += 1
+            known = f", {image.tokens} tokens" if isinstance(image, Medium) else ""
+            shown.append(f"[image {number}{known}]")
+        rows.append((message["role"], " ".join([*shown, _words(message)])))
+    return html.paragraph(f"Session: {history(messages)}") + html.table(rows)
+
+
+def _parts(message: Message) -> Iterable[Record]:
+    content = message["content"]
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _images(message: Message) -> list[object]:
+    return [part["image"] for part in _parts(message) if part.get("type") == "image"]
+
+
+def _words(message: Message) -> str:
+    return " ".join(str(part["text"]) for part in _parts(message) if part.get("type") == "text")
+
+
+def _of(budget: int | None) -> str:
+    return "no limit" if budget is None else f"of {_bytes(budget)}"
+
+
+def _bytes(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

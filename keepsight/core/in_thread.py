@@ -1,0 +1,83 @@
+"""Answers for programs with an event loop: the model runs in a thread, pieces come by `async for`.
+
+Each answer has a thread of its own from its first step to its last. Leaving the loop, closing it or
+cancelling the task ends the answer at its next token; what was remembered by then stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from functools import partial
+
+from keepsight.core.question import user_turn
+from keepsight.kinds import Message
+from keepsight.media.medium import Pictures
+from keepsight.report import Piece, Reply
+
+
+async def in_thread(answer: Callable[[], Iterator[Piece]]) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces of an answer that is made in a thread."""
+    loop = asyncio.get_running_loop()
+    pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+    left = threading.Event()
+
+    def hand_over(piece: Piece | BaseException | None) -> None:
+        try:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+        except RuntimeError:  # the loop was closed
+            left.set()
+
+    def work() -> None:
+        try:
+            made = answer()
+            try:
+                for piece in made:
+                    if left.is_set():
+                        return
+                    hand_over(piece)
+            finally:
+                made.close()  # type: ignore[attr-defined]
+        except BaseException as error:
+            hand_over(error)
+        else:
+            hand_over(None)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(work,), name="keepsight-answer").start()
+    try:
+        while (piece := await pieces.get()) is not None:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+    finally:
+        left.set()
+
+
+async def gathered(pieces: AsyncGenerator[Piece, None]) -> Reply:
+    """The whole answer; a cancelled task cancels it."""
+    async with aclosing(pieces):
+        return Reply.of([piece async for piece in pieces])
+
+
+class AsyncAnswers:
+    """The calls of a model that answers, for programs with an event loop."""
+
+    def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
+        """Yield the answer, as it is made in the caller's own thread."""
+        raise NotImplementedError
+
+    def astream(self, messages: list[Message], **options: object) -> AsyncGenerator[Piece, None]:
+        """`stream` by `async for`; the answer is made in a thread of its own."""
+        return in_thread(partial(self.stream, messages, **options))
+
+    async def achat(self, messages: list[Message], **options: object) -> Reply:
+        """`chat` with `await`; a cancelled task cancels the answer."""
+        return await gathered(self.astream(messages, **options))
+
+    async def aask(self, *given: Pictures | None, **options: object) -> Reply:
+        """`ask` with `await`."""
+        return await self.achat([user_turn(given, options, True)], **options)

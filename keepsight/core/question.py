@@ -1,0 +1,81 @@
+"""What a person hands to `ask`: a question and pictures, in either order, and by either name.
+
+`vlm.ask(picture, question)` and `session.ask(question, picture)` are one call. Two texts, of which
+one may be a path, stand in the order of the method, and a call that looks turned round is refused
+with the one that was meant: a wrong guess would answer about a wrong picture.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from keepsight.core.render import user_message
+from keepsight.errors import InputError, UnknownOption
+from keepsight.kinds import Message, Options
+
+_MEANT = {
+    **dict.fromkeys(("image", "picture", "pictures", "img", "imgs", "photo", "file"), "images"),
+    **dict.fromkeys(("prompt", "query", "message", "content"), "question"),
+}
+
+
+def user_turn(given: tuple[object, ...], options: Options, picture_first: bool = False) -> Message:
+    """The message of one call of `ask`, whose `images=` and `question=` (or `text=`) leave the
+    options."""
+    if (wrong := next((name for name in options if name in _MEANT), None)) is not None:
+        raise UnknownOption(f"ask has no option {wrong!r}; did you mean {_MEANT[wrong]!r}?")
+    images, question = options.pop("images", None), options.pop("question", None)
+    text = options.pop("text", None)
+    if text is not None and question is not None:
+        raise InputError("text= and question= are one thing; give one of them")
+    named = text if question is None else question
+    if len(given) > 2:
+        raise InputError(
+            f"ask takes a question and pictures, got {len(given)} values; several pictures go "
+            "into one list: images=[...]"
+        )
+    if len(given) + (images is not None) + (named is not None) > 2:
+        raise InputError("the question or the pictures were given twice")
+    asked, shown = _sorted(given, images, named, picture_first)
+    if asked is None:
+        raise InputError('there is no question; write ask(picture, "What is it?")')
+    return user_message(asked, shown)
+
+
+def _sorted(
+    given: tuple[object, ...], images: object, named: object, picture_first: bool
+) -> tuple[object, object]:
+    """Question and pictures; the question None where there is none."""
+    if len(given) == 2:
+        first, second = given
+        if isinstance(first, str) and isinstance(second, str):
+            return _two_texts(first, second, picture_first)
+        return (first, second) if isinstance(first, str) else (second, first)
+    if not given:
+        return named, images
+    if named is not None:
+        return named, given[0]
+    if picture_first and images is None:
+        return None, given[0]
+    return given[0], images
+
+
+def _two_texts(first: str, second: str, picture_first: bool) -> tuple[str, str]:
+    picture, question = (first, second) if picture_first else (second, first)
+    if _is_there(question) and not _is_there(picture):
+        a, b = (question, picture) if picture_first else (picture, question)
+        raise InputError(
+            f"{question!r} is a picture and {picture!r} is not; write ask({a!r}, {b!r})"
+        )
+    return question, picture
+
+
+def _is_there(text: str) -> bool:
+    """Whether a text leads to a picture: a file, or an address."""
+    if re.match("(https?|data|file):", text, re.IGNORECASE):
+        return True
+    try:
+        return os.path.isfile(os.path.expanduser(text))
+    except (OSError, ValueError):
+        return False
