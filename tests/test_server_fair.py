@@ -103,8 +103,21 @@ def test_a_preparation_has_the_time_of_an_answer_and_its_errors(vlm: Any) -> Non
         assert answers[0][0] == 400 and answers[0][1]["error"]["message"] == "not like this"
 
 
+SLOW_SITE = "http://slow.example/a.png"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": SLOW_SITE}},
+        {"type": "image", "path": SLOW_SITE},
+        {"type": "image", "source": {"type": "url", "url": SLOW_SITE}},
+        {"type": "image", "base64": SLOW_SITE},
+    ],
+    ids=lambda part: list(part)[1],
+)
 def test_slow_sites_hold_up_only_those_who_ask_for_them(
-    vlm: Any, monkeypatch: pytest.MonkeyPatch
+    vlm: Any, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any]
 ) -> None:
     waiting, over = threading.Semaphore(0), threading.Event()
 
@@ -115,9 +128,8 @@ def test_slow_sites_hold_up_only_those_who_ask_for_them(
 
     monkeypatch.setattr(Fetcher, "fetch", fetch)
     with live(vlm, Scripted("hi")) as server:
-        answers = begun(
-            server, "/v1/chat/completions", {"messages": asked("http://slow.example/a.png")}, 40
-        )
+        messages = [{"role": "user", "content": [part]}]
+        answers = begun(server, "/v1/chat/completions", {"messages": messages}, 40)
         for _ in range(32):
             assert waiting.acquire(timeout=20)
         assert server.chat({"messages": HELLO})[0] == 200 and not answers

@@ -33,13 +33,13 @@ from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
 from keepsight.server.images import LOW, ImageSizes, SentImage, is_pdf, pages, picture
 from keepsight.server.media_limits import check_sound, check_video, is_video
+from keepsight.server.origins import FETCHED, scheme
 from keepsight.server.output_parser import arguments_of
 from keepsight.server.threads import LARGE_PICTURES, LARGE_TEXT, RenderedMessages
 from keepsight.server.unused import Unused, is_empty
 
 _WORDS = (parts.TextPart, parts.RefusalPart, parts.ThoughtPart)
 _LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
-_FETCHED = ("http", "https")
 
 
 @dataclass
@@ -189,7 +189,7 @@ class MessageReader:
         if isinstance(where, parts.ImageAddress):
             detail = where.detail or detail
         where = where if isinstance(where, str) else where.url
-        if inside.endswith((".base64", ".data", ".source")) and _scheme(where) not in _FETCHED:
+        if inside.endswith((".base64", ".data", ".source")) and scheme(where) not in FETCHED:
             data = _decoded(where, inside)
         elif inside.endswith(".file_id"):
             data = self.files.read(self.tenant, where, inside)
@@ -205,7 +205,7 @@ class MessageReader:
             if not isinstance(image, str) or not image:
                 raise invalid(here, f"{here}: expected base64, a data URI or an address")
             with _standing(here):
-                named = _scheme(image) in (*_FETCHED, "data", "file") or image.startswith("file-")
+                named = scheme(image) in (*FETCHED, "data", "file") or image.startswith("file-")
                 data = self._bytes(image, here) if named else _decoded(image, here)
                 made += self._pictures(data, self._shown(None, None, here), here)
         return made
@@ -276,10 +276,10 @@ class MessageReader:
     # -- addresses -------------------------------------------------------------------------------
 
     def _bytes(self, url: str, place: str) -> bytes:
-        scheme = _scheme(url)
-        if scheme == "data":
+        where_from = scheme(url)
+        if where_from == "data":
             return _decoded(url, place)
-        if scheme in _FETCHED:
+        if where_from in FETCHED:
             if url not in self._fetched:
                 left = self.config.bytes("url_bytes") - sum(map(len, self._fetched.values()))
                 seconds = self.config.seconds("url_timeout")
@@ -332,27 +332,6 @@ def _standing(place: str) -> Iterator[None]:
 
 
 _HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "file_id")
-
-
-def fetches(messages: list[schema.ChatMessage]) -> bool:
-    """Whether anything in some messages would be fetched from elsewhere."""
-    return any(_scheme(url) in _FETCHED for message in messages for url in _addresses(message))
-
-
-def _addresses(message: schema.ChatMessage) -> Iterator[str]:
-    for image in message.images or ():
-        if isinstance(image, str):
-            yield image
-    for part in message.content if isinstance(message.content, list) else ():
-        for name in ("image_url", "image", "url", "source", "video_url", "video"):
-            where = getattr(part, name, None)
-            where = getattr(where, "url", where)
-            if isinstance(where, str):
-                yield where
-
-
-def _scheme(url: str) -> str:
-    return url[:8].partition(":")[0].lower()
 
 
 def sound(text: str, place: str) -> str:

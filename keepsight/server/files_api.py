@@ -65,7 +65,7 @@ def routes(service: Service) -> APIRouter:
         caller = visit_of(request).who()
         form = await _form(request)
         data, name = await _file(form)
-        upload: Upload = await service.scheduler.work(
+        upload: Upload = await service.with_files(
             lambda: files.put(caller.tenant, data, name, _purpose(form), _ttl(form), _quota(caller))
         )
         return upload.as_json()
@@ -80,7 +80,7 @@ def routes(service: Service) -> APIRouter:
     ) -> Record:
         """The files of this key, newest first; oldest first with `order=asc`."""
         tenant = visit_of(request).who().tenant
-        found: list[Upload] = await service.scheduler.work(lambda: files.of(tenant))
+        found: list[Upload] = await service.with_files(lambda: files.of(tenant))
         own = [f for f in found if purpose in (None, f.purpose)]
         if order == "asc":
             own.reverse()
@@ -104,7 +104,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
     async def one(file_id: str, request: Request) -> dict[str, object]:
         """What is known of a file."""
         tenant = visit_of(request).who().tenant
-        found: Upload = await service.scheduler.work(lambda: files.get(tenant, file_id, "file_id"))
+        found: Upload = await service.with_files(lambda: files.get(tenant, file_id, "file_id"))
         return found.as_json()
 
     @router.get(
@@ -116,7 +116,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
     async def content(file_id: str, request: Request) -> Response:
         """The bytes of a file."""
         tenant = visit_of(request).who().tenant
-        data: bytes = await service.scheduler.work(lambda: files.read(tenant, file_id, "file_id"))
+        data: bytes = await service.with_files(lambda: files.read(tenant, file_id, "file_id"))
         headers = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
         return Response(data, media_type="application/octet-stream", headers=headers)
 
@@ -124,7 +124,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
     async def delete(file_id: str, request: Request) -> dict[str, object]:
         """Forget a file. What was computed from it is forgotten with /v1/cache/reset."""
         tenant = visit_of(request).who().tenant
-        await service.scheduler.work(lambda: files.delete(tenant, file_id))
+        await service.with_files(lambda: files.delete(tenant, file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
 

@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
         while True:
             try:
                 await self._service.scheduler.work(self._service.responses.sweep)
-                await self._service.scheduler.work(self._service.files.sweep)
+                await self._service.with_files(self._service.files.sweep)
             except OSError as error:
                 logger.warning("uploads that have expired cannot be removed: %s", error)
             await asyncio.sleep(_SWEEP)

@@ -7,10 +7,10 @@ that and the words of their API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import Request
 from pydantic.main import IncEx
@@ -24,11 +24,12 @@ from keepsight.server.answers import AnswerRequest, AnswerStream, Delta, Schedul
 from keepsight.server.bindings import Bindings
 from keepsight.server.callers import Caller, Callers
 from keepsight.server.config import ServerConfig
-from keepsight.server.content import MessageReader, fetches
+from keepsight.server.content import MessageReader
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files
 from keepsight.server.metrics import Metrics
 from keepsight.server.middleware import Visit
+from keepsight.server.origins import BodyOrigin, origin_of
 from keepsight.server.parts import PixelLimits
 from keepsight.server.response_store import ResponseStore
 from keepsight.server.responses_schema import ResponsesRequest
@@ -41,6 +42,7 @@ from keepsight.server.uploads import contents_for
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
+T = TypeVar("T")
 _KEY_NOTE = "prompt_cache_key: one process answers all, so there is nothing to route by it"
 
 
@@ -67,6 +69,7 @@ class Service:
         self.draining = False
         # These mostly wait for other servers, so they have threads of their own.
         self._fetching = ThreadPoolExecutor(32, "keepsight-fetch")
+        self._with_files = ThreadPoolExecutor(8, "keepsight-files")  # and these for a disk
 
     # -- from bodies to asks ---------------------------------------------------------------------
 
@@ -107,9 +110,16 @@ class Service:
         def work() -> RenderedMessages:
             return gatherer.messages(messages, self.model.template)
 
-        if fetches(messages):
+        origin = origin_of(messages)
+        if origin is BodyOrigin.ELSEWHERE:
             return await asyncio.get_running_loop().run_in_executor(self._fetching, work)
+        if origin is BodyOrigin.DISK:
+            return await self.with_files(work)
         return await self.threads.run(work, large=visit.size > LARGE_BODY)
+
+    async def with_files(self, call: Callable[[], T]) -> T:
+        """Something with uploads or other files: it waits for a disk, and nothing else does."""
+        return await asyncio.get_running_loop().run_in_executor(self._with_files, call)
 
     def _check_names(self, messages: list[schema.ChatMessage], unused: Unused) -> None:
         """Report names of speakers that the template does not show the model."""
@@ -238,7 +248,8 @@ class Service:
     def close(self) -> None:
         """Let what runs finish, and let go of everything."""
         self.scheduler.close(self.config.seconds("drain"))
-        self._fetching.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._fetching, self._with_files):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _too_long(seconds: float) -> ApiError:

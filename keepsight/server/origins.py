@@ -1,0 +1,60 @@
+"""Where what a request speaks of has to be brought from: the request itself, a disk, or elsewhere.
+
+Whoever waits for a disk or another server does so in threads of its own, so that requests which
+bring all with them never wait for those that do not.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from keepsight.server import parts, schema
+
+FETCHED = ("http", "https")
+_ON_DISK = ("file-", "file:", "/")  # uploads by their ids, and files below allowed folders
+_LONGEST_PATH = 4096  # base64 may begin with a slash too
+_WORDS = (parts.TextPart, parts.RefusalPart, parts.ThoughtPart)
+
+
+class BodyOrigin(enum.Enum):
+    """The slowest place that anything of a request comes from."""
+
+    REQUEST = "request"
+    DISK = "disk"
+    ELSEWHERE = "elsewhere"
+
+
+def origin_of(messages: list[schema.ChatMessage]) -> BodyOrigin:
+    """Where some messages have to be gathered from."""
+    found = BodyOrigin.REQUEST
+    for message in messages:
+        for address in _addresses(message):
+            if scheme(address) in FETCHED:
+                return BodyOrigin.ELSEWHERE
+            if address.startswith(_ON_DISK) and len(address) <= _LONGEST_PATH:
+                found = BodyOrigin.DISK
+    return found
+
+
+def scheme(url: str) -> str:
+    """What stands before the first colon of an address."""
+    return url[:8].partition(":")[0].lower()
+
+
+def _addresses(message: schema.ChatMessage) -> Iterator[str]:
+    """All texts of a message that may be addresses."""
+    yield from (image for image in message.images or () if isinstance(image, str))
+    for part in message.content if isinstance(message.content, list) else ():
+        if not isinstance(part, _WORDS):
+            yield from _texts(part)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _texts(getattr(value, name))
