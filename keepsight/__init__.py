@@ -25,7 +25,7 @@ _HOMES = {
     "errors": "errors",
     "install": "vlm",
     "installed": "vlm",
-    "load": "vlm",
+    "load": "export.runtime_choice",
     "tower_tensors": "models.tower_inputs",
     "uninstall": "vlm",
     "wrap": "vlm",
@@ -55,13 +55,14 @@ if TYPE_CHECKING:
     from keepsight import errors
     from keepsight.core.prepared import Prefix
     from keepsight.encode.mapping import Encoder
+    from keepsight.export.runtime_choice import load
     from keepsight.formats.package import Package
     from keepsight.models.tower_inputs import tower_tensors
     from keepsight.report import Reply, Report, Usage
     from keepsight.scheduler.scheduler import Together
     from keepsight.scheduler.ticket import Ticket
     from keepsight.session import Session
-    from keepsight.vlm import VLM, install, installed, load, uninstall, wrap
+    from keepsight.vlm import VLM, install, installed, uninstall, wrap
 
 
 def __getattr__(name: str) -> object:

@@ -62,12 +62,7 @@ def load(
     vision: bool = True,
     **options: Any,
 ) -> VLM:
-    """A model by name: `"demo"`, `"demo-hybrid"`, a folder, or a hub id.
-
-    With `vision=False` the vision tower is left out: its weights take no memory, and all images
-    must come from packages or from a store that has them. Further options are those of `wrap`.
-    A folder that `keepsight export` wrote is loaded like any other, and runs in its own runtime.
-    """
+    """A checkpoint in PyTorch or an export, by name; `ks.load` chooses the runtime first."""
     check_options(options)
     path = loading.model_path(os.fspath(name))
     if is_export(path):
@@ -138,6 +133,8 @@ def installed(
 
 class VLM(DisplayedModel, AsyncAnswers):
     """A vision-language model with a memory. Safe to call from several threads; they take turns."""
+
+    chosen_runtime: Record | None = None  # where one was named to `load`: which it is, and why
 
     def __init__(
         self,
@@ -349,7 +346,8 @@ class VLM(DisplayedModel, AsyncAnswers):
         It waits for nothing that runs, and for no disk: what a store has is as it was counted last.
         """
         whose = self._whose(tenant)
-        return self.runtime.stats(whose if tenant is not None or self.tenant else None)
+        told = self.runtime.stats(whose if tenant is not None or self.tenant else None)
+        return told | ({"runtime": self.chosen_runtime} if self.chosen_runtime else {})
 
     def pin(self, what: Pictures | list[Message], pinned: bool = True, **options: object) -> None:
         """Keep an image's features, or all of a conversation's prompt, whatever the budgets say.

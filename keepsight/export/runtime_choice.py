@@ -1,0 +1,365 @@
+"""`ks.load`: a checkpoint in the runtime that one word names.
+
+An export is made once, into the folder of the store, and is used from then on by whoever names the
+same checkpoint, runtime and weights. Processes that want the same one wait for each other; what
+breaks off leaves nothing that loads. A changed checkpoint has another export, which takes the place
+of the one before. `auto` measures the runtimes that are installed, once, and takes the fastest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+from transformers import AutoConfig
+
+from keepsight import digests, vlm
+from keepsight.core.settings import check_options
+from keepsight.errors import (
+    DamagedFile,
+    InputError,
+    MissingExtra,
+    UnknownOption,
+    UnsupportedInput,
+    WrongFormatVersion,
+)
+from keepsight.export.graphs import making, quantise
+from keepsight.export.graphs.target import size_text
+from keepsight.formats import tensorfile
+from keepsight.kinds import DeviceMap, Dtype, Options, Record
+from keepsight.models import loading
+from keepsight.runtimes.manifest import Manifest, is_export, read
+from keepsight.vlm import VLM
+
+logger = logging.getLogger(__name__)
+
+TORCH, AUTO = "torch", "auto"
+WORDS = (TORCH, "onnx", "openvino", AUTO)
+_LIBRARY = {"onnx": "onnxruntime", "openvino": "openvino"}
+_FOLDER = "exports"  # in a store
+_SIDE, _TOKENS, _TIMES = 448, 24, 3  # of the picture and the answer that are measured
+Tell = Callable[[str], None]
+_AS_GIVEN: Options = {}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an export is made of, and for."""
+
+    name: str
+    weights: str | None = None
+    device_map: DeviceMap = None
+    dtype: Dtype = "auto"
+    revision: str | None = None
+    vision: bool = True
+    options: Record = field(default_factory=dict)
+    tell: Tell = logger.info
+
+    @property
+    def store(self) -> Path | None:
+        """The folder of the store, where one was named."""
+        named = self.options.get("store")
+        given = named if named is not None else os.environ.get("KEEPSIGHT_STORE")
+        return Path(given).expanduser() if given else None
+
+    def in_torch(self, other: Options = _AS_GIVEN) -> VLM:
+        """The checkpoint itself."""
+        return vlm.load(
+            self.name,
+            device_map=self.device_map,
+            dtype=self.dtype,
+            revision=self.revision,
+            vision=self.vision,
+            **{**self.options, **other},
+        )
+
+    def exported(self, folder: Path, other: Options = _AS_GIVEN) -> VLM:
+        """An export of it, which refuses by name what exports cannot do."""
+        return vlm.load(
+            folder,
+            device_map=self.device_map,
+            dtype=self.dtype,
+            vision=self.vision,
+            **{**self.options, **other},
+        )
+
+    @property
+    def place(self) -> Path:
+        """The folder of all exports."""
+        if self.store is None:
+            raise InputError(
+                "a runtime other than torch runs an export, which needs a folder to lie in: name "
+                "one with store=, or make the export with `keepsight export` and load its folder"
+            )
+        return self.store / _FOLDER
+
+    @functools.cached_property
+    def checkpoint(self) -> str:
+        """The name of all files of the checkpoint as they are now."""
+        path = loading.model_path(self.name)
+        files = loading.files_digest(path, "float32", every=True)
+        if files is None:
+            config = AutoConfig.from_pretrained(path, revision=self.revision)
+            commit = getattr(config, "_commit_hash", None)
+            if commit is None:
+                raise InputError(f"{self.name!r} names no files; load it from a folder")
+            files = digests.digest("checkpoint of a hub", path, commit)
+        return files
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    runtime: str | None = None,
+    weights: str | None = None,
+    device_map: DeviceMap = None,
+    dtype: Dtype = "auto",
+    revision: str | None = None,
+    vision: bool = True,
+    tell: Tell = logger.info,
+    **options: Any,
+) -> VLM:
+    """A model by name: `"demo"`, `"demo-hybrid"`, a folder, or a hub id.
+
+    With `vision=False` the vision tower is left out: its weights take no memory, and all images
+    must come from packages or from a store that has them. Further options are those of `wrap`.
+    A folder that `keepsight export` wrote is loaded like any other, and runs in its own runtime.
+
+    `runtime`: `"torch"`, or `"onnx"` or `"openvino"`, for which an export is made once, into the
+    store's folder; `"auto"` takes what is fastest here. `weights="int8"`: those of an export in
+    eight bits. `tell` is called with a line of text for each step of what takes long.
+    """
+    name = os.fspath(name)
+    _check_words(runtime, weights)
+    check_options(options)
+    wanted = Wanted(name, weights, device_map, dtype, revision, vision, options, tell)
+    path = loading.model_path(name)
+    if is_export(path):
+        _check_export(path, runtime, weights)
+        return wanted.in_torch()
+    if runtime in (None, TORCH) and weights is None:
+        return wanted.in_torch()
+    chosen, why = choose(wanted, runtime)
+    tell(f"running in {chosen}: {why}")
+    found = _load(wanted, chosen)
+    weights = weights or ("as loaded" if chosen == TORCH else "float32")
+    found.chosen_runtime = {"name": chosen, "weights": weights, "because": why}
+    return found
+
+
+def _check_words(runtime: str | None, weights: str | None) -> None:
+    if runtime is not None and runtime not in WORDS:
+        raise UnknownOption.among([str(runtime)], WORDS, "runtime")
+    if weights is not None and weights not in quantise.KINDS:
+        known = ", ".join(map(repr, quantise.KINDS))
+        raise InputError(f"weights={weights!r} is not known; known: {known}")
+    if weights is not None and runtime == TORCH:
+        raise UnsupportedInput(
+            f"weights={weights!r} runs in ONNX Runtime or OpenVINO: name runtime='onnx', "
+            "'openvino' or 'auto', or load a checkpoint that is quantised already"
+        )
+
+
+def _check_export(path: str, runtime: str | None, weights: str | None) -> None:
+    """An export runs as it was made, and in nothing else."""
+    if runtime is None and weights is None:
+        return
+    manifest = read(Path(path), contents=False)
+    if runtime not in (None, AUTO, manifest.runtime):
+        raise InputError(
+            f"{path} is an export for {manifest.runtime}, and runtime={runtime!r} was asked for; "
+            "load the checkpoint that it was made of"
+        )
+    if weights not in (None, manifest.quantised):
+        raise InputError(
+            f"{path} is an export with weights in {manifest.quantised or 'float32'}, and "
+            f"weights={weights!r} was asked for; load the checkpoint that it was made of"
+        )
+
+
+# -- which one -----------------------------------------------------------------------------------
+
+
+def choose(wanted: Wanted, runtime: str | None) -> tuple[str, str]:
+    """The runtime, and why."""
+    installed = [one for one, library in _LIBRARY.items() if importlib.util.find_spec(library)]
+    if runtime not in (None, AUTO):
+        return str(runtime), "it was asked for"
+    known = installed if wanted.weights is not None else [TORCH, *installed]
+    if not known:
+        raise MissingExtra.named("onnxruntime or openvino", "onnx")
+    if wanted.weights is None:
+        why = _only_torch(wanted)
+        if why or len(known) == 1:
+            return TORCH, why or "no other runtime is installed"
+    if len(known) == 1:
+        return known[0], "no other runtime with such weights is installed"
+    seconds = _measured(wanted, known)
+    best = min(seconds, key=lambda one: seconds[one])
+    told = ", ".join(f"{one} {s:.2f} s" for one, s in sorted(seconds.items(), key=lambda p: p[1]))
+    return best, f"measured here, a picture and {_TOKENS} tokens: {told}"
+
+
+def _only_torch(wanted: Wanted) -> str:
+    """Why nothing else is tried; empty where something is."""
+    if wanted.store is None:
+        return "an export needs a store to lie in, and none was named"
+    if wanted.device_map not in (None, "cpu") or torch.get_default_device().type != "cpu":
+        return "exports run on the CPU"
+    if not wanted.vision:
+        return "an export has its tower"
+    config = AutoConfig.from_pretrained(loading.model_path(wanted.name), revision=wanted.revision)
+    if config.model_type not in making.FAMILIES:
+        return f"models of type {config.model_type} cannot be exported"
+    if getattr(config, "quantization_config", None):
+        return "the checkpoint is quantised already"
+    return ""
+
+
+def _measured(wanted: Wanted, known: list[str]) -> dict[str, float]:
+    """Seconds of one answer in each runtime: measured once, then read."""
+    circumstances: Record = {
+        "checkpoint": wanted.checkpoint,
+        "weights": wanted.weights,
+        "dtype": str(wanted.dtype),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": {one: _version(one) for one in known},
+    }
+    note = wanted.place / f"{digests.digest('measured runtimes', circumstances)}.json"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = json.loads(note.read_text(encoding="utf-8"))["seconds"]
+        if set(found) == set(known) and all(isinstance(s, float) for s in found.values()):
+            return dict(found)
+    seconds = {}
+    for one in known:
+        wanted.tell(f"measuring {one}")
+        with _load(wanted, one, {"store": "", "remote": ""}) as model:
+            seconds[one] = _seconds_of(model)
+    text = json.dumps({"seconds": seconds, "of": circumstances}, indent=1)
+    _write(note, text)
+    return seconds
+
+
+def _seconds_of(model: VLM) -> float:
+    """One answer about a picture that was not seen before, after one to warm up."""
+    noise = np.random.default_rng(0)
+    samples = []
+    for _ in range(_TIMES):
+        pixels = noise.integers(0, 255, (_SIDE, _SIDE, 3), dtype=np.uint8)
+        start = time.perf_counter()
+        model.ask(
+            PIL.Image.fromarray(pixels),
+            "What is to be seen in this picture?",
+            max_new_tokens=_TOKENS,
+            min_new_tokens=_TOKENS,
+            do_sample=False,
+        )
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples[1:])
+
+
+def _version(runtime: str) -> str:
+    library = _LIBRARY.get(runtime, "torch")
+    return importlib.metadata.version(library)
+
+
+# -- the export ----------------------------------------------------------------------------------
+
+
+def _load(wanted: Wanted, runtime: str, other: Options = _AS_GIVEN) -> VLM:
+    if runtime == TORCH:
+        return wanted.in_torch(other)
+    folder, made = _made_once(wanted, runtime)
+    try:
+        return wanted.exported(folder, other)
+    except (DamagedFile, WrongFormatVersion) as error:
+        if made:
+            raise
+        wanted.tell(f"making the export again: {error}")
+        folder, _ = _made_once(wanted, runtime, broken=folder)
+        return wanted.exported(folder, other)
+
+
+def _made_once(wanted: Wanted, runtime: str, broken: Path | None = None) -> tuple[Path, bool]:
+    """The folder of the export, and whether it was made just now."""
+    what = f"{runtime}-{wanted.weights or 'float32'}"
+    folder = wanted.place / f"{what}-{wanted.checkpoint}"
+    if broken is None and is_export(folder):
+        return folder, False
+    with _alone(folder, wanted.tell):
+        if is_export(folder):
+            if broken is None:
+                return folder, False
+            shutil.rmtree(folder)
+        start = time.perf_counter()
+        manifest = making.export(
+            wanted.name,
+            folder,
+            runtime=runtime,
+            quantised=wanted.weights,
+            revision=wanted.revision,
+            tell=wanted.tell,
+        )
+        _note_source(wanted, what, folder)
+        _say_made(wanted, manifest, folder, time.perf_counter() - start)
+    return folder, True
+
+
+def _say_made(wanted: Wanted, manifest: Manifest, folder: Path, seconds: float) -> None:
+    size = size_text(manifest.bytes)
+    wanted.tell(f"exported for {manifest.runtime} in {seconds:.0f} s: {size} in {folder}")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, tell: Tell) -> Iterator[None]:
+    """One process makes an export; others wait until it is there."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (folder.parent / f".{folder.name}.lock").open("w")
+    except OSError as error:
+        raise InputError(
+            f"{folder.parent} cannot be written: {error.strerror or error}; name another store"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            tell("another process makes the same export; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _note_source(wanted: Wanted, what: str, folder: Path) -> None:
+    """Say of which checkpoint an export was made, and remove the one of what that was before."""
+    path = loading.model_path(wanted.name)
+    source = str(Path(path).resolve()) if Path(path).is_dir() else path
+    for other in wanted.place.glob(f"{what}-*.source"):
+        with contextlib.suppress(OSError):
+            before = wanted.place / other.stem
+            if before != folder and other.read_text(encoding="utf-8") == source:
+                shutil.rmtree(before, ignore_errors=True)
+                other.unlink()
+    _write(folder.with_name(f"{folder.name}.source"), source)
+
+
+def _write(path: Path, text: str) -> None:
+    """A small file that may as well be missing."""
+    with contextlib.suppress(OSError):
+        tensorfile.write_whole(path, [text.encode()])

@@ -1,0 +1,218 @@
+"""`ks.load(..., runtime=...)`: exports are made once, in the store, and used by whoever comes next.
+
+Making one takes half a minute, so a copy stands for it; that exports are right is shown elsewhere.
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exported_models import exported_demo
+from model_parts import picture
+
+import keepsight as ks
+from keepsight.errors import InputError, MissingExtra, UnknownOption, UnsupportedInput
+from keepsight.export import runtime_choice
+from keepsight.models import loading
+from keepsight.runtimes.manifest import is_export, read
+
+QUESTION = "Describe the picture."
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of the exporter, which copies an export of the demo."""
+    asked: list[str] = []
+
+    def copy(name: str, to: Path, *, runtime: str, **options: Any) -> Any:
+        asked.append(runtime)
+        shutil.copytree(exported_demo("demo"), to)
+        return read(to)
+
+    monkeypatch.setattr(runtime_choice.making, "export", copy)
+    return asked
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of our own, to be changed."""
+    return Path(shutil.copytree(loading.model_path("demo"), tmp_path / "checkpoint"))
+
+
+def answer(name: str | Path, store: Path, **options: Any) -> tuple[str, dict[str, Any]]:
+    with ks.load(name, store=store, **options) as vlm:
+        reply = vlm.ask(picture(1), QUESTION, max_new_tokens=4)
+        return reply.text, vlm.stats()["runtime"]
+
+
+def exports_in(store: Path) -> list[Path]:
+    return [path for path in (store / "exports").iterdir() if is_export(path)]
+
+
+def test_an_export_is_made_once_and_used_from_then_on(made: list[str], tmp_path: Path) -> None:
+    lines: list[str] = []
+    first, said = answer("demo", tmp_path, runtime="onnx", tell=lines.append)
+    assert said == {"name": "onnx", "weights": "float32", "because": "it was asked for"}
+    assert any("exported for onnx in" in line and "MiB" in line for line in lines)
+    with ks.load("demo", store=tmp_path, runtime="onnx") as vlm:
+        assert hasattr(vlm.model, "exported")
+        reply = vlm.ask(picture(1), QUESTION, max_new_tokens=4)
+    assert made == ["onnx"]
+    assert reply.text == first
+    assert reply.usage.images_encoded == 0  # the store remembers for the export, too
+
+
+def test_a_changed_checkpoint_has_another_export(
+    made: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    answer(checkpoint, store, runtime="onnx")
+    before = exports_in(store)
+    (checkpoint / "generation_config.json").touch()
+    answer(checkpoint, store, runtime="onnx")
+    assert made == ["onnx", "onnx"]
+    assert len(exports_in(store)) == 1, "the one that nobody can use any more is removed"
+    assert exports_in(store) != before
+
+
+def test_a_damaged_export_is_made_again(made: list[str], tmp_path: Path) -> None:
+    first, _ = answer("demo", tmp_path, runtime="onnx")
+    graph = exports_in(tmp_path)[0] / "graphs" / "head.onnx"
+    graph.write_bytes(graph.read_bytes()[:-100])
+    lines: list[str] = []
+    again, _ = answer("demo", tmp_path, runtime="onnx", tell=lines.append)
+    assert again == first
+    assert made == ["onnx", "onnx"]
+    assert any(line.startswith("making the export again") for line in lines)
+
+
+def test_what_breaks_off_leaves_nothing_and_the_next_begins_anew(
+    made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = runtime_choice.making.export
+
+    def stopped(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runtime_choice.making, "export", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        ks.load("demo", runtime="onnx", store=tmp_path)
+    assert exports_in(tmp_path) == []
+    monkeypatch.setattr(runtime_choice.making, "export", whole)
+    answer("demo", tmp_path, runtime="onnx")
+    assert made == ["onnx"]
+
+
+def test_several_at_once_make_one(
+    made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy, here, go = runtime_choice.making.export, threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        here.set()
+        assert go.wait(30)
+        return copy(*arguments, **options)
+
+    monkeypatch.setattr(runtime_choice.making, "export", slowly)
+    lines: list[str] = []
+    loaded: list[ks.VLM] = []
+
+    def load(tell: Callable[[str], object]) -> None:
+        loaded.append(ks.load("demo", runtime="onnx", store=tmp_path, tell=tell))
+
+    first = threading.Thread(target=load, args=[lambda line: None])
+    first.start()
+    assert here.wait(30)
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        go.set()  # the second waits now
+
+    second = threading.Thread(target=load, args=[tell])
+    second.start()
+    first.join(60)
+    second.join(60)
+    for vlm in loaded:
+        vlm.close()
+    assert len(loaded) == 2
+    assert made == ["onnx"]
+    assert lines[0].startswith("running in") or "waiting" in lines[0]
+
+
+def test_auto_takes_the_fastest_and_measures_once(
+    made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(runtime_choice, "_LIBRARY", {"onnx": "onnxruntime"})
+    measured: list[bool] = []
+
+    def seconds(vlm: ks.VLM) -> float:
+        exported = hasattr(vlm.model, "exported")
+        measured.append(exported)
+        return 1.0 if exported else 2.0
+
+    monkeypatch.setattr(runtime_choice, "_seconds_of", seconds)
+    _, said = answer("demo", tmp_path, runtime="auto")
+    assert said["name"] == "onnx"
+    assert "onnx 1.00 s, torch 2.00 s" in said["because"]
+    assert sorted(measured) == [False, True]
+    answer("demo", tmp_path, runtime="auto")
+    assert len(measured) == 2
+
+
+def test_the_measurement_of_a_runtime_runs(tmp_path: Path) -> None:
+    with ks.load("demo") as vlm:
+        assert 0 < runtime_choice._seconds_of(vlm) < 600
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"store": ""}, "needs a store"),
+        ({"vision": False}, "has its tower"),
+        ({"device_map": "meta"}, "run on the CPU"),
+    ],
+)
+def test_auto_says_why_it_tries_nothing_else(
+    options: dict[str, Any],
+    why: str,
+    made: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runtime_choice, "_LIBRARY", {"onnx": "onnxruntime"})
+    store = {"store": options.pop("store", tmp_path)}
+    wanted = runtime_choice.Wanted("demo", **options, options=store)
+    chosen, because = runtime_choice.choose(wanted, "auto")
+    assert chosen == "torch"
+    assert why in because
+    assert made == []
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = exported_demo("demo")
+    monkeypatch.delenv("KEEPSIGHT_STORE", raising=False)
+    for name, options, error, words in (
+        ("demo", {"runtime": "onx"}, UnknownOption, "did you mean 'onnx'"),
+        ("demo", {"weights": "int4"}, InputError, "known: 'int8'"),
+        ("demo", {"weights": "int8", "runtime": "torch"}, UnsupportedInput, "runtime='onnx'"),
+        ("demo", {"runtime": "onnx"}, InputError, "store="),
+        (export, {"runtime": "openvino"}, InputError, "an export for onnx"),
+        (export, {"weights": "int8"}, InputError, "with weights in float32"),
+        ("demo", {"runtime": "onnx", "stor": "x"}, UnknownOption, "did you mean"),
+    ):
+        with pytest.raises(error, match=words):
+            ks.load(name, **options)
+    monkeypatch.setattr(runtime_choice, "_LIBRARY", {"onnx": "no_such_library"})
+    with pytest.raises(MissingExtra):
+        ks.load("demo", weights="int8", store=tmp_path)
+
+
+def test_an_export_may_be_named_with_its_own_words() -> None:
+    with ks.load(exported_demo("demo"), runtime="onnx") as vlm:
+        assert hasattr(vlm.model, "exported")
