@@ -516,11 +516,52 @@ def test_cache_looks_after_one_tenant(folder: Path) -> None:
             store.tenant(tenant).put_note("alias", f"{number:064x}", {})
     store.close()
     arguments = ("cache", "stats", "--store", "memory", "--json")
-    assert last_json(run(*arguments).stdout)["entries"] == 1
     assert last_json(run(*arguments, "--tenant", "one").stdout)["entries"] == 2
     run("cache", "clear", "--store", "memory", "--tenant", "one", "--yes")
     assert last_json(run(*arguments, "--tenant", "one").stdout)["entries"] == 0
     assert last_json(run(*arguments).stdout)["entries"] == 1
+
+
+@pytest.mark.parametrize("address", ["memory", "a file system"])
+def test_cache_commands_see_all_tenants(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    from keepsight.store import layout, open_store
+
+    where = "memory" if address == "memory" else f"file://{folder}/memory"
+    store = open_store(where)
+    for tenant, count in ((None, 1), ("one", 2), ("two", 3)):
+        for number in range(count):
+            key = f"1{number}{count}{'0' * 61}"
+            store.tenant(tenant).put_note("alias", key, {"n": number})
+    store.close()
+    one, two = layout.tenant_digest("one"), layout.tenant_digest("two")
+    monkeypatch.setenv("KEEPSIGHT_STORE", where)
+    told = last_json(run("cache", "stats", "--json").stdout)
+    assert told["entries"] == told["kinds"]["alias"]["entries"] == 6
+    assert {name: of["entries"] for name, of in told["tenants"].items()} == {"": 1, one: 2, two: 3}
+    assert told["bytes"] == sum(of["bytes"] for of in told["tenants"].values()) > 0
+    shown = run("cache", "stats").stdout
+    assert one[:16] in shown and "(default)" in shown
+    rows = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
+    assert sorted(row["tenant"] for row in rows) == sorted(["", one, one, two, two, two])
+    assert one[:16] in run("cache", "list").stdout
+    part = last_json(run("cache", "stats", "--json", "--tenant", one[:8]).stdout)
+    assert part["entries"] == 2 and list(part["tenants"]) == [one]
+    assert "0 damaged" in run("cache", "check").stdout
+    assert "tenant" in refused("cache", "explain", "1")
+    key = next(row["key"] for row in rows if row["tenant"] == one)
+    explained = last_json(run("cache", "explain", key, "--json").stdout)
+    assert explained["tenant"] == one and explained["tier"]
+    run("cache", "pin", key)
+    run("cache", "gc", "--budget", "0", "--tenant", "two")
+    told = last_json(run("cache", "stats", "--json").stdout)
+    assert {name: of["entries"] for name, of in told["tenants"].items()} == {"": 1, one: 2}
+    run("cache", "gc", "--budget", "0")
+    rows = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
+    assert [(row["key"], row["pinned"]) for row in rows] == [(key, True)]
+    run("cache", "delete", key)
+    assert last_json(run("cache", "stats", "--json").stdout)["entries"] == 0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from keepsight.kinds import Record
 if TYPE_CHECKING:
     from keepsight.store import Entry
     from keepsight.store import Store as Kept
+    from keepsight.store.all_tenants import AllTenants
 
 app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 
@@ -28,20 +29,29 @@ Store = Annotated[
         envvar="KEEPSIGHT_STORE", help="The store: a folder or an address.", show_default=False
     ),
 ]
-Tenant = Annotated[str | None, typer.Option(help="Only what belongs to this tenant.")]
+Tenant = Annotated[
+    str | None,
+    typer.Option(
+        help="Only what belongs to this tenant: its name, or the first 8 or more characters of its "
+        "digest. Without it: all tenants."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
 Named = Annotated[str, typer.Argument(help="KEY or KIND/KEY; the first characters of a key do.")]
+_TENANTS = 20  # of the largest, in a table
 _SHOWN = 5  # of the largest, the most useful, and what depends on an entry
 
 
-def _open(address: str, tenant: str | None) -> Kept:
+def _open(address: str, tenant: str | None) -> AllTenants:
+    """The store, as all of its tenants see it or as one does."""
     from keepsight.store import open_store
+    from keepsight.store.all_tenants import AllTenants
 
     if not address:
         raise InputError("which store? give --store FOLDER, or set KEEPSIGHT_STORE")
     if "://" not in address and not Path(address).expanduser().is_dir():
         raise StoreError(f"{Path(address).expanduser()}: there is no such folder")
-    return open_store(address).tenant(tenant)
+    return AllTenants(open_store(address), tenant)
 
 
 # -- looking -----------------------------------------------------------------------------------
@@ -49,7 +59,8 @@ def _open(address: str, tenant: str | None) -> Kept:
 
 @app.command()
 def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
-    """Tiers, entries, bytes, hit rates; the largest and the most useful entries."""
+    """Tiers, entries, bytes, hit rates, and what each tenant has; the largest and the most useful
+    entries. Tenants are named by digests: a store does not know their names."""
     opened = _open(store, tenant)
     entries = list(opened.entries())  # first: then all of them are in the catalogue
     stats = opened.stats()
@@ -60,12 +71,30 @@ def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> No
         json_line(stats | best)
         return
     _show_totals(stats)
+    _show_tenants(stats["tenants"])
     for title, chosen in (("largest", largest), ("most useful", useful)):
         if chosen:
             shown = table("kind", "key", "size", "uses", right=("size", "uses"), title=title)
             for e in chosen:
                 shown.add_row(e.kind, e.key[:16], bytes_text(e.nbytes), str(e.uses))
             console().print(shown)
+
+
+def _show_tenants(tenants: dict[str, dict[str, int]]) -> None:
+    if not any(tenants):
+        return  # all is the default tenant's
+    shown = table("tenant", "entries", "bytes", right=("entries", "bytes"))
+    largest = sorted(tenants.items(), key=lambda item: -item[1]["bytes"])
+    for digest, counted in largest[:_TENANTS]:
+        shown.add_row(_short(digest), str(counted["entries"]), bytes_text(counted["bytes"]))
+    if rest := largest[_TENANTS:]:
+        entries, nbytes = (sum(t[what] for _, t in rest) for what in ("entries", "bytes"))
+        shown.add_row(f"{len(rest)} more", str(entries), bytes_text(nbytes))
+    console().print(shown)
+
+
+def _short(tenant: str) -> str:
+    return tenant[:16] or "(default)"
 
 
 def _show_totals(stats: Record) -> None:
@@ -90,7 +119,7 @@ def list_entries(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Every entry: kind, size, age, and for packages the model and the tokens."""
+    """Every entry: kind, size, age, whose it is, and for packages the model and the tokens."""
     opened = _open(store, tenant)
     rows = sorted(opened.entries(), key=lambda entry: (entry.kind, -entry.used))
     if kind is not None:
@@ -98,18 +127,19 @@ def list_entries(
         if kind not in kinds:
             raise InputError(f"--kind {kind}: the store has {', '.join(kinds) or 'nothing'}")
         rows = [row for row in rows if row.kind == kind]
-    shown = table("kind", "key", "size", "age", "uses", "about", right=("size", "age", "uses"))
+    whose = ["tenant"] if any(row.tenant for row in rows) else []
+    names = ("kind", "key", *whose, "size", "age", "uses", "about")
+    shown = table(*names, right=("size", "age", "uses"))
     for row in rows:
-        about = _about(opened, row)
+        about = _about(opened.view(row), row)
         if as_json:
             json_line(_plain(row) | about)
             continue
         words = f"{about['model']}, {about['tokens']} tokens" if "model" in about else ""
         words = about.get("damaged", words) + (" (pinned)" if row.pinned else "")
         age = age_text(time.time() - row.used)
-        shown.add_row(
-            row.kind, row.key[:16], bytes_text(row.nbytes), age, str(row.uses), plain(words)
-        )
+        cells = [row.kind, row.key[:16], *(_short(row.tenant) for _ in whose)]
+        shown.add_row(*cells, bytes_text(row.nbytes), age, str(row.uses), plain(words))
     if not as_json:
         console().print(shown)
 
@@ -117,6 +147,7 @@ def list_entries(
 def _plain(entry: Entry) -> Record:
     """One entry as JSON has it; `age_s` counts from its last use."""
     record: Record = {"kind": entry.kind, "key": entry.key, "bytes": entry.nbytes}
+    record |= {"tenant": entry.tenant}
     record |= {"age_s": round(time.time() - entry.used, 1), "created": entry.created}
     record |= {"uses": entry.uses, "cost_ms": entry.cost, "pinned": entry.pinned}
     record |= {"stands_on": entry.depends_on, "media": list(entry.media), "expires": entry.expires}
@@ -139,7 +170,7 @@ def _about(store: Kept, entry: Entry) -> Record:
         return {"damaged": f"damaged: {error}"}
 
 
-def _find(store: Kept, named: str) -> Entry:
+def _find(store: AllTenants, named: str) -> Entry:
     """The one entry that is meant."""
     kind, _, key = named.rpartition("/")
     if not key:
@@ -148,8 +179,14 @@ def _find(store: Kept, named: str) -> Entry:
     if not found:
         raise InputError(f"{named}: the store has no such entry; `keepsight cache list` shows all")
     if len(found) > 1:
-        names = ", ".join(f"{e.kind}/{e.key[:16]}" for e in found[:_SHOWN])
-        raise InputError(f"{named} may be any of {len(found)} entries: {names}; write more of it")
+        names = ", ".join(
+            f"{e.kind}/{e.key[:16]}" + (f" of tenant {_short(e.tenant)}" if e.tenant else "")
+            for e in found[:_SHOWN]
+        )
+        raise InputError(
+            f"{named} may be any of {len(found)} entries: {names}; write more of it, or name "
+            "a --tenant"
+        )
     return found[0]
 
 
@@ -158,11 +195,12 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     """What an entry is, what it depends on, what depends on it, what it costs, when it goes."""
     opened = _open(store, tenant)
     it = _find(opened, entry)
-    others = list(opened.entries())
+    opened_by = opened.view(it)
+    others = list(opened_by.entries())
     upon = [e for e in others if e.depends_on == (it.kind, it.key)]
     first = sum(e.usefulness < it.usefulness and not e.pinned for e in others)
     bases = _bases(others, it)
-    record = _plain(it) | _about(opened, it) | {"tier": opened.tier(it.kind, it.key)}
+    record = _plain(it) | _about(opened_by, it) | {"tier": opened_by.tier(it.kind, it.key)}
     record |= {"bases": len(bases), "upon": [[e.kind, e.key] for e in upon], "go_first": first}
     if as_json:
         json_line(record)
@@ -170,6 +208,8 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     now = time.time()
     shown = table("", "")
     shown.add_row("entry", f"{it.kind}/{it.key}")
+    if it.tenant:
+        shown.add_row("tenant", it.tenant)
     shown.add_row("what", _WHAT.get(it.kind, it.kind))
     shown.add_row("where", f"{record['tier']}, {bytes_text(it.nbytes)}")
     if "model" in record:
@@ -233,9 +273,9 @@ def unpin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
     _pin(_open(store, tenant), entry, False)
 
 
-def _pin(store: Kept, named: str, pinned: bool) -> None:
+def _pin(store: AllTenants, named: str, pinned: bool) -> None:
     it = _find(store, named)
-    if not store.pin(it.kind, it.key, pinned):
+    if not store.view(it).pin(it.kind, it.key, pinned):
         raise InputError(f"{it.kind}/{it.key} is gone")
     console().print(f"{it.kind}/{it.key} is {'pinned' if pinned else 'no longer pinned'}")
 
@@ -257,7 +297,7 @@ def delete(
         console().print(f"{bytes_text(opened.delete_media(image))} freed")
         return
     it = _find(opened, entry or "")
-    console().print(f"{bytes_text(opened.delete(it.kind, it.key))} freed")
+    console().print(f"{bytes_text(opened.view(it).delete(it.kind, it.key))} freed")
 
 
 @app.command()
@@ -274,7 +314,7 @@ def clear(
             stats = opened.stats()
             what = f"{stats['entries']} entries of {tenant} ({bytes_text(stats['bytes'])})"
         typer.confirm(plain(f"Remove {what} from {store}?"), abort=True)
-    console().print(f"{bytes_text(opened.clear(everybody=tenant is None))} freed")
+    console().print(f"{bytes_text(opened.clear())} freed")
 
 
 @app.command()
@@ -283,7 +323,7 @@ def gc(
     store: Store = "",
     tenant: Tenant = None,
 ) -> None:
-    """Remove the least useful entries until the rest fits."""
+    """Remove the least useful entries until the rest fits, of all tenants together or of one."""
     from keepsight.system.units import parse_bytes
 
     opened = _open(store, tenant)

@@ -58,6 +58,12 @@ class Store(Protocol):
     def tenant(self, name: str | None) -> Store:
         """The same store as another tenant sees it: nothing of it is shared with this one."""
 
+    def of_digest(self, digest: str) -> Store:
+        """The same as `tenant`, by the digest that `tenants` gives; for looking and removing."""
+
+    def tenants(self) -> list[str]:
+        """The digests of all tenants that may have anything here; empty for the default tenant."""
+
     def has(self, kind: str, key: str) -> bool:
         """Whether a read of this entry can be expected to work."""
 

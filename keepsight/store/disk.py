@@ -18,7 +18,7 @@ from pathlib import Path
 from keepsight.errors import DamagedFile, InputError, PinsFull, StoreError
 from keepsight.kinds import Record
 from keepsight.store import check, entryfile, layout
-from keepsight.store.catalogue import Scope
+from keepsight.store.catalogue import ALL_TENANTS, Scope
 from keepsight.store.catalogue_guard import CatalogueGuard
 from keepsight.store.contract import NOTHING, About, Entry, Tensors
 from keepsight.store.entry_files import EntryFiles
@@ -92,6 +92,10 @@ class DiskStore:
     def tenant(self, name: str | None) -> DiskStore:
         """The same store as another tenant sees it: nothing of it is shared with this one."""
         return self._as(layout.tenant_digest(name), layout.account_digest(name))
+
+    def of_digest(self, digest: str) -> DiskStore:
+        """The same as `tenant`, by the digest that `tenants` gives."""
+        return self._as(digest)
 
     def _as(self, tenant: str, account: str | None = None) -> DiskStore:
         view = object.__new__(DiskStore)
@@ -352,10 +356,21 @@ class DiskStore:
 
     def gc(self, budget: int) -> int:
         """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
-        self._catch_up()
-        gone, freed = self._guard.fit(Scope.tenant(self._tenant), budget)
-        self._writer.tally.count(self._tenant, "evictions", len(gone))
+        freed = self._fit(Scope.tenant(self._tenant), budget)
         check.sweep(self._folder, self._tenant, 7 * 86400.0)
+        return freed
+
+    def gc_all(self, budget: int) -> int:
+        """The same over all tenants together."""
+        freed = self._fit(ALL_TENANTS, budget)
+        for tenant in ["", *self._folder.names("tenants")]:
+            check.sweep(self._folder, tenant, 7 * 86400.0)
+        return freed
+
+    def _fit(self, scope: Scope, budget: int) -> int:
+        self._catch_up()
+        gone, freed = self._guard.fit(scope, budget)
+        self._writer.tally.evicted(gone)
         return freed
 
     def _remove(self, places: list[EntryName]) -> int:

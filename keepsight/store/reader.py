@@ -31,6 +31,20 @@ class Reader:
         self._link, self._seen, self._ended = link, seen, ended
         self._breaker = Breaker(f"the store {link.shown} cannot be read")
 
+    def is_marked(self, address: str) -> bool:
+        """Whether a store of this format is known to lie there. One of another is refused at once,
+        where the address answers."""
+        data = self.asked("", lambda: self._link.read(layout.MARKER))
+        if data is None:
+            return False
+        try:
+            layout.check_marker(data, address)
+        except DamagedFile:
+            if self.came_whole(layout.MARKER, data):
+                raise
+            return False
+        return True
+
     @property
     def broken(self) -> str | None:
         """Why nothing can be read at the moment, if so."""

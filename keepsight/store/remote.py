@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from keepsight import digests
-from keepsight.errors import DamagedFile, FileError, StoreError, WrongFormatVersion
+from keepsight.errors import FileError, StoreError, WrongFormatVersion
 from keepsight.kinds import Options, Record
 from keepsight.store import claims, entryfile, layout, ranking
 from keepsight.store.address import Address, Breaker
@@ -72,29 +72,24 @@ class RemoteStore:
         self._counting = inner._counting = Counting(inner._count_all)
         self._outbox = inner._outbox = Outbox(inner._write, waiting)
         when_dropped(self, self._outbox.retire)
-        self._check_marker()
-
-    def _check_marker(self) -> None:
-        """A store of another format is refused at once, where the address answers."""
-        data = self._reader.asked("", lambda: self._link.read(layout.MARKER))
-        if data is None:
-            return
-        try:
-            layout.check_marker(data, self.address)
-        except DamagedFile:
-            if self._reader.came_whole(layout.MARKER, data):
-                raise
-        else:
+        if self._reader.is_marked(self.address):
             self._marked.append(True)
 
     def tenant(self, name: str | None) -> RemoteStore:
         """The same store as another tenant sees it: nothing of it is shared with this one."""
-        return self._as(layout.tenant_digest(name))
+        return self.of_digest(layout.tenant_digest(name))
 
-    def _as(self, tenant: str) -> RemoteStore:
+    def of_digest(self, digest: str) -> RemoteStore:
+        """The same as `tenant`, by the digest that `tenants` gives."""
         view = copy.copy(self)
-        view._tenant, view._is_view = tenant, True
+        view._tenant, view._is_view = digest, True
         return view
+
+    def tenants(self) -> list[str]:
+        """The digests of all tenants that may have anything here; empty for the default tenant."""
+        self._outbox.settle()
+        with telling(self.address, "listed"):
+            return tenants_at(self._link)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -343,10 +338,7 @@ class RemoteStore:
     def clear(self, everybody: bool = False) -> int:
         """Remove every entry of this tenant, or of all tenants; the bytes freed."""
         if everybody:
-            self._outbox.settle()
-            with telling(self.address, "listed"):
-                tenants = tenants_at(self._link)
-            return sum(self._as(tenant).clear() for tenant in tenants)
+            return sum(self.of_digest(tenant).clear() for tenant in self.tenants())
         freed = self._remove(list)
         self._outbox.withdraw(lambda job: job.tenant == self._tenant)
         with telling(self.address, "removed"):

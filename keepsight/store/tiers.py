@@ -153,9 +153,20 @@ class TieredStore:
 
     def tenant(self, name: str | None) -> TieredStore:
         """The same stores as another tenant sees them."""
+        return self._view(store.tenant(name) for store in self.tiers)
+
+    def of_digest(self, digest: str) -> TieredStore:
+        """The same as `tenant`, by the digest that `tenants` gives."""
+        return self._view(store.of_digest(digest) for store in self.tiers)
+
+    def _view(self, tiers: Iterable[Store]) -> TieredStore:
         view = copy.copy(self)
-        view.tiers, view._is_view = tuple(store.tenant(name) for store in self.tiers), True
+        view.tiers, view._is_view = tuple(tiers), True
         return view
+
+    def tenants(self) -> list[str]:
+        """The digests of all tenants that may have anything here; empty for the default tenant."""
+        return sorted({digest for store in self.tiers for digest in store.tenants()})
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -320,7 +331,7 @@ class TieredStore:
         """Remove the least useful entries from every store until the rest fits in each."""
         table = self._table()
         names = ranking.least_useful(table, budget, time.time())
-        self._remove(lambda store: _delete_all(store, names))
+        self._remove(lambda store: delete_all(store, names))
         return sum(table[name].nbytes for name in names)
 
     def check(self, repair: bool = False) -> list[str]:
@@ -365,7 +376,7 @@ def label(store: Store) -> str:
     return str(named or type(store).__name__)
 
 
-def _delete_all(store: Store, names: Iterable[Name]) -> int:
+def delete_all(store: Store, names: Iterable[Name]) -> int:
     """Many at once where a store can: one listing then serves them all."""
     many = getattr(store, "delete_all", None)
     if many is not None:
