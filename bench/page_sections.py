@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench import pausing
+from bench import drafting, pausing
 
 Told = tuple[str, list[str], list[list[str]]]  # heading, columns, rows
 
@@ -36,6 +36,7 @@ def sections(folder: str, result: dict[str, Any]) -> list[Told]:
         "together": _together,
         "exporting": _exporting,
         "pausing": _pausing,
+        "drafting": _drafting,
     }
     return list(makers[folder](result)) if folder in makers else []
 
@@ -47,6 +48,7 @@ def title(folder: str, result: dict[str, Any]) -> str:
         "together": "Chats at once",
         "exporting": "Exported models",
         "pausing": "A chat with pauses",
+        "drafting": "Tokens guessed from memory",
     }
     shape = f"{result['shape']} {result.get('size', '')}".strip()
     return f"{names[folder]}: {shape} {result.get('dtype', '')}".strip()
@@ -119,6 +121,11 @@ def _pausing(result: dict[str, Any]) -> Iterator[Told]:
     about = f"a picture of {result['picture']}, answers of {result['tokens']} tokens"
     heading = f"{about}, {result['pause']:g} s of reading before each question"
     yield heading, pausing.COLUMNS, pausing.rows(result)
+
+
+def _drafting(result: dict[str, Any]) -> Iterator[Told]:
+    heading = f"answers of {result['tokens']} tokens, {result['repetitions']} repetitions"
+    yield heading, drafting.COLUMNS, drafting.rows(result)
 
 
 def _exporting(result: dict[str, Any]) -> Iterator[Told]:

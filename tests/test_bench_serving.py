@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from bench import page_sections, pausing, serving, serving_rivals
+from bench import drafting, page_sections, pausing, serving, serving_rivals
 from bench.servers import KEEPSIGHT, Contestant
 from bench.serving_sums import Clients, Heard, Round, clients_told, cost, identity, workload_told
 from keepsight.bench.workloads import Step, Workload
@@ -187,3 +188,27 @@ def test_a_chat_with_pauses_is_told_turn_by_turn() -> None:
     assert "2 s of reading" in heading and all(len(row) == len(columns) for row in rows)
     rounds[1]["ahead"][1] = heard(25, 90, "another one")
     assert not pausing.sums(rounds)["equal"]
+
+
+def test_guessed_tokens_are_counted_and_answers_compared() -> None:
+    def reply(decoding: float, *tokens: int, drafted: int = 0) -> Any:
+        usage = SimpleNamespace(drafted_tokens=drafted, accepted_tokens=drafted // 2)
+        report = SimpleNamespace(milliseconds={"decode": decoding})
+        return SimpleNamespace(tokens=list(tokens), usage=usage, report=report)
+
+    rounds: Any = [
+        {
+            "drafts": {"first": [reply(4, 1, 2, 3, drafted=4)]},
+            "no drafts": {"first": [reply(8, 1, 2, 3)]},
+        },
+        {"no drafts": {"first": [reply(20, 4, 5)]}, "drafts": {"first": [reply(5, 4, 5)]}},
+    ]
+    (row,) = answers = drafting.sums(rounds)
+    assert (row["without_ms"], row["with_ms"], row["times"]) == (12, 3.5, 3)
+    assert (row["drafted"], row["accepted"]) == (4, 2)
+    assert all(map(drafting.equal, rounds))
+    told = {"answers": answers, "tokens": 3, "repetitions": 2}
+    ((_, columns, rows),) = page_sections.sections("drafting", told)
+    assert all(len(cells) == len(columns) for cells in rows)
+    rounds[1]["drafts"]["first"] = [reply(5, 4, 6)]
+    assert not drafting.equal(rounds[1])
