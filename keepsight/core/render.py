@@ -88,7 +88,7 @@ class Renderer:
         generate = template.pop("add_generation_prompt", generate)
         generate = generate and not template.get("continue_final_message")
         clean, given = parse_messages(messages)
-        self._refuse_unseen(given)
+        self.refuse_unseen(given)
         self.lengths.check(clean, template)
         rendered = self._chat.render(self.tokenizer, clean, generate, template)
         named = [(kind, name(medium, kind)) for kind, medium in given]
@@ -101,8 +101,8 @@ class Renderer:
         whole = np.asarray(ids, dtype=np.int64)
         return self._expand(whole, runs, media, rendered.plain(text))
 
-    def _refuse_unseen(self, given: list[tuple[str, object]]) -> None:
-        """Media of a kind that this family does not take."""
+    def refuse_unseen(self, given: list[tuple[str, object]]) -> None:
+        """Refuse media of a kind that this family does not take."""
         for kind in {kind for kind, _ in given} - self._words.keys():
             raise UnsupportedInput(
                 f"{self._family.model.config.model_type} takes no {kind} here; it takes "

@@ -207,7 +207,7 @@ class PromptOrder:
         """Look at the media of the messages."""
         clean, given = parse_messages(self.messages)
         renderer.lengths.check(clean, self.call.template)  # before anything of theirs is opened
-        renderer._refuse_unseen(given)
+        renderer.refuse_unseen(given)
         with self._vlm.runtime.lock:
             self._vlm.runtime.refresh(self.call.exact, self.call.tenant)
             vision = self._vision

@@ -109,7 +109,7 @@ class Decoder(GraphPart):
         super().__init__()
         self.decoder: PreTrainedModel = family.model.get_decoder()
         self.family, self.kinds, self.fused = family, shape.kinds, fused
-        self.levels = family._levels()
+        self.levels = family.levels()
         self.sliding = any("sliding" in kind for kind in self.kinds)
 
     def forward(self, inputs_embeds: Tensor, position_ids: Tensor, **inputs: Tensor) -> Inputs:

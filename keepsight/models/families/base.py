@@ -280,7 +280,7 @@ class Family:
 
     def check_package(self, package: Package) -> None:
         """Refuse a package that claims this model but cannot be its own, by name."""
-        width, levels = self.feature_width(), self._levels()
+        width, levels = self.feature_width(), self.levels()
         features = package.tensors["features"]
         if features.shape[-1] != width:
             self.refuse_width(width, features.shape[-1])
@@ -304,7 +304,8 @@ class Family:
         """How many patches a side become one token."""
         return int(self.core.visual.spatial_merge_size)
 
-    def _levels(self) -> int:
+    def levels(self) -> int:
+        """How many levels of features the tower gives beside its last (deepstack)."""
         vision = getattr(self.model.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
