@@ -18,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import count_house
 import pytest
 import typer
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 NOT_RUN = {
-    "docs/contributing.md": "parts of test files",
     "docs/exporting.md": "needs an export; tests/test_export_command.py runs it",
     "docs/fleets.md": "needs vLLM and SGLang; tests/test_fleet.py does the same",
 }
@@ -181,11 +181,17 @@ def test_every_family_has_its_line() -> None:
     assert not missing
 
 
-def test_files_that_how_it_works_names_are_there() -> None:
-    named = set(re.findall(r"`(\w+(?:/\w+)*\.py)`", (ROOT / "docs/how-it-works.md").read_text()))
+@pytest.mark.parametrize("page", ["docs/how-it-works.md", "docs/contributing.md"])
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    named = set(re.findall(r"`([\w.]+(?:/[\w.*]+)*(?:\.py|/))`", _text(page)))
     folder = ROOT / "keepsight"
-    gone = [name for name in named if not list(folder.rglob(name.removeprefix("keepsight/")))]
-    assert named and not gone
+    gone = [name for name in named if not [*ROOT.glob(name), *folder.rglob(name)]]
+    assert len(named) > 5 and not gone
+
+
+def test_the_house_in_numbers_is_what_was_recorded() -> None:
+    text = count_house.PAGE.read_text(encoding="utf-8")
+    assert count_house.page(text) == text, "run python docs/count_house.py --table"
 
 
 def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
