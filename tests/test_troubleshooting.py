@@ -1,0 +1,76 @@
+"""The mistakes of a first hour: each row of docs/troubleshooting.md is tried and says what it says.
+
+The first column is run as it stands: a command, or Python. In the second `...` stands for anything.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import picture
+from test_cli import run
+
+import keepsight as ks
+from keepsight.errors import KeepsightError
+
+PAGE = (Path(__file__).parent.parent / "docs/troubleshooting.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `(.+?)` \| `(.+?)` \|", PAGE, re.MULTILINE)
+COMMANDS = [row for row in ROWS if row[0].startswith("keepsight ")]
+PYTHON = [row for row in ROWS if row not in COMMANDS]
+
+
+@pytest.fixture(scope="module")
+def world(demo_parts: dict[str, tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
+    """The names that the page says it uses."""
+    closed = ks.wrap(*demo_parts["demo"])
+    closed.close()
+    with ks.wrap(*demo_parts["demo"]) as vlm, ks.wrap(*demo_parts["demo-hybrid"]) as hybrid:
+        image = picture(1)
+        yield {
+            "ks": ks,
+            "vlm": vlm,
+            "hybrid": hybrid,
+            "chat": vlm.session(),
+            "picture": image,
+            "package": vlm.encode(image),
+            "closed": closed,
+        }
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture and something that is none, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    picture(1).save("picture.png")
+    Path("notes.txt").write_text("a note")
+
+
+def agree(said: str, page: str) -> bool:
+    """Whether the parts of the page's message stand in what was said, in their order."""
+    return re.search(".*".join(map(re.escape, page.split("..."))), said) is not None
+
+
+def test_there_are_at_least_fifteen() -> None:
+    assert len(ROWS) >= 15 and COMMANDS and PYTHON
+    assert len(ROWS) == PAGE.count("\n| `")
+
+
+@pytest.mark.parametrize(("command", "page"), COMMANDS)
+def test_a_command_says_what_the_page_says(command: str, page: str) -> None:
+    result = run(*shlex.split(command)[1:], code=2)
+    said = " ".join(re.sub("[╭╮╰╯│─]", " ", result.stderr).split())
+    assert agree(said, page), said
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("code", "page"), PYTHON)
+def test_python_raises_what_the_page_says(code: str, page: str, world: dict[str, Any]) -> None:
+    with pytest.raises(KeepsightError) as caught:
+        eval(code, dict(world))
+    said = " ".join(str(caught.value).split())
+    assert agree(said, page), said
