@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from keepsight.core.encodings import TenantEncodings
 from keepsight.errors import MessagesError
 from keepsight.models import upstream
 
@@ -80,17 +81,30 @@ class ControlTokens:
         return re.compile(_any_of(map(code.put, self.names)) or _NEVER)
 
     def encode(
-        self, tokenizer: PreTrainedTokenizerBase, rendered: Rendered, start: list[int]
-    ) -> list[int]:
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        rendered: Rendered,
+        start: list[int],
+        earlier: TenantEncodings | None = None,
+    ) -> list[int] | np.ndarray:
         """The ids of a text, in which no control token is but those that it writes out of code.
 
-        `start` is what the tokenizer puts before a text of its own accord.
+        `start` is what the tokenizer puts before a text of its own accord. A text that begins as an
+        `earlier` one did is tokenized from there on.
         """
         text, code = rendered.text, rendered.code
         bos = tokenizer.bos_token
         written = bos is not None and text.startswith(bos)
         lead = [] if written else start
         pieces = [text] if code is None else code.runs.split(text)
+        if len(pieces) == 1 and earlier is not None:
+
+            def clean(ids: np.ndarray, text: str, begins: bool) -> bool:
+                return not self._among(ids) - self._written(text) - Counter(lead if begins else ())
+
+            found = earlier.encode(tokenizer, text, not written, clean)
+            if found is not None:
+                return found
         if len(pieces) == 1:
             ids: list[int] = tokenizer(text, add_special_tokens=not written)["input_ids"]
         else:
@@ -129,7 +143,7 @@ class ControlTokens:
             return [i for c in text for i in upstream.encode_as_text(tokenizer, c)]
         return ids
 
-    def _among(self, ids: list[int]) -> Counter[int]:
+    def _among(self, ids: list[int] | np.ndarray) -> Counter[int]:
         """How often each control token occurs among some ids."""
         found = np.asarray(ids, dtype=np.int64)
         return Counter(found[np.isin(found, list(self._ids.values()))].tolist())

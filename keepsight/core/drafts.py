@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from keepsight.core.encodings import Encodings
 from keepsight.prefix.prompt import Prompt
 
 SHORTEST = 2  # tokens that must agree before what followed them is taken for a guess
@@ -65,9 +66,11 @@ class Tally:
 
 
 class Answers:
-    """Earlier answers by tenant, each with the end of its prompt, in one array of ids."""
+    """Earlier answers by tenant, each with the end of its prompt, in one array of ids; and the
+    latest prompts as texts."""
 
     def __init__(self) -> None:
+        self.prompts = Encodings()
         self._by_tenant: OrderedDict[str, np.ndarray] = OrderedDict()
 
     def of(self, tenant: str) -> np.ndarray:
@@ -83,7 +86,8 @@ class Answers:
             self._by_tenant.popitem(last=False)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget the answers of one tenant, or of all."""
+        """Forget the answers and prompts of one tenant, or of all."""
+        self.prompts.clear(tenant)
         if tenant is None:
             self._by_tenant.clear()
         else:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from keepsight.core.control_tokens import Rendered
+from keepsight.core.encodings import TenantEncodings
 from keepsight.core.lengths import Lengths
 from keepsight.core.template import ChatTemplate
 from keepsight.errors import (
@@ -78,9 +79,12 @@ class Renderer:
         messages: list[Message],
         name: Name,
         generate: bool = True,
+        earlier: TenantEncodings | None = None,
+        /,
         **template: Any,
     ) -> Prompt:
-        """The prompt of a conversation, ready for an answer unless `generate` is false.
+        """The prompt of a conversation, ready for an answer unless `generate` is false. `earlier`
+        are texts of the same tenant, of which this may be one more turn.
 
         With `continue_final_message` among the template's options the answer goes on with the last
         message; with `add_generation_prompt=False` the model writes its own beginning.
@@ -97,9 +101,9 @@ class Renderer:
         media = _in_order(spots, named)
         text, runs = self._insert(text, spots, media)
         self.lengths.check_rendered(text, self.tokenizer)
-        ids = self._chat.tokens.encode(self.tokenizer, Rendered(text, rendered.code), self._bos)
-        whole = np.asarray(ids, dtype=np.int64)
-        return self._expand(whole, runs, media, rendered.plain(text))
+        whole = Rendered(text, rendered.code)
+        ids = self._chat.tokens.encode(self.tokenizer, whole, self._bos, earlier)
+        return self._expand(np.asarray(ids, dtype=np.int64), runs, media, rendered.plain(text))
 
     def refuse_unseen(self, given: list[tuple[str, object]]) -> None:
         """Refuse media of a kind that this family does not take."""

@@ -168,8 +168,9 @@ class Runtime:
         """The prompt of a conversation: token ids, media and their ranges. Nothing is encoded."""
         if self.renderer is None:
             raise InputError(_NO_PROCESSOR)
-        how = self.vision_of(call.tenant).name if name is None else name
-        return self.renderer.render(messages, how, generate, **call.template)
+        given = (messages, name or self.vision_of(call.tenant).name, generate)
+        earlier = self.engine.answers.prompts.of(call.tenant)
+        return self.renderer.render(*given, earlier, **call.template)
 
     # -- tenants ---------------------------------------------------------------------------------
 
@@ -212,8 +213,7 @@ class Runtime:
         """Whoever may name tenants may name any number: the one longest unheard of is let go. What
         a tenant has under salts gives way to other salts of the same tenant and to nobody else, and
         what somebody pinned to nobody at all."""
-        account = account_of(tenant)
-        if tenant != account:
+        if tenant != (account := account_of(tenant)):
             own = [name for name in self._visions if name != account == account_of(name)]
             while len(own) >= MAX_SALTS:
                 self._let_go_of_one(own, "salts of one key")

@@ -153,8 +153,10 @@ class Intake:
         """The prompt of messages whose media were looked at before."""
         waiting = iter(media)
         long = characters([messages, call.template]) > _LONG
+        earlier = self._vlm.runtime.engine.answers.prompts.of(call.tenant)
         with self._long if long else self._short as renderer:
-            return renderer.render(messages, lambda image, kind: next(waiting), **call.template)
+            given = (messages, lambda image, kind: next(waiting), True, earlier)
+            return renderer.render(*given, **call.template)
 
     def explain(self, messages: list[Message], options: Options) -> Report:
         """The report that such a request would get. Its pictures are looked at as those of a

@@ -1,0 +1,253 @@
+"""Token ids of a text that begins as an earlier one did: only what was added is tokenized.
+
+A tokenizer takes the tokens that were added to it out of a text first, as they are written, and
+makes ids of each stretch between them by itself. So a text may be cut in front of such a token:
+what stands before it has the ids that it had. This is used for tokenizers of which it is shown by
+trying (`Seams`); it is looked for anew when anything of a tokenizer changes. A few tokens before
+the new ones are made again each time, and compared.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+LEAST = 512  # characters; a shorter text is tokenized whole
+MOST = 32  # texts that are remembered, of all tenants together
+_AGAIN = 2  # seams from the end of what is the same: so far back tokens are made again
+# What stands beside a seam when a tokenizer is tried: spaces of all kinds, accents that join with
+# what is before them, ligatures, scripts without spaces, joined emoji, digits, signs.
+_BESIDE = (
+    *(
+        "x",
+        " x",
+        "x ",
+        "  ",
+        "\n",
+        "\n\n x",
+        "\t",
+        "\u00a0",
+        "\u2581",
+        "\u0301e",
+        "e\u0301",
+        "\ufb01",
+    ),
+    *(
+        "\u4e2d\u6587",
+        "\U0001f469\u200d\U0001f467",
+        "12 345",
+        "'s",
+        "<|",
+        "|>",
+        "\u0e33",
+        "\uac01",
+        "A.",
+    ),
+)
+Clean = Callable[[np.ndarray, str, bool], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedText:
+    """A text and its ids. In front of each seam, a character and a token, it may be cut."""
+
+    tenant: str
+    seams_of: Seams
+    special: bool
+    text: str
+    ids: np.ndarray
+    characters: list[int]
+    tokens: list[int]
+
+
+class Seams:
+    """In front of which tokens a tokenizer's texts may be cut."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._state = _state(tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        added = {} if backend is None else backend.get_added_tokens_decoder()
+        self.longest = max((len(token.content) for token in added.values()), default=0)
+        self.names = {
+            number: token.content
+            for number, token in added.items()
+            if token.special
+            and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+            and len(token.content) > 1
+        }
+        if not self._are_shown(tokenizer):
+            self.names = {}
+        self.ids = np.array(sorted(self.names), dtype=np.int64)
+
+    def hold(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether nothing of the tokenizer was changed since it was tried."""
+        return self._state == _state(tokenizer)
+
+    def _are_shown(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        # Only Transformers' own classes, which hand a text to the library as it is.
+        if not self.names or not type(tokenizer).__module__.startswith("transformers."):
+            return False
+        name = next(iter(self.names.values()))
+        befores = [f"a{beside}" for beside in _BESIDE]
+        behinds = [f"{name}{beside}b" for beside in _BESIDE]
+        wholes = [before + behind for before in befores for behind in behinds]
+        first = tokenizer(befores)["input_ids"]
+        last = tokenizer(behinds, add_special_tokens=False)["input_ids"]
+        joined = [before + behind for before in first for behind in last]
+        return bool(tokenizer(wholes)["input_ids"] == joined)
+
+    def find(self, text: str, ids: np.ndarray, places: list[tuple[int, int]]) -> list[list[int]]:
+        """The seams of a text of which the place of each token is known: characters, and tokens."""
+        found: list[list[int]] = [[], []]
+        for token in np.flatnonzero(np.isin(ids, self.ids)).tolist():
+            start, end = places[token]
+            if end > start and text[start:end] == self.names[int(ids[token])]:
+                found[0].append(start)
+                found[1].append(token)
+        return found
+
+
+class Encodings:
+    """The latest texts of all tenants; each tenant's are of use to that tenant alone, also in time.
+
+    Safe in several threads, each with a tokenizer of its own.
+    """
+
+    def __init__(self) -> None:
+        self._latest: list[EncodedText] = []
+        self._tried: list[tuple[PreTrainedTokenizerBase, Seams]] = []
+        self._lock = threading.Lock()
+
+    def of(self, tenant: str) -> TenantEncodings:
+        """Those of one tenant."""
+        return TenantEncodings(self, tenant)
+
+    def seams(self, tokenizer: PreTrainedTokenizerBase) -> Seams:
+        """Where texts of a tokenizer, as it is now, may be cut."""
+        with self._lock:
+            tried = next((seams for known, seams in self._tried if known is tokenizer), None)
+        if tried is not None and tried.hold(tokenizer):
+            return tried
+        seams = Seams(tokenizer)
+        with self._lock:
+            self._tried = [pair for pair in self._tried if pair[0] is not tokenizer][-7:]
+            self._tried.append((tokenizer, seams))
+        return seams
+
+    def longest(
+        self, tenant: str, seams: Seams, special: bool, text: str
+    ) -> tuple[EncodedText | None, int]:
+        """The text that shares most with another, and how many characters."""
+        with self._lock:
+            known = list(self._latest)
+        best, most = None, 0
+        for one in reversed(known):
+            if one.tenant != tenant or one.seams_of is not seams or one.special != special:
+                continue
+            if one.text[most : most + 1] == text[most : most + 1]:
+                shared = _shared(one.text, text)
+                if shared > most:
+                    best, most = one, shared
+        return best, most
+
+    def put(self, made: EncodedText, instead: EncodedText | None) -> None:
+        """Remember a text, in place of one that it goes on from."""
+        with self._lock:
+            self._latest = [one for one in self._latest if one is not instead][1 - MOST :]
+            self._latest.append(made)
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Forget the texts of one tenant, or of all."""
+        with self._lock:
+            self._latest = [one for one in self._latest if tenant not in (None, one.tenant)]
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+
+@dataclass(frozen=True)
+class TenantEncodings:
+    """The latest texts of one tenant."""
+
+    _all: Encodings
+    tenant: str
+
+    def encode(
+        self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool, clean: Clean
+    ) -> np.ndarray | None:
+        """The ids of a text, or None where it has to be tokenized in another way.
+
+        With `special` the tokenizer puts before it what it puts before a text. `clean` is asked
+        whether new ids, of a text, are what they should be; and whether that text is the beginning.
+        """
+        if len(text) < LEAST:
+            return None
+        seams = self._all.seams(tokenizer)
+        if not seams.names:
+            return None
+        begun, shared = self._all.longest(self.tenant, seams, special, text)
+        character, token, until = (0, 0, 0) if begun is None else _cut(begun, shared, seams)
+        rest = text[character:]
+        made = tokenizer(
+            rest, add_special_tokens=special and not character, return_offsets_mapping=True
+        )
+        ids = np.asarray(made["input_ids"], dtype=np.int64)
+        if begun is not None and not np.array_equal(ids[: until - token], begun.ids[token:until]):
+            self._all.clear(self.tenant)
+            return None
+        if not clean(ids, rest, not character):
+            return None
+        characters, tokens = seams.find(rest, ids, made["offset_mapping"])
+        if begun is not None:
+            count = bisect_right(begun.characters, character - 1)
+            ids = np.concatenate([begun.ids[:token], ids])
+            characters = begun.characters[:count] + [character + one for one in characters]
+            tokens = begun.tokens[:count] + [token + one for one in tokens]
+        goes_on = begun is not None and shared == len(begun.text)
+        whole = EncodedText(self.tenant, seams, special, text, ids, characters, tokens)
+        self._all.put(whole, begun if goes_on else None)
+        return ids
+
+
+def _cut(begun: EncodedText, shared: int, seams: Seams) -> tuple[int, int, int]:
+    """Where a text that shares so much is cut: the character, its token, and the token up to which
+    both are certainly the same."""
+    # A longer token could begin at the last seam, or before it and end in what is new.
+    count = bisect_right(begun.characters, shared - seams.longest)
+    place = max(count - _AGAIN, 0)
+    if not count or not begun.characters[place]:
+        return 0, 0, 0
+    return begun.characters[place], begun.tokens[place], begun.tokens[count - 1]
+
+
+def _shared(one: str, other: str) -> int:
+    """How many leading characters two texts share."""
+    low, high, step = 0, min(len(one), len(other)), 4096
+    while low < high and one[low : low + step] == other[low : low + step]:
+        low, step = low + step, 2 * step
+    low, high = min(low, high), min(low + step, high)
+    while low < high:  # all before `low` is the same
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+    """All that decides which ids a text gets, as far as it can be changed on a live tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return ()
+    model = backend.model
+    parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor)
+    names = ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+    return (
+        *(type(tokenizer), backend, type(model), *map(repr, parts)),
+        *(getattr(model, name, None) for name in names),
+        *(backend.get_added_tokens_decoder(), backend.get_vocab_size(with_added_tokens=False)),
+        *(backend.encode_special_tokens, getattr(tokenizer, "split_special_tokens", None)),
+    )
