@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = options.folder or Path(draft)
         for shape in options.shape.split(","):
             path = checkpoint(shape, options.size, folder)
-            model = loading.load_model(str(path), options.dtype, None, None)
+            model = loading.load_named(str(path), options.dtype, None, None)[0]
             for tokens in options.tokens.split(","):
                 print(f"{shape}, {tokens} tokens a pass", file=sys.stderr, flush=True)
                 run = measure(model, int(tokens), options.behind, options.repetitions)

@@ -106,7 +106,7 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     clock = _Clock()
     clock.spent["imports"] = 1e3 * (time.time() - options.born)
     path = str(checkpoint(options.shape, options.size, options.folder))
-    model = loading.load_model(path, options.dtype, None, None)
+    model = loading.load_named(path, options.dtype, None, None)[0]
     clock.note("model")
     processor = loading.load_processor(path, None)
     clock.note("processor")

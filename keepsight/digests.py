@@ -49,17 +49,11 @@ def canonical_json(value: object) -> str:
     return json.dumps(plain, separators=(",", ":"))
 
 
-def fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest of named tensors over all their values, whatever their order.
+def weight_digest(tensor: torch.Tensor) -> str:
+    """The digest of one weight's values.
 
     Values and not bytes: a checkpoint in bfloat16 that is loaded in float32 has the same weights.
-    Which dtype they are held in is a circumstance, and is recorded as one.
     """
-    return fingerprint_of((name, weight_digest(tensor)) for name, tensor in tensors)
-
-
-def weight_digest(tensor: torch.Tensor) -> str:
-    """The digest of one weight's values."""
     return digest("weight", narrowest(tensor))
 
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -386,12 +385,7 @@ class VLM(DisplayedModel, AsyncAnswers):
     def __enter__(self) -> VLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _whose(self, tenant: str | None) -> str:

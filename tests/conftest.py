@@ -54,7 +54,7 @@ def demo_parts() -> dict[str, tuple[Any, Any]]:
     parts = {}
     for name in loading.DEMO:
         path = loading.model_path(name)
-        model = loading.load_model(path, "float32", None, None)
+        model = loading.load_named(path, "float32", None, None)[0]
         parts[name] = (model, loading.load_processor(path, None))
     return parts
 

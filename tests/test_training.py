@@ -208,7 +208,7 @@ def test_the_loss_curve_is_that_of_pixels_with_the_tower_absent(folder: Path) ->
         after = vlm.chat(told, max_new_tokens=4, do_sample=False)
         assert after.tokens and after.usage.cached_tokens == 0
     model, processor = (
-        loading.load_model(path, "float32", None, None),
+        loading.load_named(path, "float32", None, None)[0],
         loading.load_processor(path, None),
     )
     pixels = processor.image_processor(pictures(), return_tensors="pt")["pixel_values"]

@@ -29,8 +29,8 @@ def parts_of(kind: str, path: Path, dtype: str = "float32") -> tuple[Any, Any]:
     """The same checkpoint, wrapped whole and wrapped without its tower."""
     folder = str(folder_of(kind, path))
     _, processor = build(kind)
-    whole = loading.load_model(folder, dtype, None, None)
-    part = without_tower.load_model(folder, dtype, None, None)
+    whole = loading.load_named(folder, dtype, None, None)[0]
+    part = without_tower.load_named(folder, dtype, None, None)[0]
     return ks.wrap(whole, processor, grain=16), ks.wrap(part, processor, grain=16)
 
 
@@ -93,8 +93,8 @@ def test_demo_models_answer_from_packages(name: str, dtype: str, tmp_path: Path)
 
 
 def test_no_weight_of_the_tower_is_there_and_its_settings_are() -> None:
-    model = without_tower.load_model(loading.model_path("demo"), "float32", None, None)
-    whole = loading.load_model(loading.model_path("demo"), "float32", None, None)
+    model = without_tower.load_named(loading.model_path("demo"), "float32", None, None)[0]
+    whole = loading.load_named(loading.model_path("demo"), "float32", None, None)[0]
     assert not list(model.base_model.visual.parameters())
     assert not list(model.base_model.visual.buffers())
     merge = whole.base_model.visual.spatial_merge_size
@@ -107,7 +107,7 @@ def test_no_weight_of_the_tower_is_there_and_its_settings_are() -> None:
 
 def test_stock_forward_refuses_pixels_by_name() -> None:
     path = loading.model_path("demo")
-    model = without_tower.load_model(path, "float32", None, None)
+    model = without_tower.load_named(path, "float32", None, None)[0]
     processor = loading.load_processor(path, None)
     pixels = processor.image_processor([picture(1)], return_tensors="pt")
     with pytest.raises(UnsupportedInput, match="left out"):
@@ -142,14 +142,16 @@ def test_another_tower_has_another_name(tmp_path: Path) -> None:
     name = next(name for name in tensors if "visual" in name and tensors[name].dim() > 1)
     tensors[name].view(-1)[-1] += 1e-3
     save_file(tensors, file, {"format": "pt"})
-    part = ks.wrap(without_tower.load_model(str(tmp_path), "float32", None, None), whole.processor)
+    part = ks.wrap(
+        without_tower.load_named(str(tmp_path), "float32", None, None)[0], whole.processor
+    )
     assert part.runtime.weights.vision != whole.runtime.weights.vision
     assert part.runtime.weights.all != whole.runtime.weights.all
 
 
 def test_changed_files_are_noticed_where_they_have_to_be_read(tmp_path: Path) -> None:
     folder = folder_of("qwen3_vl", tmp_path / "model")
-    model = without_tower.load_model(str(folder), "float32", None, None)
+    model = without_tower.load_named(str(folder), "float32", None, None)[0]
     (file,) = folder.glob("*.safetensors")
     os.utime(file, ns=(1, 1))
     with pytest.raises(UnreadableWeights, match="changed since"):
@@ -163,7 +165,9 @@ def test_a_checkpoint_without_a_weight_of_its_tower_is_refused(tmp_path: Path) -
     del tensors[next(name for name in tensors if "visual" in name)]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(UnreadableWeights, match="lacks 1 weights"):
-        ks.wrap(without_tower.load_model(str(folder), "float32", None, None), build("qwen3_vl")[1])
+        ks.wrap(
+            without_tower.load_named(str(folder), "float32", None, None)[0], build("qwen3_vl")[1]
+        )
 
 
 def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
     model.save_pretrained(folder, max_shard_size="200KB")
     assert len(list(folder.glob("*.safetensors"))) > 3
     part = ks.wrap(
-        without_tower.load_model(str(folder), "float32", None, None), processor, grain=16
+        without_tower.load_named(str(folder), "float32", None, None)[0], processor, grain=16
     )
     assert same_names(ks.wrap(model, processor, grain=16), part)
 

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -216,12 +215,7 @@ class Prefix:
     def __enter__(self) -> Prefix:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -22,7 +22,6 @@ from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models.partial_processor import partial_processor
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
-DEMO_GRAIN = 16
 Rows = list[list[str | int | None]]  # of files: name, size, times and inode of each
 
 
@@ -31,13 +30,6 @@ def model_path(name: str) -> str:
     if name in DEMO:
         return str(Path(__file__).parents[1] / "demo" / "models" / DEMO[name])
     return os.path.expanduser(name) if name.startswith("~") else name
-
-
-def load_model(
-    path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
-) -> PreTrainedModel:
-    """The model, in eval mode."""
-    return load_named(path, dtype, device_map, revision)[0]
 
 
 def load_named(

@@ -39,17 +39,10 @@ _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # upstream reads ahead of us unless to
 _reading = RLock()
 
 
-def load_model(
-    path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
-) -> PreTrainedModel:
-    """The model in eval mode, with stand-ins where its tower would be."""
-    return load_named(path, dtype, device_map, revision)[0]
-
-
 def load_named(
     path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
 ) -> tuple[PreTrainedModel, str | None]:
-    """The model in eval mode, and the name of the files that all its weights are from."""
+    """The model in eval mode, stand-ins in the place of its tower, and the name of its files."""
     options = load_options(dtype, device_map, revision)
     before = files_of(path)
     with named_refusal(path):
