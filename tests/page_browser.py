@@ -75,6 +75,21 @@ def browser(profile: Path) -> Iterator[Any]:
             context.close()
 
 
+_FORGET = """() => new Promise((done) => {
+  localStorage.clear(), sessionStorage.clear();
+  const asked = indexedDB.deleteDatabase("keepsight");
+  asked.onsuccess = asked.onerror = done;
+})"""
+
+
+def forget(context: Any, url: str) -> None:
+    """Empty what a browser keeps for the pages of a server."""
+    tab = context.new_page()
+    tab.goto(f"{url}/page/theme.js")  # of the same origin, and not a page that keeps anything
+    tab.evaluate(_FORGET)
+    tab.close()
+
+
 class Page:
     """What a person does on the page, and what they see."""
 

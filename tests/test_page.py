@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_browser import Page, browser, expect
+from page_browser import Page, browser, expect, forget
 from server_harness import Live, Scripted, live, png
 
 import keepsight as ks
@@ -49,8 +49,8 @@ def opened(context: Any, server: Live) -> Iterator[Open]:
     yield open_page
     wrong = [text for page in pages for text in page.wrong]
     for page in pages:
-        page.tab.evaluate("localStorage.clear(); sessionStorage.clear()")
         page.close()
+    forget(context, server.url)
     assert not wrong
 
 
@@ -171,7 +171,7 @@ def test_a_branch_from_an_earlier_answer(opened: Open) -> None:
     page.answers.first.get_by_role("button", name="Branch").click()
     expect(page.question).to_be_focused()
     expect(page.answers).to_have_count(1)
-    expect(page.tab.locator(".hint")).to_contain_text("as a new branch")
+    expect(page.tab.locator(".hint")).to_contain_text("begins a new branch here")
     page.tab.get_by_role("button", name="Back to it").click()
     expect(page.tab.locator(".hint")).to_be_hidden()
     expect(page.answers).to_have_count(2)
@@ -180,6 +180,23 @@ def test_a_branch_from_an_earlier_answer(opened: Open) -> None:
     expect(page.answers).to_have_count(2)
     page.tab.get_by_role("button", name="Branch before").click()
     assert page.said() == "Red."
+
+
+def test_code_tables_and_formulas_are_drawn_and_copied(
+    opened: Open, scripted: Any, context: Any
+) -> None:
+    text = "| a | b |\n|---|--:|\n| 1 | 2 |\n\n```py\nx = 1\n```\n\n$x^2$"
+    live = scripted(Scripted(text))
+    context.grant_permissions(["clipboard-read", "clipboard-write"], origin=live.url)
+    page = opened(live.url)
+    answer = page.ask("Well?")
+    expect(answer.get_by_role("cell", name="2")).to_be_visible()
+    expect(answer.locator("math msup")).to_have_text("x2")
+    for name, copied in (("Copy the code", "x = 1"), ("Copy the answer", text)):
+        answer.get_by_role("button", name=name).click()
+        expect(answer.get_by_role("button", name=name)).to_have_text("Copied")
+        assert page.tab.evaluate("navigator.clipboard.readText()") == copied
+    assert page.overflow() == 0
 
 
 def test_settings_reach_the_request(opened: Open, scripted: Any) -> None:
@@ -482,8 +499,113 @@ def test_another_conversation_leaves_the_first_whole(opened: Open) -> None:
     assert page.said() == "Hello! Show me a picture."
     page.menu(DESCRIBE)
     assert page.said() == STAR.describe()
-    stored = page.tab.evaluate("JSON.stringify([localStorage, sessionStorage])")
-    assert stored == "[{},{}]", "nothing of it is written anywhere"
+
+
+def test_a_page_that_is_loaded_anew_has_lost_nothing(opened: Open) -> None:
+    page = opened()
+    page.attach(STAR, "star.png")
+    page.ask(DESCRIBE)
+    page.ask("What color is the shape in the picture?")
+    page.answers.first.get_by_role("button", name="Branch").click()
+    page.ask("Where is the shape in the picture?")
+    page.attach(RING, "ring.png")
+    page.question.fill("not asked yet")
+    page.tab.wait_for_timeout(600)
+    page.tab.reload()
+    expect(page.answers).to_have_count(2)
+    assert page.answers.first.locator(".said").inner_text() == STAR.describe()
+    expect(page.tab.locator(".shown img").first).to_have_js_property("complete", True)
+    expect(page.question).to_have_value("not asked yet")
+    expect(page.tab.locator(".chip.new .name")).to_have_text("ring.png")
+    page.tab.get_by_role("button", name="Remove ring.png").click()
+    page.tab.get_by_role("button", name="Branch before").click()
+    assert page.said() == "Red."
+    assert page.cached()[0] > 16, "what was measured is there too"
+    page.ask("What shape is in the picture?")
+    assert page.said() == "A star." and page.cached()[0] > 16
+    other = opened()  # another tab begins anew, and finds it in the menu
+    expect(other.answers).to_have_count(0)
+    other.menu(DESCRIBE)
+    assert other.said() == "A star."
+
+
+def test_an_answer_that_was_cut_off_by_a_reload_is_asked_again(
+    opened: Open, scripted: Any, context: Any
+) -> None:
+    script = Scripted(*["word "] * 400, wait=0.02)
+    page = opened(scripted(script).url)
+    page.question.fill("Talk.")
+    page.question.press("Enter")
+    expect(page.answers.last.locator(".said")).to_contain_text("word word")
+    page.tab.wait_for_timeout(700)
+    page.tab.reload()
+    expect(page.answers.last.locator(".note")).to_contain_text("loaded anew")
+    assert page.said().startswith("word word")
+    script.pieces, script.wait = ("Yes.",), 0.0
+    page.answers.last.get_by_role("button", name="Try again").click()
+    page.answered()
+    assert page.said() == "Yes."
+
+
+def test_conversations_are_deleted_or_not_kept_at_all(opened: Open) -> None:
+    page = opened()
+    page.ask("Hello!")
+    page.tab.wait_for_timeout(600)
+    page.tab.get_by_role("button", name="New").click()
+    page.tab.get_by_role("button", name="Menu").click()
+    page.tab.get_by_role("button", name="Delete the conversation: Hello!").click()
+    page.tab.locator("#menu button", has_text="Really?").click()
+    expect(page.tab.locator("#talks-field")).to_be_hidden()
+    page.tab.keyboard.press("Escape")
+    expect(page.tab.get_by_role("button", name="Menu")).to_be_focused()
+    page.ask("Hi")
+    page.menu("Settings")
+    page.tab.get_by_label("Keep conversations").uncheck()
+    page.tab.get_by_role("button", name="Done").click()
+    page.ask("Who are you?")
+    page.tab.wait_for_timeout(600)
+    page.tab.reload()
+    expect(page.tab.locator("#model")).to_have_text("demo")
+    expect(page.answers).to_have_count(0)
+    counts = page.tab.evaluate(_COUNTS)
+    assert counts == {"talks": 0, "turns": 0, "pictures": 0, "drafts": 0}
+
+
+_COUNTS = """() => new Promise((done) => {
+  indexedDB.open("keepsight").onsuccess = async ({ target: { result } }) => {
+    const names = [...result.objectStoreNames], counts = {};
+    for (const name of names) await new Promise((next) => {
+      result.transaction(name).objectStore(name).count().onsuccess = (event) => {
+        counts[name] = event.target.result;
+        next();
+      };
+    });
+    result.close();
+    done(counts);
+  };
+})"""
+
+
+def test_a_conversation_is_downloaded_and_gone_on_with(
+    opened: Open, server: Live, tmp_path: Path
+) -> None:
+    page = opened()
+    page.attach(STAR, "star.png")
+    page.ask(DESCRIBE)
+    with page.tab.expect_download() as markdown:
+        page.menu("Download as Markdown")
+    text = Path(markdown.value.path()).read_text(encoding="utf-8")
+    assert markdown.value.suggested_filename == "What-is-in-the-picture.md"
+    assert "![star.png](<star.png>)" in text and STAR.describe() in text
+    with page.tab.expect_download() as kept:
+        page.menu("Download as .keep")
+    path = tmp_path / kept.value.suggested_filename
+    assert path.suffix == ".keep"
+    kept.value.save_as(path)
+    session = server.service.vlm.resume(path)
+    reply = session.ask("What color is the shape in the picture?")
+    assert reply.text == "Red." and reply.usage.cached_tokens > 16
+    assert reply.usage.images_encoded == 0
 
 
 def test_a_picture_is_pasted_wherever_the_focus_is(opened: Open) -> None:

@@ -16,7 +16,15 @@ from starlette.types import ASGIApp
 from keepsight import __version__
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Record
-from keepsight.server import cache_api, chat_api, files_api, responses_api, responses_schema, site
+from keepsight.server import (
+    cache_api,
+    chat_api,
+    files_api,
+    keep_api,
+    responses_api,
+    responses_schema,
+    site,
+)
 from keepsight.server import schema as schemas
 from keepsight.server.errors import ApiError, from_validation, unknown
 from keepsight.server.metrics import CONTENT_TYPE
@@ -39,7 +47,7 @@ def build(service: Service) -> ASGIApp:
         docs_url=None,  # FastAPI's own is drawn by scripts from elsewhere
         dependencies=[Depends(_only_known)],
     )
-    for room in (chat_api, responses_api, files_api, cache_api):
+    for room in (chat_api, responses_api, files_api, cache_api, keep_api):
         app.include_router(room.routes(service), responses=_REFUSALS)
     app.include_router(site.routes())
     _plain_routes(app, service)

@@ -26,6 +26,11 @@ export async function call(path, body, signal) {
   return response.json();
 }
 
+/** A request whose answer is a file. */
+export async function file(path, body) {
+  return (await send(path, body)).blob();
+}
+
 /** A request whose answer is text. */
 export async function text(path) {
   return (await send(path)).text();

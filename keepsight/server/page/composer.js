@@ -5,7 +5,7 @@ import { announce, button, el } from "./dom.js";
 import { sorted, thumbnail } from "./pictures.js";
 
 /**
- * A composer. `options`: label, send (its word), onSend({text, pictures}), onCancel, model().
+ * A composer. `options`: label, send (its word), onSend({text, pictures}), onCancel, onChange, model().
  * onSend gives back what is in the way, in words; what was typed then stays. With onStop there is a
  * button that stops an answer, in the place of the one that asks.
  */
@@ -50,6 +50,8 @@ export function composer(options) {
     hint.replaceChildren(...(words ? [el("span", { text: words }), ...ways] : []));
   }
 
+  const changed = () => options.onChange?.();
+
   function drawTray() {
     tray.replaceChildren(...pictures.map((picture) => chip(picture, remove)));
     tray.hidden = !pictures.length;
@@ -59,6 +61,7 @@ export function composer(options) {
     const spot = pictures.indexOf(picture);
     pictures.splice(spot, 1);
     drawTray();
+    changed();
     announce(`${picture.name} removed`);
     (tray.querySelectorAll("button")[Math.min(spot, pictures.length - 1)] ?? text).focus();
   }
@@ -68,12 +71,15 @@ export function composer(options) {
     say(refused.length ? `${refused.join(", ")}: neither a picture nor a PDF.` : "");
     pictures.push(...found);
     drawTray();
+    changed();
     if (found.length) announce(`${found.map((p) => p.name).join(", ")} added`);
     text.focus();
     await look(found);
   }
 
+  /** Until the server has said what it serves, pictures wait; lookAgain comes then. */
   function look(some) {
+    if (!options.model()) return Promise.resolve();
     return Promise.all(some.map((picture) => picture.look(options.model()).then(drawTray)));
   }
 
@@ -87,6 +93,20 @@ export function composer(options) {
     pictures.length = 0;
     drawTray();
     fit();
+    changed();
+  }
+
+  /** What is written and not yet asked. */
+  const contents = () => ({ text: text.value, pictures: [...pictures] });
+
+  /** Put back what was written before the page was loaded anew. */
+  function restore(draft) {
+    if (text.value || pictures.length) return;
+    text.value = draft.text;
+    pictures.push(...draft.pictures);
+    drawTray();
+    fit();
+    look(draft.pictures);
   }
 
   function fit() {
@@ -95,7 +115,7 @@ export function composer(options) {
   }
 
   form.addEventListener("submit", (event) => (event.preventDefault(), send()));
-  text.addEventListener("input", fit);
+  text.addEventListener("input", () => (fit(), changed()));
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) (event.preventDefault(), send());
     if (event.key === "Escape" && options.onCancel) (event.stopPropagation(), options.onCancel());
@@ -108,8 +128,8 @@ export function composer(options) {
   chooser.addEventListener("change", () => (add([...chooser.files]), (chooser.value = "")));
   drawTray();
   requestAnimationFrame(fit);
-  const lookAgain = (all) => look(pictures.filter((picture) => all || picture.state === "refused"));
-  return { form, add, lookAgain, busy, advise, focus: () => text.focus() };
+  const lookAgain = (all) => look(pictures.filter((picture) => all || ["refused", "looking"].includes(picture.state)));
+  return { form, add, lookAgain, busy, advise, contents, restore, focus: () => text.focus() };
 }
 
 function chip(picture, remove) {

@@ -52,3 +52,12 @@ export function bytes(count) {
 
 /** "1 picture", "2 pictures". */
 export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
+/** Ask once more before what cannot be taken back. */
+export function twice(pressed, act) {
+  if (pressed.dataset.asked) return act();
+  const words = pressed.textContent;
+  pressed.dataset.asked = "yes";
+  pressed.textContent = "Really?";
+  setTimeout(() => (delete pressed.dataset.asked, (pressed.textContent = words)), 4000);
+}

@@ -2,7 +2,9 @@
 
 import { ApiError, call, events } from "./api.js";
 import { composer } from "./composer.js";
-import { announce, button, byId, el } from "./dom.js";
+import { announce, button, byId, el, twice } from "./dom.js";
+import { saveKeep, saveMarkdown } from "./download.js";
+import { Keeper, owner } from "./keeping.js";
 import { memoryView } from "./memory.js";
 import { menuOf } from "./menu.js";
 import { sampling, settings, systemPrompt } from "./settings.js";
@@ -171,12 +173,13 @@ function drawTalk() {
   foot.busy(page.running !== null);
   adviseNext(turns.at(-1));
   drawTalks();
+  keeper.soon(page.talk);
 }
 
 /** Where a conversation was cut to begin a branch: what to do next, and the way back. */
 function adviseNext(last) {
   if (page.running || last?.role !== "assistant" || last.chosen || !last.children.length) return foot.advise("");
-  foot.advise("Your next question goes on from the answer above, as a new branch; what followed it is kept.",
+  foot.advise("Your next question begins a new branch here; what followed is kept.",
     button("Back to it", () => acts.back(last)));
 }
 
@@ -197,6 +200,7 @@ function drawSoon(turn) {
     const fresh = drawn(turn);
     old.replaceWith(fresh);
     page.views.set(turn, fresh);
+    keeper.soon(page.talk);
     if (near) toEnd();
   });
 }
@@ -208,21 +212,42 @@ function toEnd() {
 }
 
 function drawTalks() {
-  const rows = page.talks.map((talk) => {
-    const current = talk === page.talk;
-    return el("li", {}, button(talk.title(), () => (menu.close(), goTo(talk)), { class: "talk-title", "aria-current": current ? "true" : null }));
-  });
-  byId("talks").replaceChildren(...rows);
-  byId("talks-field").hidden = page.talks.length < 2;
+  const said = page.talks.filter((talk) => talk.kept || talk.root.children.length).sort((a, b) => b.at - a.at);
+  byId("talks").replaceChildren(...said.map(talkRow));
+  byId("talks-field").hidden = !said.length;
+  for (const id of ["save-markdown", "save-keep"]) byId(id).disabled = !page.talk.root.children.length;
+}
+
+function talkRow(talk) {
+  const title = talk.title();
+  const current = talk === page.talk ? "true" : null;
+  const remove = button("Delete", () => twice(remove, () => removeTalk(talk)), { "aria-label": `Delete the conversation: ${title}` });
+  return el("li", {}, button(title, () => goTo(talk), { class: "talk-title", "aria-current": current, "data-closes": "" }),
+    el("span", { class: "when", text: new Date(talk.at).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" }) }), remove);
+}
+
+async function removeTalk(talk) {
+  page.talks = page.talks.filter((one) => one !== talk);
+  if (talk === page.talk) {
+    if (page.running) stop();
+    page.talk = null;
+    newTalk();
+  } else drawTalks();
+  byId("menu").querySelector("button:not(:disabled)").focus();
+  announce("The conversation is deleted");
+  await keeper.remove(talk);
 }
 
 /** Show another conversation. */
-function goTo(talk) {
+async function goTo(talk) {
   if (page.running) stop();
+  await keeper.read(talk);
   page.talk = talk;
   page.editing = null;
+  keeper.show(talk);
   show(false);
   drawTalk();
+  toEnd();
   foot.focus();
 }
 
@@ -240,9 +265,9 @@ function show(memory) {
 
 function newTalk() {
   if (!page.talk || page.talk.root.children.length) {
-    page.talk = new Talk();
+    page.talk = new Talk(owner());
     page.talks.push(page.talk);
-    page.talk.number = page.talks.length;
+    keeper.show(page.talk);
   }
   page.editing = null;
   drawTalk();
@@ -255,6 +280,7 @@ async function greet() {
   const { data } = await call("v1/models");
   page.model = data[0].id;
   byId("model").textContent = page.model;
+  byId("served").textContent = `served here: ${page.model}`;
   notice(null);
   foot.lookAgain();
 }
@@ -267,6 +293,19 @@ async function begin() {
   }
 }
 
+/** Bring back what this browser keeps: the conversations of the key, and the one shown here. */
+async function bringBack() {
+  const { talks, shown } = await keeper.all();
+  const unanswered = page.talk.turns().every((turn) => !turn.told?.usage);
+  if (unanswered) page.talk.owner = owner(); // such as a question that was refused without a key
+  else if (page.talk.owner !== owner()) page.talk = null;
+  page.talks = talks.filter((talk) => talk.id !== page.talk?.id);
+  if (page.talk) page.talks.push(page.talk);
+  if (shown && page.talk && !page.talk.root.children.length) return goTo(shown);
+  if (!page.talk) newTalk();
+  drawTalks();
+}
+
 function notice(error) {
   const room = byId("notice");
   room.hidden = error === null;
@@ -276,16 +315,29 @@ function notice(error) {
   room.replaceChildren(el("span", { text: needsKey ? "This server asks for an API key." : error.message }), again);
 }
 
+/** Something that did not work, and that asking the server again would not mend. */
+function warn(words) {
+  const room = byId("notice");
+  room.hidden = false;
+  room.replaceChildren(el("span", { text: words }), button("Close", () => (notice(null), foot.focus())));
+}
+
 // -- bringing it together ------------------------------------------------------------------------
 
-const dialog = settings(begin);
+const keeper = new Keeper(warn);
+const dialog = settings({ onKey: () => (bringBack(), begin()), onKeep: (on) => keeper.turn(on, page.talks) });
 const memoryRoom = memoryView(byId("memory-view"), {
   model: () => page.model,
   answers: () => page.answers,
 });
+let drafting = 0;
 const foot = composer({
   id: "question", label: "Your question", send: "Ask", placeholder: "Ask about a picture",
   model: () => page.model, onSend: (said) => ask(page.talk.leaf(), said), onStop: stop,
+  onChange: () => {
+    clearTimeout(drafting);
+    drafting = setTimeout(() => keeper.writeDraft(foot.contents()), 300);
+  },
 });
 const menu = menuOf(byId("open-menu"), byId("menu"));
 
@@ -293,6 +345,8 @@ function listen() {
   byId("foot").append(foot.form);
   byId("show-talk").addEventListener("click", () => show(false));
   byId("show-memory").addEventListener("click", () => show(true));
+  byId("save-markdown").addEventListener("click", () => saveMarkdown(page.talk));
+  byId("save-keep").addEventListener("click", () => saveKeep(page.talk, page.model).catch((error) => warn(error.message)));
   byId("new-talk").addEventListener("click", () => {
     if (page.running) stop();
     show(false);
@@ -340,7 +394,14 @@ function dropping() {
   });
 }
 
-listen();
-newTalk();
-begin();
-foot.focus();
+async function start() {
+  listen();
+  newTalk();
+  begin();
+  foot.focus();
+  await bringBack();
+  const draft = await keeper.draft();
+  if (draft) foot.restore(draft);
+}
+
+start();

@@ -72,7 +72,7 @@ function heading(line, at) {
   const found = HEADING.exec(line);
   if (!found) return null;
   // Above them stands who speaks, as a heading of the second level.
-  const tag = `h${Math.min(6, found[1].length + 2)}`;
+  const tag = `h${Math.min(6, Math.max(3, found[1].length + 1))}`;
   return [node(tag, {}, ...inline(found[2].trimEnd().replace(/ #+$/, ""))), at + 1];
 }
 

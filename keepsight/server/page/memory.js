@@ -2,7 +2,7 @@
 
 import { call, text } from "./api.js";
 import { gauge, history } from "./chart.js";
-import { announce, button, bytes, el, plural } from "./dom.js";
+import { announce, button, bytes, el, plural, twice } from "./dom.js";
 import { behind, thumbnail } from "./pictures.js";
 import { TIERS } from "./tiers.js";
 
@@ -129,13 +129,4 @@ function tier(name, kind, told, count, broken) {
     el("dd", { class: kind }, told.budget ? gauge(told.bytes, told.budget, `${name}: ${size}`) : null,
       el("span", { text: size }), el("span", { class: "small", text: count }),
       broken ? el("span", { class: "trouble", text: broken }) : null)];
-}
-
-/** Ask once more before what cannot be taken back. */
-function twice(pressed, act) {
-  if (pressed.dataset.asked) return act();
-  const words = pressed.textContent;
-  pressed.dataset.asked = "yes";
-  pressed.textContent = "Really? Press again";
-  setTimeout(() => (delete pressed.dataset.asked, (pressed.textContent = words)), 4000);
 }

@@ -20,10 +20,10 @@ export function menuOf(opener, panel) {
   panel.addEventListener("click", (event) => {
     if (event.target.closest("[data-closes]")) close();
   });
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !panel.hidden) (event.preventDefault(), opener.focus(), close());
+  });
   for (const room of [opener, panel]) {
-    room.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !panel.hidden) (event.preventDefault(), close());
-    });
     room.addEventListener("focusout", (event) => {
       const to = event.relatedTarget;
       if (to && to !== opener && !panel.contains(to)) set(false);

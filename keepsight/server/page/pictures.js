@@ -1,8 +1,9 @@
 // Pictures and PDFs that somebody brought: what they look like, what the API is sent, and under
-// which keys the server remembers them. They live in this page's memory alone.
+// which keys the server remembers them. `store.js` keeps their bytes.
 
 import { call } from "./api.js";
 import { el, plural } from "./dom.js";
+import { freshId } from "./store.js";
 import { TIERS, tierOf } from "./tiers.js";
 
 const shown = new Map(); // key of a picture -> { picture, page }
@@ -10,6 +11,7 @@ const shown = new Map(); // key of a picture -> { picture, page }
 /** One file. */
 export class Picture {
   constructor(file) {
+    this.id = freshId();
     this.file = file;
     this.pdf = file.type === "application/pdf" || /\.pdf$/i.test(file.name);
     this.name = file.name || (this.pdf ? "document.pdf" : "picture");
@@ -17,6 +19,19 @@ export class Picture {
     this.keys = []; // one, or those of the pages
     this.state = "looking";
     this.error = null;
+  }
+
+  /** As a row of the store. */
+  row() {
+    return { id: this.id, name: this.name, type: this.file.type, keys: this.keys, file: this.file };
+  }
+
+  /** From a row of the store. */
+  static of({ id, name, type, keys, file }) {
+    const picture = new Picture(new File([file], name, { type }));
+    picture.id = id;
+    picture.remember(keys);
+    return picture;
   }
 
   /** As a part of a message. */
@@ -31,7 +46,7 @@ export class Picture {
     try {
       const content = [await this.part()];
       const { report } = await call("v1/cache/explain", { model, messages: [{ role: "user", content }] });
-      this.remember(report.images);
+      this.remember(report.images.map((image) => image.key));
       const tiers = report.images.map(tierOf);
       this.state = tiers.includes("computed") ? "new" : "remembered";
       this.tier = tiers[0] === "memory" ? "" : `, ${TIERS[tiers[0]].where}`;
@@ -41,8 +56,9 @@ export class Picture {
     }
   }
 
-  remember(images) {
-    this.keys = images.map((image) => image.key);
+  /** Under which keys the server remembers it, page by page. */
+  remember(keys) {
+    this.keys = keys;
     this.keys.forEach((key, page) => shown.set(key, { picture: this, page }));
   }
 

@@ -1,7 +1,8 @@
-// Settings: how answers are made, the key, and the look. Only the look outlives the page.
+// Settings: how answers are made, the key, and the look. The look outlives the page.
 
 import { apiKey, setApiKey } from "./api.js";
 import { byId } from "./dom.js";
+import { isKeeping } from "./keeping.js";
 
 const LOOK = "keepsight-look";
 const LOOKS = ["system", "light", "dark"];
@@ -17,8 +18,8 @@ export function sampling() {
 
 export const systemPrompt = () => chosen.system;
 
-/** Make the dialog and the switch work. `onKey` is called when the key has changed. */
-export function settings(onKey) {
+/** Make the dialog and the switch work. `onKey()`: the key has changed; `onKeep(on)`: whether to keep conversations. */
+export function settings({ onKey, onKeep }) {
   const dialog = byId("settings");
   showLook(look());
   byId("open-settings").addEventListener("click", open);
@@ -27,7 +28,7 @@ export function settings(onKey) {
   for (const radio of dialog.querySelectorAll("[name=look]")) {
     radio.addEventListener("change", () => setLook(radio.value));
   }
-  dialog.addEventListener("close", () => take(onKey));
+  dialog.addEventListener("close", () => (onKeep(byId("set-keep").checked), take(onKey)));
   byId("settings-form").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.tagName === "INPUT") (event.preventDefault(), finish());
   });
@@ -39,6 +40,7 @@ export function settings(onKey) {
 
   function open() {
     byId("set-key").value = apiKey();
+    byId("set-keep").checked = isKeeping();
     dialog.querySelector(`[name=look][value=${look()}]`).checked = true;
     dialog.showModal();
   }

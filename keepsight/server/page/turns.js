@@ -42,6 +42,7 @@ function answer(turn, acts) {
   if (turn.error) parts.push(trouble(turn.error, acts));
   if (turn.told.reason === "length") parts.push(note("Cut off: the longest answer allowed was reached. Settings say how long it may be."));
   if (turn.stopped) parts.push(note("Stopped."));
+  if (turn.broken) parts.push(note("Cut off: the page was closed or loaded anew before the answer was whole."));
   const told = measurements(turn.told, picturesOf(turn), turn.open, (open) => (turn.open = open));
   if (told) parts.push(told);
   return parts;
@@ -80,7 +81,7 @@ function deeds(turn, acts) {
     return turn.text ? [edit, copyButton(() => turn.text, "Copy the question")] : [edit];
   }
   const made = turn.text ? [copyButton(() => turn.text, "Copy the answer")] : [];
-  made.push(button(turn.error || turn.stopped ? "Try again" : "Regenerate", () => acts.regenerate(turn)));
+  made.push(button(turn.error || turn.stopped || turn.broken ? "Try again" : "Regenerate", () => acts.regenerate(turn)));
   if (turn.chosen) made.push(button("Branch", () => acts.branch(turn), { title: "Go on from here in another way" }));
   return made;
 }
