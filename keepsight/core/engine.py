@@ -21,6 +21,7 @@ from keepsight.core.drafts import Answers, Costs, Drafts, Tally, words_of
 from keepsight.core.kernels.passes import Kernels, running
 from keepsight.core.lanes import Lanes, restore, shared
 from keepsight.core.placement import Placement
+from keepsight.core.positions import place
 from keepsight.core.state import Lane, Shape, Tensors, pattern
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
@@ -151,11 +152,12 @@ class Engine:
     @quietly
     def start(self, prompt: Prompt, match: Match, room: int, kernels: Kernels | None = None) -> Run:
         """Put a lane where the (held) match ends. `room`: tokens that will follow the prompt."""
-        positions = self._family.positions(prompt.ids, prompt.types, prompt.grids)
         lane = self.lanes.take(match.node)
         lane.busy = True
         lane.reserve(len(prompt) + room)
         length = shared(lane, match.base.chain())
+        lane.placed = place(self._family, prompt, lane.placed if length else None)
+        positions = lane.placed.positions
         lane.rewind(length)
         restore(lane, match, length)
         # As upstream's `generate` goes on: behind the last token, not behind the largest position,

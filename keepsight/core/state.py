@@ -20,6 +20,7 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from keepsight.core.lane_layer import CrossLayer, LaneLayer, WindowLayer
 from keepsight.core.lane_mixer import MixerLayer
+from keepsight.core.positions import Placed
 from keepsight.errors import UnsupportedModel
 from keepsight.formats.package import storage_bytes
 from keepsight.kinds import CacheLayer, Record
@@ -131,6 +132,7 @@ class Lane:
         self.length = self._start = 0
         self.marks: list[tuple[int, Node]] = []  # (end, node): what of the tree is here in full
         self.busy = False
+        self.placed: Placed | None = None  # the prompt it held last, with its positions
 
     @property
     def full(self) -> list[LaneLayer]:

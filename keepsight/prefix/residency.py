@@ -126,6 +126,7 @@ class Residency:
             self.settle()
 
     def _let(self, node: Node) -> None:
+        self._touched.add(node.home.account)
         for n in reversed(node.chain()):
             n.holds -= 1
             if not n.holds:
@@ -146,7 +147,6 @@ class Residency:
             for part in node.parts:
                 self._drop(part)
             return
-        self._touched.add(node.home.account)
         for part in node.parts:
             if part.tier:
                 self._tier(part).offer(part)
