@@ -9,7 +9,9 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,53 @@ def test_notes_of_accounts_may_say_anything(tmp_path: Path, opened: Opened, lie:
     store.flush()
     assert 0 < nbytes(tmp_path, *salts("ann")) <= QUOTA and store.check() == []
     assert lie != "a link" or not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_salts_that_have_nothing_any_more_leave_nothing(tmp_path: Path, opened: Opened) -> None:
+    """A folder takes room that no quota counts, and a key may have any number of salts."""
+    store = opened(tmp_path)
+    for name in salts("ann", 40):
+        key = put(store, name)
+        store.flush()
+        store.tenant(name).pin("package", key)
+        store.tenant(name).pin("package", key, False)
+    whose = {folder.name for folder in (tmp_path / "tenants").iterdir()}
+    assert 0 < len(whose) <= 4
+    notes = {note.stem for note in (tmp_path / layout.ACCOUNTS).glob("*/*")}
+    assert notes == whose == set(store.tenants())
+    for name in salts("ann", 40):
+        store.tenant(name).clear()
+    assert not list((tmp_path / "tenants").iterdir()) and store.check() == []
+    assert not list((tmp_path / layout.ACCOUNTS).glob("*/*"))
+    assert store._guard.act(lambda book: [*book._base.execute("SELECT * FROM account")]) == []
+
+
+def test_a_salt_is_written_while_another_process_removes_its_folders(
+    tmp_path: Path, opened: Opened
+) -> None:
+    one, two = opened(tmp_path), opened(tmp_path)
+    name, over = under_salt("ann", "salt"), threading.Event()
+
+    def clear() -> None:
+        while not over.is_set():
+            two.tenant(name).clear()
+
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(clear)
+        try:
+            for number in range(60):
+                put(one, name, number, 10)
+                one.flush()  # nothing is refused, whoever removes what
+        finally:
+            over.set()
+        done.result(30)
+    key = put(one, name, -1)
+    one.flush()
+    assert two.tenant(name).get("package", key) is not None and two.check() == []
+    assert two._guard.act(lambda book: book.account(layout.tenant_digest(name))) == (
+        layout.tenant_digest("ann")
+    )
+    assert len(list((tmp_path / layout.ACCOUNTS).glob("*/*"))) == 1
 
 
 # -- at random -----------------------------------------------------------------------------------

@@ -156,6 +156,16 @@ class Catalogue:
             if tenant != account:
                 self._base.execute("INSERT INTO account VALUES (?, ?)", (tenant, account))
 
+    def has_rows(self, tenant: str) -> bool:
+        """Whether a tenant has anything, or is about to."""
+        query = "SELECT 1 FROM entry WHERE tenant = ? LIMIT 1"
+        return self._base.execute(query, (tenant,)).fetchone() is not None
+
+    def forget(self, tenant: str) -> None:
+        """Drop what is known of a tenant without rows."""
+        for table in ("account", "total"):
+            self._base.execute(f"DELETE FROM {table} WHERE tenant = ?", (tenant,))
+
     # -- rows ------------------------------------------------------------------------------------
 
     def put(self, entries: Iterable[Entry], state: int = THERE) -> None:

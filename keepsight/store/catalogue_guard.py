@@ -20,12 +20,13 @@ from typing import TypeVar
 
 from keepsight.errors import StoreError
 from keepsight.store import health, layout
-from keepsight.store.catalogue import GOING, NAME, THERE, WRITING, Catalogue, Scope
+from keepsight.store.catalogue import GOING, NAME, THERE, Catalogue, Scope
 from keepsight.store.choice import AT_ONCE, choose, knot, left_alone, raise_floor
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
 from keepsight.store.layout import EntryName
+from keepsight.store.leftovers import forget_empty, remove_empty, settle
 from keepsight.store.retry import opened, opened_to_read
 from keepsight.store.rows import accounts, everything, name_of, pins
 from keepsight.system import forks
@@ -33,7 +34,6 @@ from keepsight.system import forks
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _TROUBLE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQLite is damaged
-_UNDER_WAY = 600.0  # seconds that a write may take at most
 _AGAIN = 60.0  # seconds until a catalogue that could not be opened is tried again
 _FIRST_REBUILD, _LONGEST_REBUILD = 60.0, 3600.0  # between two that are made anew
 _LEFT: list[Catalogue | None] = []  # of a parent that had them in use when it forked
@@ -203,7 +203,7 @@ class CatalogueGuard:
 
     def _begin(self, made: Catalogue, replaced: bool) -> None:
         """Settle what the dead have left. Another's file in the place of ours may lack rows."""
-        _settle(made, self.folder)
+        settle(made, self.folder)
         if replaced:
             made.set_fact("complete", 0)
         if replaced or not made.fact("accounts"):
@@ -346,6 +346,8 @@ class CatalogueGuard:
             catalogue.drop(gone)
             catalogue.mark(stay, THERE)
             left = left_alone(catalogue, gone)
+            forget_empty(catalogue, self.folder, gone)
+        remove_empty(self.folder, map(name_of, gone))
         if failed is not None and not freed:
             raise StoreError(f"{self.folder.root}: entries cannot be removed: {failed}") from failed
         return freed + (self.remove(left) if left else 0)
@@ -376,24 +378,3 @@ class CatalogueGuard:
                 return went, freed
             self.change(lambda catalogue, w=worst: raise_floor(catalogue, w))  # type: ignore[misc]
             went, freed = went + places, freed + gone
-
-
-def _settle(catalogue: Catalogue, folder: Folder) -> None:
-    """Finish what was being written or removed when its process ended.
-
-    A file that is not there yet may still come, from a process that lives: its row stays a while,
-    or the file would stay unknown if that process were killed before it enters it.
-    """
-    if not catalogue.unsettled():
-        return
-    with catalogue:
-        now = time.time()
-        for place, state, since in catalogue.unsettled():
-            status = folder.status(name_of(place))
-            if state == GOING:
-                folder.remove(name_of(place))
-            if state == WRITING and status is not None:
-                catalogue.resize(place, status.st_size)
-                catalogue.mark([place], THERE)
-            elif state != WRITING or abs(now - since) > _UNDER_WAY:
-                catalogue.drop([place])

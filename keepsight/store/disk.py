@@ -26,6 +26,7 @@ from keepsight.store.entryfile import FORMAT
 from keepsight.store.folder import Folder
 from keepsight.store.health import OK, Health
 from keepsight.store.layout import EntryName
+from keepsight.store.leftovers import remove_empty
 from keepsight.store.pending import PendingWrite
 from keepsight.store.rows import pin_name
 from keepsight.store.tally import COUNTED, Counted
@@ -317,6 +318,7 @@ class DiskStore:
                 self._folder.write(pin_name(place), [b"{}"], None)
             else:
                 self._folder.remove(pin_name(place))
+                remove_empty(self._folder, [pin_name(place)])
                 self._writer.pins.worked()
         except OSError as error:
             raise StoreError(f"{self.root}: no pin can be set or removed: {error}") from error
@@ -377,9 +379,10 @@ class DiskStore:
         tower = self._guard.act(lambda catalogue: catalogue.tower(places))
         freed = self._guard.remove(tower)
         self._writer.pins.worked()
-        for place in tower:
-            if self._folder.status(pin_name(place)) is not None:
-                self._folder.remove(pin_name(place))
+        pinned = [pin_name(place) for place in tower if self._folder.status(pin_name(place))]
+        for name in pinned:
+            self._folder.remove(name)
+        remove_empty(self._folder, pinned)
         return freed
 
     def check(self, repair: bool = False) -> list[str]:

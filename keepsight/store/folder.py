@@ -30,6 +30,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 BUFFER = -1  # as the system has it
 _AT_ONCE = 16  # syncs that the disk is asked for together
+_TIMES = 5  # that a folder is made which others remove
 _LEFT_OVER = 60.0  # seconds; a writer locks its part at once: what is older and free is left over
 
 
@@ -146,13 +147,8 @@ class Folder:
         """
         *folders, last = name.split("/")
         self._make_root()
-        inside = self._open(folders, make=True)
         temporary = f"{PART}{secrets.token_hex(8)}"
-        try:
-            handle = private_files.new_file(temporary, _FILE, inside)
-        except BaseException:
-            os.close(inside)
-            raise
+        inside, handle = self._new_file(folders, temporary)
         part = PartFile("/".join(folders), last, temporary, inside, os.fdopen(handle, "wb", BUFFER))
         try:
             _lock(handle)
@@ -164,6 +160,21 @@ class Folder:
             part.drop()
             raise
         return part
+
+    def _new_file(self, folders: list[str], last: str) -> tuple[int, int]:
+        """A folder and a new file in it, both open. A process may remove the folder as an empty one
+        (`remove_empty`) before there is a file in it: then it is made anew."""
+        for left in reversed(range(_TIMES)):
+            inside = -1
+            try:
+                inside = self._open(folders, make=True)
+                return inside, private_files.new_file(last, _FILE, inside)
+            except BaseException as error:
+                if inside >= 0:
+                    os.close(inside)
+                if not (left and isinstance(error, FileNotFoundError)):
+                    raise
+        raise FileNotFoundError(f"{self.root}: the folder is removed again and again")
 
     def finish(self, parts: list[PartFile]) -> list[PartFile]:
         """Bring files to the disk and put them in place; each has its `error` then, or none.
@@ -192,6 +203,17 @@ class Folder:
         except FileNotFoundError:
             return False
         return True
+
+    def remove_empty(self, folder: str, below: str) -> None:
+        """Remove a folder and those above it, as long as they are empty and lie below another."""
+        while folder.startswith(f"{below}/"):
+            above, _, last = folder.rpartition("/")
+            try:
+                with self._inside(above.split("/")) as inside:
+                    os.rmdir(last, dir_fd=inside)
+            except OSError:
+                return
+            folder = above
 
     def set_aside(self, name: str) -> None:
         """Move what lies under a name out of the way, so that its place is free."""
