@@ -44,6 +44,7 @@ from keepsight.media.medium import Picture, Pictures
 from keepsight.models import loading, without_tower
 from keepsight.models.blindfold import blindfold
 from keepsight.models.families import family_of
+from keepsight.models.loadable import check_loadable
 from keepsight.models.tested import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
@@ -69,6 +70,7 @@ def load(
             path, dtype, device_map, vision, revision, options.get("store")
         )
     else:
+        check_loadable(path, device_map, revision)
         load_named = loading.load_named if vision else without_tower.load_named
         model, files = load_named(path, dtype, device_map, revision)
     processor = loading.load_processor(path, revision)

@@ -59,6 +59,9 @@ def parse(argv: list[str], check_model: CheckModel | None = None) -> argparse.Na
     """The options; what is wrong with them ends the program with one line."""
     parser = _parser()
     options = parser.parse_args(argv)
+    if options.model is not None and options.option is not None:
+        parser.error(f"{options.model!r} and --model {options.option}: name one model")
+    options.model = options.model or options.option
     if options.model is None:
         return options
     if options.model_shape is not None:
@@ -71,6 +74,7 @@ def parse(argv: list[str], check_model: CheckModel | None = None) -> argparse.Na
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="keepsight bench", description=_ABOUT)
     parser.add_argument("model", nargs="?", help="a checkpoint or an export; else one is built")
+    parser.add_argument("--model", "-m", dest="option", help="as MODEL, said with an option")
     parser.add_argument("--model-shape", type=_several(SHAPES))
     parser.add_argument("--workload", type=_several(WORKLOADS))
     parser.add_argument("--dtype", type=_several(("float32", "bfloat16")), default=["float32"])
@@ -78,13 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=_positive, help="turns, steps or requests of each workload")
     parser.add_argument("--repetitions", type=_positive, help="of each workload")
     parser.add_argument("--grain", type=_positive, help="tokens between two snapshots, at least")
-    parser.add_argument("--device", default=None, help="where the model goes, such as cuda")
+    parser.add_argument(
+        "--device", "--device-map", default=None, help="where it goes, such as cuda"
+    )
     parser.add_argument("--scale", choices=SCALES, default="full", help="of the workloads")
     parser.add_argument(
         "--quick", dest="scale", action="store_const", const="quick", help="--scale quick"
     )
     parser.add_argument("--folder", type=Path, default=_folder(), help="where checkpoints are kept")
     parser.add_argument("--out", type=Path, help="write the result here, as JSON")
+    parser.add_argument("--json", action="store_true", help="JSON for machines, and no tables")
     return parser
 
 

@@ -44,15 +44,18 @@ def run(argv: list[str], options: argparse.Namespace) -> int:
         for dtype in options.dtype:
             say(f"{shape}, {dtype}: {', '.join(names)}")
             result["runs"].append(_run(shape, dtype, names, options, say))
-    tables.show(result, console)
+    if not options.json:
+        tables.show(result, console)
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, separators=(",", ":")))
+    if options.json or not sys.stdout.isatty():
+        print(json.dumps(result, separators=(",", ":")))
     return 1 if any(tables.warnings(run) for run in result["runs"]) else 0
 
 
 def _command(argv: list[str], model: str | None) -> list[str]:
     """The command line without folders and files of this machine."""
+    argv = [word for word in argv if word != "--json"]
     words = [Path(word).name if word == model else word for word in argv]
     for name in ("--out", "--folder"):
         if name in words:

@@ -8,6 +8,7 @@ exit code 1 means that a command worked and did not like what it found.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,7 @@ from keepsight.cli.options import (
     Named,
     Prompt,
     Remote,
+    Runtime,
     Seed,
     ShowReport,
     SomeModel,
@@ -37,9 +39,11 @@ from keepsight.cli.options import (
     Temperature,
     Tenant,
     TopP,
+    Weights,
     check_images,
     decoding,
     load,
+    one_model,
 )
 from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
 from keepsight.errors import InputError
@@ -54,7 +58,6 @@ app = typer.Typer(
     cls=ErrorsByName,
     help="Memory for vision-language models. Look once, remember.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -109,6 +112,8 @@ def ask(
     seed: Seed = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
+    runtime: Runtime = None,
+    weights: Weights = None,
     store: Store = None,
     remote: Remote = None,
     tenant: Tenant = None,
@@ -129,7 +134,8 @@ def ask(
     messages = [user_message(question, [open_image(name) for name in images])]
     out = console()
     pixels = (min_pixels, max_pixels)
-    with load(model, dtype, device_map, store, grain, pixels, remote, tenant) as vlm:
+    how = {"runtime": runtime, "weights": weights}
+    with load(model, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
         if as_json:
             reply = vlm.chat(messages, **options)
             usage, report_dict = vars(reply.usage), reply.report.to_dict()
@@ -170,6 +176,8 @@ def chat(
     seed: Seed = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
+    runtime: Runtime = None,
+    weights: Weights = None,
     store: Store = None,
     remote: Remote = None,
     tenant: Tenant = None,
@@ -180,16 +188,14 @@ def chat(
 ) -> None:
     """A conversation; /help lists what else can be done in it."""
     options = decoding(max_tokens, temperature, top_p, seed)
-    if named is not None and model is not None:
-        raise InputError(f"{named!r} and --model {model}: name one model")
     check_images(image or [])
-    name = named or model or "demo"
-    check_model(name)
+    name = one_model(named, model)
     from keepsight.cli.chat import Shell
 
     history = Path(store).expanduser() / "chat-history" if store else None
     pixels = (min_pixels, max_pixels)
-    with load(name, dtype, device_map, store, grain, pixels, remote, tenant) as vlm:
+    how = {"runtime": runtime, "weights": weights}
+    with load(name, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
         shell = Shell(vlm, console(), options, history=history, reports=report)
         for name in image or []:
             shell.image(name)
@@ -231,19 +237,23 @@ def show(
 
 @app.command()
 def verify(
-    model: Annotated[str, typer.Argument(help="As --model of other commands.")] = "demo",
+    named: Named = None,
+    model: SomeModel = None,
     image: Images = None,
     prompt: Prompt = None,
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
+    runtime: Runtime = None,
+    weights: Weights = None,
     store: Store = None,
     grain: Grain = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
+    as_json: Json = False,
 ) -> None:
     """Cold against warm, and against stock Transformers, on your own model and images."""
     check_images(image or [])
-    check_model(model)
+    name = one_model(named, model)
     import random
 
     from keepsight.cli.chat import open_image
@@ -253,15 +263,19 @@ def verify(
     images: list[str | Package | Image] = [open_image(name) for name in image or []]
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
     question = prompt or "Describe the picture."
-    with load(model, dtype, device_map, store, grain, (min_pixels, max_pixels)) as vlm:
+    pixels = (min_pixels, max_pixels)
+    how = {"runtime": runtime, "weights": weights}
+    with load(name, dtype, device_map, store, grain, pixels, **how) as vlm:
         checks = certify(vlm.runtime, images, question)
     shown = table("looked at", "holds", "largest difference", "", right=("largest difference",))
     for check in checks:
         holds = "yes" if check.ok else "NO"
         shown.add_row(check.what, holds, f"{check.difference:.3g}", check.note)
-    console().print(shown)
     ok = all(check.ok for check in checks)
-    json_line({"ok": ok, "checks": [vars(check) for check in checks]})
+    if not as_json:
+        console().print(shown)
+    if as_json or not sys.stdout.isatty():
+        json_line({"ok": ok, "checks": [vars(check) for check in checks]})
     raise typer.Exit(0 if ok else 1)
 
 
@@ -287,8 +301,6 @@ def families(as_json: Json = False) -> None:
 
 def _about(family: type[Family]) -> str:
     """What a family reuses, and the first line of what its module says."""
-    import sys
-
     first = (sys.modules[family.__module__].__doc__ or "").split("\n\n")[0]
     said = " ".join(first.split())
     return said if family.reuse == "prefix" else f"{said} Reuses: {family.reuse}."

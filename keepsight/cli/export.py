@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keepsight.cli.options import Json
+from keepsight.cli.options import Json, Named, one_model
 from keepsight.cli.terminal import bytes_text, console, json_line, plain, table
+from keepsight.errors import InputError
 from keepsight.kinds import Record
 
 if TYPE_CHECKING:
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="demo, demo-hybrid, a folder, or a hub id.")],
     to: Annotated[Path, typer.Option("--to", help="The new folder.", show_default=False)],
+    named: Named = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="demo, demo-hybrid, a folder, or a hub id.")
+    ] = None,
     runtime: Annotated[
         str, typer.Option("--format", help="onnx (ONNX Runtime) or openvino.")
     ] = "onnx",
@@ -53,6 +57,9 @@ def export(
     ] = False,
 ) -> None:
     """A model as graphs for ONNX Runtime or OpenVINO, that sees and remembers as it did before."""
+    if named is None and model is None:
+        raise InputError("which model? write: keepsight export MODEL --to FOLDER")
+    name = one_model(named, model)
     err = console(stderr=True)
     err.file = sys.stderr  # the one of now: what is held back below is another
     start = time.perf_counter()
@@ -64,7 +71,7 @@ def export(
             err.print(plain(line))
 
         manifest = make(
-            model,
+            name,
             to,
             runtime=runtime,
             quantised=quantised,

@@ -41,7 +41,17 @@ Temperature = Annotated[
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The seed of sampling.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-DeviceMap = Annotated[str | None, typer.Option(help="Where the model goes: cpu, cuda, auto.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option("--device", "--device-map", help="Where the model goes: cpu, cuda, auto."),
+]
+Runtime = Annotated[
+    str | None,
+    typer.Option(help="torch, onnx, openvino or auto: exported once, into the store."),
+]
+Weights = Annotated[
+    str | None, typer.Option(help="int8, in an exported runtime. Default: as they are.")
+]
 Store = Annotated[
     str | None,
     typer.Option(envvar="KEEPSIGHT_STORE", help="Folder to remember in. Default: memory only."),
@@ -58,6 +68,15 @@ MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge smaller imag
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink larger images to this.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
 ShowReport = Annotated[bool, typer.Option("--report", help="Say what was reused, and why.")]
+
+
+def one_model(named: str | None, option: str | None) -> str:
+    """The model, said as the first word or with `--model`; the demo where neither is."""
+    if named is not None and option is not None:
+        raise InputError(f"{named!r} and --model {option}: name one model")
+    name = named or option or "demo"
+    check_model(name)
+    return name
 
 
 def check_images(names: Iterable[str]) -> None:
@@ -91,6 +110,8 @@ def load(
     if grain is not None:
         options["grain"] = grain
     options |= {"store": store or "", "remote": remote or "", "tenant": tenant}
+    if options.get("runtime") or options.get("weights"):
+        options["tell"] = lambda line: typer.echo(line, err=True)
     return ks.load(model, dtype=dtype, device_map=device_map, **options)
 
 

@@ -61,7 +61,8 @@ def _with_flags() -> Callable[..., None]:
     fields = {**ServerConfig.model_fields, **ModelSettings.model_fields}
     model, _ = fields.pop("model"), fields.pop("keys")
     flags = {
-        "model": Annotated[str | None, typer.Argument(help=model.description)],
+        "named": Annotated[str | None, typer.Argument(metavar="MODEL", help=model.description)],
+        "model": _option(str, "As MODEL, said with an option.", "--model", "-m"),
         "config": _option(str, "TOML or YAML with these flags."),
         "api_key": _option(list[str], _KEYS),
         "admin_key": _option(list[str], _ADMIN_KEYS),
@@ -78,6 +79,8 @@ def _with_flags() -> Callable[..., None]:
 def _flag(name: str, field: FieldInfo) -> object:
     """Return a setting as a flag. Sizes, times and the like are read from their text."""
     default, text = field.default, field.description or ""
+    if name == "device_map":
+        return _option(str, text, "--device", "--device-map")
     if isinstance(default, bool):
         flag = f"--{name.replace('_', '-')}"
         return _option(bool, text, flag if not default else f"{flag}/--no-{flag[2:]}")
@@ -151,6 +154,8 @@ def _settings(given: Options) -> tuple[ModelSettings, ServerConfig]:
     )
 
     given = dict(given)
+    if (named := given.pop("named", None)) is not None:
+        given["model"] = options.one_model(named, given.get("model"))
     keys = [ApiKey.parse(text) for text in given.pop("api_key", None) or []]
     keys += [ApiKey.parse(text, admin=True) for text in given.pop("admin_key", None) or []]
     path = given.pop("config", None)

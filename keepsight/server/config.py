@@ -147,6 +147,10 @@ class ModelSettings(StrictSettings):
     model: str | None = Field(None, description="demo, demo-hybrid, a folder, or a hub id.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16.")
     device_map: str | None = Field(None, description="Where the model goes: cpu, cuda, auto.")
+    runtime: str | None = Field(
+        None, description="torch, onnx, openvino or auto: exported once, into the store."
+    )
+    weights: str | None = Field(None, description="int8, in an exported runtime.")
     store: str | None = Field(
         None,
         description="Folder to remember in; without one, memory only.",

@@ -1,0 +1,141 @@
+"""One manner for all commands: how models and devices are named, what is JSON, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+import keepsight as ks
+from keepsight.bench import options as bench_options
+from keepsight.cli.app import app
+from keepsight.errors import InputError, ModelError, UnsupportedModel
+from keepsight.models import loadable
+
+
+def said(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("command", ["chat", "verify", "export", "serve"])
+def test_a_model_is_the_first_word_or_an_option_and_never_both(
+    command: str, tmp_path: Path
+) -> None:
+    more = ["--to", str(tmp_path / "x")] if command == "export" else []
+    for words in (["demo-hybird"], ["--model", "demo-hybird"], ["-m", "demo-hybird"]):
+        code, text = said(command, *words, *more)
+        assert (code, "did you mean demo-hybrid?" in text) == (2, True), text
+    code, text = said(command, "demo", "--model", "demo-hybrid", *more)
+    assert code == 2
+    assert "'demo' and --model demo-hybrid: name one model" in text
+
+
+def test_the_benchmark_takes_a_model_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_options.parse(["demo"]).model == "demo"
+    assert bench_options.parse(["--model", "demo"]).model == "demo"
+    with pytest.raises(SystemExit):
+        bench_options.parse(["demo", "--model", "demo"])
+    assert "name one model" in capsys.readouterr().err
+
+
+def test_a_device_has_one_name_and_the_old_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("ask", "verify", "chat", "serve"):
+        words = ["what?"] if command == "ask" else ["demo"]
+        for option in ("--device", "--device-map"):
+            code, text = said(command, *words, option, "cuda")
+            assert code == 2
+            assert "device 'cuda'" in text
+            assert "leave the device out" in text
+
+
+def test_a_device_is_refused_by_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for good in (None, "cpu", "auto", "cuda", "cuda:1", {"": "cpu"}, torch.device("cpu")):
+        loadable.check_device(good)
+    with pytest.raises(InputError, match="there are 2 of them"):
+        loadable.check_device("cuda:2")
+
+
+def test_a_model_that_only_reads_text_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="has no vision tower: models of type 'llama'"):
+        ks.load(tmp_path)
+    code, text = said("ask", "what?", "--model", str(tmp_path))
+    assert (code, "has no vision tower" in text) == (2, True)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_hub_that_cannot_be_reached_is_said_within_two_seconds(
+    silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*arguments: Any, **options: Any) -> None:
+        if silent:
+            time.sleep(30)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", asked)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loadable, "PATIENCE", 0.2)
+    with pytest.raises(ModelError, match="is not on this machine and the Hub cannot be reached"):
+        ks.load("somebody/some-model")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        ks.load("somebody/some-model")
+
+
+def test_json_is_printed_on_a_terminal_only_when_asked_for() -> None:
+    script = (
+        "import sys; from types import SimpleNamespace as N\n"
+        "import keepsight.core.verify as v\n"
+        "v.certify = lambda *a: [v.Check('one', True, 0.0, '')]\n"
+        "from keepsight.cli.app import app\n"
+        "app(['verify', 'demo', *sys.argv[1:]])\n"
+    )
+
+    def run(*words: str) -> str:
+        reading, writing = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, *words], stdout=writing, stderr=subprocess.DEVNULL
+        )
+        os.close(writing)
+        text = b""
+        while True:
+            try:
+                part = os.read(reading, 4096)
+            except OSError:  # how a terminal ends
+                part = b""
+            if not part:
+                break
+            text += part
+        os.close(reading)
+        assert process.wait(60) == 0
+        return text.decode()
+
+    shown = run()
+    assert "holds" in shown
+    assert '"ok"' not in shown
+    asked = run("--json")
+    assert "holds" not in asked
+    assert json.loads(asked)["ok"]
+
+
+def test_a_shell_completes_the_commands() -> None:
+    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="keepsight")
+    assert result.exit_code == 0
+    assert "_KEEPSIGHT_COMPLETE=complete_bash" in result.output
