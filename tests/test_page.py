@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from page_browser import Page, browser, expect, forget
+from PIL import Image
 from server_harness import Live, Scripted, live, png
 
 import keepsight as ks
 from keepsight.demo.scene import Scene
+from keepsight.media import sources
 from keepsight.report import Piece, Report, Segment, Usage
 from keepsight.server.config import ApiKey
 
@@ -138,6 +142,54 @@ def test_an_answer_is_stopped_and_what_came_stays(opened: Open, scripted: Any) -
 
 
 # -- turns ---------------------------------------------------------------------------------------
+
+
+def photo(size: tuple[int, int]) -> bytes:
+    """A JPEG of a camera held upright: on its side, with a note that says so; its top is red."""
+    image = Image.new("RGB", size, "white")
+    image.paste("red", (0, 0, size[0] // 4, size[1]))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=80, exif=turned)
+    return buffer.getvalue()
+
+
+def test_a_large_photo_is_sent_smaller_and_upright(opened: Open, scripted: Any) -> None:
+    script = Scripted("Yes.")
+    page = opened(scripted(script).url)
+    page.files("drop", ("a.jpg", "image/jpeg", photo((3600, 2700))))
+    note = "new, shrunk from 2700 × 3600 to 1732 × 2309"
+    expect(page.tab.locator(".chip .words")).to_have_text(note)
+    page.ask("Well?")
+    page.menu("Settings")
+    page.tab.get_by_label("Make photos").uncheck()
+    page.tab.get_by_role("button", name="Done").click()
+    page.files("drop", ("a.jpg", "image/jpeg", photo((3600, 2700))))
+    expect(page.tab.locator(".chip .words")).to_have_text("new")
+    page.ask("And this?")
+    first, second = (sources.open_source(part) for part in pictures_of(script.asked[1][0]))
+    sent = first.decode()
+    assert isinstance(sent, Image.Image) and isinstance(second.decode(), Image.Image)
+    assert sent.size == (1732, 2309) and second.decode().size == (2700, 3600)
+    assert sent.getpixel((800, 20))[1] < 60, "red is at the top"
+    assert sent.getpixel((20, 2000))[1] > 200
+
+
+def pictures_of(messages: Any) -> list[Any]:
+    parts = [part for said in messages if said["role"] == "user" for part in said["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def test_a_photo_that_cannot_be_read_here_says_what_to_do(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    page = opened()
+    page.files("paste", ("IMG_1.HEIC", "", b"\0\0\0\x18ftypheic\0\0\0\0" + bytes(60)))
+    chip = page.tab.locator(".chip.refused")
+    expect(chip.locator(".words")).to_contain_text("pip install pillow-heif")
+    expect(chip.locator(".thumb")).to_have_text("HEIC")
 
 
 def test_edit_regenerate_and_branches(opened: Open) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -159,3 +160,31 @@ def test_a_large_picture_is_named_band_by_band_as_in_one(
     monkeypatch.setattr(Image.Image, "tobytes", noted)
     assert sources._pixels(image) == whole
     assert sources.open_source(image).name == name and max(at_once) == 8
+
+
+def heic(size: tuple[int, int]) -> bytes:
+    """A phone's photo held upright: on its side, with a note that says so."""
+    plugin = pytest.importorskip("pillow_heif", reason="needs pillow-heif")
+    image = Image.new("RGB", size, "white")
+    image.paste("red", (0, 0, size[0] // 4, size[1]))
+    turned = Image.Exif()
+    turned[ORIENTATION] = 6
+    buffer = io.BytesIO()
+    plugin.from_pillow(image).save(buffer, exif=turned.tobytes())
+    return buffer.getvalue()
+
+
+def test_a_heic_photo_is_opened_upright_and_nothing_is_registered() -> None:
+    data = heic((64, 48))
+    image = pictures.decode(data, "it")
+    assert pictures.size_of(data, "it") == image.size == (48, 64)
+    assert image.mode == "RGB" and image.getpixel((24, 4))[1] < 60
+    assert "HEIF" not in Image.OPEN
+    with pytest.raises(ImageError, match="cannot be decoded"):
+        pictures.decode(data[: len(data) // 2], "it")
+
+
+def test_a_heic_photo_says_what_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(ImageError, match="HEIC photo.* pip install pillow-heif.* JPEG"):
+        pictures.size_of(b"\0\0\0\x18ftypheic" + bytes(64), "it")

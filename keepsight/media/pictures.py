@@ -8,6 +8,7 @@ written, and its pixels no more than the caller takes.
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 import struct
@@ -22,6 +23,16 @@ from keepsight.errors import ImageError
 MAX_PIXELS = 120_000_000  # decoded, this is 360 MB; what is larger is refused as a bomb
 # Others have readers that believe too much (an icon holds a picture of any size) or run programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF")
+_HEIF = (
+    b"heic",
+    b"heix",
+    b"heim",
+    b"heis",
+    b"hevc",
+    b"hevx",
+    b"mif1",
+    b"msf1",
+)  # not AVIF's brands
 _PARTS = 65_536  # chunks, segments or blocks that a reader goes through in Python
 _SCANS = 100  # of a progressive JPEG; each goes over all of the picture
 _TAGS = 4096  # of a TIFF
@@ -79,6 +90,9 @@ def _opened(data: bytes, label: str) -> Image.Image:
     if not data:
         raise ImageError(f"{label} is empty")
     Image.init()  # again after each plugin that somebody registers
+    heif = data[4:8] == b"ftyp" and data[8:12] in _HEIF and b"avif" not in data[16:64]
+    if heif and "HEIF" not in Image.OPEN:
+        return _opened_heif(data, label)
     try:
         for start, check in _CHECKS.items():
             if data.startswith(start):
@@ -97,6 +111,22 @@ def _opened(data: bytes, label: str) -> Image.Image:
         raise ImageError(f"{label} is refused: {error}; save it anew, as PNG or JPEG") from None
     except Exception as error:
         raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
+
+
+def _opened_heif(data: bytes, label: str) -> Image.Image:
+    """A phone's HEIC photo, by the plugin of Pillow for it, which is registered nowhere."""
+    try:
+        plugin = importlib.import_module("pillow_heif")
+    except ImportError:
+        raise ImageError(
+            f"{label} is a HEIC photo, and Pillow's plugin for these is not installed here: "
+            "pip install pillow-heif, or save the photo as JPEG"
+        ) from None
+    try:
+        image: Image.Image = plugin.HeifImageFile(io.BytesIO(data))
+    except Exception as error:  # it raises almost anything on a damaged file
+        raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
+    return image
 
 
 # -- what a file may be made of --------------------------------------------------------------------

@@ -17,7 +17,7 @@ export function composer(options) {
     id: options.id, rows: "1", enterkeyhint: "send", "aria-label": options.label, placeholder: options.placeholder,
   });
   const chooser = el("input", {
-    type: "file", accept: "image/*,application/pdf,.pdf", multiple: true, tabindex: "-1",
+    type: "file", accept: "image/*,application/pdf,.pdf,.heic,.heif", multiple: true, tabindex: "-1",
     class: "unseen", "aria-label": "Pictures or PDFs",
   });
   const hint = el("p", { class: "hint", hidden: true });
@@ -75,6 +75,7 @@ export function composer(options) {
     if (found.length) announce(`${found.map((p) => p.name).join(", ")} added`);
     text.focus();
     await look(found);
+    changed(); // the draft has them as they are sent
   }
 
   /** Until the server has said what it serves, pictures wait; lookAgain comes then. */

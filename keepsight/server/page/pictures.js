@@ -3,6 +3,7 @@
 
 import { call } from "./api.js";
 import { el, plural } from "./dom.js";
+import { fitted, isHeic } from "./photos.js";
 import { freshId } from "./store.js";
 import { TIERS, tierOf } from "./tiers.js";
 
@@ -18,24 +19,38 @@ export class Picture {
     this.url = this.pdf ? null : URL.createObjectURL(file);
     this.keys = []; // one, or those of the pages
     this.state = "looking";
+    this.note = ""; // what was done to it before it is sent
+    this.fitting = null;
     this.error = null;
   }
 
   /** As a row of the store. */
   row() {
-    return { id: this.id, name: this.name, type: this.file.type, keys: this.keys, file: this.file };
+    const { id, name, keys, note, file } = this;
+    return { id, name, keys, note, type: file.type, size: file.size, file };
   }
 
   /** From a row of the store. */
-  static of({ id, name, type, keys, file }) {
+  static of({ id, name, type, keys, note, file }) {
     const picture = new Picture(new File([file], name, { type }));
-    picture.id = id;
+    Object.assign(picture, { id, note });
     picture.remember(keys);
     return picture;
   }
 
+  /** Make a large photo smaller, once. */
+  fit() {
+    if (this.pdf) return null;
+    this.fitting ??= fitted(this.file).then(({ file, note }) => {
+      this.file = file;
+      this.note ||= note;
+    });
+    return this.fitting;
+  }
+
   /** As a part of a message. */
   async part() {
+    await this.fit();
     this.data ??= await dataUri(this.file);
     if (this.pdf) return { type: "file", file: { file_data: this.data, filename: this.name.slice(0, 200) } };
     return { type: "image_url", image_url: { url: this.data } };
@@ -75,7 +90,8 @@ export class Picture {
   get words() {
     if (this.state === "refused") return this.error;
     const pages = this.pdf && this.keys.length ? `${plural(this.keys.length, "page")}, ` : "";
-    return pages + { looking: "…", remembered: `remembered${this.tier}`, new: "new" }[this.state];
+    const note = this.note ? `, ${this.note}` : "";
+    return pages + { looking: "…", remembered: `remembered${this.tier}`, new: "new" }[this.state] + note;
   }
 }
 
@@ -86,7 +102,7 @@ export const behind = (key) => shown.get(key);
 export function sorted(files) {
   const usable = [], refused = [];
   for (const file of files) {
-    const fits = /^image\//.test(file.type) || file.type === "application/pdf" || /\.pdf$/i.test(file.name);
+    const fits = /^image\//.test(file.type) || isHeic(file) || file.type === "application/pdf" || /\.pdf$/i.test(file.name);
     (fits ? usable : refused).push(file);
   }
   return { pictures: usable.map((file) => new Picture(file)), refused: refused.map((file) => file.name) };
@@ -99,9 +115,16 @@ export function thumbnail(picture, page = null) {
     const text = picture ? (page === null ? "PDF" : `p. ${page + 1}`) : "?";
     return el("span", { class: "thumb blank", role: "img", "aria-label": label, title: label, text });
   }
-  const image = el("img", { class: "thumb", src: picture.url, alt: label, title: label });
-  image.addEventListener("error", () => image.replaceWith(thumbnail(null)), { once: true });
+  const title = picture.note ? `${label}, ${picture.note}` : label;
+  const image = el("img", { class: "thumb", src: picture.url, alt: label, title });
+  image.addEventListener("error", () => image.replaceWith(unseen(picture)), { once: true });
   return image;
+}
+
+/** A picture that this browser cannot show. */
+function unseen({ name, file }) {
+  const text = isHeic(file) ? "HEIC" : "?";
+  return el("span", { class: "thumb blank", role: "img", "aria-label": name, title: name, text });
 }
 
 function dataUri(file) {

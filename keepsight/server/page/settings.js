@@ -3,6 +3,7 @@
 import { apiKey, setApiKey } from "./api.js";
 import { byId } from "./dom.js";
 import { isKeeping } from "./keeping.js";
+import { isShrinking, setShrinking } from "./photos.js";
 
 const LOOK = "keepsight-look";
 const LOOKS = ["system", "light", "dark"];
@@ -41,6 +42,7 @@ export function settings({ onKey, onKeep }) {
   function open() {
     byId("set-key").value = apiKey();
     byId("set-keep").checked = isKeeping();
+    byId("set-photos").checked = isShrinking();
     dialog.querySelector(`[name=look][value=${look()}]`).checked = true;
     dialog.showModal();
   }
@@ -48,6 +50,7 @@ export function settings({ onKey, onKeep }) {
 }
 
 function take(onKey) {
+  setShrinking(byId("set-photos").checked);
   chosen.system = byId("set-system").value.trim();
   chosen.temperature = number("set-temperature");
   chosen.tokens = number("set-tokens");
