@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from huggingface_hub import constants
 from models import picture
 from test_cli import run
 
@@ -19,7 +24,7 @@ import keepsight as ks
 from keepsight.errors import KeepsightError
 
 PAGE = (Path(__file__).parent.parent / "docs/troubleshooting.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| `(.+?)` \| `(.+?)` \|", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| `(.+?)`(?: \(.+?\))? \| `(.+?)` \|", PAGE, re.MULTILINE)
 COMMANDS = [row for row in ROWS if row[0].startswith("keepsight ")]
 PYTHON = [row for row in ROWS if row not in COMMANDS]
 
@@ -44,10 +49,19 @@ def world(demo_parts: dict[str, tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture and something that is none, in the working directory."""
+    """A picture, a text, a model of text; and neither an accelerator nor a network."""
     monkeypatch.chdir(tmp_path)
     picture(1).save("picture.png")
     Path("notes.txt").write_text("a note")
+    transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8).save_pretrained("gpt2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(socket, "create_connection", _no_line)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+
+
+def _no_line(*address: object, **options: object) -> None:
+    raise socket.gaierror(-2, "Name or service not known")
 
 
 def agree(said: str, page: str) -> bool:

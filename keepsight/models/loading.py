@@ -20,6 +20,11 @@ from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models.partial_processor import partial_processor
+from keepsight.models.refusals import (
+    refuse_missing_device,
+    refuse_no_vision,
+    refuse_unreachable,
+)
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 Rows = list[list[str | int | None]]  # of files: name, size, times and inode of each
@@ -37,6 +42,7 @@ def load_named(
 ) -> tuple[PreTrainedModel, str | None]:
     """The model, in eval mode, and the name of the files that all its weights are from."""
     options = load_options(dtype, device_map, revision)
+    refuse_unreachable(path, revision)
     before = files_of(path)
     with named_refusal(path):
         model, found = AutoModelForImageTextToText.from_pretrained(
@@ -58,7 +64,8 @@ def files_name(path: str, model: PreTrainedModel, before: Rows | None, found: Re
 
 
 def load_options(dtype: Dtype, device_map: DeviceMap, revision: str | None) -> Record:
-    """The options of `from_pretrained`."""
+    """The options of `from_pretrained`; a device that is not there is refused by name."""
+    refuse_missing_device(device_map)
     given = {"device_map": device_map, "revision": revision}
     options = {name: value for name, value in given.items() if value is not None}
     return {"dtype": parse_dtype(dtype), **options}
@@ -72,6 +79,7 @@ def named_refusal(path: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, AssertionError, RuntimeError) as error:
         if isinstance(error, KeepsightError):
             raise
+        refuse_no_vision(path)
         raise ModelError(
             f"{path!r} cannot be loaded as an image-text-to-text model: {error}"
         ) from error
