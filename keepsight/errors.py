@@ -12,7 +12,7 @@ builtin, so `except ValueError` keeps working for people who never heard of this
     │   ├── PinsFull                       more pinned than a quota or a budget has room for
     │   ├── PromptTooLong                  longer than the model's context
     │   └── UnsupportedInput               understood, but impossible here, such as video
-    ├── UnknownOption (TypeError)          a keyword nobody listens to; suggests the nearest one
+    ├── UnknownOption (TypeError)          an unknown keyword; suggests the nearest one
     ├── FileError (ValueError)             a `.sight` or `.keep` file
     │   ├── NotKeepsightFile               not one of ours, or truncated before its header
     │   ├── WrongFormatVersion             written by another version of the format
@@ -93,7 +93,7 @@ class UnsupportedInput(InputError):
 
 
 class UnknownOption(KeepsightError, TypeError):
-    """An option that nobody listens to."""
+    """An unknown option."""
 
     @classmethod
     def among(cls, given: Iterable[str], known: Iterable[str], where: str) -> UnknownOption:

@@ -277,7 +277,7 @@ class Session:
             try:
                 media = _media_of(session, tensors, record, path, accept_features)
                 session.messages = [_with_media(m, media) for m in record["messages"]]
-                # What a tenant is called is nobody's business but its own: the file names none.
+                # The name of a tenant is private: the file names none.
                 differs = _other_circumstances(runtime, record)
                 if differs:
                     session.notes.append(f"prefixes are computed again: {differs}")

@@ -319,7 +319,7 @@ class VLM(DisplayedModel, AsyncAnswers):
     def encode(
         self, image: Picture | Message | Sequence[Picture | Message], *, tenant: str | None = None
     ) -> Package | list[Package]:
-        """The package of an image, or of each of several; encoded only if nobody has yet."""
+        """The package of an image, or of each of several; encoded only if it is not known yet."""
         self.runtime.require_open()
         whose = self._whose(tenant)
         with self.runtime.lock:
@@ -375,7 +375,7 @@ class VLM(DisplayedModel, AsyncAnswers):
     def clear(self, *, store: bool = False, tenant: str | None = None) -> None:
         """Forget everything in memory, and with `store` also on disk and everywhere behind it.
 
-        Of everybody, or of one tenant alone (`""` is nobody in particular).
+        Of everybody, or of one tenant alone (`""` is the default tenant).
         """
         whose = (self.tenant or None) if tenant is None else tenant and tenant_name(tenant)
         clear(self.runtime, whose, store)

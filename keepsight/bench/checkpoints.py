@@ -201,7 +201,7 @@ SHAPES = {
 
 
 def checkpoint(shape: str, size: str, folder: Path) -> Path:
-    """The folder of a checkpoint, built first if nobody has yet."""
+    """The folder of a checkpoint, built first if it is not there yet."""
     if shape not in SHAPES or size not in SIZES:
         raise InputError(
             f"no checkpoint {shape!r} of size {size!r}; shapes: {', '.join(SHAPES)}; "

@@ -1,4 +1,4 @@
-"""Who is measured: Keepsight, stock `generate`, and the limit that nobody can beat.
+"""Who is measured: Keepsight, stock `generate`, and the limit that cannot be beaten.
 
 All three answer the same prompt with the same model object. Stock is what a user of Transformers
 runs: open the files, run the processor on the whole conversation, `generate`. The limit is the bare
@@ -206,7 +206,7 @@ class Limit:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that nobody can spare us."""
+        """Tokens that must be computed in any case."""
         return len(self.prompt) - self.shared
 
     @property

@@ -116,6 +116,6 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, 
 
 
 def _warm_up(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> None:
-    """One uncounted request for each, so that nobody pays for the library's first call."""
+    """One uncounted request for each, so that no measurement has the library's first call in it."""
     steps = [Step("warm up", [user("warm up", pictures.path(999, *scale.picture))])]
     run_workload(bench, Workload("warm up", "not counted", steps, 1), say)

@@ -125,7 +125,7 @@ def _ending_at_once() -> Iterator[None]:
     """Until the server listens, and again when it has drained, SIGTERM ends the process at once.
 
     It does so by itself, but not for the first process of a container: for that one a signal that
-    nobody handles is dropped, and it could not be stopped while it loads a model.
+    without a handler is dropped, and it could not be stopped while it loads a model.
     """
 
     def end(number: int, frame: object) -> None:

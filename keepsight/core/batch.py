@@ -28,7 +28,7 @@ from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
 
-_WASTE = 4  # columns that nobody needs: one in so many may be left, then all move up
+_WASTE = 4  # unused columns: one in so many may be left, then all move up
 _ROUND = 64
 
 
@@ -298,7 +298,7 @@ class Batch:
     def decode(self, samplers: Sequence[TokenSampler], logits: torch.Tensor) -> int:
         """Let each row take tokens until all have ended; the number of steps that took.
 
-        The row of a sequence that has ended goes on with a token that nobody reads.
+        The row of a sequence that has ended goes on with a token that is not read.
         """
         steps = 0
         running = dict(enumerate(samplers))
@@ -329,7 +329,7 @@ def _linear(layer: CacheLayer) -> Iterable[tuple[str, int, torch.Tensor]]:
 
 
 def _cross(index: int, sources: Sequence[_Source]) -> CrossLayer:
-    """The media of several sequences, aligned at the left; nobody sees the zeros behind them."""
+    """The media of several sequences, aligned at the left; the zeros behind them are masked."""
     layer = CrossLayer()
     longest = max(source.beside for source in sources)
     filled = next((source for source in sources if source.beside), None)

@@ -1,4 +1,4 @@
-"""The options of one call, sorted by who listens to them; what nobody listens to is refused.
+"""The options of one call, sorted by who uses them; unknown ones are refused.
 
 Each call goes through here before anything else happens, so that no option is taken and ignored.
 """

@@ -236,7 +236,7 @@ class Engine:
         with grouped_queries(device), running(run.kernels):
             if last or self._core is self._model:
                 output = self._model(**inputs, logits_to_keep=1)
-            else:  # without the output head, whose logits nobody would read
+            else:  # without the output head, whose logits would not be read
                 output = self._core(**inputs)
         run.lane.length = end
         if not last:

@@ -1,7 +1,7 @@
 """Pinned, gone, or only looked at: what a caller says of an image or of one conversation.
 
 Pins and deletions reach every tier: memory, the store's folder, and whatever lies behind it. An
-image may also be meant by its key, which reports tell, so nobody needs its bytes for that.
+image may also be meant by its key, which reports show; its bytes are not needed then.
 
 Memory is changed under the model's lock and a store without it, because a disk may take its time.
 `Runtime.housekeeping` puts those who do this in a row, so that both are left in the same order.
@@ -82,7 +82,7 @@ def _pin_path(
 
 
 def _pin_in_store(store: Store | None, names: list[Name], pinned: bool, undo: Undo) -> int:
-    """Pin what a store has of these; how many. Nobody waits for the disk but the caller."""
+    """Pin what a store has of these; how many. Only the caller waits for the disk."""
     if store is None:
         return 0
     count = 0
@@ -267,7 +267,7 @@ def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
 
 def foresee(runtime: Runtime, messages: list[Message], call: Call) -> Report:
     """The report that a call would give. Nothing is computed with the model, brought from one tier
-    to another, or made more useful; a picture that nobody knows is still not known afterwards."""
+    to another, or made more useful; an unknown picture is still unknown afterwards."""
 
     vision = runtime.vision_of(call.tenant)
 

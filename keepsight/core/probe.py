@@ -1,4 +1,4 @@
-"""A model type that nobody has written down: what it can reuse is found out, or it is refused.
+"""Probes an unlisted model type: finds the most reuse that is exact, or refuses the model.
 
 The model answers a few small prompts about noise, once as stock Transformers does it from pixels
 and once in pieces, cut at every few tokens and behind every picture. Sizes, shapes and numbers of

@@ -189,7 +189,7 @@ class Runtime:
 
     @property
     def vision(self) -> Vision:
-        """The vision of nobody in particular."""
+        """The default tenant's features."""
         return self.vision_of("")
 
     def vision_of(self, tenant: str) -> Vision:
@@ -211,8 +211,8 @@ class Runtime:
 
     def _make_room_for(self, tenant: str) -> None:
         """Whoever may name tenants may name any number: the one longest unheard of is let go. What
-        a tenant has under salts gives way to other salts of the same tenant and to nobody else, and
-        what somebody pinned to nobody at all."""
+        a tenant has under salts gives way to other salts of the same tenant only, and
+        what is pinned is never evicted."""
         if tenant != (account := account_of(tenant)):
             own = [name for name in self._visions if name != account == account_of(name)]
             while len(own) >= MAX_SALTS:
@@ -246,7 +246,7 @@ class Runtime:
         config = self.model.config
         return {
             "model_type": config.model_type,
-            # The last part only: a package may travel, and a local path is nobody's business.
+            # The last part only: a package may travel, and a local path is private.
             "name": str(getattr(config, "_name_or_path", "")).rstrip("/").split("/")[-1] or None,
             "commit": getattr(config, "_commit_hash", None),
             "image_processor": type(getattr(self.processor, "image_processor", None)).__name__,

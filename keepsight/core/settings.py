@@ -58,7 +58,7 @@ class RuntimeSettings:
 
 
 def tenant_name(tenant: object) -> str:
-    """The name of a tenant; None is nobody in particular."""
+    """The name of a tenant; None is the default tenant."""
     if tenant is None:
         return ""
     if not isinstance(tenant, str) or not 0 < len(tenant) <= _LONGEST_NAME:
@@ -75,7 +75,7 @@ def chosen_store(
     quota: int | str | None,
     memory: Sequence[int | str] = ("1GiB",),
 ) -> Store | None:
-    """What was named, or what the environment names; nothing is kept where nobody said so.
+    """What was named, or what the environment names; nothing is stored where none was named.
     `memory`: the budgets of what is remembered in memory."""
     near = (store if store is not None else os.environ.get("KEEPSIGHT_STORE")) or None
     far = (remote if remote is not None else os.environ.get("KEEPSIGHT_REMOTE")) or None

@@ -175,7 +175,7 @@ class Lane:
             if self.shape.kinds[i] in _GROWING or isinstance(layer, LaneLayer):
                 continue
             if not isinstance(layer, MixerLayer) or end - self._start not in layer.found:
-                raise ValueError(f"nobody watched for a snapshot at {end}")
+                raise ValueError(f"no snapshot was planned at {end}")
             found = layer.held(end - self._start)
             states |= {f"{i}.{what}.0": state for what, state in found.items()}
         return states

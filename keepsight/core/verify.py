@@ -108,7 +108,7 @@ def _checked(name: str, found: Verification) -> list[Check]:
 
 
 def _tower(runtime: Runtime, messages: list[Message], tenant: str) -> list[Check]:
-    """How often the tower runs for pictures that nobody knows and for known ones, and how many
+    """How often the tower runs for unknown pictures and for known ones, and how many
     bytes of features are remembered in place of how many of pixels."""
     calls: list[str] = []
     fresh = runtime.fresh()

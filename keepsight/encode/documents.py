@@ -87,7 +87,7 @@ class _Document:
             raise ImageError(f"{label} cannot be drawn: {error}") from None
 
     def source(self, number: int, dpi: int) -> Source:
-        """A page that is drawn only if nobody knows it."""
+        """A page that is drawn only if it is not known yet."""
         name = digests.digest("pdf page", self.name, number, dpi)
         label = f"{self.path}#page={number + 1}"
         return Source(name, lambda: self.draw(number, dpi), label, [])

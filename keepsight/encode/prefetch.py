@@ -46,11 +46,11 @@ class _Window:
     def __init__(self, most: int, budget: int) -> None:
         self._most, self._budget = most, budget
         self._count = self._bytes = 0
-        self.closed = False  # nobody wants anything any more
+        self.closed = False  # nothing more is wanted
         self._changed = threading.Condition()
 
     def enter(self, count: int, nbytes: int) -> bool:
-        """Wait for room; False when nobody wants anything any more."""
+        """Wait for room; False when nothing more is wanted."""
         with self._changed:
             while not self.closed and self._full():
                 self._changed.wait(_POLL)
@@ -72,7 +72,7 @@ class _Window:
             self._changed.notify()
 
     def close(self) -> None:
-        """Let in nothing more. This waits for nobody: the collector may be what calls it."""
+        """Let in nothing more. This does not wait: the garbage collector may call it."""
         self.closed = True
         if self._changed.acquire(blocking=False):
             self._changed.notify_all()

@@ -122,7 +122,7 @@ class ToFiles:
         return result
 
     def look_back(self, most: int | None) -> None:
-        """Nobody here removes files."""
+        """This never removes files."""
 
 
 def _known(item: Item, found: tuple[str, Path, Package]) -> Encoded:

@@ -71,7 +71,7 @@ class ToStore:
     # -- in a thread -------------------------------------------------------------------------------
 
     def look(self, item: Item) -> LookResult:
-        """Open, name, and where nobody has the package: decode and preprocess."""
+        """Open, name, and where there is no package yet: decode and preprocess."""
         try:
             return self._look(item)
         except KeepsightError as error:

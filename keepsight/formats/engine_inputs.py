@@ -158,7 +158,7 @@ def _kind(
     if model_type is None:
         raise InputError(f"the package does not say its model type, so not what {engine} takes")
     if model_type not in takes:
-        why = refuses.get(model_type, "nobody has looked at it yet")
+        why = refuses.get(model_type, "it was not tested yet")
         raise UnsupportedInput(
             f"{engine} {version} takes no features of {model_type}: {why}; give it the image"
         )

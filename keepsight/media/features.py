@@ -1,4 +1,4 @@
-"""Images to packages: named first, looked up, and encoded by the tower only when nobody has.
+"""Images to packages: named first, looked up, and encoded by the tower only when not known.
 
 Naming is cheap for a known image (naming.py). Encoding is one image to one forward pass, so no
 neighbour and no budget changes a bit, and so the tower's memory is that of one image. The budget
@@ -198,7 +198,7 @@ class Vision:
         return tier or "tower"
 
     def require(self, media: list[Medium]) -> None:
-        """Refuse, by name, features that nobody here could make: of a tower that was left out, or
+        """Refuse, by name, features that cannot be made here: of a tower that was left out, or
         of a picture that is too large for an exported one."""
         if not media:
             return  # a warm turn walks over no modules

@@ -2,7 +2,7 @@
 
 A forward pre-hook on each outermost part of a tower sees every run, whoever starts it and in
 whichever thread. It stands under a name of ours that the fingerprint knows and passes by, and it is
-gone when nobody watches any more.
+gone when the last watcher has ended.
 """
 
 from __future__ import annotations

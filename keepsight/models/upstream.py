@@ -1,6 +1,6 @@
 """Every private thing of Transformers and torch that Keepsight uses, and what happens without it.
 
-What upstream promises to nobody may be gone in its next version. So each such thing has a row here
+What upstream does not promise may be gone in its next version. So each such thing has a row here
 and is looked up when it is needed, not when Keepsight is imported. Where there is another way it is
 taken; where there is none an error says what is missing, from which version, and what it is for.
 No other file names a private thing, but for those in `NAMED` (tests/test_upstream.py).

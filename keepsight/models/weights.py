@@ -104,7 +104,7 @@ class Weights:
         watch.seal()
         self._digests.keep(watch)
         self._restless = describer.restless
-        if watch.unchanged():  # nobody changed it while it was read
+        if watch.unchanged():  # it did not change while it was read
             self._watch = watch
 
     def _forget(self, moved: set[Owner]) -> None:

@@ -114,7 +114,7 @@ class Node:
     leased: bool = False  # from a store, which knows when its time is over
     in_memory_only: bool = False  # decoded, not prefilled: no store takes it
     expires: float | None = None
-    cost: float = 0.0  # milliseconds that computing the stretch took; 0 where nobody measured
+    cost: float = 0.0  # milliseconds that computing the stretch took; 0 where it was not measured
     uses: int = 0
     used: int = 0
     floors: tuple[float, float] = (0.0, 0.0)  # those of all and of its tenant, at the last use

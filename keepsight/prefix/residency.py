@@ -90,7 +90,7 @@ class Residency:
         return self.store.tenant(tenant) if self.store is not None and tenant else self.store
 
     def namespaces(self, tenant: str = "") -> list[str]:
-        """The namespaces of one tenant; nobody sees another's."""
+        """The namespaces of one tenant."""
         return [name for name, root in self.roots.items() if root.home.tenant == tenant]
 
     def nodes(self, tenant: str | None = None) -> Iterator[Node]:

@@ -85,7 +85,7 @@ class Trails:
         return made
 
     def clear(self) -> None:
-        """Forget all: nobody may find here what was deleted."""
+        """Forget all: what was deleted must not be found here."""
         self._latest.clear()
 
     def __len__(self) -> int:

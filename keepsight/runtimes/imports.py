@@ -1,4 +1,4 @@
-"""ONNX Runtime and OpenVINO, imported so that they tell nobody.
+"""ONNX Runtime and OpenVINO, imported without their telemetry.
 
 Both send telemetry unless it is switched off. From its import on, the one keeps an id of the
 machine and a list of events (the path of the program among them) in the user's cache folder, and

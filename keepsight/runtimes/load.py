@@ -6,7 +6,7 @@ states.py           the states that go in and out of a decoder
 modules.py          graphs in the places of tower, embedding, decoder and head
 weightless.py       Transformers' own model around them, without weights
 onnx.py, openvino.py  one graph in either runtime
-imports.py          the libraries of both, imported so that they report to nobody
+imports.py          the libraries of both, imported without telemetry
 """
 
 from __future__ import annotations

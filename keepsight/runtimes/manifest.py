@@ -111,7 +111,7 @@ def unfinished(folder: Path) -> Iterator[None]:
     """Let this process, and no other, load an export that was not compared with its model yet.
 
     A process that is killed while it compares leaves a folder in which all is in its place. It must
-    not load: nobody knows how far off its graphs are.
+    not load: how far off its graphs are is unknown.
     """
     place = folder.resolve()
     _unfinished.add(place)

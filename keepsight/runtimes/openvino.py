@@ -99,7 +99,7 @@ class OpenVinoSession:
         """An output, copied: it lies in memory of the runtime's, which the next run writes over.
 
         To have it written elsewhere would be no cheaper: outputs are new rows, and the runtime
-        would go on writing there when nobody asks it to.
+        would go on writing there without being asked to.
         """
         found = self._request.get_tensor(name).data
         if place is None:

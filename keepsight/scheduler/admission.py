@@ -38,7 +38,7 @@ class Admission:
         self._came: list[Request] = []
         self._hung_up = self._closed = self._stopped = False
         self._number = self.in_flight = 0
-        self._quiet = time.monotonic()  # since when nobody was inside
+        self._quiet = time.monotonic()  # since when no request was inside
         forks.renew(self._in_child)
 
     def take_place(self, wait: Callable[[], float], serves: object = None) -> None:
@@ -80,7 +80,7 @@ class Admission:
             self._bell.notify_all()
 
     def wait(self, active: bool, quiet: float | None) -> Arrivals:
-        """Until there is something to do, or nobody has been inside for `quiet` seconds."""
+        """Until there is something to do, or no request has been inside for `quiet` seconds."""
 
         def something() -> bool:
             return bool(active or self._came or self._hung_up or self._stopped)
@@ -103,7 +103,7 @@ class Admission:
         return max(_POLL, self._quiet + seconds - time.monotonic())
 
     def close(self, drain: float | None) -> None:
-        """Let nobody in any more; stop when all are out, or when time is over."""
+        """Admit nothing any more; stop when all are out, or when time is over."""
         with self._bell:
             self._closed = True
             self._bell.notify_all()
@@ -112,7 +112,7 @@ class Admission:
             self._bell.notify_all()
 
     def abandon(self) -> None:
-        """Whom it belongs to was dropped, with nobody inside. This waits for nobody: the collector
+        """Its owner was dropped, with no request inside. This does not wait: the garbage collector
         calls it."""
         self._stopped = True
         if self._bell.acquire(blocking=False):
@@ -120,7 +120,7 @@ class Admission:
             self._bell.release()
 
     def _in_child(self) -> None:
-        """A forked child has nobody who would serve."""
+        """A forked child has no thread that serves."""
         self._bell, self._closed, self._stopped = threading.Condition(), True, True
 
 

@@ -19,7 +19,7 @@ class Counts:
     def __init__(self) -> None:
         self.finished = self.cancelled = self.failed = self.refused = 0
         self.chunks = self.towers = self.steps = self.tokens = 0
-        self.ahead_tokens = 0  # prefilled when nobody asked
+        self.ahead_tokens = 0  # prefilled without a request
         self._recent: deque[tuple[float, int]] = deque()
         self._seconds = 1.0  # that a request takes, averaged with a bias to the last ones
 

@@ -65,7 +65,7 @@ class Decoding:
         self._settle(run)
 
     def leave(self, run: Run, ended: bool = True) -> None:
-        """Let a sequence go, at its end or before it: then nobody wants its lane."""
+        """Let a sequence go, at its end or before it: its lane is free then."""
         group = next((group for group in self.groups if run in _runs(group)), None)
         failed: Exception | None = None
         if isinstance(group, Batch | LaneBatch):

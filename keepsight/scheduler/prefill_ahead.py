@@ -1,4 +1,4 @@
-"""Answers prefilled as the next turns will render them, while nobody asks for anything.
+"""Answers prefilled as the next turns will render them, while no request waits.
 
 What is decoded is never remembered, so a next turn would begin by prefilling the answer before it.
 That can be done while its reader still reads. How far the next prompt is certain is found by
@@ -6,7 +6,7 @@ rendering it twice, with two different questions behind the answer; what both ha
 prefilled up to its last boundary, in the chunks in which the next turn would do it.
 
 Nothing is computed that memory has no base for any more: where the answered prompt was deleted or
-evicted meanwhile, nobody follows it.
+evicted meanwhile, it is not followed.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _let_go(follower: Follower) -> None:
 
 
 def plain_answer(text: str) -> Message | None:
-    """The message that an answer becomes where nobody takes it apart."""
+    """The message that an answer becomes where no parser takes it apart."""
     return {"role": "assistant", "content": text}
 
 

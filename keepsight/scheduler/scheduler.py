@@ -213,7 +213,7 @@ class Together:
                 self._round(news.hung_up)
             else:
                 self._ahead.piece()
-        except Exception as error:  # ours, not a request's: nobody may wait for ever
+        except Exception as error:  # ours, not a request's: no client may wait for ever
             logger.exception("the scheduler failed; its requests end with this error")
             self._end_all(error)
         return True

@@ -1,7 +1,7 @@
 """Whose memory counts together: a tenant's own, and that under each of its salts.
 
 A salt divides a tenant's memory into parts that see nothing of each other. What may be kept is the
-tenant's as a whole: with each new salt nobody gets a quota of their own.
+tenant's as a whole: a new salt does not get a quota of its own.
 """
 
 from __future__ import annotations

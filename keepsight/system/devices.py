@@ -2,7 +2,7 @@
 
 A device with streams computes behind the program's back, and what one stream has queued says
 nothing about another. So a copy to the host runs on a stream of its own, after the work that makes
-the tensors, and comes with a `Fence`: nobody may read the copies before it. A copy to a device is
+the tensors, and comes with a `Fence`: the copies may not be read before it. A copy to a device is
 queued where the device computes. On the host, and on devices without streams, a copy is complete
 when the call returns.
 """

@@ -1,4 +1,4 @@
-"""What is finished when nobody says `close()`: by the end of the process, and of what is dropped.
+"""What is finished without a `close()`: by the end of the process, and of what is dropped.
 
 At the end it is done twice, within a few seconds. As soon as the main thread has ended, what was
 handed to stores is written: pools of threads, which remote stores need, take work until then. Once

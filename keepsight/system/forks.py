@@ -31,7 +31,7 @@ class Held(Protocol):
         """In the parent, where it was taken: give it back."""
 
     def in_child(self, taken: bool) -> None:
-        """In the child: give it back, or let nobody rely on it."""
+        """In the child: give it back, or mark it as unusable."""
 
 
 _held: tuple[weakref.WeakSet[Held], weakref.WeakSet[Held]] = weakref.WeakSet(), weakref.WeakSet()

@@ -79,7 +79,7 @@ class FairLock:
         self._look_again()
 
     def leave(self, note: Callable[[], object]) -> None:
-        """Have something done under the lock, at once if nobody has it. This never waits.
+        """Have something done under the lock, at once if it is free. This never waits.
 
         A thread that has the lock is in the middle of something: it does it when it lets go.
         """
@@ -107,7 +107,7 @@ class FairLock:
                     self._handed, came = None, True
                     self._take()
         finally:
-            if not came:  # interrupted, or too late: nobody may be left waiting for this thread
+            if not came:  # interrupted, or too late: no thread may be left waiting for this one
                 self._step_back(turn)
         return came
 

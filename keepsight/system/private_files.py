@@ -14,7 +14,7 @@ from pathlib import Path
 
 FILE, FOLDER = 0o600, 0o700
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A folder to work in may be one that nobody may list.
+# A folder to work in may be one that may not be listed.
 _AT = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
 

@@ -215,7 +215,7 @@ class StoreTests:
         self.expect_entry(one, 1)
         self.expect_entry(self.make_store(tmp_path).tenant("one"), 1)
         for other in (store, two, store.tenant("One"), two.tenant(None)):
-            expect(not other.has("package", KEYS[1]), "nobody else has it")
+            expect(not other.has("package", KEYS[1]), "no other tenant has it")
             expect(other.get("package", KEYS[1]) is None, "or can read it")
             expect(other.entry("package", KEYS[1]) is None, "or sees it listed")
             expect(other.delete("package", KEYS[1]) == 0, "or deletes it")

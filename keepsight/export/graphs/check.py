@@ -1,6 +1,6 @@
 """An export against the model it was made of: the same conversation about the same pictures.
 
-Nobody's store is touched: pictures of noise are nothing to remember.
+No store is touched: pictures of noise are not worth remembering.
 """
 
 from __future__ import annotations

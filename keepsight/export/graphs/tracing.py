@@ -4,7 +4,7 @@ A model's own forward is traced as it stands, with two things put in its way: a 
 the graph's inputs and collects its outputs, and an attention function that says what the runtime
 should do. ONNX Runtime has an operator that appends keys and values in place, in a buffer longer
 than what it holds; elsewhere the graph joins past and present, and gives back the new rows alone,
-so that nobody copies what was there before.
+so that what was there before is not copied.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ _BY_TOWER: dict[tuple[str, str], type[Family]] = {("llava", "pixtral"): Mistral3
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The family of a model. One of a type that nobody has written down is not `proven`: whoever
+    """The family of a model. One of an unlisted type is not `proven`: whoever
     takes it has to try it first (core/probe.py)."""
     model_type = getattr(model.config, "model_type", "?")
     if getattr(model, "thinker", None) is not None:

@@ -1,6 +1,6 @@
 """Families whose tower takes pixels in the model's own dtype, and casts none itself (Aria).
 
-Users of stock Transformers cast what the processor gives. A type that nobody has written down is
+Users of stock Transformers cast what the processor gives. An unlisted type is
 taken for one of these: where a tower casts, it changes nothing.
 
 An image of Aria is one row of pixels, or several crops, each with a mask that says where padding

@@ -1,4 +1,4 @@
-"""What is known of values that nobody has: kinds, and what may be asked of each.
+"""What is known of values that are not at hand: kinds, and what may be asked of each.
 
 A kind says where a value is from. Of what a caller hands over it is not known what it is, so only
 that is done with it which no module, configuration, cache or container answers by a change.

@@ -1,4 +1,4 @@
-"""The stack and the names of a function that nobody runs, and the rules for what it does.
+"""The stack and the names of a function that is read, not run, and the rules for what it does.
 
 What is in doubt is not allowed: to be wrong here would be to take a changed answer for the old one.
 """
