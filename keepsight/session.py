@@ -204,7 +204,7 @@ class Session:
                 "weights": runtime.weights.all,
                 "vision_weights": runtime.weights.vision,
                 "about": self.vision.about,
-                "made": runtime.circumstances(),
+                "made": runtime.environment(),
             }
             tensorfile.save(path, KIND, FORMAT, tensors, record)
         return path
@@ -266,7 +266,7 @@ class Session:
     def load(
         cls, runtime: Runtime, path: Path, tenant: str = "", accept_features: str | None = None
     ) -> Session:
-        """Read a `.keep` file. Other vision weights are refused; other circumstances mean that
+        """Read a `.keep` file. Other vision weights are refused; another environment means that
         the packages are used and the prefixes computed again, which `notes` and reports say."""
         if accept_features not in (None, "same", "any"):
             raise InputError(f"accept_features={accept_features!r}; expected 'same' or 'any'")
@@ -278,7 +278,7 @@ class Session:
                 media = _media_of(session, tensors, record, path, accept_features)
                 session.messages = [_with_media(m, media) for m in record["messages"]]
                 # The name of a tenant is private: the file names none.
-                differs = _other_circumstances(runtime, record)
+                differs = _other_environment(runtime, record)
                 if differs:
                     session.notes.append(f"prefixes are computed again: {differs}")
                 else:
@@ -290,11 +290,11 @@ class Session:
         return session
 
 
-def _other_circumstances(memory: Runtime, record: Record) -> str:
+def _other_environment(memory: Runtime, record: Record) -> str:
     """What is not as it was where the file was written; empty when all is the same."""
     if record["weights"] != memory.weights.all:
         return "made under other weights"
-    there, here = record.get("made", {}), memory.circumstances()
+    there, here = record.get("made", {}), memory.environment()
     if there == here:
         return ""
     names = [name for name in here if here[name] != there.get(name)]

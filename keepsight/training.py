@@ -195,9 +195,9 @@ class PackageIndex:
     @classmethod
     def of(cls, folder: str | os.PathLike[str] | None) -> PackageIndex:
         """All sound `.sight` files in and below a folder."""
-        shelf = cls()
+        index = cls()
         if folder is None:
-            return shelf
+            return index
         root = Path(folder).expanduser()
         if not root.is_dir():
             raise InputError(f"packages={os.fspath(folder)!r} is no folder")
@@ -205,13 +205,13 @@ class PackageIndex:
             if path.name.startswith("."):
                 continue  # half of a file, from a process that was killed
             try:
-                shelf.read(path)
+                index.read(path)
             except FileError:
                 continue  # damaged, or not ours: an image that needs it is reported as missing
-        return shelf
+        return index
 
     def read(self, path: Path) -> Record:
-        """The record of one file, and its names on the shelf."""
+        """The record of one file, and its names in the index."""
         if path not in self.records:
             record = tensorfile.read_record(path)
             if record.get("kind") != KIND:
@@ -229,9 +229,9 @@ class _Layout:
     """Records to examples; the only place that asks anything of the model."""
 
     def __init__(
-        self, vlm: VLM, shelf: PackageIndex, store: Store | None, template: Options
+        self, vlm: VLM, index: PackageIndex, store: Store | None, template: Options
     ) -> None:
-        self._vlm, self._shelf, self._store, self._template = vlm, shelf, store, template
+        self._vlm, self._index, self._store, self._template = vlm, index, store, template
         self._family, self._vision = vlm.runtime.family, vlm.runtime.vision
         self._places: dict[int, PackageLocation] = {}
         self._fits: set[str] = set()  # kinds of making that were compared with the model
@@ -285,13 +285,13 @@ class _Layout:
     def _file_of(self, image: object, modality: str) -> Path | None:
         if isinstance(image, str | os.PathLike) and os.fspath(image).endswith(".sight"):
             return Path(image)
-        if modality != "image" or not self._shelf.by_file or isinstance(image, Medium):
+        if modality != "image" or not self._index.by_file or isinstance(image, Medium):
             return None
-        return self._shelf.by_file.get(open_source(image).name)
+        return self._index.by_file.get(open_source(image).name)
 
     def _of_file(self, path: Path, modality: str) -> Medium:
         """The medium that a package's header describes; its tensors are read in training."""
-        record = self._shelf.read(path)
+        record = self._index.read(path)
         if record["modality"] != modality:
             raise InputError(
                 f"{path} is a package of {record['modality']!r}, given as {modality!r}"
@@ -313,7 +313,7 @@ class _Layout:
                 f"record {number} has sound, which no test has shown in training"
             )
         known = self._places.get(id(medium))
-        path = self._shelf.by_identity.get(medium.identity)
+        path = self._index.by_identity.get(medium.identity)
         if known is not None:
             return known
         if path is not None:

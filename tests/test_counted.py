@@ -150,7 +150,7 @@ def test_a_known_url_is_not_fetched_again_and_its_bytes_may_go(small: Any, site:
     first = vlm.ask(site.url(0), "What?", max_new_tokens=4)
     for number in range(1, 9):
         vlm.encode(site.url(number))
-    shelves = vlm.runtime.shelves
+    shelves = vlm.runtime.caches
     shelves.downloads.clear("")
     again = vlm.ask(site.url(0), "What?", max_new_tokens=4)
     assert again.tokens == first.tokens and again.usage.images_encoded == 0
@@ -169,8 +169,8 @@ def test_a_url_that_gives_something_else_is_never_taken_for_what_it_was(
     chat.ask("What?", [site.url(0)], max_new_tokens=1)
     site.seeds[0] = 77
     assert chat.ask("What now?", max_new_tokens=1).usage.images_encoded == 0
-    vlm.runtime.shelves.downloads.clear("")
-    vlm.runtime.shelves.packages.clear()
+    vlm.runtime.caches.downloads.clear("")
+    vlm.runtime.caches.packages.clear()
     vlm.runtime.tree.clear()
     with pytest.raises(MediaChanged, match="ask again"):
         chat.ask("And now?", max_new_tokens=1)

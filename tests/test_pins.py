@@ -141,7 +141,7 @@ def test_delete_before_an_answer_has_come_to_the_picture(name: str, tmp_path: Pa
         for _ in work:
             pass
         turn.finish()
-        assert entries(vlm) == empty and not len(vlm.runtime.shelves.packages)
+        assert entries(vlm) == empty and not len(vlm.runtime.caches.packages)
         assert vlm.explain(both).segments[-1].reason == "new"
         vlm.runtime.tree.check()
         assert vlm.chat(both, max_new_tokens=1).usage.images_encoded == 2
@@ -243,7 +243,7 @@ def test_a_session_is_of_the_tenant_that_resumes_it(name: str, tmp_path: Path) -
 
 def _counted(vlm: Any) -> tuple[int, int]:
     told = vlm.stats()
-    return told["prefix"]["held_bytes"], sum(vlm.runtime.shelves.packages._pinned.values())
+    return told["prefix"]["held_bytes"], sum(vlm.runtime.caches.packages._pinned.values())
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_pins_count_against_budgets_and_quotas(name: str, limits: dict[str, str]
         assert before[0] or before[1] or "tenant_quota" in limits
         assert _counted(vlm) == before, "what is refused is not half pinned"
         vlm.runtime.tree.check()
-        vlm.runtime.shelves.packages.check()
+        vlm.runtime.caches.packages.check()
         assert vlm.chat(conversation(40), max_new_tokens=1).tokens
 
 
@@ -271,7 +271,7 @@ def test_a_pin_takes_the_room_of_what_is_not_pinned() -> None:
         with pytest.raises(PinsFull, match="no room to pin these features: half of vision_budget"):
             for seed in range(7, 30):
                 vlm.pin(picture(seed))
-        shelf = vlm.runtime.shelves.packages
+        shelf = vlm.runtime.caches.packages
         shelf.check()
         kept = [shelf.pinned("", key) for key, _ in shelf.items("")]
         assert all(kept) and len(kept) > 1

@@ -117,7 +117,7 @@ def test_what_was_deleted_does_not_come_back() -> None:
         vlm.delete(FIRST)
         assert until_quiet(together) == 0
         assert together.explain(after(reply)).cached_tokens == 0
-        assert vlm.runtime.shelves.packages.nbytes == 0
+        assert vlm.runtime.caches.packages.nbytes == 0
 
 
 def test_deleted_words_do_not_come_back_either() -> None:

@@ -104,7 +104,7 @@ def test_a_picture_that_is_explained_stops_nobody(vlm: Any) -> None:
     with Together(vlm) as together:
         before, namer.look = vlm.stats()["features"], watched
         told = together.explain(asked)
-        assert has_it == [False] and not vlm.runtime.shelves.aliases.nbytes
+        assert has_it == [False] and not vlm.runtime.caches.aliases.nbytes
         assert vlm.stats()["features"] == before
         direct, given = vlm.explain(asked).to_dict(), told.to_dict()
         assert {**direct, "milliseconds": 0} == {**given, "milliseconds": 0}

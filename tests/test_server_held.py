@@ -280,7 +280,7 @@ def trace(vlm: Any) -> Any:
     }
     shelves = [
         {place: (held.uses, held.order) for place, held in shelf._held.items()}
-        for shelf in (memory.shelves.packages, memory.shelves.pixels)
+        for shelf in (memory.caches.packages, memory.caches.pixels)
     ]
     entries = {(entry.kind, entry.key) for entry in memory.store_of("").entries()}
     counts = (memory.tree.promotions, memory.engine.prefill_tokens)

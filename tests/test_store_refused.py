@@ -608,7 +608,7 @@ def test_a_disk_that_refuses_a_pin_leaves_none_in_memory(
     with ks.wrap(*demo_parts["demo"], grain=16, store=tmp_path / "store") as vlm:
         vlm.chat(shown(1), max_new_tokens=3)
         vlm.flush()
-        tree, shelf = vlm.runtime.tree, vlm.runtime.shelves.packages
+        tree, shelf = vlm.runtime.tree, vlm.runtime.caches.packages
         with monkeypatch.context() as patch:
             patch.setattr(Folder, "write", refusing(OSError(errno.EIO, "broken")))
             with pytest.raises(StoreError, match="no pin"):

@@ -173,7 +173,7 @@ def test_any_number_of_tenants_may_be_named(monkeypatch: pytest.MonkeyPatch) -> 
         for known in (tree._homes, tree._floors, tree.device._own, tree.device.bytes_of):
             assert len(known) <= 4, known
         vlm.runtime.tree.check()
-        vlm.runtime.shelves.packages.check()
+        vlm.runtime.caches.packages.check()
 
 
 def test_salts_give_way_to_salts_of_the_same_tenant_alone(
@@ -203,7 +203,7 @@ def test_all_salts_of_a_tenant_have_one_quota() -> None:
     with ks.load("demo", dtype="float32", tenant_quota=quota) as vlm:
         for n in range(6):
             ask(vlm, tenant=under_salt("ann", str(n)))
-        tree, shelf = vlm.runtime.tree, vlm.runtime.shelves.packages
+        tree, shelf = vlm.runtime.tree, vlm.runtime.caches.packages
         of = [under_salt("ann", str(n)) for n in range(6)]
         assert 0 < sum(map(tree.bytes_of, of)) <= quota
         assert 0 < sum(map(shelf.bytes_of, of)) <= quota // 2

@@ -56,7 +56,7 @@ _CHOSEN = "the caller chose boundaries, with grain="
 # Layers all of whose keys a lane can hold, and those whose states are computed on a grid.
 _SHOWN = ("full", "sliding", "none", "linear")
 _EXACT = 1 << 24  # whole numbers up to here are sums of float32
-_MOST = 8  # circumstances whose findings are remembered
+_MOST = 8  # environments whose findings are remembered
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Finding:
 
 
 class AnyCut:
-    """What holds for one model, under the circumstances of the moment."""
+    """What holds for one model, in the environment of the moment."""
 
     def __init__(
         self,
@@ -92,20 +92,20 @@ class AnyCut:
         self._found: dict[str, Finding] = {}
         self._packed_for = self._shapes = ""
 
-    def rule(self, boundaries: Rule, circumstances: Record, engine: Engine) -> tuple[Rule, Finding]:
+    def rule(self, boundaries: Rule, environment: Record, engine: Engine) -> tuple[Rule, Finding]:
         """Whether a prompt can be cut anywhere now, or at boundaries only; and what was found. The
         engine that will run it is given."""
-        found = self.find(circumstances)
+        found = self.find(environment)
         engine.lanes.grows, engine.kernels = found.kernels is not None, found.kernels
         if found.kernels is None:
             return boundaries, found
         rule = replace(boundaries, kernels=found.names, grain=_APART, run=_LONGEST)
         return replace(rule, states=self._engine.shape.has_states), found
 
-    def find(self, circumstances: Record) -> Finding:
+    def find(self, environment: Record) -> Finding:
         """What holds now; it is tried once for all that it can depend on."""
         weights = self._weights
-        why = self._why_not(circumstances)
+        why = self._why_not(environment)
         if why:
             return Finding(None, why)
         if weights.all != self._packed_for:
@@ -113,7 +113,7 @@ class AnyCut:
             self._packed_for, self._shapes = weights.all, self._shapes_now()
         packed = self.packing.wanted
         name = digests.digest(
-            "any cut", circumstances, weights.code, weights.config, self._shapes, packed
+            "any cut", environment, weights.code, weights.config, self._shapes, packed
         )
         if name not in self._found:
             while len(self._found) >= _MOST:
@@ -128,7 +128,7 @@ class AnyCut:
         """What was met, when it was tried or since, that is not shown to be exact."""
         return [*kernels.linears.doubts, *kernels.doubts]
 
-    def _why_not(self, circumstances: Record) -> str:
+    def _why_not(self, environment: Record) -> str:
         """What excludes it, without trying."""
         model, shape = self._model, self._engine.shape
         kinds = sorted({kind for kind in shape.kinds if kind not in _SHOWN})
@@ -142,7 +142,7 @@ class AnyCut:
             return "tokens of the prompt see those behind them"
         if not self._family.decodes_as_prefilled:
             return "a decoded token may go another way through the model than one of a prompt"
-        if circumstances.get("compiled") or circumstances.get("autocast"):
+        if environment.get("compiled") or environment.get("autocast"):
             return "it is compiled, or runs under autocast"
         return ""
 

@@ -18,7 +18,7 @@ class Lanes:
     """A few lanes, so that a conversation that goes on finds its keys and values in place.
 
     `making` names everything that shapes and bits of a lane's tensors depend on: weights and
-    circumstances, but not the tenant. A lane serves turns of its own making only; after a cast, or
+    environment, but not the tenant. A lane serves turns of its own making only; after a cast, or
     inside and outside of autocast, its buffers would be of another dtype or on another device.
     """
 

@@ -45,7 +45,7 @@ def _pin_in_memory(
     runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call, undo: Undo
 ) -> list[Name]:
     """The same in memory alone; what is to be pinned in a store then."""
-    vision, shelf = runtime.vision_of(call.tenant), runtime.shelves.packages
+    vision, packages = runtime.vision_of(call.tenant), runtime.caches.packages
     runtime.refresh(call.exact, call.tenant)
     names: list[Name] = []
     if _is_conversation(what):
@@ -55,8 +55,8 @@ def _pin_in_memory(
     for medium in media:
         before = vision.is_pinned(medium)
         package, _ = vision.package(medium)
-        if pinned and not shelf.has(call.tenant, package.feature_id):
-            shelf.put_pinned(call.tenant, package.feature_id, package)
+        if pinned and not packages.has(call.tenant, package.feature_id):
+            packages.put_pinned(call.tenant, package.feature_id, package)
         if pinned and not before:
             undo.callback(_locked, runtime, vision.pin, medium, False)
         vision.pin(medium, pinned)
@@ -222,14 +222,14 @@ def are_known(runtime: Runtime, keys: list[str], tenant: str) -> dict[str, bool]
 def pin_images(runtime: Runtime, keys: list[str], pinned: bool, tenant: str) -> int:
     """Keep (or no longer keep) the features of images where they lie, all of them or none; how many
     features are held."""
-    shelf = runtime.shelves.packages
+    packages = runtime.caches.packages
     with runtime.housekeeping, contextlib.ExitStack() as undo:
         making = [made for key in keys for made in _features_of(runtime, key, tenant)]
         with runtime.lock:
             for made in making:
-                new = pinned and not shelf.pinned(tenant, made)
-                if shelf.pin(tenant, made, pinned) and new:
-                    undo.callback(_locked, runtime, shelf.pin, tenant, made, False)
+                new = pinned and not packages.pinned(tenant, made)
+                if packages.pin(tenant, made, pinned) and new:
+                    undo.callback(_locked, runtime, packages.pin, tenant, made, False)
         names = [("package", made) for made in making]
         _pin_in_store(runtime.store_of(tenant), names, pinned, undo)
         undo.pop_all()
@@ -254,9 +254,9 @@ def _no_pixels() -> Pixels:
 def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
     """The feature ids of an image, in whichever making. A store has no list of images, so it is
     walked through, but only where memory has none."""
-    shelf, store = runtime.shelves.packages, runtime.store_of(tenant)
+    packages, store = runtime.caches.packages, runtime.store_of(tenant)
     with runtime.lock:
-        held = [made for made, package in shelf.items(tenant) if package.key == key]
+        held = [made for made, package in packages.items(tenant) if package.key == key]
     if held or store is None:
         return held
     return [e.key for e in store.entries() if e.kind == "package" and key in e.media]

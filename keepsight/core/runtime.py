@@ -29,7 +29,7 @@ from keepsight.media.features import COUNTS, Vision
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
 from keepsight.models.compiled import Compiled
-from keepsight.models.environment import backend_version, circumstances
+from keepsight.models.environment import backend_version, environment_of
 from keepsight.models.families import Family
 from keepsight.models.quantised import Quantised, named_weights
 from keepsight.models.weights import Weights
@@ -87,7 +87,7 @@ class Runtime:
         self._quota = None if settings.tenant_quota is None else parse_bytes(settings.tenant_quota)
         self._ttl = None if settings.ttl is None else parse_seconds(settings.ttl)
         self.image_options = image_options(processor, dict(settings.image_options))
-        self.shelves = MediaCaches.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
+        self.caches = MediaCaches.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
         self._visions: OrderedDict[str, Vision] = OrderedDict()  # the latest refreshed is last
         self.tree = self._tree(model)
         shape = Shape.of(model)
@@ -200,11 +200,11 @@ class Runtime:
             return known
         self._make_room_for(tenant)
         store = self.store_of(tenant)
-        kept = (self.shelves.aliases, self.shelves.downloads_of(tenant))
+        kept = (self.caches.aliases, self.caches.downloads_of(tenant))
         how = (self.family, self.processor, self.image_options)
         namer = Namer(*how, store, *kept, tenant, self._ttl)
         accept, codec = self.settings.accept_features, self.settings.feature_codec
-        vision = Vision(self.family, namer, self.shelves, store, accept, tenant, self._ttl, codec)
+        vision = Vision(self.family, namer, self.caches, store, accept, tenant, self._ttl, codec)
         vision.about = self._about()
         self._visions[tenant] = vision
         return vision
@@ -224,7 +224,7 @@ class Runtime:
 
     def _let_go_of_one(self, names: list[str], what: str) -> None:
         """Forget the first of some tenants of whom nothing is pinned."""
-        pinned = self.shelves.packages.pinning() | pinning(self.tree)
+        pinned = self.caches.packages.pinning() | pinning(self.tree)
         oldest = next((name for name in names if name not in pinned), None)
         if oldest is None:
             raise PinsFull(
@@ -293,7 +293,7 @@ class Runtime:
         return namespace
 
     def _making(self, now: Record) -> str:
-        """The digest of the model and its circumstances, made anew only where they are others."""
+        """The digest of the model and its environment, computed again only where they changed."""
         seen = (self.weights.all, self.weights.config, self.weights.code, now)
         if seen != self._made_of[0]:
             self._made_of = (seen, digests.digest("making", *seen))
@@ -321,16 +321,16 @@ class Runtime:
         return until, "other settings" if made.weights == self.weights.all else "other weights"
 
     def _now(self) -> Record:
-        """The circumstances of this moment, in this thread."""
-        now = circumstances(self.model, self.weights.dtype)
+        """The environment at this moment, in this thread."""
+        now = environment_of(self.model, self.weights.dtype)
         return {**now, "compiled": dict(self._compiled.look())}
 
-    def circumstances(self) -> Record:
+    def environment(self) -> Record:
         """All that a snapshot depends on beside weights and input, as plain data for a file."""
         return {**self._now(), "rule": self.rule.record(), "config": self.weights.config}
 
     def _provenance(self, now: Record) -> Record:
-        """How features made under the circumstances of now are made."""
+        """How features are made in this environment."""
         processor = getattr(self.processor, "image_processor", None)
         backend = str(getattr(processor, "backend", None) or "tensors")
         return dict(
@@ -388,12 +388,12 @@ class Runtime:
         counts = dict.fromkeys(COUNTS, 0)
         for vision in filter(None, map(self._visions.get, of)):  # who is not known is not made so
             counts = {name: counts[name] + n for name, n in vision.counts.items()}
-        return {**self.shelves.stats(tenant), **counts}
+        return {**self.caches.stats(tenant), **counts}
 
     def check(self) -> None:
         """Raise AssertionError where bytes are miscounted or a law of the tree is broken."""
         self.tree.check()
-        self.shelves.check()
+        self.caches.check()
 
 
 def _stats_of(store: Store | None) -> Record | None:

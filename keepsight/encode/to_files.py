@@ -1,7 +1,7 @@
 """Packages as a flat folder of `.sight` files, one for each different image, named after it.
 
 What is already there is found by what the files say of themselves (content, weights, settings and
-circumstances), never by their names: a folder may be resumed, renamed, or shared by several models.
+environment), never by their names: a folder may be resumed, renamed, or shared by several models.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ToFiles:
         except OSError as error:
             raise StoreError(f"{self._folder} cannot be made: {error.strerror}") from error
         self._refresh()
-        self._shelf = _Files(vlm, self._folder, tenant, codec)
+        self._index = _Files(vlm, self._folder, tenant, codec)
 
     def _refresh(self) -> None:
         with self._vlm.runtime.lock:
@@ -76,7 +76,7 @@ class ToFiles:
         """Open, and where no file speaks of these bytes: decode and preprocess."""
         try:
             source = item.open()
-            if source.name in self._shelf.by_file:
+            if source.name in self._index.by_file:
                 return Opened(item, source)
             return Opened(item, source, self._vision.namer.look(source, item.modality))
         except KeepsightError as error:
@@ -87,7 +87,7 @@ class ToFiles:
         item, source = look.item, look.source
         if source is None:
             return Encoded(item.name, "broken", error=look.error)
-        found = self._shelf.find(self._shelf.by_file, source.name)
+        found = self._index.find(self._index.by_file, source.name)
         if found is not None:
             return _known(item, found)
         try:
@@ -102,7 +102,7 @@ class ToFiles:
         if looked is None:
             looked = self._vision.namer.look(source, item.modality)
         medium = self._vision.admit_looked(looked)
-        found = self._shelf.find(self._shelf.by_key, medium.key)
+        found = self._index.find(self._index.by_key, medium.key)
         if found is not None:
             return _known(item, found)
         skipped = too_many(medium.tokens, self._most)
@@ -110,7 +110,7 @@ class ToFiles:
             return Encoded(item.name, "skipped", tokens=medium.tokens, error=skipped)
         package, _ = self._vision.package(medium)
         about = dict(package.about, file=source.name)
-        return self._shelf.add(
+        return self._index.add(
             item, source, dataclasses.replace(package.pack(self._codec), about=about)
         )
 

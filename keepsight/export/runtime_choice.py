@@ -234,7 +234,7 @@ def _only_torch(wanted: Wanted) -> str:
 
 def _measured(wanted: Wanted, known: list[str]) -> dict[str, float]:
     """Seconds of one answer in each runtime: measured once, then read."""
-    circumstances: Record = {
+    environment: Record = {
         "checkpoint": wanted.checkpoint,
         "weights": wanted.weights,
         "dtype": str(wanted.dtype),
@@ -242,7 +242,7 @@ def _measured(wanted: Wanted, known: list[str]) -> dict[str, float]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "versions": {one: _version(one) for one in known},
     }
-    note = wanted.place / f"{digests.digest('measured runtimes', circumstances)}.json"
+    note = wanted.place / f"{digests.digest('measured runtimes', environment)}.json"
     with contextlib.suppress(OSError, ValueError, AttributeError):
         found = json.loads(note.read_text(encoding="utf-8"))["seconds"]
         if set(found) == set(known) and all(isinstance(s, float) for s in found.values()):
@@ -252,7 +252,7 @@ def _measured(wanted: Wanted, known: list[str]) -> dict[str, float]:
         wanted.tell(f"measuring {one}")
         with _load(wanted, one, {"store": "", "remote": ""}) as model:
             seconds[one] = _seconds_of(model)
-    text = json.dumps({"seconds": seconds, "of": circumstances}, indent=1)
+    text = json.dumps({"seconds": seconds, "of": environment}, indent=1)
     _write(note, text)
     return seconds
 

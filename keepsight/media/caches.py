@@ -55,8 +55,8 @@ class MediaCaches:
         """Bytes and packages, of all or of one tenant."""
         packages, names = self.packages, (self.aliases, self.urls, self.given)
 
-        def nbytes(*shelves: MemoryCache | SharedMemoryCache) -> int:
-            return sum(s.nbytes if tenant is None else s.bytes_of(tenant) for s in shelves)
+        def nbytes(*caches: MemoryCache | SharedMemoryCache) -> int:
+            return sum(s.nbytes if tenant is None else s.bytes_of(tenant) for s in caches)
 
         return {
             "bytes": nbytes(packages),
@@ -69,7 +69,7 @@ class MediaCaches:
 
     def check(self) -> None:
         """Raise AssertionError where a count is wrong or a budget is exceeded."""
-        for shelf in (self.pixels, self.packages):
-            shelf.check()
+        for cache in (self.pixels, self.packages):
+            cache.check()
         for shared in (self.aliases, self.downloads, self.urls, self.given):
             shared.check()

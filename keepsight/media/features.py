@@ -35,7 +35,7 @@ class Vision:
         self,
         family: Family,
         namer: Namer,
-        shelves: MediaCaches,
+        caches: MediaCaches,
         store: Store | None,
         accept_features: str = "same",
         tenant: str = "",
@@ -43,7 +43,7 @@ class Vision:
         codec: str = "exact",
     ) -> None:
         self._codec = codec
-        self._family, self.namer, self._shelves = family, namer, shelves
+        self._family, self.namer, self._caches = family, namer, caches
         self._store, self._accept = store, accept_features
         self._tenant, self._ttl = tenant, ttl
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
@@ -82,7 +82,7 @@ class Vision:
     def admit_looked(self, looked: Looked) -> Medium:
         """The medium of a look that some thread had; from now on it is known."""
         if looked.pixels is not None:
-            self._shelves.pixels.put(self._tenant, looked.entry["key"], looked.pixels)
+            self._caches.pixels.put(self._tenant, looked.entry["key"], looked.pixels)
         self.namer.learn(looked)
         return self.medium_of(looked)
 
@@ -114,7 +114,7 @@ class Vision:
         Whoever changed the tensors and left the provenance would else stand in the path of ours.
         """
         content = _content(package)
-        if self._shelves.given.get(self._tenant, package.feature_id) == content:
+        if self._caches.given.get(self._tenant, package.feature_id) == content:
             return package.feature_id
         return digests.digest("handed in", package.feature_id, content)
 
@@ -186,7 +186,7 @@ class Vision:
     # -- features --------------------------------------------------------------------------------
 
     def _holds(self, feature_id: str) -> bool:
-        return self._shelves.packages.has(self._tenant, feature_id)
+        return self._caches.packages.has(self._tenant, feature_id)
 
     def where(self, medium: Medium) -> str:
         """Where the features would come from, without getting them."""
@@ -221,7 +221,7 @@ class Vision:
         device = self._family.model.device
         if isinstance(medium.recall, Package):
             return medium.recall.on(device), "caller"
-        package = self._shelves.packages.get(self._tenant, medium.feature_id)
+        package = self._caches.packages.get(self._tenant, medium.feature_id)
         if package is not None:
             self._counts["memory"] += 1
             return package.on(device), "memory"
@@ -250,7 +250,7 @@ class Vision:
         return kept
 
     def _keep(self, package: Package, cost: float) -> None:
-        self._shelves.packages.put(self._tenant, package.feature_id, package, cost)
+        self._caches.packages.put(self._tenant, package.feature_id, package, cost)
 
     def _from_store(self, medium: Medium) -> Package | None:
         found = self._store.get("package", medium.feature_id) if self._store is not None else None
@@ -301,8 +301,8 @@ class Vision:
 
     def _pixels_of(self, medium: Medium) -> Pixels:
         """Those that wait under this key, or made again, which must give the key again."""
-        pixels = self._shelves.pixels.get(self._tenant, medium.key)
-        self._shelves.pixels.pop(self._tenant, medium.key)
+        pixels = self._caches.pixels.get(self._tenant, medium.key)
+        self._caches.pixels.pop(self._tenant, medium.key)
         if pixels is not None:
             return pixels
         if isinstance(medium.recall, Package):
@@ -338,33 +338,33 @@ class Vision:
         given = dataclasses.replace(
             package, tensors=tensors, layout=medium.layout, grid=medium.grid
         )
-        self._shelves.given.put(self._tenant, package.feature_id, _content(given))
+        self._caches.given.put(self._tenant, package.feature_id, _content(given))
         return given
 
     def pin(self, medium: Medium, pinned: bool = True) -> bool:
         """Keep a medium's package in memory, whatever the budget says."""
-        return self._shelves.packages.pin(self._tenant, medium.feature_id, pinned)
+        return self._caches.packages.pin(self._tenant, medium.feature_id, pinned)
 
     def is_pinned(self, medium: Medium) -> bool:
         """Whether a medium's package is pinned in memory."""
-        return self._shelves.packages.pinned(self._tenant, medium.feature_id)
+        return self._caches.packages.pinned(self._tenant, medium.feature_id)
 
     def forget(self, medium: Medium) -> int:
         """Drop all that memory holds of an image, in whichever making; the bytes freed."""
-        packages, freed = self._shelves.packages, 0
+        packages, freed = self._caches.packages, 0
         for made, package in packages.items(self._tenant):
             if package.key == medium.key:
                 freed += packages.pop(self._tenant, made)
-                self._shelves.given.pop(self._tenant, made)
-        freed += self._shelves.pixels.pop(self._tenant, medium.key)
+                self._caches.given.pop(self._tenant, made)
+        freed += self._caches.pixels.pop(self._tenant, medium.key)
         self.namer.forget(medium.key)
         return freed
 
     def clear(self) -> None:
         """Forget everything held in memory for this tenant."""
-        self._shelves.pixels.clear(self._tenant)
-        self._shelves.packages.clear(self._tenant)
-        self._shelves.given.clear(self._tenant)
+        self._caches.pixels.clear(self._tenant)
+        self._caches.packages.clear(self._tenant)
+        self._caches.given.clear(self._tenant)
         self.namer.clear()
 
 

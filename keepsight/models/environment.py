@@ -1,6 +1,6 @@
 """What changes bits beside weights and input: device, libraries, threads, switches, attention.
 
-Snapshots are reused only under the circumstances they were made under; packages say theirs.
+Snapshots are reused only in the environment they were made in; packages say theirs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHOSEN = {
 }
 
 
-def circumstances(model: PreTrainedModel, dtype: str) -> Record:
+def environment_of(model: PreTrainedModel, dtype: str) -> Record:
     """Those that hold for a live model whose weights are of a dtype, in this thread."""
     device: torch.device = model.device
     functions = _functions(model.config)
@@ -41,7 +41,7 @@ def circumstances(model: PreTrainedModel, dtype: str) -> Record:
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "switches": switches(device.type, sorted(chosen)),
         "autocast": _autocast(device.type),
-        **getattr(getattr(model, "exported", None), "circumstances", {}),
+        **getattr(getattr(model, "exported", None), "environment", {}),
     }
 
 

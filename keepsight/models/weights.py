@@ -2,7 +2,7 @@
 
 A fingerprint covers every value of every weight, once, and everything else by which the live model
 differs from what its configuration says: adapters and their scales, hooks, exchanged modules,
-settings, replaced code. The dtypes that hold the weights are kept beside it, as circumstances.
+settings, replaced code. The dtypes that hold the weights are part of the environment.
 After that a call only looks whether anything moved (`watch.py`). What did not move is not read
 again, and a model that is as it was before has the fingerprint that it had before.
 """

@@ -45,7 +45,7 @@ class Exported:
     def __init__(self, folder: Path, manifest: Manifest, version: str, threads: int) -> None:
         self.folder, self.manifest = folder, manifest
         # What changes bits: the runtime, its version, and the graphs themselves.
-        self.circumstances = {
+        self.environment = {
             "runtime": f"{manifest.runtime} {version}",
             "quantised": manifest.quantised,
             "graphs": manifest.digest,

@@ -1,6 +1,6 @@
 """Where requests are made ready, in the threads of those who send them: options are checked,
-pictures decoded and preprocessed, the prompt is rendered. So a large picture of one client delays no
-other's tokens, and bad input is refused before it waits for anything.
+pictures decoded and preprocessed, the prompt is rendered. So a large picture of one client delays
+no other's tokens, and bad input is refused before it waits for anything.
 
 Only a moment of the model's lock is needed, to see whether weights or settings have changed. What
 was learnt about the pictures is noted when the request begins, by the thread that has the model.

@@ -302,9 +302,9 @@ def _keys(service: Service, messages: list[Record], tenant: str) -> list[str]:
 
 def _held(service: Service, tenant: str) -> list[Record]:
     vlm = service.vlm
-    shelf = vlm.runtime.shelves.packages
+    packages = vlm.runtime.caches.packages
     with vlm.runtime.lock:
-        held = [(package, shelf.pinned(tenant, key)) for key, package in shelf.items(tenant)]
+        held = [(package, packages.pinned(tenant, key)) for key, package in packages.items(tenant)]
     return [
         {
             "key": package.key,

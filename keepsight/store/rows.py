@@ -29,7 +29,7 @@ def pin_name(place: EntryName) -> str:
 
 
 def everything(folder: Folder) -> Iterator[list[Entry]]:
-    """All entries by their files, a shelf at a time, without reading them in full."""
+    """All entries by their files, a folder at a time, without reading them in full."""
     for tenant in ["", *folder.names("tenants")]:
         for kind in layout.KINDS:
             above = f"{layout.tenant_prefix(tenant)}{kind}"

@@ -1,8 +1,8 @@
 """Where an export goes: looked at before the long work, and filled in one step behind it.
 
 The files are made in a hidden folder beside their final place and moved there whole, so no
-reader finds half an export. A process that is killed leaves that folder; the next export to the same place
-removes it, and knows by a lock that no other process works there.
+reader finds half an export. A process that is killed leaves that folder; the next export to the
+same place removes it, and knows by a lock that no other process works there.
 """
 
 from __future__ import annotations
