@@ -623,6 +623,35 @@ def test_conversations_are_deleted_or_not_kept_at_all(opened: Open) -> None:
     assert counts == {"talks": 0, "turns": 0, "pictures": 0, "drafts": 0}
 
 
+def test_a_browser_without_room_says_so(opened: Open) -> None:
+    page = opened()
+    page.tab.evaluate(
+        "() => { IDBObjectStore.prototype.put ="
+        " () => { throw new DOMException('full', 'QuotaExceededError') } }"
+    )
+    page.ask("Hello!")
+    assert page.said() == "Hello! Show me a picture."
+    notice = page.tab.locator("#notice")
+    expect(notice).to_contain_text("no room to keep the conversation: download it")
+    notice.get_by_role("button", name="Close").click()
+    expect(notice).to_be_hidden()
+
+
+def test_an_answer_left_for_another_conversation_is_kept_as_far_as_it_came(
+    opened: Open, scripted: Any
+) -> None:
+    page = opened(scripted(Scripted(*["word "] * 400, wait=0.02)).url)
+    page.question.fill("Talk.")
+    page.question.press("Enter")
+    expect(page.answers.last.locator(".said")).to_contain_text("word word")
+    page.tab.get_by_role("button", name="New").click()
+    page.tab.wait_for_timeout(600)
+    page.tab.reload()
+    page.menu("Talk.")
+    expect(page.answers.last.locator(".note")).to_have_text("Stopped.")
+    assert page.said().startswith("word word")
+
+
 _COUNTS = """() => new Promise((done) => {
   indexedDB.open("keepsight").onsuccess = async ({ target: { result } }) => {
     const names = [...result.objectStoreNames], counts = {};

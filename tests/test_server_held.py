@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -330,3 +332,39 @@ def test_pictures_are_opened_without_the_model(only: bool, monkeypatch: pytest.M
             assert status == 200 and len(told["images"]) == 1
         assert has_it and not any(has_it)
         assert server.call("/v1/cache/images")[1]["data"] == []
+
+
+def test_a_conversation_is_saved_as_a_file_of_its_tenant(locked: Live, tmp_path: Path) -> None:
+    vlm = locked.service.vlm
+    body = about(77)
+    body["messages"].append({"role": "assistant", "content": "A shape."})
+    answer, before = {}, vlm.stats("ann")["features"]["packages"]
+    request = urllib.request.Request(
+        f"{locked.url}/v1/cache/save",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", **bearer("ann")},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        answer = dict(reply.headers)
+        (tmp_path / "a.keep").write_bytes(reply.read())
+    assert answer["content-type"] == "application/octet-stream"
+    assert vlm.stats("ann")["features"]["packages"] == before + 1 and not held(locked, "bob")
+    session = vlm.resume(tmp_path / "a.keep", tenant="bob")
+    assert session.messages[1] == {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "A shape."}],
+    }
+    reply = session.ask("What is in the picture?")
+    assert reply.usage.images_encoded == 0 and reply.usage.cached_tokens > 16
+
+
+def test_what_a_file_cannot_hold_is_refused_by_name(locked: Live) -> None:
+    for more in ({"tools": [tool()]}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        status, said = locked.call("/v1/cache/save", {**about(78), **more}, headers=bearer("ann"))[
+            :2
+        ]
+        assert status == 400 and next(iter(more)) in said["error"]["message"]
+
+
+def tool() -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look", "parameters": {}}}

@@ -16,7 +16,7 @@ const page = {
   model: "", // what the server calls its model
   talks: [],
   talk: null,
-  running: null, // { turn, stop } while an answer comes
+  running: null, // { talk, turn, stop } while an answer comes
   answers: [], // what each answer of this page remembered, for the chart
   views: new Map(), // turn -> its element
   editing: null, // the turn whose question is being edited, in `editor`
@@ -34,12 +34,12 @@ function ask(parent, said) {
 }
 
 async function answer(question) {
-  const stop = new AbortController();
-  const turn = page.talk.add(question, "assistant", {
+  const stop = new AbortController(), { talk } = page;
+  const turn = talk.add(question, "assistant", {
     thought: "", running: true, waiting: "Looking…", error: null, stopped: false, open: false,
     told: { model: page.model, report: null, usage: null, timings: null, firstMs: null, reason: null },
   });
-  page.running = { turn, stop };
+  page.running = { talk, turn, stop };
   drawTalk();
   toEnd();
   if (document.activeElement === document.body) foot.focus();
@@ -52,6 +52,7 @@ async function answer(question) {
   }
   turn.running = false;
   page.running = null;
+  keeper.soon(talk); // which may no longer be the one that is shown
   finish(turn);
 }
 
@@ -71,6 +72,7 @@ async function receive(turn, signal) {
     if (signal.aborted) throw new DOMException("stopped", "AbortError");
     if (take(turn, chunk)) turn.told.firstMs ??= performance.now() - begun;
     drawSoon(turn);
+    keeper.soon(page.running.talk);
   }
 }
 
@@ -200,7 +202,6 @@ function drawSoon(turn) {
     const fresh = drawn(turn);
     old.replaceWith(fresh);
     page.views.set(turn, fresh);
-    keeper.soon(page.talk);
     if (near) toEnd();
   });
 }
@@ -219,11 +220,11 @@ function drawTalks() {
 }
 
 function talkRow(talk) {
-  const title = talk.title();
-  const current = talk === page.talk ? "true" : null;
+  const title = talk.title(), when = new Date(talk.at);
+  const go = button(title, () => goTo(talk), { class: "talk-title", "aria-current": talk === page.talk ? "true" : null, "data-closes": "" });
+  go.append(el("span", { class: "when", "aria-hidden": "true", text: when.toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) }));
   const remove = button("Delete", () => twice(remove, () => removeTalk(talk)), { "aria-label": `Delete the conversation: ${title}` });
-  return el("li", {}, button(title, () => goTo(talk), { class: "talk-title", "aria-current": current, "data-closes": "" }),
-    el("span", { class: "when", text: new Date(talk.at).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" }) }), remove);
+  return el("li", {}, go, remove);
 }
 
 async function removeTalk(talk) {
