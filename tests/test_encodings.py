@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ from tokenizers import (
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import keepsight as ks
-from keepsight.core import encodings
+from keepsight.core import encodings, render
 from keepsight.core.encodings import Encodings, Seams
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]"]
@@ -300,3 +301,13 @@ def test_what_was_asked_is_forgotten_with_everything_else(vlm: Any) -> None:
     assert len(vlm.runtime.engine.answers.prompts)
     vlm.clear()
     assert not len(vlm.runtime.engine.answers.prompts)
+
+
+def test_placeholders_are_found_as_by_a_search_of_the_whole_text() -> None:
+    chance = random.Random(5)
+    for words in (["<a>"], ["<a>", "<b>"], ["aa", "aab"], ["aab", "aa"], ["ab", "ba"]):
+        pattern = re.compile("|".join(map(re.escape, words)))
+        for _ in range(200):
+            text = "".join(chance.choices(["a", "b", "<a>", "<", "aa"], k=9))
+            wanted = [found.span() for found in pattern.finditer(text)]
+            assert [found.span() for found in render.find_words(pattern, text, words)] == wanted

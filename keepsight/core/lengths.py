@@ -41,7 +41,10 @@ def characters(value: object) -> int:
         elif isinstance(value, dict):
             for name, inside in value.items():
                 if name != "type":  # which says what is there, and is not read
-                    waiting.append(inside)
+                    if type(inside) is str:
+                        count += len(inside)
+                    else:
+                        waiting.append(inside)
                 if isinstance(name, str) and len(name) > _LONG_NAME:
                     count += len(name)
         elif isinstance(value, list | tuple):

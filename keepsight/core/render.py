@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ class Renderer:
         rendered = self._chat.render(self.tokenizer, clean, generate, template)
         named = [(kind, name(medium, kind)) for kind, medium in given]
         text = self._family.prompt_text(self._processor, rendered.text, self._written)
-        spots = list(self._written.finditer(text))
+        spots = list(find_words(self._written, text, [*self._words.values()]))
         media = _in_order(spots, named)
         text, runs = self._insert(text, spots, media)
         self.lengths.check_rendered(text, self.tokenizer)
@@ -159,6 +159,19 @@ def user_message(text: object, images: object = None) -> Message:
     if not isinstance(text, str):
         raise InputError(f"the question is a {type(text).__name__}, expected a string")
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def find_words(pattern: re.Pattern[str], text: str, words: list[str]) -> Iterator[re.Match[str]]:
+    """All matches of a pattern that is one of some words; few of them stand in a long text."""
+    places = {word: text.find(word) for word in words}
+    while any(place >= 0 for place in places.values()):
+        match = pattern.match(text, min(place for place in places.values() if place >= 0))
+        if match is None:
+            return
+        yield match
+        for word, place in places.items():
+            if 0 <= place < match.end():
+                places[word] = text.find(word, match.end())
 
 
 def _in_order(spots: list[re.Match[str]], named: list[tuple[str, Medium]]) -> tuple[Medium, ...]:

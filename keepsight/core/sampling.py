@@ -6,6 +6,7 @@ once (beams) or a second model does not fit one remembered prefix, and says so.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -150,10 +151,12 @@ def sampler(
     return Sampler(config, processors, criteria, generator, count, stop, skip)
 
 
-def known_options() -> list[str]:
+@functools.cache
+def known_options() -> tuple[str, ...]:
     """Every option that decoding understands."""
     public = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
-    return sorted({*public, *_OURS, *_ALIASES, "generation_config"} - {"transformers_version"})
+    known = {*public, *_OURS, *_ALIASES, "generation_config"} - {"transformers_version"}
+    return tuple(sorted(known))
 
 
 def _asked_length(

@@ -137,9 +137,9 @@ class Residency:
             node.home.barred.clear()
 
     def _guard(self, node: Node, sign: int) -> None:
-        for part in node.parts:
+        for part in (node.state, node.rows):  # every node of a path comes by here, twice in a turn
             if part.tier:
-                self._tier(part).held += sign * part.nbytes
+                (self.device if part.tier == DEVICE else self.host).held += sign * part.nbytes
 
     def _set_free(self, node: Node) -> None:
         if node.gone:
@@ -147,8 +147,8 @@ class Residency:
             for part in node.parts:
                 self._drop(part)
             return
-        for part in node.parts:
-            if part.tier:
+        for part in (node.state, node.rows):
+            if part.tier and not part.bears(part.tier):
                 self._tier(part).offer(part)
         self.tombstones.note(node)
 
