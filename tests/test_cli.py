@@ -288,14 +288,26 @@ def test_chat_remembers_forks_clears_saves_and_loads(folder: Path) -> None:
     assert sum(tokens[-1]) == last.prompt_tokens and sum(tokens[2]) < sum(tokens[1])
     assert compared.text in said and said.count(answers[1].text) >= 1
     assert answers[0].text in said.split("/fork 1")[1].split("/fork 3")[0]
-    assert "branch 2 of 2" in said and "error: /fork 3: the branches are 1 to 2" in said
+    assert "branch 2 of 2" in said and "error: /branch 3: expected a branch from 1 to 2" in said
     assert "talk.keep: 4 messages" in said and "1 of 2 images encoded" in said
     assert f"{last.prompt_tokens} prompt tokens" in said.split("/report")[1]
 
 
 def test_chat_help_names_every_command(folder: Path) -> None:
     said = run("chat", given="/help\n").stdout
-    for name in ("image", "clear", "fork", "save", "load", "report", "help", "exit"):
+    for name in (
+        "image",
+        "images",
+        "edit",
+        "retry",
+        "clear",
+        "branch",
+        "save",
+        "load",
+        "report",
+        "help",
+        "exit",
+    ):
         assert f"\n/{name}" in said
 
 

@@ -190,6 +190,8 @@ def chat(
     options = decoding(max_tokens, temperature, top_p, seed)
     check_images(image or [])
     name = one_model(named, model)
+    if sys.stderr.isatty():
+        console(stderr=True).print(f"loading {plain(name)} ...", style="dim")
     from keepsight.cli.chat import Shell
 
     history = Path(store).expanduser() / "chat-history" if store else None

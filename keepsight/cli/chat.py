@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from keepsight.cli.terminal import plain, report_table
+from keepsight.cli.thumbnails import show_thumbnail
+from keepsight.cli.typed_pictures import open_pictures, split_pictures
 from keepsight.errors import InputError, KeepsightError
 from keepsight.formats.package import Package
 from keepsight.kinds import Options
@@ -46,9 +48,7 @@ class Shell:
     vlm: VLM
     console: Console
     options: Options
-    waiting: list[str | Package | Medium] = field(
-        default_factory=list
-    )  # pictures for the next question
+    waiting: list[tuple[str, Medium]] = field(default_factory=list)  # for the next question
     history: Path | None = None
     reports: bool = False  # a report after every answer
     last: Report | None = None
@@ -61,15 +61,15 @@ class Shell:
         """Read lines until there are no more, or `/exit`."""
         for line in self._lines():
             try:
-                if not line.startswith("/"):
-                    self.ask(line)
+                if not self.is_command(line):
+                    self.typed(line)
                 elif not self.command(line):
                     return
             except (KeepsightError, OSError) as error:
                 self.console.print(Text(f"error: {plain(str(error))}", "red"))
             except KeyboardInterrupt:
                 self.console.print(
-                    Text("\nstopped; the question is not part of the history", "dim")
+                    Text("\nstopped; nothing of it is in the history: ask again, or /exit", "dim")
                 )
 
     def _lines(self) -> Iterator[str]:
@@ -116,11 +116,23 @@ class Shell:
 
     # -- answering -------------------------------------------------------------------------------
 
+    def typed(self, line: str) -> None:
+        """A line that is no command: pictures, a question, or both."""
+        names, question = split_pictures(line)
+        for name in names:
+            self.image(name)
+        if question:
+            self.ask(question)
+
     def ask(self, question: str) -> None:
         """The next turn, printed as it comes."""
+        self._answer(self.session, question, [medium for _, medium in self.waiting])
+        self.waiting = []
+
+    def _answer(self, session: Session, question: str, images: list[Medium]) -> None:
         start = time.perf_counter()
         first = None
-        pieces = self.session.stream(question, self.waiting or None, **self.options)
+        pieces = session.stream(question, images or None, **self.options)
         with closing(pieces):  # type: ignore[type-var]  # whoever stops it lets go of its memory
             for piece in pieces:
                 if first is None and piece.token is not None:
@@ -128,7 +140,6 @@ class Shell:
                 self.console.print(Text(plain(piece.text)), end="", soft_wrap=True)
                 if piece.usage is not None and piece.report is not None:
                     self.console.print()
-                    self.waiting = []
                     self.last = piece.report
                     self._say(measurements(piece.usage, piece.report, first))
         if self.reports and self.last is not None:
@@ -136,13 +147,21 @@ class Shell:
 
     # -- commands --------------------------------------------------------------------------------
 
+    def is_command(self, line: str) -> bool:
+        """Whether a line is a command; `/tmp/a.png` is a path."""
+        if not line.startswith("/"):
+            return False
+        word = line[1:].split(" ")[0]
+        known = (*self._commands(), "fork", "exit", "quit")
+        return word in known or not ("/" in word or Path("/", word).exists())
+
     def command(self, line: str) -> bool:
         """One command; false when the conversation is over."""
         name, _, rest = line[1:].partition(" ")
         rest = rest.strip()
         if name in ("exit", "quit"):
             return False
-        known = self._commands()
+        known = self._commands() | {"fork": self.branch}  # as it was called before
         if name not in known:
             near = difflib.get_close_matches(name, [*known, "exit"], n=1)
             raise InputError(
@@ -154,8 +173,11 @@ class Shell:
     def _commands(self) -> dict[str, Callable[[str], None]]:
         return {
             "image": self.image,
+            "images": self.images,
+            "edit": self.edit,
+            "retry": self.retry,
             "clear": self.clear,
-            "fork": self.fork,
+            "branch": self.branch,
             "save": self.save,
             "load": self.load,
             "report": self.report,
@@ -163,15 +185,63 @@ class Shell:
         }
 
     def image(self, name: str) -> None:
-        """/image PATH     a picture (file, URL or .sight) for the next question"""
+        """/image PATH     a picture (file, URL, folder, PDF, .sight) for the next question"""
         if not name:
             raise InputError("/image wants a path or URL")
-        image = open_image(name.strip("'\""))
-        with self.vlm.runtime.lock:
-            self.vlm.runtime.refresh()
-            medium = self.vlm.runtime.vision.name(image)
-        self.waiting.append(medium)
-        self._say(f"{name}: {medium.tokens} tokens, waits for your next question")
+        for label, image in open_pictures(name):
+            with self.vlm.runtime.lock:
+                self.vlm.runtime.refresh()
+                medium = self.vlm.runtime.vision.name(image)
+            self.waiting.append((label, medium))
+            self._thumbnail(image)
+            self._say(f"{label}: {medium.tokens} tokens, waits for your next question")
+
+    def _thumbnail(self, image: object) -> None:
+        from PIL import Image
+
+        with suppress(OSError, ValueError):  # the library has read it: this is for the eye only
+            if isinstance(image, str) and Path(image).is_file():
+                image = Image.open(image)
+            if isinstance(image, Image.Image):
+                show_thumbnail(image, self.console)
+
+    def images(self, rest: str) -> None:
+        """/images [N|all] the pictures that wait; with a number, or all: remove them"""
+        if rest == "all":
+            self.waiting = []
+        elif rest:
+            del self.waiting[_number("/images", rest, len(self.waiting), "picture") - 1]
+        for number, (label, medium) in enumerate(self.waiting, 1):
+            self._say(f"{number}  {label}: {medium.tokens} tokens")
+        if not self.waiting:
+            self._say("no picture waits")
+
+    def edit(self, rest: str) -> None:
+        """/edit [N] TEXT  ask TEXT in the place of question N, or of the last; later ones go"""
+        number, _, text = rest.partition(" ")
+        questions = sum(message["role"] == "user" for message in self.session.messages)
+        if not number.isdigit():
+            number, text = str(questions), rest
+        if not text.strip():
+            raise InputError("/edit wants the new question, for example /edit 1 What is it?")
+        self._again(_number("/edit", number, questions, "question"), text.strip())
+
+    def retry(self, rest: str) -> None:
+        """/retry          answer the last question again"""
+        _no_argument("retry", rest)
+        questions = sum(message["role"] == "user" for message in self.session.messages)
+        self._again(_number("/retry", str(questions), questions, "question"), None)
+
+    def _again(self, number: int, text: str | None) -> None:
+        """Answer question `number` again, with its pictures; nothing is lost if that stops."""
+        other = self.session.fork()
+        spots = [i for i, m in enumerate(other.messages) if m["role"] == "user"]
+        content = other.messages[spots[number - 1]]["content"]
+        other.messages = other.messages[: spots[number - 1]]
+        images = [part["image"] for part in content if part["type"] == "image"]
+        before = "".join(part["text"] for part in content if part["type"] == "text")
+        self._answer(other, before if text is None else text, images)
+        self._switch(other)
 
     def clear(self, rest: str) -> None:
         """/clear          a new conversation; what was seen stays in memory"""
@@ -180,12 +250,11 @@ class Shell:
         self._switch(self.vlm.session())
         self._say("a new conversation")
 
-    def fork(self, number: str) -> None:
-        """/fork [N]       branch off here; with a number, go to that branch"""
+    def branch(self, number: str) -> None:
+        """/branch [N]     branch off here; with a number, go to that branch"""
         if number:
-            if not number.isdigit() or not 1 <= int(number) <= len(self.branches):
-                raise InputError(f"/fork {number}: the branches are 1 to {len(self.branches)}")
-            self.session = self.branches[int(number) - 1]
+            chosen = _number("/branch", number, len(self.branches), "branch")
+            self.session = self.branches[chosen - 1]
         else:
             self.branches.append(self.session.fork())
             self.session = self.branches[-1]
@@ -237,6 +306,15 @@ def measurements(usage: Usage, report: Report, first: float | None) -> str:
         images = f", {usage.images_encoded} of {usage.images} images encoded"
     wait = "" if first is None else f", first token after {first:.0f} ms"
     return f"[{usage.cached_tokens} tokens reused, {report.computed_tokens} computed{images}{wait}]"
+
+
+def _number(command: str, given: str, most: int, what: str) -> int:
+    """A number that somebody gave a command, from 1 to `most`."""
+    if not most:
+        raise InputError(f"{command}: there is no {what} yet")
+    if not given.isdecimal() or not 1 <= int(given) <= most:
+        raise InputError(f"{command} {given}: expected a {what} from 1 to {most}")
+    return int(given)
 
 
 def _no_argument(name: str, rest: str) -> None:

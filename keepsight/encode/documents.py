@@ -98,6 +98,14 @@ def _locked(error: Exception) -> bool:
     return code == 4 or "assword" in str(error)  # FPDF_ERR_PASSWORD
 
 
+def draw_pages(path: str, dpi: int, most: int) -> list[Image.Image]:
+    """All pages of a PDF of at most `most`."""
+    document = _Document(path)
+    if document.pages > most:
+        raise ImageError(f"{path} has {document.pages} pages, expected at most {most}")
+    return [document.draw(number, dpi) for number in range(document.pages)]
+
+
 def page_count(path: str) -> int | None:
     """The pages of a PDF, or None where it cannot be opened."""
     library = pdfium()

@@ -1,0 +1,137 @@
+"""Finds pictures in what somebody types: dropped, quoted or escaped paths, `~`, `file://`, URLs.
+
+A folder stands for the pictures in it, a PDF for its pages. What is no picture stays text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepsight.errors import InputError
+from keepsight.formats.package import Package
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = frozenset(
+    [
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".webp",
+        ".gif",
+        ".bmp",
+        ".tif",
+        ".tiff",
+        ".ppm",
+        ".pgm",
+        ".avif",
+        ".heic",
+        ".heif",
+        ".pdf",
+        ".sight",
+    ]
+)
+MOST = 64  # pictures of one folder or PDF
+_DPI = 150
+_WORD = re.compile(r"'[^']*'|\"[^\"]*\"|(?:\\.|\S)+")
+_AFTER = "?.,;:!)"  # of a sentence, behind a path in it
+
+
+def split_pictures(line: str) -> tuple[list[str], str]:
+    """The pictures that a line names, and the question that is left.
+
+    Paths before the question, and behind a finished sentence, are cut out; inside a sentence the
+    name of the file stays.
+    """
+    if _is_picture(_path_of(line), alone=True):  # a dropped path with spaces
+        return [_path_of(line)], ""
+    found: list[str] = []
+    text = ""
+    end = 0
+    for word in _WORD.finditer(line):
+        before = text + line[end : word.start()]
+        leading = not before.strip()
+        path, after = _split_word(word[0], leading)
+        if path is None:
+            text = before + word[0]
+        else:
+            found.append(path)
+            alone = not after and (leading or before.rstrip()[-1] in ".?!:")
+            text = before if alone else before + _file_name(path) + after
+        end = word.end()
+    return found, (text + line[end:]).strip()
+
+
+def _split_word(word: str, leading: bool) -> tuple[str | None, str]:
+    """The picture in one word, and what of a sentence follows it."""
+    bare = word.rstrip(_AFTER)
+    for part in (word, bare):
+        path = _path_of(part)
+        if part and _is_picture(path, leading):
+            return path, word[len(part) :]
+    path = _path_of(bare)
+    if os.sep in path and Path(path).suffix.lower() in SUFFIXES:
+        raise InputError(f"{path}: there is no such picture; nothing was sent")
+    return None, ""
+
+
+def _is_picture(path: str, alone: bool) -> bool:
+    """Whether a word names pictures; a folder only where it cannot be part of a sentence."""
+    suffix = Path(urllib.parse.urlsplit(path).path if "://" in path else path).suffix.lower()
+    if path.startswith(("http://", "https://")):
+        return suffix in SUFFIXES and not re.search(r"\s", path)
+    try:
+        if os.path.isdir(path):
+            return alone and os.sep in path
+        return suffix in SUFFIXES and os.path.isfile(path)
+    except ValueError:  # a null character
+        return False
+
+
+def _path_of(word: str) -> str:
+    """A path as it is written on disk: without quotes, escapes, `~` and `file://`."""
+    word = word.strip()
+    quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "'\""
+    if quoted:
+        word = word[1:-1]
+    if word.startswith("file://"):
+        return urllib.request.url2pathname(urllib.parse.urlsplit(word).path)
+    if not quoted and os.sep == "/" and "://" not in word:
+        word = re.sub(r"\\(.)", r"\1", word)
+    return os.path.expanduser(word)
+
+
+def _file_name(path: str) -> str:
+    return Path(path).name
+
+
+def open_pictures(name: str) -> list[tuple[str, str | Package | Image]]:
+    """What the library takes for a typed name, each with the name to show: one, or several."""
+    path = _path_of(name)
+    if os.path.isdir(path):
+        files = sorted(p for p in Path(path).iterdir() if p.suffix.lower() in SUFFIXES - {".pdf"})
+        _bound(path, len(files))
+        return [(str(file), _open(str(file))) for file in files]
+    if path.lower().endswith(".pdf") and os.path.isfile(path):
+        from keepsight.encode.documents import draw_pages
+
+        pages = draw_pages(path, _DPI, MOST)
+        return [(f"{path}#page={n}", page) for n, page in enumerate(pages, 1)]
+    return [(path, _open(path))]
+
+
+def _open(path: str) -> str | Package:
+    return Package.load(path) if path.lower().endswith(".sight") else path
+
+
+def _bound(path: str, count: int) -> None:
+    if not count:
+        raise InputError(f"{path}: the folder holds no picture")
+    if count > MOST:
+        raise InputError(f"{path} holds {count} pictures, at most {MOST} go into one question")

@@ -1,0 +1,127 @@
+"""What somebody types into `keepsight chat`: pictures in any writing, and commands about turns."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import keepsight as ks
+from keepsight.cli.app import app
+from keepsight.cli.thumbnails import show_thumbnail
+from keepsight.cli.typed_pictures import open_pictures, split_pictures
+from keepsight.demo.scene import Scene
+from keepsight.errors import ImageError, InputError
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("two words").mkdir()
+    for name, color in (("a.png", "red"), ("two words/b.png", "blue")):
+        Scene.of(color=color, shape="circle", seed=1, size=(96, 96)).draw().save(name)
+    return tmp_path
+
+
+def test_pictures_are_found_however_they_are_written(folder: Path) -> None:
+    a, b = f"{folder}/a.png", f"{folder}/two words/b.png"
+    escaped = b.replace(" ", "\\ ")
+    for line, pictures, question in (
+        (a, [a], ""),
+        (b, [b], ""),
+        (escaped, [b], ""),
+        (f"'{b}' What is it?", [b], "What is it?"),
+        (f'"{b}" {a} Compare them.', [b, a], "Compare them."),
+        (f"file://{b.replace(' ', '%20')} What is it?", [b], "What is it?"),
+        ("~/a.png What's this?", [a], "What's this?"),
+        ("a.png What is it?", ["a.png"], "What is it?"),
+        ("What is it? a.png", ["a.png"], "What is it?"),
+        (f"What is in {a}?", [a], "What is in a.png?"),
+        (f"Is {a} like {escaped}?", [a, b], "Is a.png like b.png?"),
+        ("https://host/x.png What is it?", ["https://host/x.png"], "What is it?"),
+        ("What is a .png, and and/or?", [], "What is a .png, and and/or?"),
+        ("It's 'quoted', see https://host/page", [], "It's 'quoted', see https://host/page"),
+        (f"{folder}/ Compare them.", [f"{folder}/"], "Compare them."),
+        (f"What is {folder}?", [], f"What is {folder}?"),
+    ):
+        assert split_pictures(line) == (pictures, question), line
+    with pytest.raises(InputError, match=r"nope.png: there is no such picture; nothing was sent"):
+        split_pictures(f"{folder}/nope.png What is it?")
+
+
+def test_folders_and_documents_are_several_pictures(folder: Path) -> None:
+    assert [name for name, _ in open_pictures(str(folder))] == [f"{folder}/a.png"]
+    Path("empty").mkdir()
+    with pytest.raises(InputError, match="holds no picture"):
+        open_pictures("empty")
+    pytest.importorskip("pypdfium2")
+    pages = [Scene.of(color=c, shape="star").draw().convert("RGB") for c in ("red", "blue")]
+    pages[0].save("paper.pdf", save_all=True, append_images=pages[1:])
+    names = [name for name, _ in open_pictures("paper.pdf")]
+    assert names == ["paper.pdf#page=1", "paper.pdf#page=2"]
+    Path("broken.pdf").write_bytes(b"no document")
+    with pytest.raises(ImageError, match="cannot be opened as a PDF"):
+        open_pictures("broken.pdf")
+
+
+def test_a_chat_takes_paths_edits_retries_and_removes(folder: Path) -> None:
+    lines = ["/retry", "/edit 1 x", f"{folder}/a.png", "'two words/b.png'", "/images", "/images 2"]
+    lines += ["/images 7", "Describe the picture.", "/retry", "Where is the shape in the picture?"]
+    lines += ["/edit 1 What color is the shape in the picture?", "/edit", "/images", "/imags"]
+    with ks.load("demo") as vlm:
+        answer = vlm.ask("a.png", "Describe the picture.").text
+        color = vlm.ask("a.png", "What color is the shape in the picture?").text
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["chat"], input="\n".join(lines))
+    assert result.exit_code == 0, result.output
+    said = result.stdout
+    for words in (
+        "error: /retry: there is no question yet",
+        "error: /edit: there is no question yet",
+        "1  " + f"{folder}/a.png: 9 tokens",
+        "2  two words/b.png: 9 tokens",
+        "error: /images 7: expected a picture from 1 to 1",
+        "error: /edit wants the new question",
+        "no picture waits",
+        "error: no command /imags; did you mean /images?",
+    ):
+        assert words in said
+    assert said.count(answer) == 2
+    assert color in said.split("/edit 1 What")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "begins"),
+    [("KITTY_WINDOW_ID", "1", "\x1b_Ga=T"), ("TERM_PROGRAM", "iTerm.app", "\x1b]1337;File=")],
+)
+def test_thumbnails_are_drawn_as_the_terminal_can(
+    name: str, value: str, begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("KITTY_WINDOW_ID", "TERM_PROGRAM", "TMUX", "NO_COLOR"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    picture = Scene.of(color="red", shape="circle").draw()
+
+    def shown(**options: bool) -> str:
+        file = io.StringIO()
+        show_thumbnail(picture, Console(file=file, width=80, **options))
+        return file.getvalue()
+
+    assert "▀" in shown(force_terminal=True)
+    assert shown(force_terminal=False) == ""
+    assert shown(force_terminal=True, no_color=True) == ""
+    monkeypatch.setenv(name, value)
+    assert shown(force_terminal=True).startswith(begins)
