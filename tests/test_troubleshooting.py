@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from test_cli import run
 
 import keepsight as ks
 from keepsight.errors import KeepsightError
+from keepsight.models import loadable
 
 PAGE = (Path(__file__).parent.parent / "docs/troubleshooting.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(.+?)`(?: \(.+?\))? \| `(.+?)` \|", PAGE, re.MULTILINE)
@@ -55,13 +54,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("notes.txt").write_text("a note")
     transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8).save_pretrained("gpt2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(socket, "create_connection", _no_line)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(urllib.request, "getproxies", dict)
-
-
-def _no_line(*address: object, **options: object) -> None:
-    raise socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(loadable, "_asked", lambda *asked: OSError("no network"))
 
 
 def agree(said: str, page: str) -> bool:
@@ -88,3 +82,9 @@ def test_python_raises_what_the_page_says(code: str, page: str, world: dict[str,
         eval(code, dict(world))
     said = " ".join(str(caught.value).split())
     assert agree(said, page), said
+
+
+def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
+        with pytest.raises(KeepsightError, match="nothing|a/b/c"):
+            ks.load(name)

@@ -22,6 +22,7 @@ from keepsight.errors import InputError, ModelError, UnsupportedModel
 from keepsight.kinds import DeviceMap
 
 PATIENCE = 2.0  # seconds for the Hub to say that it is there
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
 
 
@@ -47,7 +48,7 @@ def check_device(device_map: DeviceMap) -> None:
 
 def check_hub(path: str, revision: str | None) -> None:
     """Refuse a hub id that is not in the cache while the Hub cannot be reached, or lacks it."""
-    if Path(path).exists() or path.count("/") != 1:
+    if Path(path).exists() or not _HUB_ID.fullmatch(path):
         return
     cached = huggingface_hub.try_to_load_from_cache(path, "config.json", revision=revision)
     if isinstance(cached, str):

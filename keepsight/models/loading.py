@@ -5,6 +5,7 @@ A processor that upstream cannot build here comes without its video part (partia
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import json
 import os
@@ -20,11 +21,6 @@ from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models.partial_processor import partial_processor
-from keepsight.models.refusals import (
-    refuse_missing_device,
-    refuse_no_vision,
-    refuse_unreachable,
-)
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 Rows = list[list[str | int | None]]  # of files: name, size, times and inode of each
@@ -34,6 +30,9 @@ def model_path(name: str) -> str:
     """The folder of a demo model, or the name as it is (a folder or a hub id)."""
     if name in DEMO:
         return str(Path(__file__).parents[1] / "demo" / "models" / DEMO[name])
+    near = difflib.get_close_matches(name, DEMO, n=1, cutoff=0.7)
+    if near and not os.path.exists(name):
+        raise InputError(f"no model {name!r}: there is no such folder; did you mean {near[0]}?")
     return os.path.expanduser(name) if name.startswith("~") else name
 
 
@@ -42,7 +41,6 @@ def load_named(
 ) -> tuple[PreTrainedModel, str | None]:
     """The model, in eval mode, and the name of the files that all its weights are from."""
     options = load_options(dtype, device_map, revision)
-    refuse_unreachable(path, revision)
     before = files_of(path)
     with named_refusal(path):
         model, found = AutoModelForImageTextToText.from_pretrained(
@@ -64,8 +62,7 @@ def files_name(path: str, model: PreTrainedModel, before: Rows | None, found: Re
 
 
 def load_options(dtype: Dtype, device_map: DeviceMap, revision: str | None) -> Record:
-    """The options of `from_pretrained`; a device that is not there is refused by name."""
-    refuse_missing_device(device_map)
+    """The options of `from_pretrained`."""
     given = {"device_map": device_map, "revision": revision}
     options = {name: value for name, value in given.items() if value is not None}
     return {"dtype": parse_dtype(dtype), **options}
@@ -79,7 +76,6 @@ def named_refusal(path: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, AssertionError, RuntimeError) as error:
         if isinstance(error, KeepsightError):
             raise
-        refuse_no_vision(path)
         raise ModelError(
             f"{path!r} cannot be loaded as an image-text-to-text model: {error}"
         ) from error

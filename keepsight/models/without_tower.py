@@ -34,7 +34,6 @@ from keepsight.models.loading import (
     named_refusal,
     thinking,
 )
-from keepsight.models.refusals import refuse_unreachable
 
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # upstream reads ahead of us unless told not to
 _reading = RLock()
@@ -45,7 +44,6 @@ def load_named(
 ) -> tuple[PreTrainedModel, str | None]:
     """The model in eval mode, stand-ins in the place of its tower, and the name of its files."""
     options = load_options(dtype, device_map, revision)
-    refuse_unreachable(path, revision)
     before = files_of(path)
     with named_refusal(path):
         kind = _class_of(path, revision)
