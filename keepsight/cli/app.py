@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepsight import __version__
-from keepsight.cli import cache, encode, export, serve
+from keepsight.cli import cache, encode, export, plan, serve
 from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
     DeviceMap,
@@ -212,6 +212,7 @@ app.command("serve", cls=serve.ServeCommand)(serve.serve)
 
 app.command("encode")(encode.encode)
 app.command("export")(export.export)
+app.command("plan")(plan.plan)
 
 
 @app.command()

@@ -30,7 +30,7 @@ def check_loadable(path: str, device_map: DeviceMap, revision: str | None) -> No
     """Refuse what cannot be loaded, as far as that can be said at once."""
     check_device(device_map)
     check_hub(path, revision)
-    _check_sees(path, revision)
+    check_sees(path, revision)
 
 
 def check_device(device_map: DeviceMap) -> None:
@@ -82,7 +82,7 @@ def _asked(path: str, revision: str | None) -> Exception | None:
     return None
 
 
-def _check_sees(path: str, revision: str | None) -> None:
+def check_sees(path: str, revision: str | None) -> None:
     """Refuse a language model without eyes."""
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
