@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from file_systems import allow_writing, fill_up, mounted, unmount
 from models import picture
 from server_harness import asked, live, scene
 
 import keepsight as ks
+from keepsight import digests
 from keepsight.errors import NotStored, StoreError
-from keepsight.store import health
+from keepsight.store import DiskStore, health
 from keepsight.store.writer import Writer
+from keepsight.system.accounts import under_salt
 
 TEXT = "What is it?"
 
@@ -191,3 +194,30 @@ def test_a_disk_that_is_taken_away_is_not_written_beneath(
             with pytest.raises(StoreError, match="gone|mounted"):
                 vlm.flush()
         assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("salted", [False, True])
+def test_a_full_disk_is_emptied_entry_by_entry(tmp_path: Path, salted: bool) -> None:
+    """Also where each entry is smaller than what the catalogue's journal takes to forget it."""
+    disk = tmp_path / "disk"
+    names = [under_salt("ann", str(n)) if salted else f"tenant {n}" for n in range(120)]
+    with mounted(disk, "3m"):
+        store = DiskStore(disk / "store")
+        for number, name in enumerate(names):
+            content = {"a": torch.full((5000,), float(number))}
+            store.tenant(name).put("package", digests.digest("n", number), content, {})
+            if number % 10 == 9:
+                with contextlib.suppress(StoreError):
+                    store.flush()
+        fill_up(disk, 0)
+        held = len(list(disk.rglob("*.sight")))
+        assert held > 20
+        assert sum(store.tenant(name).clear() > 0 for name in names) == held
+        assert not list(disk.rglob("*.sight")) and store.check() == []
+        assert store.stats(30.0)["entries"] == 0 and store.tenants() == []
+        with contextlib.suppress(StoreError):
+            store.flush()
+        store.put("package", digests.digest("n", 0), {"a": torch.zeros(5000)}, {})
+        store.flush()
+        assert store.has("package", digests.digest("n", 0)) and store.check() == []
+        store.close()

@@ -101,6 +101,15 @@ class Catalogue:
                 with contextlib.suppress(sqlite3.Error):  # the first error is the one to tell
                     self._base.execute("ROLLBACK")
 
+    def checkpoint(self) -> bool:
+        """Give back what the journal takes of the disk; False where there is no room even for
+        that."""
+        try:
+            self._base.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error:
+            return False
+        return True
+
     # -- facts -----------------------------------------------------------------------------------
 
     def fact(self, name: str) -> float:

@@ -53,6 +53,7 @@ class CatalogueGuard:
         self._try_again = 0.0
         self._rebuild_at, self._rebuild_pause = 0.0, _FIRST_REBUILD
         self._adopting: Iterator[list[Entry]] | None = None
+        self._owed: list[EntryName] = []  # files are gone, rows are not: the disk was full
         forks.hold(self, forks.CATALOGUES)
 
     def act(self, work: Callable[[Catalogue], T]) -> T:
@@ -286,7 +287,9 @@ class CatalogueGuard:
             self.complete()
 
     def complete(self) -> None:
-        """Enter every file that is not in the catalogue yet."""
+        """Enter every file that the catalogue lacks, and drop rows of those that are gone."""
+        if self._owed:
+            self.try_to(lambda catalogue: self._remove(catalogue, []), 0)
         while self.adopt_some():
             pass
 
@@ -329,9 +332,9 @@ class CatalogueGuard:
         return freed
 
     def _remove(self, catalogue: Catalogue, places: list[EntryName]) -> int:
-        is_marked = self._mark_going(catalogue, places)
-        freed, gone, stay = 0, [], []
-        failed: OSError | None = None
+        self._drop_owed(catalogue)
+        is_marked = not self._owed and self._mark_going(catalogue, places)
+        freed, gone, stay, failed = 0, list[EntryName](), list[EntryName](), None
         with catalogue:
             for place in places:
                 if is_marked and catalogue.state(place) not in (GOING, None):
@@ -343,14 +346,31 @@ class CatalogueGuard:
                 except OSError as error:
                     failed = error
                     stay.append(place)
-            catalogue.drop(gone)
-            catalogue.mark(stay, THERE)
+            if is_marked:
+                catalogue.mark(stay, THERE)
             left = left_alone(catalogue, gone)
-            forget_empty(catalogue, self.folder, gone)
+        self._owed += gone
+        self._drop_owed(catalogue, is_full=not is_marked)
         remove_empty(self.folder, map(name_of, gone))
         if failed is not None and not freed:
             raise StoreError(f"{self.folder.root}: entries cannot be removed: {failed}") from failed
         return freed + (self.remove(left) if left else 0)
+
+    def _drop_owed(self, catalogue: Catalogue, is_full: bool = True) -> None:
+        """Drop rows of files that are gone. On a full disk the journal would take all room that was
+        just made: it is emptied first, and until that is possible nothing is written to it."""
+        if not self._owed or (is_full and not catalogue.checkpoint()):
+            return
+        try:
+            with catalogue:
+                owed = [p for p in self._owed if catalogue.state(p) in (THERE, GOING)]
+                rows = [p for p in owed if self.folder.status(name_of(p)) is None]
+                catalogue.drop(rows)
+                forget_empty(catalogue, self.folder, rows)
+            self._owed = []
+        except sqlite3.Error as error:
+            if health.named(error) != health.FULL:
+                raise
 
     def _mark_going(self, catalogue: Catalogue, places: list[EntryName]) -> bool:
         """Say what will be removed. A full disk has no room for that, and removing makes some."""

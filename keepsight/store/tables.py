@@ -16,6 +16,7 @@ from keepsight.store import health
 from keepsight.store.sizes import usefulness
 from keepsight.system import private_files
 
+_JOURNAL = 128  # pages of 4 KiB; more would be missed on a disk that gets full
 _PATIENCE = 5.0  # seconds to wait for another process to finish its transaction
 
 _TABLES = """
@@ -86,6 +87,7 @@ def connect(path: Path | None, to_read: str = "") -> sqlite3.Connection:
         base.execute("PRAGMA journal_mode = WAL")
         # A file whose row a power cut took would be found by its key, and by no deletion.
         base.execute("PRAGMA synchronous = FULL")
+        base.execute(f"PRAGMA wal_autocheckpoint = {_JOURNAL}")
         if not _has(base, "changed"):
             base.executescript(f"BEGIN IMMEDIATE; {_TABLES} {_ACCOUNTS} COMMIT;")
         elif not _has(base, "by_account"):
