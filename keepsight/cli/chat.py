@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from keepsight.cli.line_editor import line_editor
 from keepsight.cli.terminal import plain, report_table
 from keepsight.cli.thumbnails import show_thumbnail
 from keepsight.cli.typed_pictures import open_pictures, split_pictures
@@ -74,12 +75,12 @@ class Shell:
 
     def _lines(self) -> Iterator[str]:
         interactive = sys.stdin.isatty()
+        read: Callable[[str], str] = input
         if interactive:
-            self._start_history()
-            self._say("/help lists the commands; an empty line does nothing")
+            read = self._reader()
         while True:
             try:
-                line = input(_PROMPT) if interactive else sys.stdin.readline()
+                line = read(_PROMPT) if interactive else sys.stdin.readline()
             except EOFError:
                 line = ""
                 self.console.print()
@@ -94,6 +95,16 @@ class Shell:
                 if not interactive:
                     self.console.print(Text(_PROMPT + plain(line), "bold"))
                 yield line
+
+    def _reader(self) -> Callable[[str], str]:
+        """What asks for a line on a terminal."""
+        lines = self.history.with_name("chat-lines") if self.history else None
+        edited = line_editor([*self._commands(), "exit"], lines)
+        more = ", Alt-Enter starts a new line" if edited else ""
+        self._say(f"/help lists the commands{more}; drop pictures here")
+        if edited is None:
+            self._start_history()
+        return edited or input
 
     def _start_history(self) -> None:
         """Line editing, and a history file only where a store was named (law 12)."""

@@ -1,0 +1,121 @@
+"""`keepsight chat` on a real terminal: lines, pastes and completion, with and without an editor."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keepsight.cli.line_editor import completions
+
+_SCRIPT = """
+import sys
+if sys.argv[1] == "plain":
+    sys.modules["prompt_toolkit"] = None
+from rich.console import Console
+from keepsight.cli.chat import Shell
+class Vlm:
+    def session(self): return None
+class Told(Shell):
+    def ask(self, question): print("ASKED", repr(question), flush=True)
+Told(Vlm(), Console(), {}).run()
+print("ENDED", flush=True)
+"""
+
+
+class Terminal:
+    """A child on a terminal of 80 columns."""
+
+    def __init__(self, how: str) -> None:
+        self.end, inner = pty.openpty()
+        environment = {
+            **os.environ,
+            "COLUMNS": "80",
+            "LINES": "24",
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+        }
+        command = [sys.executable, "-c", _SCRIPT, how]
+        self.child = subprocess.Popen(
+            command, stdin=inner, stdout=inner, stderr=inner, env=environment, close_fds=True
+        )
+        os.close(inner)
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        os.write(self.end, text.encode())
+
+    def until(self, words: str, seconds: float = 60) -> None:
+        """Read until the words have come."""
+        end = time.monotonic() + seconds
+        while words not in self.text:
+            ready = select.select([self.end], [], [], max(0, end - time.monotonic()))[0]
+            assert ready, f"{words!r} did not come in {self.text!r}"
+            try:
+                self.text += os.read(self.end, 65536).decode(errors="replace")
+            except OSError:  # how a terminal ends
+                break
+        assert words in self.text, self.text
+        self.text = self.text.partition(words)[2]
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        os.close(self.end)
+
+
+@pytest.mark.parametrize("how", ["plain", "edited"])
+def test_a_terminal_takes_lines_commands_and_the_end(how: str) -> None:
+    if how == "edited":
+        pytest.importorskip("prompt_toolkit")
+    terminal = Terminal(how)
+    try:
+        terminal.until("/help lists the commands")
+        terminal.until(">")
+        terminal.write("What is it?\r")
+        terminal.until("ASKED 'What is it?'")
+        terminal.write("/imags\r")
+        terminal.until("did you mean /images?")
+        terminal.write("/exit\r")
+        terminal.until("ENDED")
+    finally:
+        terminal.close()
+
+
+def test_a_paste_of_several_lines_is_one_question() -> None:
+    pytest.importorskip("prompt_toolkit")
+    terminal = Terminal("edited")
+    try:
+        terminal.until(">")
+        terminal.write("\x1b[200~one\ntwo\x1b[201~\r")
+        terminal.until(r"ASKED 'one\ntwo'")
+        terminal.until(">")  # a new line is asked for: the keys are the editor's
+        terminal.write("three\x1b\rfour\r")
+        terminal.until(r"ASKED 'three\nfour'")
+        terminal.until(">")
+        terminal.write("\x04")
+        terminal.until("ENDED")
+    finally:
+        terminal.close()
+
+
+def test_commands_and_pictures_are_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("pictures").mkdir()
+    for name in ("cat.png", "notes.txt", "pictures/car.JPG", ".hidden.png"):
+        Path(name).touch()
+    commands = ["image", "images", "edit"]
+    assert completions("/im", commands) == (-3, ["/image", "/images"])
+    assert completions("/image c", commands) == (-1, ["cat.png"])
+    assert completions("look at ", commands) == (0, ["cat.png", f"pictures{os.sep}"])
+    assert completions("~/pictures/c", commands) == (-1, ["car.JPG"])
+    assert completions("nowhere/c", commands) == (0, [])
