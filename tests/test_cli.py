@@ -572,7 +572,7 @@ def test_cache_commands_see_all_tenants(
     run("cache", "gc", "--budget", "0")
     rows = [json.loads(line) for line in run("cache", "list", "--json").stdout.splitlines()]
     assert [(row["key"], row["pinned"]) for row in rows] == [(key, True)]
-    run("cache", "delete", key)
+    run("cache", "delete", key, "--yes")
     assert last_json(run("cache", "stats", "--json").stdout)["entries"] == 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -139,3 +140,29 @@ def test_a_shell_completes_the_commands() -> None:
     result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="keepsight")
     assert result.exit_code == 0
     assert "_KEEPSIGHT_COMPLETE=complete_bash" in result.output
+
+
+def test_what_is_pinned_is_removed_only_when_somebody_says_so(tmp_path: Path) -> None:
+    with ks.load("demo", store=tmp_path) as vlm:
+        vlm.encode(Image.new("RGB", (64, 64)))
+        vlm.encode(Image.new("RGB", (64, 96)))
+        vlm.flush()
+    lines = said("cache", "list", "--store", str(tmp_path), "--json")[1].splitlines()
+    listed = [json.loads(line) for line in lines]
+    pinned, other = (e["key"] for e in listed if e["kind"] == "package")
+    assert said("cache", "pin", pinned, "--store", str(tmp_path))[0] == 0
+    code, text = said("cache", "delete", pinned, "--store", str(tmp_path))
+    assert code == 1
+    assert f"package/{pinned[:16]}: pinned. Remove all the same?" in text
+    assert said("cache", "explain", pinned, "--store", str(tmp_path))[0] == 0
+    assert said("cache", "delete", other, "--store", str(tmp_path))[0] == 0
+    assert said("cache", "delete", pinned, "--yes", "--store", str(tmp_path))[0] == 0
+    assert said("cache", "explain", pinned, "--store", str(tmp_path))[0] == 2
+
+
+def test_a_store_is_shown_as_its_statistics(tmp_path: Path) -> None:
+    with ks.load("demo", store=tmp_path) as vlm:
+        vlm.encode(Image.new("RGB", (64, 64)))
+        vlm.flush()
+    assert "package" in said("show", str(tmp_path))[1]
+    assert json.loads(said("show", str(tmp_path), "--json")[1])["entries"] > 0

@@ -218,13 +218,17 @@ app.command("plan")(plan.plan)
 @app.command()
 def show(
     file: Annotated[
-        Path, typer.Argument(help="A .sight or .keep file, or an exported model's folder.")
+        Path, typer.Argument(help="A .sight or .keep file, an exported model's folder, a store.")
     ],
     as_json: Json = False,
 ) -> None:
-    """What a package, a saved session or an export is, what it is bound to, and if it is sound."""
+    """What a package, a saved session or an export is, what it is bound to, and if it is sound; of
+    a store, what `keepsight cache stats` says."""
     if not file.expanduser().exists():
         raise InputError(f"{file}: cannot be read: No such file or directory")
+    if (file.expanduser() / "store.json").is_file():
+        cache.stats(str(file), None, as_json)
+        return
     from keepsight.runtimes.load import is_export
 
     room: ModuleType = export

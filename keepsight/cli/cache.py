@@ -38,6 +38,7 @@ Tenant = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
 Named = Annotated[str, typer.Argument(help="KEY or KIND/KEY; the first characters of a key do.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 _TENANTS = 20  # of the largest, in a table
 _SHOWN = 5  # of the largest, the most useful, and what depends on an entry
 
@@ -288,24 +289,33 @@ def delete(
     ] = None,
     store: Store = "",
     tenant: Tenant = None,
+    yes: Yes = False,
 ) -> None:
-    """Remove an entry and all that depends on it, from every tier; or all of one image."""
+    """Remove an entry and all that depends on it, from every tier; or all of one image. Asks first
+    where something of it is pinned."""
     if (entry is None) == (image is None):
         raise InputError("delete what? give an ENTRY, or --image KEY")
     opened = _open(store, tenant)
     if image is not None:
+        _ask_about_pins([e for e in opened.entries() if image in e.media], yes)
         console().print(f"{bytes_text(opened.delete_media(image))} freed")
         return
     it = _find(opened, entry or "")
+    others = list(opened.view(it).entries())
+    _ask_about_pins([e for e in others if e == it or (it.kind, it.key) in _bases(others, e)], yes)
     console().print(f"{bytes_text(opened.view(it).delete(it.kind, it.key))} freed")
 
 
+def _ask_about_pins(going: list[Entry], yes: bool) -> None:
+    pinned = [f"{e.kind}/{e.key[:16]}" for e in going if e.pinned]
+    if pinned and not yes:
+        more = f" and {len(pinned) - _SHOWN} more" if len(pinned) > _SHOWN else ""
+        names = ", ".join(pinned[:_SHOWN])
+        typer.confirm(f"{names}{more}: pinned. Remove all the same?", abort=True)
+
+
 @app.command()
-def clear(
-    store: Store = "",
-    tenant: Tenant = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
+def clear(store: Store = "", tenant: Tenant = None, yes: Yes = False) -> None:
     """Remove every entry, of every tenant or of one; asks first."""
     opened = _open(store, tenant)
     if not yes:
