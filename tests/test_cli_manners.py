@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 import keepsight as ks
 from keepsight.bench import options as bench_options
+from keepsight.cli import progress
 from keepsight.cli.app import app
 from keepsight.errors import InputError, ModelError, UnsupportedModel
 from keepsight.models import loadable
@@ -166,3 +168,28 @@ def test_a_store_is_shown_as_its_statistics(tmp_path: Path) -> None:
         vlm.flush()
     assert "package" in said("show", str(tmp_path))[1]
     assert json.loads(said("show", str(tmp_path), "--json")[1])["entries"] > 0
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        Image.new("RGB", (64, 64 + 32 * number)).save(tmp_path / f"{number}.png")
+    shown, seen = progress.shown, []
+
+    def interrupted(*arguments: Any) -> Iterator[Any]:
+        for result in shown(*arguments):
+            yield result
+            seen.append(result)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+
+    words = ["encode", str(tmp_path), "--to", str(tmp_path / "store")]
+    monkeypatch.setattr(progress, "shown", interrupted)
+    code, text = said(*words)
+    assert code != 0
+    assert "the same command goes on from here" in text
+    monkeypatch.setattr(progress, "shown", shown)
+    code, text = said(*words, "--json")
+    assert code == 0
+    last = json.loads(text.splitlines()[-1])
+    assert last["images"] == 3
+    assert last["encoded"] <= 1

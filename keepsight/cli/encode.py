@@ -160,6 +160,11 @@ def run(asked: Asked) -> int:
             if tally.done:
                 _tell(tally, asked)  # how far it came
             raise
+        except KeyboardInterrupt:
+            if tally.done:
+                _tell(tally, asked)
+            err.print("stopped: the same command goes on from here, and encodes nothing twice")
+            raise
     _tell(tally, asked)
     return 1 if tally.failed else 0
 
