@@ -139,5 +139,5 @@ def test_without_ray_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ks.errors.MissingExtra, match=r"keepsight\[ray\]"):
+    with pytest.raises(ks.errors.MissingExtra, match=r"extra 'ray'\); run: pip install"):
         list(cluster.run_on_ray([], room.Reading(), MODEL))

@@ -437,7 +437,7 @@ def test_a_missing_library_is_named_with_its_command(
 
     monkeypatch.setitem(sys.modules, library, None)
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(ImportError, match=rf"pip install keepsight\[{extra}\]"):
+    with pytest.raises(ImportError, match=rf"extra '{extra}'\); run: pip install"):
         read(tmp_path / name)
 
 

@@ -22,6 +22,7 @@ export class Keeper {
     this.timer = 0;
     this.last = sessionStorage.getItem(SHOWN); // what this tab showed before it was loaded anew
     this.opened = openStore();
+    if (!isKeeping()) this.try((store) => store.clear(), true); // a page closed while it was deleting
     if (!sessionStorage.getItem(TAB)) sessionStorage.setItem(TAB, freshId());
     addEventListener("pagehide", () => this.flush());
   }
@@ -77,8 +78,9 @@ export class Keeper {
       return;
     }
     for (const talk of talks) await this.read(talk); // what is open stays in the page
-    await this.try((store) => store.clear());
-    localStorage.setItem(OFF, "no");
+    localStorage.setItem(OFF, "no"); // first: a turn that ends while rows are deleted writes none
+    this.changed.clear();
+    await this.try((store) => store.clear(), true);
   }
 
   /** The question that this tab was writing: { text, pictures }. */
@@ -92,8 +94,8 @@ export class Keeper {
     return this.try((store) => store.writeDraft(row));
   }
 
-  async try(act) {
-    const store = isKeeping() && (await this.opened);
+  async try(act, always = false) {
+    const store = (always || isKeeping()) && (await this.opened);
     if (!store) return;
     try {
       await act(store);
