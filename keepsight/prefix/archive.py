@@ -7,7 +7,7 @@ before its snapshot, so that a snapshot that is there has all that it needs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from keepsight import digests
 from keepsight.kinds import Record
 from keepsight.prefix.node import LOGITS, Node, Tensors
 from keepsight.prefix.prompt import Span
-from keepsight.store import About, Listing, Store
+from keepsight.store import About, Below, Listing, Store, read_all
 
 SNAPSHOT, STATE = "snapshot", "state"
 _LATEST = 32  # entries upon one that are looked at
+_TOGETHER = 32  # entries that are read together: more would only lie in memory twice
+StoredEntry = tuple[Tensors, Record]
 
 
 def write(store: Store, node: Node, ttl: float | None) -> None:
@@ -55,9 +57,20 @@ def _write_one(store: Store, node: Node, ttl: float | None) -> None:
     node.on_disk, node.unreadable = True, False
 
 
-def read_rows(store: Store, node: Node) -> Tensors | None:
-    """The rows of a node, or None; an entry of something else is rejected."""
-    found = store.get(SNAPSHOT, node.digest)
+def fetched(
+    store: Store | None, nodes: Sequence[Node]
+) -> Iterator[tuple[Node, StoredEntry | None]]:
+    """Nodes with what the store has of their rows; a number of them is read together."""
+    for start in range(0, len(nodes), _TOGETHER):
+        some = nodes[start : start + _TOGETHER]
+        wanted = [node.digest for node in some if not node.rows.tier]
+        found = read_all(store, SNAPSHOT, wanted) if store is not None and wanted else {}
+        for node in some:
+            yield node, found.pop(node.digest, None)
+
+
+def rows_in(store: Store, node: Node, found: StoredEntry | None) -> Tensors | None:
+    """The rows of a node as they were read, or None; an entry of something else is rejected."""
     if found is None:
         return None
     if not _belongs(node, *found):
@@ -68,12 +81,19 @@ def read_rows(store: Store, node: Node) -> Tensors | None:
     return rows | ({LOGITS: found[0][LOGITS]} if LOGITS in found[0] else {})
 
 
-def nodes_upon(store: Store, node: Node) -> Iterator[Node]:
-    """Nodes as a store describes them that depend directly on a node; not read, and not adopted."""
+def below(store: Store, node: Node) -> Below:
+    """What a store has upon a node and what depends on that, by digest of what they depend on."""
     if not isinstance(store, Listing):
-        return
-    base = None if node.parent is None else node.digest
-    for digest, record in store.upon(SNAPSHOT, base, _LATEST):
+        return {}
+    if node.parent is not None:
+        return store.below(SNAPSHOT, node.digest, _LATEST)
+    found = store.below(SNAPSHOT, None, _LATEST)
+    return {node.digest if base is None else base: upon for base, upon in found.items()}
+
+
+def nodes_upon(node: Node, described: list[tuple[str, Record]]) -> Iterator[Node]:
+    """Nodes as a store describes them that depend directly on a node; not read, and not adopted."""
+    for digest, record in described:
         if digest in node.children or record.get("parent") != node.digest:
             continue
         with contextlib.suppress(KeyError, TypeError, ValueError):  # a record that lies: not there

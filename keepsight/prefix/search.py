@@ -144,15 +144,21 @@ class Search(Residency):
         return best, most
 
     def _look_up(self, node: Node) -> None:
-        """Take in, once, what the store has upon a node; what is used of it is read then."""
+        """Take in, once, what the store has upon a node, and behind; what is used is read then."""
         store, node.home.any_cut = node.home.store, True
         if store is None or node.looked_up:
             return
-        node.looked_up = True
-        for child in archive.nodes_upon(store, node):
-            child.leased, child.on_disk = self.ttl is not None, True
-            self._adopt(child)
-            self.tombstones.note(child)
+        node.looked_up, near = True, {node.digest: node}
+        for base, described in archive.below(store, node).items():
+            above = near.get(base or "")
+            if above is None or (above.looked_up and above is not node):
+                continue
+            above.looked_up = True
+            for child in archive.nodes_upon(above, described):
+                child.leased, child.on_disk = self.ttl is not None, True
+                self._adopt(child)
+                self.tombstones.note(child)
+            near |= above.children
 
     def _longest(self, node: Node, prompt: Prompt, cut: int | None, loose: bool) -> Node | None:
         """The child at the next boundary, or (where decoded state is kept) beyond it."""

@@ -28,22 +28,23 @@ class Tree(Search):
     def load(self, node: Node, prompt: Prompt) -> bool:
         """Bring a held path to the device, from the host or from the store. False when an entry is
         damaged or lies."""
-        for n in node.chain():
+        chain = node.chain()
+        for part in [*(n.rows for n in chain), *self._needs(node)]:
+            self.promote(part)
+        for n, found in archive.fetched(node.home.store, chain):
             needs = self._needs(n) if n is node else [n.rows]
-            for part in needs:
-                self.promote(part)
-            if not all(part.tier for part in needs) and not self._read(n, needs):
+            if not all(part.tier for part in needs) and not self._read(n, needs, found):
                 n.on_disk, n.unreadable = False, True
                 return False
         self.fit()
         return True
 
-    def _read(self, node: Node, needs: list[Part]) -> bool:
+    def _read(self, node: Node, needs: list[Part], found: archive.StoredEntry | None) -> bool:
         """What is missing of a node, from the store; all of it or nothing."""
         store = node.home.store
         if store is None:
             return False
-        rows = archive.read_rows(store, node) if not node.rows.tier else node.rows.tensors
+        rows = archive.rows_in(store, node, found) if not node.rows.tier else node.rows.tensors
         state = node.state.tensors if node.state in needs else None
         if state is None and node.state in needs:
             state = archive.read_state(store, node)

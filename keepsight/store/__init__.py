@@ -8,7 +8,16 @@ are `folder` (files that stay inside the store), `entryfile` (one entry as one f
 in memory that way. Nothing in here knows of images, models or prompts.
 """
 
-from keepsight.store.contract import NOTHING, About, Entry, Listing, Store
+from keepsight.store.contract import (
+    NOTHING,
+    About,
+    Below,
+    BulkRead,
+    Entry,
+    Listing,
+    Store,
+    read_all,
+)
 from keepsight.store.disk import FORMAT, DiskStore
 from keepsight.store.memory_cache import MemoryCache, SharedMemoryCache
 from keepsight.store.opening import open_store
@@ -19,6 +28,8 @@ __all__ = [
     "FORMAT",
     "NOTHING",
     "About",
+    "Below",
+    "BulkRead",
     "DiskStore",
     "Entry",
     "Listing",
@@ -29,5 +40,6 @@ __all__ = [
     "Store",
     "likely_cost",
     "open_store",
+    "read_all",
     "usefulness",
 ]

@@ -12,10 +12,9 @@ from dataclasses import replace
 from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.store import ranking
-from keepsight.store.contract import Entry, Name, Store
+from keepsight.store.contract import Entry, Name, Store, delete_all
 from keepsight.store.disk import DiskStore
 from keepsight.store.layout import tenant_digest, tenant_prefix
-from keepsight.store.tiers import delete_all
 
 _LEAST = 8  # characters of a digest
 _ADDED = ("hits", "misses", "evictions", "written", "refused")

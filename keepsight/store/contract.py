@@ -8,8 +8,8 @@ it survives whatever comes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from keepsight.kinds import Record
 
 Tensors = dict[str, torch.Tensor]
 Name = tuple[str, str]  # kind and key
+Below = dict[str | None, list[tuple[str, Record]]]  # by key of what they depend on: key, record
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,17 @@ class Entry:
     expires: float | None = None
     tenant: str = ""  # digest of the tenant's name; empty for the default tenant
     usefulness: float = 0.0  # see `sizes.usefulness`: the least goes first
+
+    def merged(self, far: Entry) -> Entry:
+        """The same entry in two stores, as one."""
+        return replace(
+            self,
+            used=max(self.used, far.used),
+            uses=self.uses + far.uses,
+            cost=self.cost or far.cost,
+            created=min(self.created, far.created),
+            pinned=self.pinned or far.pinned,
+        )
 
 
 class Store(Protocol):
@@ -143,6 +155,30 @@ class Store(Protocol):
 class Listing(Protocol):
     """A store that can say what depends on an entry. One that cannot is asked by key only."""
 
-    def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
-        """What depends directly on an entry of its own kind, or on nothing: so many of the latest
-        used, by key, each with its record."""
+    def below(self, kind: str, base: str | None, count: int) -> Below:
+        """What depends directly on an entry of its own kind, or on nothing (None): so many of the
+        latest used, each with its record; and, as the store likes, what depends on those in turn.
+        By key of what they depend on: a key that is there has all that depends on it."""
+
+
+@runtime_checkable
+class BulkRead(Protocol):
+    """A store that reads several entries faster together than one after the other."""
+
+    def get_all(self, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
+        """Those that are there and sound, by key."""
+
+
+def read_all(store: Store, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
+    """Several entries, from any store."""
+    if isinstance(store, BulkRead):
+        return store.get_all(kind, keys)
+    return {key: found for key in keys if (found := store.get(kind, key)) is not None}
+
+
+def delete_all(store: Store, names: Iterable[Name]) -> int:
+    """Many at once where a store can: one listing then serves them all."""
+    many = getattr(store, "delete_all", None)
+    if many is not None:
+        return int(many(names))
+    return sum(store.delete(*name) for name in names)

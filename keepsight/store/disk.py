@@ -12,15 +12,15 @@ This module knows nothing of images, models or prompts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from keepsight.errors import DamagedFile, InputError, PinsFull, StoreError
 from keepsight.kinds import Record
-from keepsight.store import check, entryfile, layout
+from keepsight.store import check, descent, entryfile, layout
 from keepsight.store.catalogue import ALL_TENANTS, Scope
 from keepsight.store.catalogue_guard import CatalogueGuard
-from keepsight.store.contract import NOTHING, About, Entry, Tensors
+from keepsight.store.contract import NOTHING, About, Below, Entry, Tensors
 from keepsight.store.entry_files import EntryFiles
 from keepsight.store.entryfile import FORMAT
 from keepsight.store.folder import Folder
@@ -138,16 +138,23 @@ class DiskStore:
 
     def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
         """Tensors and record, or None when absent, expired or damaged."""
-        place = self._place(kind, key)
-        job = self._waiting(place)
-        if job is not None:
-            job.ready.wait()
-            return None if job.tensors is None else (job.tensors, job.record)
-        found = self._files.read(entryfile.read, place)
-        if found is None or self._is_over(place, found[1].get("kept")):
-            self._writer.tally.count(place.tenant, "misses")
-            return None
-        self._writer.used(place)
+        return self.get_all(kind, [key]).get(key)
+
+    def get_all(self, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
+        """Those of several entries that are there and sound, by key; read beside each other."""
+        jobs = {place: self._waiting(place) for place in (self._place(kind, key) for key in keys)}
+        read = self._files.read_all(entryfile.read, [place for place in jobs if not jobs[place]])
+        found = {}
+        for place, job in jobs.items():
+            if job is not None:
+                job.ready.wait()
+                if job.tensors is not None:
+                    found[place.key] = (job.tensors, job.record)
+            elif place not in read or self._is_over(place, read[place][1].get("kept")):
+                self._writer.tally.count(place.tenant, "misses")
+            else:
+                self._writer.used(place)
+                found[place.key] = read[place]
         return found
 
     def note(self, kind: str, key: str) -> Record | None:
@@ -163,20 +170,17 @@ class DiskStore:
         self._writer.used(place)
         return found[0]
 
-    def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
-        """What depends directly on an entry of its own kind, or on nothing: the latest used, by
-        key, each with its record. No tensors are read."""
+    def below(self, kind: str, base: str | None, count: int) -> Below:
+        """What depends on an entry of its own kind, or on nothing; level by level, as records."""
 
-        def look(call: TimedCall[list[EntryName]]) -> list[EntryName]:
-            wanted = (self._tenant, kind, base, count)
-            return self._guard.try_to(lambda catalogue: catalogue.latest_upon(*wanted), [])
+        wanted, none = (self._tenant, kind, base, count), descent.Listed()
 
-        found, none = [], list[EntryName]()
-        for place in self._listing.ask(look, none):  # a slow catalogue does not delay a read
-            record = self._files.read(entryfile.read_record, place)
-            if record is not None and not layout.expired(record.get("kept")):
-                found.append((place.key, record))
-        return found
+        def look(call: TimedCall[descent.Listed]) -> descent.Listed:
+            return self._guard.try_to(lambda book: descent.latest_below(book, *wanted), none)
+
+        listed = self._listing.ask(look, none)  # a slow catalogue does not delay a read
+        places = [place for below in listed.values() for place in below]
+        return descent.with_records(listed, self._files.read_all(entryfile.read_record, places))
 
     def reject(self, kind: str, key: str, why: str) -> None:
         """Set aside an entry whose content turned out not to be what its key says."""

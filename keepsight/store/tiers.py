@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import queue
 import threading
@@ -22,7 +21,18 @@ from typing import Any, TypeVar
 from keepsight.errors import InputError, NotStored, StoreError
 from keepsight.kinds import Record
 from keepsight.store import ranking
-from keepsight.store.contract import NOTHING, About, Entry, Listing, Name, Store, Tensors
+from keepsight.store.contract import (
+    NOTHING,
+    About,
+    Below,
+    Entry,
+    Listing,
+    Name,
+    Store,
+    Tensors,
+    delete_all,
+    read_all,
+)
 from keepsight.store.health import OK
 from keepsight.system import forks
 from keepsight.system.exits import STORES, begin, finish_before_exit, when_dropped
@@ -178,10 +188,19 @@ class TieredStore:
         """Tensors and record from the nearest that has them."""
         return self._find(kind, key, lambda store: store.get(kind, key))
 
-    def upon(self, kind: str, base: str | None, count: int) -> list[tuple[str, Record]]:
-        """What depends directly on an entry, or on nothing, in the nearest that knows of any."""
+    def get_all(self, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
+        """Those of several entries that any has."""
+        keys = list(keys)
+        near = read_all(self.tiers[0], kind, keys)
+        self._counts["hits"] += len(near)
+        far = {key: self.get(kind, key) for key in keys if key not in near}
+        return near | {key: found for key, found in far.items() if found is not None}
+
+    def below(self, kind: str, base: str | None, count: int) -> Below:
+        """What depends on an entry, or on nothing, in the nearest that knows of any."""
         able = (store for store in self.tiers if isinstance(store, Listing))
-        return next((found for store in able if (found := store.upon(kind, base, count))), [])
+        found = (store.below(kind, base, count) for store in able)
+        return next((below for below in found if any(below.values())), {})
 
     def note(self, kind: str, key: str) -> Record | None:
         """A small JSON record from the nearest that has it."""
@@ -274,7 +293,7 @@ class TieredStore:
             with self._warned(store):
                 for entry in store.entries():
                     name = (entry.kind, entry.key)
-                    table[name] = _merged(table[name], entry) if name in table else entry
+                    table[name] = table[name].merged(entry) if name in table else entry
         return table
 
     def stats(self, wait: float = 10.0) -> Record:
@@ -374,22 +393,3 @@ def label(store: Store) -> str:
     """What people call a store: its address or its folder."""
     named = getattr(store, "address", None) or getattr(store, "root", None)
     return str(named or type(store).__name__)
-
-
-def delete_all(store: Store, names: Iterable[Name]) -> int:
-    """Many at once where a store can: one listing then serves them all."""
-    many = getattr(store, "delete_all", None)
-    if many is not None:
-        return int(many(names))
-    return sum(store.delete(*name) for name in names)
-
-
-def _merged(near: Entry, far: Entry) -> Entry:
-    return dataclasses.replace(
-        near,
-        used=max(near.used, far.used),
-        uses=near.uses + far.uses,
-        cost=near.cost or far.cost,
-        created=min(near.created, far.created),
-        pinned=near.pinned or far.pinned,
-    )

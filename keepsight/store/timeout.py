@@ -137,16 +137,21 @@ class Reach:
 
     def ask(self, work: Callable[[TimedCall[T]], T], otherwise: T) -> T:
         """What the work gives; `otherwise` where the disk takes too long, or did so lately."""
+        return next(iter(self.ask_beside(work, 1)), otherwise)
+
+    def ask_beside(self, work: Callable[[TimedCall[T]], T], count: int) -> list[T]:
+        """The same work by so many threads at once, which share it; what comes back in time."""
         if self.is_closed:
-            return otherwise
-        call = TimedCall(work)
-        start(call)
-        if not call.wait(PATIENCE):
+            return []
+        calls = [TimedCall(work) for _ in range(count)]
+        for call in calls:
+            start(call)
+        late = [call for call in calls if not call.wait(PATIENCE)]
+        for call in late:
             self._leave(call)
-            return otherwise
-        if self.health.state == SLOW:
+        if not late and self.health.state == SLOW:
             self.health.worked()
-        return call.result()
+        return [call.result() for call in calls if call not in late]
 
     def _leave(self, call: TimedCall) -> None:
         self._left.add(call)
