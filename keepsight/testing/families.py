@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -123,10 +124,12 @@ class FamilyTests:
         """The logits behind a prompt."""
         return logits_of(self.ask(vlm, messages))[0]
 
-    def cold(self, messages: Messages, **options: Any) -> torch.Tensor:
-        """The same in a memory that has seen nothing."""
-        with self.wrap(**options) as vlm:
-            return self.logits(vlm, messages)
+    def cold(self, messages: Messages, run: int | None = None) -> torch.Tensor:
+        """The same in a second memory, which is emptied before each prompt."""
+        made: dict[int | None, VLM] = self.__dict__.setdefault("_emptied", {})  # by test, by run
+        vlm = made[run] if run in made else made.setdefault(run, self.wrap(run))
+        vlm.clear()
+        return self.logits(vlm, messages)
 
     def stock(self, messages: Messages, tokens: int = 1) -> GenerateDecoderOnlyOutput:
         """Stock `generate` from pixels, with no cache from before."""
@@ -380,11 +383,11 @@ class FamilyTests:
         chances = [(d, a) for d in ("float32", "bfloat16") for a in self.attentions]
         for dtype, attention in chances:
             model.to(getattr(torch, dtype)).set_attn_implementation(attention)
-            with ks.wrap(model, processor, grain=self.grain) as vlm:
+            wrap = partial(ks.wrap, model, processor, grain=self.grain)
+            with wrap() as vlm, wrap() as fresh:
                 for messages in chosen:
-                    warm = self.logits(vlm, messages)
-                    with ks.wrap(model, processor, grain=self.grain) as fresh:
-                        same = torch.equal(warm, self.logits(fresh, messages))
+                    fresh.clear()
+                    same = torch.equal(self.logits(vlm, messages), self.logits(fresh, messages))
                     expect(same, f"{dtype} {attention}: warm equals cold")
 
 
