@@ -8,6 +8,7 @@ processors do, and tests compare with those.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -44,6 +45,47 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def _no_store_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEEPSIGHT_STORE", raising=False)
+
+
+@pytest.fixture(scope="session")
+def trials() -> dict[Any, Any]:
+    """What trying was found to give, by all that a finding may depend on."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _equal_models_are_tried_once(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, trials: dict[Any, Any]
+) -> None:
+    """Whether a model's tokens may be cut anywhere is tried for the first memory of a process.
+
+    Trying takes longer than most tests. Another memory around a model of the same weights, code and
+    settings gets kernels of its own, by the rules that were found. Tests of trying itself are
+    marked `tries_anew`.
+    """
+    if request.node.get_closest_marker("tries_anew"):
+        return
+    from keepsight.core.any_cut import AnyCut
+    from keepsight.core.kernels.linear import Linears
+    from keepsight.core.kernels.passes import Kernels
+
+    tries = AnyCut._try
+
+    def once(self: AnyCut) -> Any:
+        environment = self._weights.state, str(self._engine.shape), self.packing.wanted
+        key = (*environment, torch.get_num_threads(), torch.get_float32_matmul_precision())
+        if key not in trials:
+            found = tries(self)
+            if found.kernels is None:
+                return found
+            trials[key] = found, dict(found.kernels.linears.rows), set(found.kernels.seen)
+            return found
+        found, rows, seen = trials[key]
+        kernels = Kernels(Linears(lambda: self.packing.packed), set(seen))
+        kernels.linears.rows.update(rows)
+        return dataclasses.replace(found, kernels=kernels)
+
+    monkeypatch.setattr(AnyCut, "_try", once)
 
 
 @pytest.fixture(scope="session")

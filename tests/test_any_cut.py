@@ -347,6 +347,7 @@ def test_wrap_packs_nothing_unasked_and_load_does() -> None:
         wrapped("qwen3_vl", pack="often").__enter__()
 
 
+@pytest.mark.tries_anew
 def test_no_memory_for_copies_falls_back(monkeypatch: Any, caplog: Any) -> None:
     def full(weight: torch.Tensor) -> torch.Tensor:
         raise MemoryError("no memory")
@@ -393,6 +394,7 @@ def test_scripts_and_compilers_see_torchs_own() -> None:
     assert torch.equal(exported.module()(inputs), layer(inputs))
 
 
+@pytest.mark.tries_anew
 def test_a_machine_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
     """A linear layer that adds in another order for odd numbers of rows, and one that always
     does."""
@@ -420,6 +422,7 @@ def test_a_machine_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
         assert vlm.chat([turn("Look.", picture(1))], max_new_tokens=2).tokens
 
 
+@pytest.mark.tries_anew
 def test_attention_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
     plain = attention._plain
 
@@ -433,6 +436,7 @@ def test_attention_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
         assert not engine["any_cut"] and "attention" in engine["boundaries_because"]
 
 
+@pytest.mark.tries_anew
 def test_products_of_its_own_are_found_out(monkeypatch: Any) -> None:
     """A model that multiplies matrices beside its linear layers is not shown exact."""
     model, processor = build("qwen3_vl")
@@ -519,6 +523,7 @@ def test_reports_and_verify_say_which_holds() -> None:
         assert "at boundaries: the caller chose" in str(vlm.verify(messages))
 
 
+@pytest.mark.tries_anew
 def test_adapters_of_other_shapes_are_tried_anew() -> None:
     """A shape that was not there when the kernels were tried is tried before it is used."""
     import copy

@@ -90,6 +90,7 @@ def test_rows_of_a_batch_have_the_bits_they_have_alone(kind: str, dtype: torch.d
                 assert torch.equal(one[0], other[row])
 
 
+@pytest.mark.tries_anew
 def test_a_delta_rule_that_depends_on_its_rows_means_boundaries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_delta_rule_that_depends_on_its_rows_means_boundaries(
         assert not engine["any_cut"] and "depends on its rows" in engine["boundaries_because"]
 
 
+@pytest.mark.tries_anew
 def test_other_layers_under_a_known_name_mean_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What upstream computes is compared with what we do."""
     normal = delta._normal
