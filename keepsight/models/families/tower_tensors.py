@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -157,6 +158,7 @@ def _tower(core: torch.nn.Module, name: str) -> _Tower | None:
     return None
 
 
+@lru_cache(maxsize=512)
 def _arguments(forward: Callable[..., object]) -> Iterable[str]:
     try:
         return inspect.signature(forward).parameters
