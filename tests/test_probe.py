@@ -115,3 +115,35 @@ def test_whatever_a_processor_raises_is_a_refusal(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(base, "parse_layout", not_there)
     with pytest.raises(UnsupportedModel, match="not rendered as its processor does it"):
         ks.wrap(model, processor)
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        ("token", "names no image token"),
+        ("processor", "its processor did not prepare a text with pictures"),
+        ("model", "stock Transformers did not answer a prompt with pictures either"),
+        ("trial", "one picture: an error inside its code in Transformers"),
+    ],
+)
+def test_a_refusal_shows_no_insides(
+    monkeypatch: pytest.MonkeyPatch, part: str, wanted: str
+) -> None:
+    """An inner error says nothing to a user: the log has it, and the refusal its cause."""
+    model, processor = build("llava")
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise AttributeError("'NoneType' object has no attribute 'image_grid'")
+
+    if part == "token":
+        monkeypatch.setattr(processor, "image_token", None)
+    elif part == "processor":
+        monkeypatch.setattr(type(processor), "__call__", broken)
+    elif part == "model":
+        monkeypatch.setattr(model, "generate", broken)
+    else:
+        monkeypatch.setattr(base.Family, "encode", broken)
+    with pytest.raises(UnsupportedModel, match=wanted) as refused:
+        ks.wrap(model, processor)
+    assert not any(word in str(refused.value) for word in ("NoneType", "attribute", "Error"))

@@ -62,6 +62,7 @@ _OPTIONS: Record = {
 }
 _FIRST, _REPLACED = "one picture", "another picture"
 _ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+_SENTENCES = (KeepsightError, ValueError, RuntimeError, ImportError, NotImplementedError)
 _NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the logits' scale
 
 
@@ -89,7 +90,8 @@ def settle(
     except Exception as error:  # whatever a strange model or processor runs into
         raise UnsupportedModel(
             f"model type {kind!r} is not one that tests have shown exact, and it could not be "
-            f"tried: {type(error).__name__}: {error}"
+            f"tried: {error if isinstance(error, _CannotAsk) else in_words(error)}; use it with "
+            "Transformers alone"
         ) from error
     _refuse_blind(kind, cases)
     seen = []
@@ -137,10 +139,13 @@ def try_again(
 
 def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
     """First what every model must answer, then what some processors or models do not take."""
-    needed = list(_prompts(processor.image_token))
+    needed = list(_prompts(_image_token(processor)))
     for name, text, images in needed:
-        inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
-        yield _Case(name, inputs, _stock(model, inputs))
+        with _asking("its processor did not prepare a text with pictures"):
+            inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
+        with _asking("stock Transformers did not answer a prompt with pictures either"):
+            stock = _stock(model, inputs)
+        yield _Case(name, inputs, stock)
         for masked, varied in _varied(inputs):
             with contextlib.suppress(Exception):  # stock refuses what it cannot use
                 yield _Case(f"{name}, {masked} with zeros", varied, _stock(model, varied))
@@ -148,6 +153,28 @@ def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
         with contextlib.suppress(Exception):
             inputs = make()
             yield _Case(name, inputs, _stock(model, inputs))
+
+
+class _CannotAsk(Exception):
+    """What kept a model from being tried, in words for its user."""
+
+
+@contextlib.contextmanager
+def _asking(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a strange model or processor runs into
+        raise _CannotAsk(f"{what} ({in_words(error)})") from error
+
+
+def _image_token(processor: Processor) -> str:
+    token = getattr(processor, "image_token", None)
+    if not isinstance(token, str) or not token:
+        raise _CannotAsk(
+            f"its {type(processor).__name__} names no image token, so pictures have no place of "
+            "their own in a prompt"
+        )
+    return token
 
 
 def _plain_cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
@@ -261,16 +288,20 @@ def _first_difference(
         try:
             found = generate(runtime, None, {**case.inputs, **_OPTIONS})
         except (KeepsightError, *_ODD) as error:
-            return f"{case.name}: {_one_line(error)}"
+            return f"{case.name}: {in_words(error)}"
         ours = (found.logits or ()) if isinstance(found, Generated) else ()
         if wrong := _difference(model, case.stock, ours):
             return f"{case.name}: {wrong}"
     return ""
 
 
-def _one_line(error: Exception) -> str:
-    known = isinstance(error, KeepsightError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
+def in_words(error: Exception) -> str:
+    """What a user can make of an error: its sentence, where whoever raised it wrote one. The error
+    of a bug or of a missing part names insides only; it is the cause of the refusal, and logged."""
+    if isinstance(error, _SENTENCES) and str(error).strip():
+        return str(error).strip().splitlines()[0]
+    logger.info("the trial met an error inside the model or its processor", exc_info=error)
+    return "an error inside its code in Transformers; the log has it, at the level INFO"
 
 
 def _difference(
@@ -313,7 +344,7 @@ def _check_messages(
         if prompt.ids.tolist() == inputs["input_ids"][0].tolist():
             wrong = _difference(model, _stock(model, inputs), _answer(runtime, prompt))
     except (KeepsightError, *_ODD) as error:
-        wrong = f"{wrong} ({_one_line(error)})"
+        wrong = f"{wrong} ({in_words(error)})"
     if wrong:
         raise UnsupportedModel(
             f"model type {model.config.model_type!r} could not be shown exact: {wrong}"
