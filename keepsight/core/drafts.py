@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from keepsight.core.encodings import Encodings
+from keepsight.core.conversations import EarlierPrompts
 from keepsight.prefix.prompt import Prompt
 
 SHORTEST = 2  # tokens that must agree before what followed them is taken for a guess
@@ -70,7 +70,7 @@ class Answers:
     latest prompts as texts."""
 
     def __init__(self) -> None:
-        self.prompts = Encodings()
+        self.prompts = EarlierPrompts()
         self._by_tenant: OrderedDict[str, np.ndarray] = OrderedDict()
 
     def of(self, tenant: str) -> np.ndarray:

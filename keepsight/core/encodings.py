@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,7 +150,7 @@ class Encodings:
             if one.tenant != tenant or one.seams_of is not seams or one.special != special:
                 continue
             if one.text[most : most + 1] == text[most : most + 1]:
-                shared = _shared(one.text, text)
+                shared = shared_length(one.text, text)
                 if shared > most:
                     best, most = one, shared
         return best, most
@@ -225,8 +225,8 @@ def _cut(begun: EncodedText, shared: int, seams: Seams) -> tuple[int, int, int]:
     return begun.characters[place], begun.tokens[place], begun.tokens[count - 1]
 
 
-def _shared(one: str, other: str) -> int:
-    """How many leading characters two texts share."""
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many leading characters two texts share, or items two lists."""
     low, high, step = 0, min(len(one), len(other)), 4096
     while low < high and one[low : low + step] == other[low : low + step]:
         low, step = low + step, 2 * step

@@ -60,7 +60,10 @@ class Lengths:
 
     def check(self, *given: object) -> None:
         """Refuse texts that cannot fit, however they are written."""
-        count = characters(given)
+        self.check_count(characters(given))
+
+    def check_count(self, count: int) -> None:
+        """The same for so many characters."""
         if self.limit is not None and count > self.limit and count > self.limit * self.longest:
             raise PromptTooLong(
                 f"the texts have {count} characters, the model's context is {self.limit} tokens of "

@@ -20,8 +20,8 @@ import torch
 from keepsight.core.answer import answer
 from keepsight.core.call import Call
 from keepsight.core.generate import Generated, GenerateRequest, request, run
+from keepsight.core.messages import parse_messages
 from keepsight.core.question import user_turn
-from keepsight.core.render import parse_messages
 from keepsight.core.runtime import Runtime
 from keepsight.core.turn import Turn
 from keepsight.errors import InputError, UnsupportedInput

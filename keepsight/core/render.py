@@ -7,8 +7,6 @@ ranges are known by construction.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from keepsight.core.control_tokens import Rendered
-from keepsight.core.encodings import TenantEncodings
-from keepsight.core.lengths import Lengths
+from keepsight.core.conversations import TenantPrompts, read_anew
+from keepsight.core.lengths import Lengths, characters
 from keepsight.core.template import ChatTemplate
 from keepsight.errors import (
-    ImageError,
     InputError,
-    MessagesError,
     ModelError,
     PlaceholderMismatch,
     UnsupportedInput,
@@ -33,14 +29,6 @@ from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
 
 Name = Callable[[object, str], Medium]  # gives a medium for what a part holds, and its modality
-_TEXT_TYPES = ("text", "input_text", "output_text")
-# Types of a part and the fields that hold it. Which modalities a model takes, its family says.
-_MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "video": (("video", "video_url", "input_video"), ("video", "video_url")),
-    "audio": (("audio", "audio_url", "input_audio"), ("audio", "audio_url", "input_audio")),
-    "image": (("image", "image_url", "input_image"), ("image", "image_url", "base64", "file")),
-}
-_ANY = ("url", "path")  # fields that say nothing of what they hold; without a type, an image
 
 
 class Renderer:
@@ -79,30 +67,32 @@ class Renderer:
         messages: list[Message],
         name: Name,
         generate: bool = True,
-        earlier: TenantEncodings | None = None,
+        earlier: TenantPrompts | None = None,
         /,
         **template: Any,
     ) -> Prompt:
         """The prompt of a conversation, ready for an answer unless `generate` is false. `earlier`
-        are texts of the same tenant, of which this may be one more turn.
+        are prompts of the same tenant, of which this may be one more turn.
 
         With `continue_final_message` among the template's options the answer goes on with the last
         message; with `add_generation_prompt=False` the model writes its own beginning.
         """
         generate = template.pop("add_generation_prompt", generate)
         generate = generate and not template.get("continue_final_message")
-        clean, given = parse_messages(messages)
-        self.refuse_unseen(given)
-        self.lengths.check(clean, template)
-        rendered = self._chat.render(self.tokenizer, clean, generate, template)
-        named = [(kind, name(medium, kind)) for kind, medium in given]
+        chat = self._chat
+        read = read_anew(messages, chat) if earlier is None else earlier.read(messages, chat)
+        self.refuse_unseen(read.media)
+        self.lengths.check_count(read.characters + characters(template))
+        rendered = read.rendered(self.tokenizer, chat, generate, template)
+        named = [(kind, name(medium, kind)) for kind, medium in read.media]
         text = self._family.prompt_text(self._processor, rendered.text, self._written)
         spots = list(find_words(self._written, text, [*self._words.values()]))
         media = _in_order(spots, named)
         text, runs = self._insert(text, spots, media)
         self.lengths.check_rendered(text, self.tokenizer)
         whole = Rendered(text, rendered.code)
-        ids = self._chat.tokens.encode(self.tokenizer, whole, self._bos, earlier)
+        texts = None if earlier is None else earlier.texts
+        ids = chat.tokens.encode(self.tokenizer, whole, self._bos, texts)
         return self._expand(np.asarray(ids, dtype=np.int64), runs, media, rendered.plain(text))
 
     def refuse_unseen(self, given: list[tuple[str, object]]) -> None:
@@ -185,81 +175,6 @@ def _in_order(spots: list[re.Match[str]], named: list[tuple[str, Medium]]) -> tu
             )
     waiting = {kind: iter([m for k, m in named if k == kind]) for kind in set(kinds)}
     return tuple(next(waiting[kind]) for kind in kinds)
-
-
-def parse_messages(messages: object) -> tuple[list[Message], list[tuple[str, object]]]:
-    """Messages as the template wants them, and the media in the order they appear."""
-    if isinstance(messages, dict):
-        messages = [messages]
-    if not isinstance(messages, list | tuple) or not messages:
-        raise MessagesError(
-            "expected a list of messages like "
-            "{'role': 'user', 'content': [{'type': 'image', 'image': ...}, ...]}"
-        )
-    clean: list[Message] = []
-    media: list[tuple[str, object]] = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise MessagesError(f"message {i} is not a dict with a 'role'")
-        content = message.get("content")
-        if (content is None and message.get("tool_calls")) or isinstance(content, str):
-            clean.append(dict(message))
-        elif isinstance(content, list | tuple):
-            parts = [_parse_part(part, i, media) for part in content]
-            clean.append(dict(message, content=parts))
-        else:
-            raise MessagesError(
-                f"message {i} has content of type {type(content).__name__}; expected a string or "
-                "a list of parts"
-            )
-    return clean, media
-
-
-def _parse_part(part: object, i: int, media: list[tuple[str, object]]) -> Record:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if not isinstance(part, dict):
-        media.append(("image", part))
-        return {"type": "image"}
-    kind = part.get("type")
-    if kind in _TEXT_TYPES or (kind is None and "text" in part):
-        if not isinstance(part.get("text"), str):
-            raise MessagesError(f"message {i} has a text part without a string 'text'")
-        return {"type": "text", "text": part["text"]}
-    for modality, (types, fields) in _MEDIA.items():
-        telling = (*fields, *_ANY) if modality == "image" else fields
-        if kind in types or (kind is None and any(field in part for field in telling)):
-            media.append((modality, _medium_of(part, i, modality, fields)))
-            return {"type": modality}
-    raise MessagesError(
-        f"message {i} has a part of type {kind!r}; expected 'text', 'image' or 'image_url', or "
-        "'video' or 'audio' where the model takes them"
-    )
-
-
-def _medium_of(part: Message, i: int, modality: str, fields: tuple[str, ...]) -> object:
-    for field in (*fields, *_ANY):
-        value = part.get(field)
-        if isinstance(value, dict) and "url" in value:
-            value = value["url"]
-        elif isinstance(value, dict) and isinstance(value.get("data"), str):
-            value = _from_base64(value["data"], i)
-        elif isinstance(value, dict) and modality == "image":
-            value = None
-        if value is not None:
-            if field == "base64" and isinstance(value, str) and not value.startswith("data:"):
-                return f"data:image/unknown;base64,{value}"
-            return value
-    one = "a video" if modality == "video" else f"an {modality}"
-    inside = "sound" if modality == "audio" else one
-    raise ImageError(f"message {i} has {one} part without {inside} in it")
-
-
-def _from_base64(data: str, i: int) -> bytes:
-    try:
-        return base64.b64decode(data, validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise ImageError(f"message {i} has 'data' that is not base64: {error}") from None
 
 
 def _template_of(processor: Processor, given: str | None) -> str:

@@ -22,12 +22,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.core.control_tokens import Code, ControlTokens, Rendered, marks_of, rare_characters
 from keepsight.core.template_source import TemplateSource
 from keepsight.errors import InputError, MessagesError
-from keepsight.kinds import Message
+from keepsight.kinds import Message, Record
 from keepsight.models import upstream
 
 Spans = set[tuple[int, int]]
@@ -69,12 +70,21 @@ class ChatTemplate:
         messages: list[Message],
         generate: bool,
         options: Mapping[str, object],
+        forges: bool | None = None,
+        simple: bool = False,
     ) -> Rendered:
-        """A conversation as text, in which what a caller typed as a control token is in code."""
+        """A conversation as text, in which what a caller typed as a control token is in code.
+
+        `forges` says whether anything `may_be_forged_in` the messages, where that is known, and
+        `simple` that they are plain data with nothing but roles and texts.
+        """
         call = _Call(tokenizer, messages, generate, options)
-        text = call.apply(self.source)
-        if not any(map(self._may_forge, call.given())):
-            return Rendered(text)
+        if forges is None:
+            forges = any(map(self.may_be_forged_in, messages))
+        if not forges and not self._may_forge(options):
+            plain = call.as_it_is(self.source) if simple else None
+            return Rendered(call.apply(self.source) if plain is None else plain)
+        call.apply(self.source)  # which names what the template refuses
         call = call.as_data()
         taken = rare_characters(_strings([call.messages, call.options]))
         copy = self._in_code(taken) if taken else self._copy
@@ -111,6 +121,10 @@ class ChatTemplate:
         return Rendered("".join(made), code)
 
     # -- whose text it is ------------------------------------------------------------------------
+
+    def may_be_forged_in(self, message: Message) -> bool:
+        """Whether anything in a message could be a part of a control token."""
+        return any(map(self._may_forge, _given(message)))
 
     def _may_forge(self, given: object) -> bool:
         """Whether anything in what a caller gave could be a part of a control token."""
@@ -208,21 +222,30 @@ class _Call:
         except MessagesError:
             return None
 
-    def given(self) -> Iterator[object]:
-        """What the caller gave, without the structure of messages."""
-        for message in self.messages:
-            for name, value in message.items():
-                if name == "content" and isinstance(value, list):
-                    yield from (part["text"] for part in value if "text" in part)
-                elif name != "role" or value not in _ROLES:
-                    yield from (name, value)
-        yield self.options
+    def as_it_is(self, source: str) -> str | None:
+        """The same of messages that Transformers would hand to the template as they are; None where
+        it may do something else."""
+        template = upstream.compiled_template(source)
+        base = PreTrainedTokenizerBase.apply_chat_template
+        if template is None or type(self.tokenizer).apply_chat_template is not base:
+            return None
+        named = self.tokenizer.special_tokens_map
+        try:
+            return template.render(
+                messages=self.messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=self.generate,
+                **named,
+            )
+        except Exception as error:  # a template raises whatever its author chose
+            raise MessagesError(f"the chat template refused the messages: {error}") from error
 
     def as_data(self) -> _Call:
         """The same with nothing but plain data in it, as a template gets to see it."""
         options = dict(self.options)
         if isinstance(tools := options.get("tools"), list | tuple):
-            options["tools"] = [upstream.tool_schema(tool) for tool in tools]
+            options["tools"] = [_schema(tool) for tool in tools]
         messages, options = upstream.plain_data(self.messages), upstream.plain_data(options)
         return _Call(self.tokenizer, messages, self.generate, options)
 
@@ -254,6 +277,20 @@ class _Call:
 
         own = {name: put(value) for name, value in self.tokenizer.special_tokens_map.items()}
         return _Call(self.tokenizer, self.messages, self.generate, {**own, **self.options})
+
+
+def _given(message: Message) -> Iterator[object]:
+    """What the caller gave in a message, without its structure."""
+    for name, value in message.items():
+        if name == "content" and isinstance(value, list):
+            yield from (part["text"] for part in value if "text" in part)
+        elif name != "role" or value not in _ROLES:
+            yield from (name, value)
+
+
+def _schema(tool: Record | Callable[..., object]) -> Record:
+    """A tool as a record, from a record or a function with type hints and a docstring."""
+    return tool if isinstance(tool, dict) else dict(transformers.utils.get_json_schema(tool))
 
 
 def _coded(text: str, marks: re.Pattern[str], code: Code) -> str:

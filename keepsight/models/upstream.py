@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jinja2
 import torch
 import transformers
 from numpy import ndarray
@@ -24,10 +25,9 @@ from keepsight.kinds import Decoded, Inputs, Options, Processor, Record
 from keepsight.models.private import PrivateApi
 from keepsight.models.tested import refuse_unknown
 
-# Names that other files use as they are: of things that are asked for and may be absent, which are
-# fields of a configuration, marks of PEFT's and of torch's compiler, and modules of torch's that
-# are loaded late; kernels of torch's; and torch's own dictionaries of a module, which are as old
-# as torch.
+# Names that other files use as they are: fields of a configuration, marks of PEFT's and of torch's
+# compiler and modules that are loaded late, all of which may be absent; kernels of torch's; and
+# torch's own dictionaries of a module, which are as old as torch.
 NAMED = frozenset(
     {
         *("_attn_implementation", "_attn_implementation_internal"),
@@ -54,12 +54,17 @@ _PLAIN = PrivateApi(
     "to render messages with objects in them",
     without="messages of plain data are rendered, others raise",
 )
+_COMPILED = PrivateApi(
+    "transformers.utils.chat_template_utils",
+    "_compile_jinja_template",
+    "to render plain messages without copies of them",
+    without="they are copied",
+)
 
 
 def encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of a text in which no added token is found."""
-    encode = _ENCODE.found(tokenizer)
-    if encode is not None:
+    if (encode := _ENCODE.found(tokenizer)) is not None:
         return list(encode(text))
     return [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
 
@@ -71,24 +76,21 @@ def plain_data(value: Any) -> Any:
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float)
+        value = [one for pair in value.items() for one in pair]
+    inside = isinstance(value, list | tuple) and all(map(_is_plain, value))
+    return inside or value is None or isinstance(value, str | int | float)
 
 
-def tool_schema(tool: Record | Callable[..., object]) -> Record:
-    """A tool as a record, from a record or a function with type hints and a docstring."""
-    return tool if isinstance(tool, dict) else dict(transformers.utils.get_json_schema(tool))
+def compiled_template(source: str) -> jinja2.Template | None:
+    """A chat template as Transformers sets it up."""
+    return None if (compiled := _COMPILED.found()) is None else compiled(source)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 _FILE = PrivateApi("transformers.utils", "cached_file", "to read a checkpoint's files")
 _FINISH = PrivateApi(
-    "transformers.PreTrainedModel",
-    "_finalize_model_loading",
-    "to read weights one by one",
+    "transformers.PreTrainedModel", "_finalize_model_loading", "to read weights one by one"
 )
 _IGNORED = PrivateApi(
     "transformers.PreTrainedModel",

@@ -29,7 +29,10 @@ class Tree(Search):
         """Bring a held path to the device, from the host or from the store. False when an entry is
         damaged or lies."""
         chain = node.chain()
-        for part in [*(n.rows for n in chain), *self._needs(node)]:
+        parts = [*(n.rows for n in chain), *self._needs(node)]
+        if all(part.tier == DEVICE for part in parts):
+            return True
+        for part in parts:
             self.promote(part)
         for n, found in archive.fetched(node.home.store, chain):
             needs = self._needs(n) if n is node else [n.rows]

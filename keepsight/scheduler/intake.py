@@ -17,7 +17,8 @@ import torch
 
 from keepsight.core.call import Call
 from keepsight.core.lengths import characters
-from keepsight.core.render import Renderer, parse_messages
+from keepsight.core.messages import parse_messages
+from keepsight.core.render import Renderer
 from keepsight.core.sampling import (
     DEFAULT_CHAT_TOKENS,
     Detokenizer,

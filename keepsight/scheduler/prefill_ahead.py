@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from keepsight.core.call import Call
-from keepsight.core.render import parse_messages
+from keepsight.core.messages import parse_messages
 from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
 from keepsight.core.turn import Turn
 from keepsight.errors import ImageError
