@@ -57,7 +57,7 @@ def trials() -> dict[Any, Any]:
 def _equal_models_are_tried_once(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, trials: dict[Any, Any]
 ) -> None:
-    """Whether a model's tokens may be cut anywhere is tried for the first memory of a process.
+    """Whether tokens may be cut anywhere is tried by the first memory of a process that asks.
 
     Trying takes longer than most tests. Another memory around a model of the same weights, code and
     settings gets kernels of its own, by the rules that were found. Tests of trying itself are
@@ -66,26 +66,37 @@ def _equal_models_are_tried_once(
     if request.node.get_closest_marker("tries_anew"):
         return
     from keepsight.core.any_cut import AnyCut
-    from keepsight.core.kernels.linear import Linears
+    from keepsight.core.kernels import linear, packing
     from keepsight.core.kernels.passes import Kernels
 
-    tries = AnyCut._try
+    try_model, try_shape = AnyCut._try, linear.rows_of
 
-    def once(self: AnyCut) -> Any:
-        environment = self._weights.state, str(self._engine.shape), self.packing.wanted
-        key = (*environment, torch.get_num_threads(), torch.get_float32_matmul_precision())
+    def environment() -> tuple[Any, ...]:
+        return torch.get_num_threads(), torch.get_float32_matmul_precision()
+
+    def model_once(self: AnyCut) -> Any:
+        key = (self._weights.state, str(self._engine.shape), self.packing.wanted, environment())
         if key not in trials:
-            found = tries(self)
+            found = try_model(self)
             if found.kernels is None:
                 return found
             trials[key] = found, dict(found.kernels.linears.rows), set(found.kernels.seen)
             return found
         found, rows, seen = trials[key]
-        kernels = Kernels(Linears(lambda: self.packing.packed), set(seen))
+        kernels = Kernels(linear.Linears(lambda: self.packing.packed), set(seen))
         kernels.linears.rows.update(rows)
         return dataclasses.replace(found, kernels=kernels)
 
-    monkeypatch.setattr(AnyCut, "_try", once)
+    def shape_once(shape: linear.Shape) -> linear.Rows | None:
+        key = (shape, environment())
+        if key not in trials:
+            trials[key] = try_shape(shape)
+        rows: linear.Rows | None = trials[key]
+        return rows
+
+    monkeypatch.setattr(AnyCut, "_try", model_once)
+    for module in (linear, packing):
+        monkeypatch.setattr(module, "rows_of", shape_once)
 
 
 @pytest.fixture(scope="session")

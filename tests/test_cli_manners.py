@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -104,36 +105,26 @@ def test_a_hub_that_cannot_be_reached_is_said_within_two_seconds(
 
 def test_json_is_printed_on_a_terminal_only_when_asked_for() -> None:
     script = (
-        "import sys; from types import SimpleNamespace as N\n"
         "import keepsight.core.verify as v\n"
         "v.certify = lambda *a: [v.Check('one', True, 0.0, '')]\n"
         "from keepsight.cli.app import app\n"
-        "app(['verify', 'demo', *sys.argv[1:]])\n"
+        "app(['verify', 'demo'], standalone_mode=False)\n"
+        "print('-- asked for --', flush=True)\n"
+        "app(['verify', 'demo', '--json'], standalone_mode=False)\n"
     )
-
-    def run(*words: str) -> str:
-        reading, writing = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, *words], stdout=writing, stderr=subprocess.DEVNULL
-        )
-        os.close(writing)
-        text = b""
-        while True:
-            try:
-                part = os.read(reading, 4096)
-            except OSError:  # how a terminal ends
-                part = b""
-            if not part:
-                break
+    reading, writing = pty.openpty()
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, stdout=writing, stderr=subprocess.DEVNULL)
+    os.close(writing)
+    text = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while part := os.read(reading, 4096):
             text += part
-        os.close(reading)
-        assert process.wait(60) == 0
-        return text.decode()
-
-    shown = run()
+    os.close(reading)
+    assert process.wait(60) == 0
+    shown, asked = text.decode().split("-- asked for --")
     assert "holds" in shown
     assert '"ok"' not in shown
-    asked = run("--json")
     assert "holds" not in asked
     assert json.loads(asked)["ok"]
 
