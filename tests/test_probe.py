@@ -147,3 +147,13 @@ def test_a_refusal_shows_no_insides(
     with pytest.raises(UnsupportedModel, match=wanted) as refused:
         ks.wrap(model, processor)
     assert not any(word in str(refused.value) for word in ("NoneType", "attribute", "Error"))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_picture_is_framed_as_the_chat_template_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HunyuanVL's processor refuses an image token without its frame."""
+    monkeypatch.setattr(base.Family, "_grid_tokens", lambda *_: None)
+    model, processor = build("hunyuan_vl")
+    with pytest.raises(UnsupportedModel, match="could not be shown exact") as refused:
+        ks.wrap(model, processor)
+    assert str(refused.value).count("one picture: ") == 1  # said once for all ways that were tried

@@ -94,17 +94,21 @@ def settle(
             "Transformers alone"
         ) from error
     _refuse_blind(kind, cases)
-    seen = []
+    seen: dict[str, list[str]] = {}
     for whole, reuse in _CHANCES:
         family.sees_whole_media, family.reuse = whole, reuse
         wrong = _first_difference(model, family, processor, weights, cases)
         if not wrong:
             _check_messages(model, family, processor, weights)
             return
-        seen.append(f"{reuse}{', whole pictures' if whole else ''}: {wrong}")
+        seen[wrong] = [*seen.get(wrong, []), f"{reuse}{', whole pictures' if whole else ''}"]
+    tried = "; ".join(f"{', '.join(ways)}: {wrong}" for wrong, ways in seen.items())
+    if len(seen) == 1:
+        tried = next(iter(seen))
     raise UnsupportedModel(
         f"model type {kind!r} could not be shown exact: logits off by more than "
-        f"{_near(model):g} of their scale against stock Transformers ({'; '.join(seen)})"
+        f"{_near(model):g} of their scale against stock Transformers ({tried}); use it with "
+        "Transformers alone"
     )
 
 
@@ -139,8 +143,8 @@ def try_again(
 
 def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
     """First what every model must answer, then what some processors or models do not take."""
-    needed = list(_prompts(_image_token(processor)))
-    for name, text, images in needed:
+    token = _in_prompt(processor)
+    for name, text, images in _prompts(token):
         with _asking("its processor did not prepare a text with pictures"):
             inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
         with _asking("stock Transformers did not answer a prompt with pictures either"):
@@ -149,7 +153,7 @@ def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
         for masked, varied in _varied(inputs):
             with contextlib.suppress(Exception):  # stock refuses what it cannot use
                 yield _Case(f"{name}, {masked} with zeros", varied, _stock(model, varied))
-    for name, make in _more(processor):
+    for name, make in _more(processor, token):
         with contextlib.suppress(Exception):
             inputs = make()
             yield _Case(name, inputs, _stock(model, inputs))
@@ -167,19 +171,30 @@ def _asking(what: str) -> Iterator[None]:
         raise _CannotAsk(f"{what} ({in_words(error)})") from error
 
 
-def _image_token(processor: Processor) -> str:
+def _in_prompt(processor: Processor) -> str:
+    """What stands for a picture in a prompt: the image token, as the chat template frames it."""
     token = getattr(processor, "image_token", None)
     if not isinstance(token, str) or not token:
         raise _CannotAsk(
             f"its {type(processor).__name__} names no image token, so pictures have no place of "
             "their own in a prompt"
         )
+    image, before, after = _noise(1, (96, 96)), "Before.", "After."
+    with contextlib.suppress(Exception):  # most take the token alone
+        processor(text=[token], images=[image], return_tensors="pt")
+        return token
+    texts = [{"type": "text", "text": words} for words in (before, after)]
+    message = {"role": "user", "content": [texts[0], {"type": "image"}, texts[1]]}
+    with contextlib.suppress(Exception):  # without a template the token is all there is
+        text = processor.apply_chat_template([message], tokenize=False)
+        framed: str = text.partition(before)[2].partition(after)[0]
+        return framed.strip() or token
     return token
 
 
 def _plain_cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
     """What every model must answer, as far as stock does."""
-    for name, text, images in _prompts(processor.image_token):
+    for name, text, images in _prompts(_in_prompt(processor)):
         with contextlib.suppress(Exception):
             inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
             yield _Case(name, inputs, _stock(model, inputs))
@@ -199,9 +214,8 @@ def _prompts(token: str) -> Iterator[tuple[str, str, list[Image.Image]]]:
     yield "pictures of other shapes", three, [a, tall, large]
 
 
-def _more(processor: Processor) -> Iterator[tuple[str, Callable[[], Record]]]:
+def _more(processor: Processor, token: str) -> Iterator[tuple[str, Callable[[], Record]]]:
     """Pictures side by side, no picture, and prompts with unlike numbers of pictures together."""
-    token = processor.image_token
     a, b, c = _noise(1, (96, 96)), _noise(6, (60, 150)), _noise(7, (160, 96))
     both = f"Here: {token}{token} Which of them is larger?"
     texts = [f"Look at this: {token} What do you see in it?", both]

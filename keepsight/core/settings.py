@@ -96,12 +96,18 @@ def refuse_stretching_rope(model: PreTrainedModel) -> None:
     layers = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in [rope, *layers]:
         kind = parameters.get("rope_type", parameters.get("type"))
-        if kind in ("dynamic", "longrope"):
+        if kind in ("dynamic", "longrope") and not _stretched_once(model):
             raise UnsupportedModel(
                 f"rope type {kind!r} changes its frequencies with the length of the prompt, so a "
                 "remembered prefix would be wrong for a longer one; load the model with "
                 "rope_parameters={'rope_type': 'default', ...} or use it without Keepsight"
             )
+
+
+def _stretched_once(model: PreTrainedModel) -> bool:
+    """Whether a model that says `dynamic` has fixed frequencies (Hunyuan's `alpha`)."""
+    kinds = {getattr(module, "rope_type", None) for module in model.modules()}
+    return "ntk_alpha" in kinds and not kinds & {"dynamic", "longrope"}
 
 
 def image_options(processor: Processor | None, given: Options) -> Record:

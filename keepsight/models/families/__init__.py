@@ -17,8 +17,10 @@ from keepsight.models.families.ernie4_5_vl_moe import Ernie45VLMoe
 from keepsight.models.families.gemma3 import Gemma3, Gemma4
 from keepsight.models.families.glm4v import Glm4v
 from keepsight.models.families.got_ocr2 import GotOcr2
+from keepsight.models.families.hunyuan_vl import HunyuanVL
 from keepsight.models.families.idefics3 import Idefics2, Idefics3, Lfm2Vl, MiniCpmV
 from keepsight.models.families.internvl import InternVL
+from keepsight.models.families.lfm3_vl import Lfm3Vl
 from keepsight.models.families.llama4 import Llama4
 from keepsight.models.families.llava_next import LlavaNext
 from keepsight.models.families.mistral3 import Mistral3
@@ -45,6 +47,7 @@ SUPPORTED: dict[str, type[Family]] = {
     "qwen2_5_omni_thinker": QwenOmni,
     "qwen3_omni_moe_thinker": QwenOmni,
     "llava": Family,
+    "vipllava": Family,
     "internvl": InternVL,
     "aya_vision": AyaVision,
     "cohere2_vision": Cohere2Vision,
@@ -61,9 +64,16 @@ SUPPORTED: dict[str, type[Family]] = {
     "paddleocr_vl": PaddleOcrVL,
     "video_llama_3": VideoLlama3,
     "kimi_k25": PaddleOcrVL,
+    "hunyuan_vl": HunyuanVL,
+    "exaone4_5": QwenVL,
+    "lfm3_vl": Lfm3Vl,
+    "cohere_compass": QwenVL,
+    "cosmos3_edge": QwenVL,
     "llava_next": LlavaNext,
+    "llava_next_video": LlavaNext,
     "llava_onevision": LlavaNext,
     "mistral3": Mistral3,
+    "lighton_ocr": Mistral3,
     "aria": Cast,
     "idefics2": Idefics2,
     "idefics3": Idefics3,

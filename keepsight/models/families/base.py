@@ -302,7 +302,7 @@ class Family:
 
     def merge_size(self) -> int:
         """How many patches a side become one token."""
-        return int(self.core.visual.spatial_merge_size)
+        return int(self.model.config.vision_config.spatial_merge_size)
 
     def levels(self) -> int:
         """How many levels of features the tower gives beside its last (deepstack)."""

@@ -30,7 +30,7 @@ class Mistral3(Family):
     def _cell(self) -> int:
         """Pixels along one side of what one token shows."""
         config = self.model.config
-        patch: int = self.core.vision_tower.patch_size
+        patch = int(config.vision_config.patch_size)
         return patch * int(getattr(config, "spatial_merge_size", 1))
 
     def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:

@@ -1,0 +1,49 @@
+"""The shipped suite on types that nobody named before they were tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models import build
+
+from keepsight.testing import FamilyTests
+
+
+class TestVipLlava(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("vipllava")
+
+
+class TestLlavaNextVideo(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("llava_next_video")
+
+
+class TestHunyuan(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("hunyuan_vl")
+
+
+class TestLightOn(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("lighton_ocr")
+
+
+class TestExaone(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("exaone4_5")
+
+
+class TestLfm3(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("lfm3_vl")
+
+
+class TestCompass(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("cohere_compass")
+
+
+class TestCosmos(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("cosmos3_edge")
