@@ -95,18 +95,20 @@ def install(
 ) -> VLM:
     """Have the model's own `generate` remember, for anybody's code that calls it.
 
-    Options are those of `wrap`. What Keepsight cannot serve goes to the model's own `generate`
-    untouched, and `vlm.report()` says why. Installed twice it is the same.
+    With `forwards`, `model(**inputs)` without gradients takes features in place of pixels too.
+    Options are those of `wrap`. What Keepsight cannot serve goes to the model itself untouched,
+    and `vlm.report()` says why. Installed twice it is the same.
     """
+    forwards = bool(options.pop("forwards", False))
     with INSTALLING:
         there = installed_in(model)
         if there is None:
             vlm = wrap(model, processor, **options)
-            there = InstalledGenerate(vlm, vlm.runtime, vlm.tenant, options)
+            there = InstalledGenerate(vlm, vlm.runtime, vlm.tenant, options, forwards)
             vlm.installed = there
             there.put()
         else:
-            there.again(processor, options)
+            there.again(processor, options, forwards)
         return cast("VLM", there.owner)
 
 

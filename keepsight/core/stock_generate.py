@@ -23,6 +23,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from keepsight.core.generate import Generated, GenerateRequest, request, run
 from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import DEFAULT_GENERATE_TOKENS, check_length, sampler
+from keepsight.core.stock_forward import InstalledForward
 from keepsight.errors import Forked, InputError, KeepsightError, ModelError, UnsupportedInput
 from keepsight.kinds import Options
 from keepsight.models import upstream
@@ -51,8 +52,16 @@ _NO_CACHE = "past_key_values are not returned: Keepsight keeps its own"
 class InstalledGenerate:
     """Stands in the place of one model's `generate`, for as many as installed it."""
 
-    def __init__(self, owner: object, runtime: Runtime, tenant: str, options: Options) -> None:
-        self.owner, self.depth = owner, 0
+    def __init__(
+        self,
+        owner: object,
+        runtime: Runtime,
+        tenant: str,
+        options: Options,
+        forwards: bool = False,
+    ) -> None:
+        self.owner, self.depth, self._forwards = owner, 0, forwards
+        self._forward = InstalledForward(runtime, tenant, self._note)
         self._runtime, self._tenant, self._options = runtime, tenant, options
         self._before = vars(runtime.model).get(_NAME)
         self.stock: Callable[..., object] = runtime.model.generate
@@ -78,14 +87,20 @@ class InstalledGenerate:
             )
         self.depth, _OF[model] = 1, weakref.ref(self)
         vars(model)[_NAME] = self
+        if self._forwards:
+            self._forward.put()
 
-    def again(self, processor: object, options: Options) -> None:
+    def again(self, processor: object, options: Options, forwards: bool = False) -> None:
         """Installed once more: the same, unless something else is asked for."""
         other = processor is not None and processor is not self._runtime.processor
         if other or (options and options != self._options):
             raise ModelError(
                 "Keepsight is installed in this model with another processor or other options; "
                 "uninstall() it first, or leave them out to use what is installed"
+            )
+        if forwards and not self._forwards:
+            raise ModelError(
+                "Keepsight is installed in this model without forwards=True; uninstall() it first"
             )
         self.depth += 1
 
@@ -96,6 +111,7 @@ class InstalledGenerate:
         if self.depth:
             return False
         model = self._runtime.model
+        self._forward.take_away()
         _OF.pop(model, None)
         if vars(model).get(_NAME) is self:
             del vars(model)[_NAME]

@@ -46,6 +46,11 @@ class FairLock:
         forks.hold(self, forks.MODELS)
         finish_before_exit(self, MODELS)
 
+    @property
+    def held(self) -> bool:
+        """Whether this thread has the lock."""
+        return self._owner == threading.get_ident()
+
     def acquire(self, timeout: float = -1.0) -> bool:
         """Wait for one's turn, for ever or for so many seconds; whether the lock is one's own then.
 
