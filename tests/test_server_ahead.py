@@ -45,10 +45,8 @@ def soon_more_than(server: Client, messages: list[dict[str, Any]], before: int) 
 
 
 def test_a_real_server_does_it_by_itself() -> None:
-    with served("--prefill-ahead", "never") as server:
-        then = answered(server)
-        time.sleep(0.5)
-        without = remembered(server, then)
+    with ks.load("demo") as vlm, live(vlm) as server:  # which prefills nothing ahead
+        without = remembered(server, answered(server))
     with served() as server:
         then = answered(server)
         assert soon_more_than(server, then, without)

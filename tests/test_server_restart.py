@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Client, asked, png, scene, served
+from server_harness import Client, asked, live, png, scene, served
 
+import keepsight as ks
 from keepsight.store import open_store
 
 TEXTS = ("What is in the picture?", "What color is the shape in the picture?")
@@ -34,7 +35,7 @@ def answer(server: Client, seed: int, text: str) -> tuple[str, Any]:
 @pytest.fixture(scope="module")
 def expected() -> Iterator[dict[tuple[int, str], str]]:
     """What a server without a store says."""
-    with served() as server:
+    with ks.load("demo") as vlm, live(vlm) as server:
         yield {chat: answer(server, *chat)[0] for chat in CHATS}
 
 
