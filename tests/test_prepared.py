@@ -148,3 +148,34 @@ def test_shared_between_threads() -> None:
         assert vlm.stats()["features"]["encoded"] == 3
         assert "".join(piece.text for piece in prefix.stream(QUERIES[0], **HOW)) is not None
     assert found == wanted
+
+
+def test_tools_belong_to_the_prefix(tmp_path: Path) -> None:
+    model, processor = build("qwen3_vl")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + processor.chat_template
+    query = QUERIES[0]
+    with ks.wrap(model, processor, chat_template=template) as vlm:
+        wanted = [vlm.chat([*SHOWN, *query], tools=t, **HOW).tokens for t in (tools, [])]
+    with ks.wrap(model, processor, chat_template=template) as vlm:
+        prefix = vlm.prefix(SHOWN, tools=tools)
+        found = prefix.chat(query, **HOW)
+        assert found.tokens == wanted[0] and found.usage.cached_tokens >= prefix.tokens - 1
+        assert prefix.chat(query, tools=[], **HOW).tokens == wanted[1]
+        with pytest.raises(UnsupportedInput, match="with tools or template options"):
+            prefix.save(tmp_path / "tools.keep")
+
+
+def test_sound_in_a_prefix(tmp_path: Path) -> None:
+    model, processor = build("qwen3_omni_moe_thinker")
+    noise = torch.randn(16000, generator=torch.Generator().manual_seed(1)).numpy()
+    clip = {"type": "audio", "audio": {"array": noise, "sampling_rate": 16000}}
+    shown = [{"role": "user", "content": [clip]}, turn("A noise.", role="assistant")]
+    with ks.wrap(model, processor) as vlm:
+        wanted = vlm.chat([*shown, *QUERIES[0]], **HOW).tokens
+    with ks.wrap(model, processor) as vlm, vlm.prefix(shown) as prefix:
+        encoded = vlm.stats()["features"]["encoded"]
+        assert prefix.chat(QUERIES[0], **HOW).tokens == wanted
+        assert vlm.stats()["features"]["encoded"] == encoded
+        with pytest.raises(UnsupportedInput, match="audio"):
+            prefix.save(tmp_path / "sound.keep")

@@ -229,7 +229,9 @@ def _against_stock(
     inputs = stock_inputs(runtime, prompt, not from_pixels, tenant)
     if from_pixels:
         joined = runtime.family.join_pixels(pixels)
-        inputs |= {name: tensor.to(model.device) for name, tensor in joined.items()}
+        for name, tensor in joined.items():  # in the model's dtype: not every tower casts its own
+            floating = tensor.is_floating_point()
+            inputs[name] = tensor.to(model.device, model.dtype if floating else tensor.dtype)
     output = model(**inputs, use_cache=False, logits_to_keep=1)
     logits = output.logits[:, -1]
     found.stock_max_difference = float((logits.float() - warm.float()).abs().max())
