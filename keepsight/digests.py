@@ -129,7 +129,7 @@ def _plain(value: object) -> object:
         return dict(value)
     text = str(value)
     if " at 0x" in text:
-        raise TypeError(f"{text} has no canonical form: an address names nothing")
+        raise TypeError(f"{text} has no canonical form: it contains a memory address")
     return text
 
 

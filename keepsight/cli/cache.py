@@ -37,8 +37,8 @@ Tenant = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
-Named = Annotated[str, typer.Argument(help="KEY or KIND/KEY; the first characters of a key do.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Named = Annotated[str, typer.Argument(help="KEY or KIND/KEY; a unique start of the key is enough.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 _TENANTS = 20  # of the largest, in a table
 _SHOWN = 5  # of the largest, the most useful, and what depends on an entry
 

@@ -276,14 +276,14 @@ class Shell:
     def save(self, name: str) -> None:
         """/save FILE      the conversation, its pictures and its memory, in one file"""
         if not name:
-            raise InputError("/save wants a file, for example talk.keep")
+            raise InputError("/save needs a file name, for example: /save talk.keep")
         path = self.session.save(Path(name).expanduser())
         self._say(f"saved to {path}")
 
     def load(self, name: str) -> None:
         """/load FILE      go on with a saved conversation"""
         if not name:
-            raise InputError("/load wants a file, for example talk.keep")
+            raise InputError("/load needs a file name, for example: /load talk.keep")
         session = self.vlm.resume(Path(name).expanduser())
         self._switch(session)
         for note in session.notes:

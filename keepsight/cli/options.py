@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 Model = Annotated[
     str, typer.Option("--model", "-m", help="demo, demo-hybrid, a folder, or a hub id.")
 ]
-Named = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="As --model, said without the option.")
-]
+Named = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as with --model.")]
 SomeModel = Annotated[
     str | None,
     typer.Option("--model", "-m", help="demo (if nothing is said), demo-hybrid, a folder, ..."),
@@ -36,9 +34,13 @@ Images = Annotated[
 Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="The question.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens.")]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="Sample; 0 is greedy. Default: as the checkpoint.")
+    float | None,
+    typer.Option(min=0.0, help="Sampling temperature; 0 is greedy. Default: the checkpoint's."),
 ]
-TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="Share of probability to sample from."),
+]
 Seed = Annotated[int | None, typer.Option(min=0, help="The seed of sampling.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DeviceMap = Annotated[
@@ -61,11 +63,11 @@ Remote = Annotated[
     typer.Option(envvar="KEEPSIGHT_REMOTE", help="Address behind it, such as s3://bucket/name."),
 ]
 Tenant = Annotated[
-    str | None, typer.Option(help="Whose memory this is; tenants of a store share nothing.")
+    str | None, typer.Option(help="Whose memory to use; tenants of a store share nothing.")
 ]
 Grain = Annotated[int | None, typer.Option(min=1, help="Least tokens between snapshots.")]
-MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge smaller images to this.")]
-MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink larger images to this.")]
+MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge images with fewer pixels.")]
+MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink images with more pixels.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
 ShowReport = Annotated[bool, typer.Option("--report", help="Say what was reused, and why.")]
 

@@ -163,8 +163,8 @@ def _one_more_picture(stage: Stage, vlm: VLM, stock: StockSession) -> None:
     )
     vlm.clear()
     first = [question("Describe the picture.", stage.pictures[:1])]
-    said = answer(vlm.chat(first).text)
-    second = [*first, said, question("Compare the pictures.", stage.pictures[1:2])]
+    printed = answer(vlm.chat(first).text)
+    second = [*first, printed, question("Compare the pictures.", stage.pictures[1:2])]
     fresh = stock.answer(stock.inputs(second))
     stage.verdict("stock, no cache", fresh.text, "everything computed afresh", True)
     _keepsight(stage, vlm, stock, second, fresh)
@@ -172,7 +172,7 @@ def _one_more_picture(stage: Stage, vlm: VLM, stock: StockSession) -> None:
         _attempt(stage, outcome)
     stage.say("\nTwo conversations in turn: another one about three pictures, then back to this.")
     between = [question("List the pictures.", stage.pictures[1:])]
-    third = [*first, said, question("Where is the shape in the picture?")]
+    third = [*first, printed, question("Where is the shape in the picture?")]
     fresh = stock.answer(stock.inputs(third))
     vlm.chat(between)
     _keepsight(stage, vlm, stock, third, fresh)
@@ -235,8 +235,8 @@ def _restart(stage: Stage) -> None:
     stage.say(f"{kept} in {folder}\n", "dim")
     words = ["ask", *map(str, pictures), later, "--model", "demo-hybrid"]
     words += ["--dtype", "float32", "--store", str(folder), "--report"]
-    said = _new_process(stage, words)
-    same = said.partition("\n")[0].strip() == fresh.text
+    printed = _new_process(stage, words)
+    same = printed.partition("\n")[0].strip() == fresh.text
     verdict = "the same words as" if same else f"OTHER words than ({fresh.text})"
     stage.say(f"{verdict} stock Transformers, computing everything afresh", "dim")
 
@@ -254,10 +254,10 @@ def _new_process(stage: Stage, words: list[str]) -> str:
     seconds = time.perf_counter() - start
     if child.returncode:
         raise KeepsightError(f"the new process failed: {child.stderr.strip()[-600:]}")
-    said = Text.from_ansi(child.stdout.rstrip())
-    stage.console.print(said)
+    printed = Text.from_ansi(child.stdout.rstrip())
+    stage.console.print(printed)
     stage.say(f"(a process of its own, {seconds:.1f} s, importing torch included)", "dim")
-    return said.plain
+    return printed.plain
 
 
 def _closing(stage: Stage, seconds: float) -> None:

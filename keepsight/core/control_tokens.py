@@ -77,7 +77,7 @@ class ControlTokens:
         self._ids = {n: i for n, i in ids.items() if i not in (None, tokenizer.unk_token_id)}
 
     def in_code(self, code: Code) -> re.Pattern[str]:
-        """Finds those that are written in code."""
+        """A pattern that finds control tokens as they are written in code."""
         return re.compile(_any_of(map(code.put, self.names)) or _NEVER)
 
     def encode(
@@ -154,7 +154,7 @@ class ControlTokens:
 
 
 def marks_of(characters: Collection[str]) -> re.Pattern[str]:
-    """Finds any of some characters."""
+    """A pattern that finds any of these characters."""
     return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else _NEVER)
 
 

@@ -129,7 +129,7 @@ class Costs:
         self._truth[kind] = self.truth(agreeing) + share * (right / tried - self.truth(agreeing))
 
     def declined(self, agreeing: int) -> None:
-        """A guess was not tried; in time such guesses are given another chance."""
+        """Note that a guess was not tried: its estimate drifts back to where it began."""
         kind = _kind(agreeing)
         self._truth[kind] = self.truth(agreeing) + 0.01 * (_HOPES[kind] - self.truth(agreeing))
 

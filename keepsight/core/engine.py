@@ -396,5 +396,5 @@ class _Decoding:
         return self._engine.forward(self._run, tokens)
 
     def rewind(self, length: int) -> None:
-        """Take tokens back."""
+        """Cut the run back to its first `length` tokens."""
         self._engine.take_back(self._run, length)

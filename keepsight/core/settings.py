@@ -105,7 +105,7 @@ def refuse_stretching_rope(model: PreTrainedModel) -> None:
 
 
 def _stretched_once(model: PreTrainedModel) -> bool:
-    """Whether a model that says `dynamic` has fixed frequencies (Hunyuan's `alpha`)."""
+    """Whether frequencies are fixed though the config says `dynamic` (Hunyuan's `alpha`)."""
     kinds = {getattr(module, "rope_type", None) for module in model.modules()}
     return "ntk_alpha" in kinds and not kinds & {"dynamic", "longrope"}
 

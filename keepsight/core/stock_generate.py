@@ -153,7 +153,7 @@ class InstalledGenerate:
         )
 
     def report(self) -> Report:
-        """Of the latest call of this thread, or else of any."""
+        """The report on the latest call of this thread; without one, of any thread."""
         found: Report | None = getattr(self._mine, "report", self._latest)
         if found is None:
             raise InputError("model.generate was not called yet since install()")

@@ -63,11 +63,11 @@ def pack(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[Tensors, Recor
     Tensors that the codec would not make smaller are kept as they are; where that is all of them,
     the record is empty and nothing is lost.
     """
-    kept: Tensors = {}
-    said: Record = {}
+    packed: Tensors = {}
+    claims: Record = {}
     for title, tensor in tensors.items():
         if not _shrinks(tensor, check_codec(name)):
-            kept[title] = tensor
+            packed[title] = tensor
             continue
         plain = tensor.detach().to("cpu")
         if not torch.isfinite(plain).all():
@@ -79,9 +79,9 @@ def pack(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[Tensors, Recor
         again = _unpack_one(title, parts, name, tensor.dtype)
         if not torch.isfinite(again).all():
             raise InputError(f"{title!r} holds numbers too large for {name}; keep it exact")
-        kept |= parts
-        said[title] = {"dtype": str(tensor.dtype).removeprefix("torch."), **_error(again, plain)}
-    return kept, {"name": name, "tensors": said} if said else {}
+        packed |= parts
+        claims[title] = {"dtype": str(tensor.dtype).removeprefix("torch."), **_error(again, plain)}
+    return packed, {"name": name, "tensors": claims} if claims else {}
 
 
 def _shrinks(tensor: torch.Tensor, name: str) -> bool:
@@ -131,21 +131,21 @@ def _short(error: torch.Tensor) -> float:
 # -- unpacking ---------------------------------------------------------------------------------
 
 
-def unpack(kept: Mapping[str, torch.Tensor], codec: Record, where: str) -> Tensors:
+def unpack(packed: Mapping[str, torch.Tensor], codec: Record, where: str) -> Tensors:
     """The floating tensors behind packed ones, after checking that codec and tensors agree."""
-    name, said = _checked(codec, where)
-    parts: dict[str, Tensors] = {title: {} for title in said}
+    name, claims = _checked(codec, where)
+    parts: dict[str, Tensors] = {title: {} for title in claims}
     tensors: Tensors = {}
-    for title, tensor in kept.items():
+    for title, tensor in packed.items():
         base = title.removesuffix(".scale").removesuffix(".offset")
-        if base in said:
+        if base in claims:
             parts[base][title] = tensor
         else:
             tensors[title] = tensor
     for title, its in parts.items():
-        dtype = _FLOATS[said[title]["dtype"]]
+        dtype = _FLOATS[claims[title]["dtype"]]
         _check_parts(title, its, name, dtype, where)
-        _check_claim(title, its, name, said[title]["max_abs"], where)
+        _check_claim(title, its, name, claims[title]["max_abs"], where)
         tensors[title] = _unpack_one(title, its, name, dtype)
     return tensors
 
@@ -160,7 +160,7 @@ def _unpack_one(title: str, parts: Tensors, name: str, dtype: torch.dtype) -> to
 
 
 def _checked(codec: Record, where: str) -> tuple[str, dict[str, Record]]:
-    name, said = codec.get("name"), codec.get("tensors")
+    name, claims = codec.get("name"), codec.get("tensors")
     if isinstance(name, str) and name not in CODECS:
         raise WrongFormatVersion(
             f"{where}: packed as {name!r}, this Keepsight reads {', '.join(CODECS)}; "
@@ -168,9 +168,9 @@ def _checked(codec: Record, where: str) -> tuple[str, dict[str, Record]]:
         )
     if name not in CODECS[1:] or codec.keys() != {"name", "tensors"}:
         raise DamagedFile(f"{where}: the record's codec is not described properly")
-    if not isinstance(said, dict) or not said or not all(map(_is_claim, said.values())):
+    if not isinstance(claims, dict) or not claims or not all(map(_is_claim, claims.values())):
         raise DamagedFile(f"{where}: the record's codec does not say dtype and error of tensors")
-    return name, said
+    return name, claims
 
 
 def _is_claim(claim: object) -> bool:

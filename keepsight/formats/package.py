@@ -61,12 +61,12 @@ class Package:
 
     @property
     def feature_id(self) -> str:
-        """Identity and provenance: packages with one feature id hold the same bits."""
+        """Digest of identity and provenance: packages with one feature id hold the same bits."""
         return feature_id(self.identity, self.provenance)
 
     @property
     def nbytes(self) -> int:
-        """Unique storage bytes: a view pins all of the tensor it looks into."""
+        """Bytes of storage, each counted once: a view keeps all of its tensor in memory."""
         return storage_bytes([*self.tensors.values(), *(self.packed or {}).values()])
 
     @property
@@ -89,13 +89,13 @@ class Package:
                 f"this package was packed before ({codecs.describe(before)}); what was lost cannot "
                 f"be had back, and its error as {codec} could not be measured: encode again"
             )
-        kept, said = codecs.pack(self.tensors, codec)
-        if not said:
+        tensors_packed, claims = codecs.pack(self.tensors, codec)
+        if not claims:
             return self
-        floats = codecs.unpack(kept, said, "the package")
+        floats = codecs.unpack(tensors_packed, claims, "the package")
         placed = {name: floats[name].to(tensor.device) for name, tensor in self.tensors.items()}
-        provenance = dict(self.provenance, codec=said)
-        return replace(self, tensors=placed, provenance=provenance, packed=kept)
+        provenance = dict(self.provenance, codec=claims)
+        return replace(self, tensors=placed, provenance=provenance, packed=tensors_packed)
 
     @property
     def stored(self) -> dict[str, torch.Tensor]:
@@ -203,7 +203,7 @@ def identity(key: str, weights: str, settings: str) -> str:
 
 
 def feature_id(identity: str, provenance: Record) -> str:
-    """The digest of one making of the features of one identity."""
+    """The digest that names features: what they are of (identity) and how they were made."""
     return digests.digest("feature", identity, provenance)
 
 

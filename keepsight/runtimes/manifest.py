@@ -155,7 +155,7 @@ def _object(path: Path) -> Record:
     """An object of JSON, whatever somebody wrote there."""
 
     def refuse(word: str) -> NoReturn:
-        raise ValueError(f"{word} is no number of JSON")
+        raise ValueError(f"{word} is not a number in JSON")
 
     try:
         with path.open("rb") as file:

@@ -190,7 +190,7 @@ def _runs(group: Group) -> list[Run]:
 def _added(batch: Group, other: Group) -> Batch | LaneBatch:
     """A batch with one sequence more, or with those of another."""
     if isinstance(batch, Run):
-        raise KeepsightError("a sequence alone takes in no other")
+        raise KeepsightError("a sequence that decodes alone cannot be joined by others")
     if isinstance(other, Run):
         batch.join([other], _ROOM)
     elif isinstance(batch, LaneBatch):

@@ -181,7 +181,7 @@ def _cancel_late(future: Future[Ticket]) -> None:
 
 
 class AnswerStream:
-    """One choice of one request, as it comes."""
+    """Streams one choice (`n`) of one request: the pieces of its answer in order."""
 
     def __init__(
         self,

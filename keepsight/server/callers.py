@@ -56,14 +56,13 @@ class Caller:
         self._requests, self._tokens = (Bucket(n, clock) if n else None for n in limits)
 
     def admit(self) -> None:
-        """Let one request in, or say when to come again."""
+        """Admit one request, or raise 429 with the seconds to wait."""
         for bucket, what in ((self._requests, "requests"), (self._tokens, "tokens")):
             wait = bucket.wait(1) if bucket is not None else 0.0
             if wait > 0 and bucket is not None:
                 raise ApiError(
                     429,
-                    f"more than {bucket.per_minute:.0f} {what} a minute; come again in "
-                    f"{wait:.0f} s",
+                    f"more than {bucket.per_minute:.0f} {what} a minute; try again in {wait:.0f} s",
                     code="rate_limit_exceeded",
                     retry_after=wait,
                 )

@@ -116,7 +116,7 @@ class MessageReader:
         return made
 
     def _name_unused(self, message: schema.ChatMessage, place: str) -> None:
-        """Of what is not rendered, what could have been a part of the conversation."""
+        """Name the fields of a message that the prompt leaves out; refuse those it would need."""
         if not is_empty(message.function_call):
             raise refused(f"{place}.function_call", "deprecated; send it as tool_calls")
         if not is_empty(message.audio):

@@ -70,7 +70,7 @@ class Contents(Protocol):
         """The bytes; None where they are gone, or are not what the id says."""
 
     def remove(self, upload: Upload) -> None:
-        """Let go of the bytes."""
+        """Delete the bytes of an upload."""
 
     def tidy(self) -> None:
         """Remove what broken-off writes have left."""
@@ -100,7 +100,7 @@ class InMemory:
         return None if found is None else found[1]
 
     def remove(self, upload: Upload) -> None:
-        """Let go of the bytes."""
+        """Delete the bytes of an upload."""
         self._data.pop((upload.owner, upload.id), None)
 
     def tidy(self) -> None:

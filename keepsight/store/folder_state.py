@@ -51,13 +51,13 @@ class Ground:
         self._is_marked = True
 
     def look(self) -> None:
-        """OSError where the folder has vanished. One that was removed is made anew after a while,
-        if its file system is still there; somebody may be moving it."""
+        """Raise OSError if the folder has vanished. A removed folder is made anew after a while, as
+        long as its file system is there: until then, somebody may be moving it."""
         if self.folder.is_gone() and self.disk.state != GONE:
             raise OSError(errno.ENOENT, f"the folder is gone: {self.folder.root}")
 
     def notice(self) -> None:
-        """Say so where the folder has vanished."""
+        """Record it as a failure of the disk if the folder has vanished."""
         try:
             self.look()
         except OSError as error:

@@ -79,7 +79,7 @@ class Reader:
         return self._fetch(name, lambda data: self._parse(name, kind, key, data))
 
     def note(self, name: str, kind: str, key: str) -> Record | None:
-        """The body of a note."""
+        """Fetch and parse a note; None where there is none that is whole."""
         return self._fetch(name, lambda data: self._parse_note(name, kind, key, data))
 
     def discard(self, name: str) -> None:

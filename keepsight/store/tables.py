@@ -62,8 +62,8 @@ _ACCOUNTS_FOR_NOW = "CREATE TEMP TABLE account (tenant TEXT PRIMARY KEY, account
 
 
 def connect(path: Path | None, to_read: str = "") -> sqlite3.Connection:
-    """The file, with all its tables; in memory without a path. `to_read` is a mode of SQLite's in
-    which nothing is written."""
+    """Open the database and make its tables, in memory without a path. `to_read` is a read-only
+    mode of SQLite, such as `mode=ro`."""
     address: Path | str = ":memory:" if path is None else path
     if path is not None and not to_read:
         private_files.reserve(path)  # the files beside it take over its mode

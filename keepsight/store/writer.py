@@ -313,7 +313,7 @@ class Writer:
                     self._asked.pop(tenant, None)
 
     def _complete(self) -> None:
-        """Enter all files, unless there is something to write."""
+        """Enter files that others wrote into the catalogue, until there is something to write."""
         more = True
         while more and not (self.pending.order or self._stopping):
             more, gone = self._keeper.adopt_some()

@@ -44,7 +44,7 @@ def finish_before_exit(ending: Ending, stage: int) -> None:
 
 
 def begin(work: Callable[[], object], name: str) -> threading.Thread | None:
-    """A daemon thread for some work; None where the interpreter ends and begins none any more."""
+    """Start a daemon thread; None where the interpreter is shutting down and starts no more."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
