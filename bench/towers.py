@@ -121,7 +121,7 @@ def measure(core: Any, shape: str, grid: str, repetitions: int) -> dict[str, Any
         return core.get_image_features(pixels, sizes["image_grid_thw"].to(core.device), **given)
 
     def made() -> Any:
-        towers.kept.clear()
+        towers.prepared.clear()
         return towers.of(sizes, core.device)
 
     first, again = stock(), remembered()
@@ -132,7 +132,7 @@ def measure(core: Any, shape: str, grid: str, repetitions: int) -> dict[str, Any
             samples[name].append(_time(way, core))
     made_ms = median(_time(made, core) for _ in range(repetitions))
     found_ms = median(_time(lambda: towers.of(sizes, core.device), core) for _ in range(9))
-    kept = towers.kept.nbytes
+    kept = towers.prepared.nbytes
     equal = all(map(torch.equal, first.pooler_output, again.pooler_output))
     return {"grid": [down, across], "equal": equal, "bytes": kept} | _sums(
         samples, made_ms, found_ms

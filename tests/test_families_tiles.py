@@ -15,7 +15,7 @@ import keepsight as ks
 from keepsight.errors import InputError, PlaceholderMismatch, UnsupportedInput, UnsupportedModel
 from keepsight.models.families import family_of
 from keepsight.testing import FamilyTests
-from keepsight.testing.prompts import said, turn
+from keepsight.testing.prompts import answered, turn
 
 
 class TestAyaVision(FamilyTests):
@@ -71,7 +71,7 @@ class TestOvis2(FamilyTests):
 
     def test_frame_tokens_count_in_chunks_without_tiles(self) -> None:
         """The control: the last frame token of an image is in the chunk behind its tiles."""
-        chat = [turn("What do you see?", self.picture(1)), said("Dots."), turn("More?")]
+        chat = [turn("What do you see?", self.picture(1)), answered("Dots."), turn("More?")]
         with self.wrap() as vlm:
             family = vlm.runtime.family
             true, right = self.logits(vlm, chat), family.feature_inputs

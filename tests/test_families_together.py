@@ -12,7 +12,7 @@ from models import build, picture, stock_inputs, turn
 
 import keepsight as ks
 from keepsight.testing import FamilyTests
-from keepsight.testing.prompts import said
+from keepsight.testing.prompts import answered
 
 
 class TestGemma3(FamilyTests):
@@ -110,8 +110,8 @@ class SameMedia(FamilyTests):
     def test_words_before_and_after_pictures(self) -> None:
         """A text is remembered without pictures, and with others; lanes keep none of theirs."""
         words = [turn("Only words, and enough of them to have a boundary somewhere.")]
-        seen = [*words, said("Yes."), turn("Now look.", self.picture(1), self.picture(2))]
-        after = [*seen, said("Noise."), turn("Why is that?")]
+        seen = [*words, answered("Yes."), turn("Now look.", self.picture(1), self.picture(2))]
+        after = [*seen, answered("Noise."), turn("Why is that?")]
         other = [turn("Other words than before, all of them, and no picture.")]
         with self.wrap() as vlm:
             for number, messages in enumerate((words, seen, after, words, other, seen, after)):
@@ -196,10 +196,10 @@ class TestMllama(SameMedia):
         ]
         messages = [{"role": "user", "content": content}]
         with self.wrap() as vlm:
-            for goes_on in (messages, [*messages, said("I see."), turn("Well?")]):
+            for goes_on in (messages, [*messages, answered("I see."), turn("Well?")]):
                 ours = self.expect_as_stock(vlm, goes_on, "text between images")
                 assert torch.equal(ours.logits[0], self.cold(goes_on))
-            assert self.ask(vlm, [*messages, said("I see."), turn("So?")]).usage.cached_tokens
+            assert self.ask(vlm, [*messages, answered("I see."), turn("So?")]).usage.cached_tokens
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_verify_against_stock(kind: str) -> None:
     """One forward of stock from joined pixels, as anyone may check on a model of their own."""
     with ks.wrap(*build(kind), grain=16) as vlm:
         question = turn("Compare them.", picture(1), picture(3, 160, 96), picture(2))
-        found = vlm.verify([question, said("Why?"), turn("Say it again.")], stock=True)
+        found = vlm.verify([question, answered("Why?"), turn("Say it again.")], stock=True)
         assert found and found.stock_max_difference < 1e-4 * found.stock_scale
         assert (found.cached_tokens == 0) == (kind == "paligemma")
 

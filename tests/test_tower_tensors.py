@@ -102,7 +102,7 @@ def test_features_equal_stock_bit_for_bit(kind: str) -> None:
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert all(torch.equal(*pair) for pair in before.values()), "a tower changed what we keep"
-    own.tower_tensors.kept.check()
+    own.tower_tensors.prepared.check()
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "kimi_k25", "minicpmv4_6"])
@@ -189,15 +189,15 @@ def test_what_is_kept_is_bounded() -> None:
     grids = [{"image_grid_thw": torch.tensor([[1, 2 * n, 8]])} for n in range(1, 20)]
     full = TowerTensors(own.core)
     one = full.of(grids[9])
-    size = full.kept.nbytes
+    size = full.prepared.nbytes
     assert size == sum(value.nbytes for value in one.values())
     small = TowerTensors(own.core, budget=3 * size)
     for sizes in grids:
         assert set(small.of(sizes)) == TAKES["qwen3_vl"]
-        small.kept.check()
-    assert 0 < len(small.kept) < len(grids)
+        small.prepared.check()
+    assert 0 < len(small.prepared) < len(grids)
     none = TowerTensors(own.core, budget=1)
-    assert none.of(grids[3]) and not len(none.kept)
+    assert none.of(grids[3]) and not len(none.prepared)
 
 
 def test_kept_apart_by_dtype_and_attention() -> None:
@@ -207,7 +207,7 @@ def test_kept_apart_by_dtype_and_attention() -> None:
     grid = torch.tensor([[1, 4, 4]])
     towers.of({"image_grid_thw": grid})
     towers.of({"image_grid_thw": grid.int()})
-    assert len(towers.kept) == 2
+    assert len(towers.prepared) == 2
     before = tower.module.config._attn_implementation
     try:
         tower.module.config._attn_implementation = "flash_attention_2"
@@ -317,7 +317,7 @@ def test_sound_equals_stock_bit_for_bit(kind: str, monkeypatch: pytest.MonkeyPat
             core.get_audio_features(**sound, **more, return_dict=True) for more in (given, {})
         )
         assert torch.equal(found.last_hidden_state, wanted.last_hidden_state)
-    assert len(towers.kept) == 4
+    assert len(towers.prepared) == 4
     made = watch(monkeypatch, module)
     core.get_audio_features(**clip(170), **towers.of(clip(170)))
     assert not made

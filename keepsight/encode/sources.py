@@ -192,13 +192,13 @@ def _plain_entry(line: str, column: str) -> tuple[str, str]:
 
 def _json_entry(line: str, column: str) -> tuple[str, str]:
     try:
-        said = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:
         return "", f"this line is not JSON: {error}"
-    if not isinstance(said, dict) or column not in said:
-        names = ", ".join(map(str, said)) if isinstance(said, dict) else type(said).__name__
+    if not isinstance(record, dict) or column not in record:
+        names = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
         return "", f"this line has no {column!r}, only: {names}; choose with --column"
-    value = said[column]
+    value = record[column]
     if isinstance(value, str) and value.strip():
         return value, ""
     return "", f"{column!r} is {value!r:.80}, expected a path or a URL"

@@ -131,9 +131,9 @@ def saved_tables(folder: str) -> list[str] | None:
     if not state.is_file() or not (Path(folder) / "dataset_info.json").is_file():
         return None
     try:
-        said = json.loads(state.read_bytes())
-        names = [str(entry["filename"]) for entry in said["_data_files"]]
-        reordered = said.get("_indices_data_files")
+        state_file = json.loads(state.read_bytes())
+        names = [str(entry["filename"]) for entry in state_file["_data_files"]]
+        reordered = state_file.get("_indices_data_files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{state} is not what datasets.save_to_disk writes: {error}") from None
     if reordered:

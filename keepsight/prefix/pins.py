@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def check_room(residency: Residency, node: Node) -> None:
     """Refuse a pin that quota or budget has no room for."""
     roots = [root for root in residency.roots.values() if root.home.pins]
-    kept = {n for root in roots for one in root.below() if one.pinned for n in one.chain()}
-    kept.update(node.chain())
-    own = sum(n.nbytes for n in kept if n.home.account == node.home.account)
+    held = {n for root in roots for one in root.below() if one.pinned for n in one.chain()}
+    held.update(node.chain())
+    own = sum(n.nbytes for n in held if n.home.account == node.home.account)
     if residency.quota is not None and own > residency.quota:
         raise PinsFull.over("prompts", own, residency.quota, "tenant_quota")
-    if sum(n.nbytes for n in kept) > residency.budget:
+    if sum(n.nbytes for n in held) > residency.budget:
         raise PinsFull.no_room("prompts", "cache_budget", residency.budget)
 
 

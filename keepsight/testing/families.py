@@ -23,7 +23,7 @@ from keepsight.core.generate import Generated
 from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.families import Family
 from keepsight.testing.common import expect, swapped_in
-from keepsight.testing.prompts import Messages, noise, pictures_of, said, turn
+from keepsight.testing.prompts import Messages, answered, noise, pictures_of, turn
 from keepsight.vlm import VLM
 
 if TYPE_CHECKING:
@@ -100,12 +100,12 @@ class FamilyTests:
         """Prompts that go on, branch, swap and edit; each shares something with one before."""
         a, b, wide = self.picture(1), self.picture(2), self.picture(3, wide=True)
         first = [turn("What do you see in this picture here?", a)]
-        second = [*first, said("A pattern."), turn("And what about the colour of it?")]
-        new_image = [*second, said("Red."), turn("Compare it with these two.", b, wide)]
-        equal_size = [*first, said("A pattern."), turn("And in this one?", b)]
+        second = [*first, answered("A pattern."), turn("And what about the colour of it?")]
+        new_image = [*second, answered("Red."), turn("Compare it with these two.", b, wide)]
+        equal_size = [*first, answered("A pattern."), turn("And in this one?", b)]
         swapped = [turn("What do you see in this picture here?", b)]
         text_first = [turn("You are looking at an album of pictures."), turn("This one?", a)]
-        edited = [*first, said("Another pattern."), turn("And what about the colour of it?")]
+        edited = [*first, answered("Another pattern."), turn("And what about the colour of it?")]
         return [first, second, new_image, equal_size, swapped, text_first, edited, second]
 
     def ask(self, vlm: VLM, messages: Messages, tokens: int = 1, **options: Any) -> Generated:
@@ -180,7 +180,7 @@ class FamilyTests:
                 ran = vlm.stats()["engine"]["prefill_tokens"] - before
                 expect(ran == usage.prompt_tokens - usage.cached_tokens, "all new tokens, once")
                 cached.append(usage.cached_tokens)
-            report = str(self.ask(vlm, [*new_image, said("Yes."), turn("And?")]).report)
+            report = str(self.ask(vlm, [*new_image, answered("Yes."), turn("And?")]).report)
             whole = self.ask(vlm, first).usage
         expect(whole.cached_tokens == whole.prompt_tokens, "an identical prompt is reused whole")
         expect((cached[1] > 0) == (self.reuse != "whole prompt"), "a text turn goes on")
@@ -209,7 +209,7 @@ class FamilyTests:
             wanted = [self.logits(vlm, messages) for messages in (second, new_image)]
             vlm.flush()
         with self.wrap(store=tmp_path) as vlm:
-            goes_on = [*second, said("Red."), turn("Why is that so?")]
+            goes_on = [*second, answered("Red."), turn("Why is that so?")]
             usage = self.ask(vlm, goes_on).usage
             expect(usage.images_encoded == 0, "no picture is encoded again")
             expect((usage.cached_tokens > 0) == (self.reuse != "whole prompt"), "prefix from disk")
@@ -297,7 +297,7 @@ class FamilyTests:
         """Longer than the longest stretch without a boundary, and than a small model's window."""
         words = " ".join(str(number % 10) for number in range(self.long_words // 2))
         long = [turn(f"Numbers: {words}", self.picture(1))]
-        goes_on = [*long, said("Many."), turn("And this?", self.picture(2))]
+        goes_on = [*long, answered("Many."), turn("And this?", self.picture(2))]
         run = self.long_run
         with self.wrap(run) as vlm:
             for messages in (long, goes_on):

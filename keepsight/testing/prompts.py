@@ -31,7 +31,7 @@ def turn(text: str, *images: Picture) -> Message:
     return user_message(text, images)
 
 
-def said(text: str) -> Message:
+def answered(text: str) -> Message:
     """What the model said."""
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 

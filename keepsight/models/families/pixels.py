@@ -144,8 +144,8 @@ def refuse_dropped(
 def settled(config: Record) -> Record:
     """A configuration without what the language model, a version or a dtype puts in it."""
     drop = ("text_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
-    kept = {name: value for name, value in config.items() if name not in drop}
-    return {n: settled(v) if isinstance(v, dict) else v for n, v in kept.items()}
+    remaining = {name: value for name, value in config.items() if name not in drop}
+    return {n: settled(v) if isinstance(v, dict) else v for n, v in remaining.items()}
 
 
 def with_sizes(

@@ -65,7 +65,7 @@ class _Tower:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Prepared:
     """What is remembered for one size."""
 
     inputs: Inputs
@@ -80,8 +80,8 @@ class TowerTensors:
     """The tensors of one model's towers, the most recently used of them."""
 
     def __init__(self, core: torch.nn.Module, budget: int = BUDGET) -> None:
-        self.kept: MemoryCache[_Kept] = MemoryCache(
-            budget, lambda kept: kept.nbytes, by_usefulness=False
+        self.prepared: MemoryCache[_Prepared] = MemoryCache(
+            budget, lambda prepared: prepared.nbytes, by_usefulness=False
         )
         self._towers = {name: tower for name in _TELLING if (tower := _tower(core, name))}
         self._open = {name for name in (*_SIZES, _AUDIO[0]) if _passes_on(core, name)}
@@ -101,13 +101,13 @@ class TowerTensors:
         config = tower.module.config
         how = (str(device), getattr(config, "_attn_implementation", None))
         key = repr((how, [(n, str(t.dtype), t.tolist()) for n, t in sizes.items()]))
-        kept = self.kept.get("", key)
-        if kept is None:
-            kept = _made(tower, {n: t.to(device) for n, t in sizes.items()})
-            self.kept.put("", key, kept)
-        if "chunk_lengths" not in kept.inputs:
-            return dict(kept.inputs)
-        return {**kept.inputs, "padded_feature": _padded(tensors, kept.chunks, device)}
+        prepared = self.prepared.get("", key)
+        if prepared is None:
+            prepared = _made(tower, {n: t.to(device) for n, t in sizes.items()})
+            self.prepared.put("", key, prepared)
+        if "chunk_lengths" not in prepared.inputs:
+            return dict(prepared.inputs)
+        return {**prepared.inputs, "padded_feature": _padded(tensors, prepared.chunks, device)}
 
     def _sizes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The sizes of the medium, by the tower's names."""
@@ -121,7 +121,7 @@ class TowerTensors:
         return {}
 
 
-def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Kept:
+def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Prepared:
     """The tensors that upstream's exporter would hand in, as far as the tower takes them.
 
     Not in inference mode: who trains a tower may be given them too.
@@ -134,7 +134,7 @@ def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Kept:
         upstream.precompute(tower.module, inputs)
     made = {n: v for n, v in inputs.items() if n in tower.takes and v is not None}
     chunks = made.get("chunk_lengths")
-    return _Kept(made, [] if chunks is None else chunks.tolist())
+    return _Prepared(made, [] if chunks is None else chunks.tolist())
 
 
 def _padded(

@@ -93,8 +93,8 @@ class Interpretation(Values):
             number, stack, names = state
             self._stack, self._locals = list(stack), dict(names)
             for following in self._do(self._steps[number], number):
-                kept = tuple(sorted(self._locals.items(), key=lambda item: item[0]))
-                left.append((following, tuple(self._stack), kept))
+                variables = tuple(sorted(self._locals.items(), key=lambda item: item[0]))
+                left.append((following, tuple(self._stack), variables))
         if not self.proof.keeps.keys().isdisjoint(self.proof.numbers):
             raise Unproven  # it may write into what it kept of what it was handed
         return self._found

@@ -140,10 +140,10 @@ def doubted(beliefs: Iterable[Belief], watches: Callable[[], list[Watch]]) -> It
         yield from every  # what one of them raises would become an answer
         return
     left = [one for one in every if one.proof.changed or one.proof.writes or one.proof.numbers]
-    kept = {number for one in left for number in one.proof.keeps}
+    needed = {number for one in left for number in one.proof.keeps}
     while left:
         held = _Held(watches())
-        found = [one for one in left if not kept.isdisjoint(one.proof.numbers)]
+        found = [one for one in left if not needed.isdisjoint(one.proof.numbers)]
         found += [one for one in left if held.reads(one.proof) and one not in found]
         if not found:
             return
