@@ -5,16 +5,18 @@ Times are not looked at here; a machine that runs tests is no place to measure.
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from bench import page
 from keepsight import bench
-from keepsight.bench import ambitions, checkpoints, machine, options, rivals, tables
+from keepsight.bench import ambitions, checkpoints, machine, options, rivals, suite, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.contestants import Answer, agreement
 from keepsight.bench.measure import Round, guard
@@ -90,6 +92,21 @@ def test_the_committed_page_is_the_one_that_the_committed_results_give() -> None
     argv = ["--results", str(ROOT / "bench/results"), "--page", str(ROOT / "docs/benchmarks.md")]
     argv += ["--readme", str(ROOT / "README.md")]
     assert page.main([*argv, "--check"]) == 0
+
+
+def test_tables_fit_a_narrow_terminal(result: dict[str, Any]) -> None:
+    console = Console(width=80, file=io.StringIO(), highlight=False)
+    run = {**result["runs"][0], "peers": []}
+    tables.show({**result, "runs": [run]}, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "In short: later turns of a chat about one image start" in text
+
+
+def test_a_quick_run_is_two_workloads_on_one_shape() -> None:
+    assert suite._plan(options.parse(["--quick"])) == {"qwen3_vl": ["W1", "W5"]}
+    assert suite._plan(options.parse(["--quick", "--workload", "W4"])) == {"qwen3_vl": ["W4"]}
 
 
 def test_tokens_that_differ_are_a_tie_only_between_equal_logits() -> None:

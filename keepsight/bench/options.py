@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TypeAlias
 
+QUICK = ("W1", "W5")  # what --quick runs where no workload is named
 WORKLOADS = ("W1", "W4", "W5", "W7", "peers", "cold", "restart")
 SHAPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")  # those of `checkpoints.SHAPES`
 SIZES = ("tiny", "small", "base")  # those of `checkpoints.SIZES`
@@ -50,7 +51,7 @@ SCALES = {
     "full": Scale(
         (1280, 800), (1920, 1080), (512, 512), (704, 736), 672, 6, 4, 4, 2, 500, 22, 45, 5
     ),
-    "quick": Scale((448, 448), None, (512, 512), (448, 448), 672, 3, 3, 2, 1, 100, 16, 30, 3),
+    "quick": Scale((384, 384), None, (384, 384), (384, 384), 384, 2, 2, 2, 1, 60, 12, 20, 2),
     "smoke": Scale((64, 64), None, (64, 64), (64, 64), 64, 2, 2, 2, 1, 20, 10, 20, 1),
 }
 
@@ -87,7 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--scale", choices=SCALES, default="full", help="of the workloads")
     parser.add_argument(
-        "--quick", dest="scale", action="store_const", const="quick", help="--scale quick"
+        "--quick",
+        dest="scale",
+        action="store_const",
+        const="quick",
+        help="small pictures, two workloads, under a minute",
     )
     parser.add_argument("--folder", type=Path, default=_folder(), help="where checkpoints are kept")
     parser.add_argument("--out", type=Path, help="write the result here, as JSON")

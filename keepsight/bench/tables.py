@@ -12,6 +12,9 @@ from rich.table import Table
 from keepsight.kinds import Record
 
 Row = list[str]
+WIDE = 118  # columns that all tables fit in
+_WIDE_ONLY = ("new", "again", "limit ms", "x limit", "ms/tok", "why", "check", "restore")
+_WIDE_ONLY += ("bare read ms", "x read", "restore ms")
 
 
 def show(result: Record, console: Console) -> None:
@@ -20,9 +23,23 @@ def show(result: Record, console: Console) -> None:
     for run in result["runs"]:
         console.rule(title(run))
         for heading, columns, rows in tables(run):
-            console.print(_table(heading, columns, rows))
+            console.print(_table(heading, columns, rows, console.width < WIDE))
+        for line in in_short(run):
+            console.print(line)
         for warning in warnings(run):
             console.print(f"[bold red]{warning}[/]")
+
+
+def in_short(run: Record) -> list[str]:
+    """What a reader wants to know first: how much sooner than stock an answer starts."""
+    names = {"W1": "later turns of a chat about one image", "W5": "an agent's later steps"}
+    found = []
+    for workload in run["workloads"]:
+        times = [step["stock_over_keepsight"] for step in workload["steps"][1:]]
+        if workload["name"] in names and times and None not in times:
+            about = names[workload["name"]]
+            found.append(f"In short: {about} start {min(times):.1f} times sooner than stock.")
+    return found
 
 
 def machine(result: Record) -> str:
@@ -54,7 +71,8 @@ def tables(run: Record) -> list[tuple[str, Row, list[Row]]]:
         found += [_cold(run["cold"]), _anatomy(run["cold"])]
     if "restart" in run:
         found.append(_restart(run["restart"]))
-    found.append(_ambitions(run["ambitions"]))
+    if run["ambitions"]:
+        found.append(_ambitions(run["ambitions"]))
     return found
 
 
@@ -175,11 +193,20 @@ def _ambitions(rows: list[Record]) -> tuple[str, Row, list[Row]]:
     return "ambitions (the worst turn counts)", ["", "goal", "measured", "held", "why"], table
 
 
-def _table(heading: str, columns: Row, rows: list[Row]) -> Table:
+def _table(heading: str, columns: Row, rows: list[Row], narrow: bool = False) -> Table:
+    """A table; a narrow terminal gets the columns that matter, a file given to --out has all."""
+    if narrow:
+        chosen = [i for i, column in enumerate(columns) if column not in _WIDE_ONLY]
+        columns, rows = [columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows]
     table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         words = i == 0 or column in ("why", "tokens")
-        table.add_column(column, justify="left" if words else "right", no_wrap=i == 0)
+        table.add_column(
+            column,
+            justify="left" if words else "right",
+            overflow="fold",
+            no_wrap=i == 0 and not narrow,
+        )
     for row in rows:
         style = "red" if "NO" in row or any(c.startswith("DIFFERENT") for c in row) else None
         table.add_row(*row, style=style)
