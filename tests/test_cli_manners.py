@@ -24,8 +24,8 @@ import keepsight as ks
 from keepsight.bench import options as bench_options
 from keepsight.cli import progress
 from keepsight.cli.app import app
-from keepsight.errors import InputError, ModelError, UnsupportedModel
-from keepsight.models import loadable
+from keepsight.errors import InputError, ModelError, StoreError, UnsupportedModel
+from keepsight.models import loadable, reachable
 
 
 def said(*words: str) -> tuple[int, str]:
@@ -95,7 +95,7 @@ def test_a_hub_that_cannot_be_reached_is_said_within_two_seconds(
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", asked)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loadable, "PATIENCE", 0.2)
+    monkeypatch.setattr(reachable, "PATIENCE", 0.2)
     with pytest.raises(ModelError, match="is not on this machine and the Hub cannot be reached"):
         ks.load("somebody/some-model")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -151,6 +151,72 @@ def test_what_is_pinned_is_removed_only_when_somebody_says_so(tmp_path: Path) ->
     assert said("cache", "delete", other, "--store", str(tmp_path))[0] == 0
     assert said("cache", "delete", pinned, "--yes", "--store", str(tmp_path))[0] == 0
     assert said("cache", "explain", pinned, "--store", str(tmp_path))[0] == 2
+
+
+REFUSED = {
+    ("ask", "none.png", "What?"): "none.png: no image can be read there",
+    ("ask", "p.png", "What?", "-m", "demo-hybird"): "did you mean demo-hybrid?",
+    ("ask", "p.png", "What?", "-m", "./none"): "there is no such folder",
+    ("chat", "text"): "'text' has no vision tower: models of type 'gpt2' only read text",
+    ("chat", "some/model"): "is not on this machine and the Hub cannot be reached",
+    ("export", "some/model", "--to", "x"): "the Hub cannot be reached",
+    ("plan", "some/model"): "the Hub cannot be reached",
+    ("verify", "demo", "--device", "cuda"): "device 'cuda': PyTorch ... sees none here",
+    ("serve", "demo", "--device", "mps"): "device 'mps': PyTorch ... sees none here",
+    ("ask", "p.png", "What?", "--store", "notes.txt"): "notes.txt cannot be a store: it is a file",
+    ("verify", "--store", "notes.txt/in"): "cannot be a store: notes.txt is a file",
+    ("serve", "demo", "--store", "notes.txt"): "notes.txt cannot be a store: it is a file",
+    ("chat", "demo", "--store", "shut/new"): "shut/new cannot be a store: shut cannot be written",
+    ("encode", "p.png", "--to", "shut"): "shut cannot be a store: shut cannot be written",
+    ("encode", "none", "--to", "store"): "none: there is no such file or folder",
+    ("cache", "list", "--store", "notes.txt"): "notes.txt cannot be a store: it is a file",
+    ("chat", "demo", "--store", "gs://some/where"): "gcsfs is not installed",
+}
+
+
+def test_what_is_not_there_is_said_before_pytorch_is_imported(tmp_path: Path) -> None:
+    """All in one process, which says at its end what it has imported. Root may write anywhere, so
+    the system's answer about the shut folder is replaced, and so are the Hub and PyTorch's name."""
+    picture = tmp_path / "p.png"
+    Image.new("RGB", (64, 64)).save(picture)
+    (tmp_path / "notes.txt").write_text("a note")
+    (tmp_path / "shut").mkdir()
+    (tmp_path / "text").mkdir()
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "text" / "config.json").write_text(json.dumps(config))
+    script = (
+        "import importlib.metadata as m, importlib.util as u, json, os, sys\n"
+        "access, find, version = os.access, u.find_spec, m.version\n"
+        "os.access = lambda path, how: str(path) != 'shut' and access(path, how)\n"
+        "u.find_spec = lambda name, *a: None if name == 'gcsfs' else find(name, *a)\n"
+        "m.version = lambda name: '2.0+cpu' if name == 'torch' else version(name)\n"
+        "sys.platform = 'linux'\n"
+        "from keepsight.cli.app import app\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    try: app(words)\n"
+        "    except SystemExit as error: assert error.code == 2, words\n"
+        "    heavy = [n for n in ('torch', 'transformers') if n in sys.modules]\n"
+        "    assert not heavy, (words, heavy)\n"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(list(REFUSED))],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(REFUSED)
+    for line, expected in zip(lines, REFUSED.values(), strict=True):
+        assert all(part in line for part in expected.split("...")), (line, expected)
+
+
+def test_a_file_in_the_place_of_a_store_is_refused_in_python_too(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("a note")
+    with pytest.raises(StoreError, match="notes.txt cannot be a store: it is a file"):
+        ks.load("demo", store=tmp_path / "notes.txt")
 
 
 def test_a_store_is_shown_as_its_statistics(tmp_path: Path) -> None:

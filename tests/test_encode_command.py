@@ -51,6 +51,20 @@ def run(*words: str, code: int = 0) -> Any:
     return result
 
 
+def test_files_of_other_kinds_are_one_line_and_listed_when_asked_for(folder: Path) -> None:
+    Path("more").mkdir()
+    for name in ("a.txt", "b.txt", "c.TXT", "d.md", "README"):
+        Path("more", name).write_text("words")
+    words = ("more", "--to", "store")
+    line = "5 files of other kinds left out: 3 .txt, 1 without a suffix, 1 .md"
+    said = run(*words).stderr
+    assert f"{line}; -v lists them\n" in said
+    assert "d.md" not in said
+    listed = run(*words, "-v").stderr
+    assert f"{line}\n" in listed
+    assert all(f"left out: {name}\n" in listed for name in ("a.txt", "d.md", "README"))
+
+
 def refused(*words: str) -> str:
     """The one line on stderr of a command that is refused."""
     result = run(*words, code=2)
@@ -97,7 +111,7 @@ def test_options_reach_the_run(folder: Path) -> None:
 def test_what_makes_no_sense_is_refused_by_name(folder: Path) -> None:
     to = ("--to", "store")
     assert "there is no such file" in refused("nope", *to)
-    assert "cannot be made a store" in refused("a.png", "--to", "a.png")
+    assert "a.png cannot be a store: it is a file" in refused("a.png", "--to", "a.png")
     assert "--store goes with --files" in refused("a.png", *to, "--store", "x")
     assert "--workers goes with --ray" in refused("a.png", *to, "--workers", "2")
     assert "leave out --files" in refused("a.png", *to, "--ray", "--files")

@@ -20,7 +20,7 @@ from test_cli import run
 
 import keepsight as ks
 from keepsight.errors import KeepsightError
-from keepsight.models import loadable
+from keepsight.models import reachable
 
 PAGE = (Path(__file__).parent.parent / "docs/troubleshooting.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(.+?)`(?: \(.+?\))? \| `(.+?)` \|", PAGE, re.MULTILINE)
@@ -55,7 +55,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8).save_pretrained("gpt2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loadable, "_asked", lambda *asked: OSError("no network"))
+    monkeypatch.setattr(reachable, "_asked", lambda *asked: OSError("no network"))
 
 
 def agree(said: str, page: str) -> bool:

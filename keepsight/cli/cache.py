@@ -15,6 +15,7 @@ import typer
 from keepsight.cli.terminal import age_text, bytes_text, console, json_line, plain, table
 from keepsight.errors import FileError, InputError, StoreError
 from keepsight.kinds import Record
+from keepsight.system.places import check_store_folder
 
 if TYPE_CHECKING:
     from keepsight.store import Entry
@@ -45,13 +46,14 @@ _SHOWN = 5  # of the largest, the most useful, and what depends on an entry
 
 def _open(address: str, tenant: str | None) -> AllTenants:
     """The store, as all of its tenants see it or as one does."""
-    from keepsight.store import open_store
-    from keepsight.store.all_tenants import AllTenants
-
     if not address:
         raise InputError("which store? give --store FOLDER, or set KEEPSIGHT_STORE")
+    check_store_folder(address)
     if "://" not in address and not Path(address).expanduser().is_dir():
         raise StoreError(f"{Path(address).expanduser()}: there is no such folder")
+    from keepsight.store import open_store  # start-up time: after a wrong name
+    from keepsight.store.all_tenants import AllTenants
+
     return AllTenants(open_store(address), tenant)
 
 

@@ -6,7 +6,10 @@ Everything that is done to images is done in `keepsight.encode`; here are only w
 from __future__ import annotations
 
 import json
+import os
+import re
 import threading
+from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from keepsight.cli import progress
 from keepsight.cli.model_names import check_model
@@ -32,6 +36,7 @@ from keepsight.cli.terminal import console, json_line, plain
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.kinds import Record
 from keepsight.system import private_files
+from keepsight.system.places import check_store_writable
 
 if TYPE_CHECKING:
     from keepsight.encode.cluster import Shard
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 
 # Packages in memory are of no use to a run that looks at each image once.
 _VISION_BUDGET = "512MiB"
+_MOST_SUFFIXES = 5  # that a line names
 _SOURCES = (
     "Images, folders, globs, lists (.txt, .csv, .jsonl), PDFs, videos, Parquet and Arrow files, "
     "folders of datasets.save_to_disk, tar and zip archives."
@@ -84,13 +90,15 @@ def encode(
         Path | None, typer.Option(help="Write a line of JSON here for each image left out.")
     ] = None,
     as_json: Json = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List the files of other kinds, too.")
+    ] = False,
 ) -> None:
     """Images to packages in a store, each different one once; run it again to resume."""
     pixels = (min_pixels, max_pixels)
+    rest = (errors, as_json, verbose)
     which = (sources, to, files, store, model, dtype, device_map, pixels, column, dpi, fps, shard)
-    raise typer.Exit(
-        run(Asked(*which, max_tokens, codec, tenant, threads, ray, workers, errors, as_json))
-    )
+    raise typer.Exit(run(Asked(*which, max_tokens, codec, tenant, threads, ray, workers, *rest)))
 
 
 @dataclass(frozen=True)
@@ -117,13 +125,20 @@ class Asked:
     workers: int | None = None
     errors: Path | None = None
     as_json: bool = False
+    verbose: bool = False
 
     def check(self) -> None:
         """Refuse what cannot be meant, before anything is loaded."""
         if self.store is not None and not self.files:
             raise InputError("--store goes with --files; without --files, --to is the store")
-        if not self.files and "://" not in self.to and Path(self.to).expanduser().is_file():
-            raise StoreError(f"{self.to} cannot be made a store: it is a file")
+        for source in self.sources:
+            plain_path = "://" not in source and not re.search(r"[*?\[]", source)
+            if plain_path and not os.path.lexists(os.path.expanduser(source)):
+                raise InputError(f"{source}: there is no such file or folder")
+        if not self.files:
+            check_store_writable(self.to)
+        if self.store is not None:
+            check_store_writable(self.store)
         if self.workers is not None and not self.ray:
             raise InputError("--workers goes with --ray; --threads is for one machine")
         if self.ray and self.files:
@@ -133,18 +148,17 @@ class Asked:
 def run(asked: Asked) -> int:
     """Do it; 1 where an image could not be used, or was not taken by the store."""
     check_model(asked.model)
-    from keepsight import encode as room
+    asked.check()
+    from keepsight import encode as room  # start-up time: after wrong options
     from keepsight.formats.codecs import check_codec
 
-    asked.check()
     check_codec(asked.codec)
     reading = room.Reading(asked.column, asked.dpi, asked.fps)
     reading.check()
     shard = room.parse_shard(asked.shard)
     err = console(stderr=True)
     found = room.find(asked.sources, asked.column)
-    if found.left_out:
-        err.print(f"{found.left_out} files of other kinds left out")
+    _say_left_out(found.left_out, err, asked.verbose)
     tally = progress.EncodeCounts()
     _count_aside(tally, found.pieces, reading, shard)
     with ExitStack() as stack:
@@ -167,6 +181,20 @@ def run(asked: Asked) -> int:
             raise
     _tell(tally, asked)
     return 1 if tally.failed else 0
+
+
+def _say_left_out(places: list[str], err: Console, each: bool) -> None:
+    """One line about files that are no images, by their suffixes; each of them where asked for."""
+    if not places:
+        return
+    counts = Counter(Path(place).suffix.lower() or "without a suffix" for place in places)
+    kinds = [f"{count} {suffix}" for suffix, count in counts.most_common(_MOST_SUFFIXES)]
+    more = ", ..." if len(counts) > _MOST_SUFFIXES else ""
+    many = "file of another kind" if len(places) == 1 else "files of other kinds"
+    hint = "" if each else "; -v lists them"
+    err.print(plain(f"{len(places)} {many} left out: {', '.join(kinds)}{more}{hint}"))
+    for place in places if each else ():
+        err.print(plain(f"left out: {place}"), style="dim")
 
 
 def _results(

@@ -1,6 +1,6 @@
 """Refuses the name of a model that cannot be one, before torch and Transformers are imported.
 
-A name of the form owner/name may be a hub id and passes: whether the hub has it is said later.
+A name of the form owner/name may be a hub id: whether the hub can be asked for it is seen at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,23 @@ def check_model(name: str) -> None:
     if folder.is_dir():
         if not any(folder.glob("*.json")):
             raise InputError(f"{name}: the folder holds no model: it has no config.json")
+        _check_reachable(name)
         return
     if folder.is_file():
         raise InputError(f"{name} is a file; a model is a folder, a hub id, or demo")
     if _HUB_ID.fullmatch(name) and not name.startswith(("./", "../", "~")):
+        _check_reachable(name)
         return
     near = _near(name, folder)
     hint = f"did you mean {near}?" if near else "give demo, a folder, or a hub id (owner/name)"
     raise InputError(f"no model {name!r}: there is no such folder; {hint}")
+
+
+def _check_reachable(name: str) -> None:
+    from keepsight.models import reachable  # start-up time: it imports the client of the Hub
+
+    reachable.check_folder_sees(name)
+    reachable.check_hub(name, None)
 
 
 def _near(name: str, folder: Path) -> str | None:

@@ -7,7 +7,7 @@ only where a model is loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +16,22 @@ import typer
 from keepsight.cli.model_names import check_model
 from keepsight.errors import ImageError, InputError, UnsupportedInput
 from keepsight.kinds import Options, Record
+from keepsight.system.places import check_device, check_store_writable
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
+
+
+def _refused_by(check: Callable[[str], None]) -> Callable[[str | None], str | None]:
+    """A callback of an option: refuse its value while the command line is read."""
+
+    def look(value: str | None) -> str | None:
+        if value is not None:
+            check(value)
+        return value
+
+    return look
+
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="demo, demo-hybrid, a folder, or a hub id.")
@@ -45,7 +58,12 @@ Seed = Annotated[int | None, typer.Option(min=0, help="The seed of sampling.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 DeviceMap = Annotated[
     str | None,
-    typer.Option("--device", "--device-map", help="Where the model goes: cpu, cuda, auto."),
+    typer.Option(
+        "--device",
+        "--device-map",
+        help="Where the model goes: cpu, cuda, auto.",
+        callback=_refused_by(check_device),
+    ),
 ]
 Runtime = Annotated[
     str | None,
@@ -56,11 +74,19 @@ Weights = Annotated[
 ]
 Store = Annotated[
     str | None,
-    typer.Option(envvar="KEEPSIGHT_STORE", help="Folder to remember in. Default: memory only."),
+    typer.Option(
+        envvar="KEEPSIGHT_STORE",
+        help="Folder to remember in. Default: memory only.",
+        callback=_refused_by(check_store_writable),
+    ),
 ]
 Remote = Annotated[
     str | None,
-    typer.Option(envvar="KEEPSIGHT_REMOTE", help="Address behind it, such as s3://bucket/name."),
+    typer.Option(
+        envvar="KEEPSIGHT_REMOTE",
+        help="Address behind it, such as s3://bucket/name.",
+        callback=_refused_by(check_store_writable),
+    ),
 ]
 Tenant = Annotated[
     str | None, typer.Option(help="Whose memory to use; tenants of a store share nothing.")

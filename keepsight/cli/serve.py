@@ -21,6 +21,7 @@ from keepsight.cli import options
 from keepsight.cli.model_names import check_model
 from keepsight.errors import InputError, MissingExtra
 from keepsight.kinds import Options
+from keepsight.system.places import check_device, check_store_writable
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -113,6 +114,9 @@ def _run(given: Options) -> None:
     settings, server = _settings(given)
     if (name := settings.model) is None:
         raise InputError("which model? write: keepsight serve demo")
+    check_device(settings.device_map)
+    for store in (settings.store, settings.remote):
+        check_store_writable(store or "")
     check_model(name)
     with _loaded(settings) as vlm:
         from keepsight.server.running import serve as listen  # start-up time: after wrong flags

@@ -20,7 +20,8 @@ from keepsight.media.sources import open_source
 from keepsight.models import loading
 from keepsight.models.families import Family, family_of
 from keepsight.models.families.tower_absent import tower_parts
-from keepsight.models.loadable import check_hub, check_sees
+from keepsight.models.loadable import check_sees
+from keepsight.models.reachable import check_hub
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 _LEVELS = "deepstack_visual_indexes"

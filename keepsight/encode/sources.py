@@ -51,10 +51,10 @@ class SourcePiece:
 
 @dataclass
 class SourceScan:
-    """The pieces behind some sources, each file once, and how many other files lay there."""
+    """The pieces behind some sources, each file once, and the places of other files there."""
 
     pieces: list[SourcePiece] = field(default_factory=list)
-    left_out: int = 0
+    left_out: list[str] = field(default_factory=list)
 
 
 def find(sources: Sequence[str | os.PathLike[str]], column: str = "image") -> SourceScan:
@@ -119,7 +119,7 @@ def _inside(folder: str, place: str, found: SourceScan) -> Iterator[SourcePiece]
 def _taken(path: str, place: str, found: SourceScan) -> Iterator[SourcePiece]:
     kind = kind_of(path)
     if kind in (None, "list"):
-        found.left_out += 1
+        found.left_out.append(place)
     else:
         yield SourcePiece(path, str(kind), place)
 

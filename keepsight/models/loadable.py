@@ -6,23 +6,18 @@ A device that is not there, a Hub that cannot be reached, a model that only read
 from __future__ import annotations
 
 import re
-import threading
-from pathlib import Path
 
-import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
 )
 
-from keepsight.errors import InputError, ModelError, UnsupportedModel
+from keepsight.errors import InputError, UnsupportedModel
 from keepsight.kinds import DeviceMap
+from keepsight.models.reachable import check_hub
 
-PATIENCE = 2.0  # seconds for the Hub to say that it is there
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
 
 
@@ -44,42 +39,6 @@ def check_device(device_map: DeviceMap) -> None:
         return
     there = f"there are {count} of them" if count else f"PyTorch {torch.__version__} sees none here"
     raise InputError(f"device {device_map!r}: {there}; leave the device out to run on the CPU")
-
-
-def check_hub(path: str, revision: str | None) -> None:
-    """Refuse a hub id that is not in the cache while the Hub cannot be reached, or lacks it."""
-    if Path(path).exists() or not _HUB_ID.fullmatch(path):
-        return
-    cached = huggingface_hub.try_to_load_from_cache(path, "config.json", revision=revision)
-    if isinstance(cached, str):
-        return
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        raise ModelError(f"{path!r} is not in the cache of the Hub, and HF_HUB_OFFLINE is set")
-    why: list[Exception | None] = []
-    asking = threading.Thread(target=lambda: why.append(_asked(path, revision)), daemon=True)
-    asking.start()
-    asking.join(PATIENCE)
-    error = why[0] if why else TimeoutError(f"no answer within {PATIENCE:g} s")
-    if isinstance(error, RepositoryNotFoundError):
-        raise ModelError(
-            f"the Hub has no model {path!r}, or it is private: check the name, or log in with "
-            "`hf auth login`"
-        ) from error
-    if error is not None and not isinstance(error, HfHubHTTPError):  # which upstream explains
-        raise ModelError(
-            f"{path!r} is not on this machine and the Hub cannot be reached "
-            f"({type(error).__name__}); name a folder, or load it once where there is a network"
-        ) from error
-
-
-def _asked(path: str, revision: str | None) -> Exception | None:
-    """What goes wrong when the Hub is asked for a model."""
-    try:
-        url = huggingface_hub.hf_hub_url(path, "config.json", revision=revision)
-        huggingface_hub.get_hf_file_metadata(url, timeout=PATIENCE)
-    except Exception as error:  # of whichever library it speaks to the network with
-        return error
-    return None
 
 
 def check_sees(path: str, revision: str | None) -> None:

@@ -1,0 +1,80 @@
+"""Refuses by its name alone what cannot be loaded: no PyTorch is imported for that.
+
+A hub id that the Hub lacks or that nobody can ask it for, and a folder whose model only reads text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+from keepsight.errors import ModelError, UnsupportedModel
+
+PATIENCE = 2.0  # seconds for the Hub to say that it is there
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "adapter_config.json")
+_SENSES = re.compile("vision|visual|image|img|audio|video|pixel|mm_|encoder|thinker", re.IGNORECASE)
+
+
+def check_hub(path: str, revision: str | None) -> None:
+    """Refuse a hub id that is not in the cache while the Hub cannot be reached, or lacks it."""
+    if Path(path).exists() or not _HUB_ID.fullmatch(path):
+        return
+    cached = huggingface_hub.try_to_load_from_cache(path, "config.json", revision=revision)
+    if isinstance(cached, str):
+        return
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise ModelError(f"{path!r} is not in the cache of the Hub, and HF_HUB_OFFLINE is set")
+    why: list[Exception | None] = []
+    asking = threading.Thread(target=lambda: why.append(_asked(path, revision)), daemon=True)
+    asking.start()
+    asking.join(PATIENCE)
+    error = why[0] if why else TimeoutError(f"no answer within {PATIENCE:g} s")
+    if isinstance(error, RepositoryNotFoundError):
+        raise ModelError(
+            f"the Hub has no model {path!r}, or it is private: check the name, or log in with "
+            "`hf auth login`"
+        ) from error
+    if error is not None and not isinstance(error, HfHubHTTPError):  # which upstream explains
+        raise ModelError(
+            f"{path!r} is not on this machine and the Hub cannot be reached "
+            f"({type(error).__name__}); name a folder, or load it once where there is a network"
+        ) from error
+
+
+def _asked(path: str, revision: str | None) -> Exception | None:
+    """What goes wrong when the Hub is asked for a model."""
+    try:
+        url = huggingface_hub.hf_hub_url(path, "config.json", revision=revision)
+        huggingface_hub.get_hf_file_metadata(url, timeout=PATIENCE)
+    except Exception as error:  # of whichever library it speaks to the network with
+        return error
+    return None
+
+
+def check_folder_sees(path: str) -> None:
+    """Refuse a folder whose files name a language model and nothing that sees.
+
+    What is not plain from them is left to whoever loads the model."""
+    folder = Path(path).expanduser()
+    if any((folder / name).is_file() for name in _PROCESSORS):
+        return
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        config = json.loads(text)
+        kind, made = config["model_type"], config["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    reads = isinstance(made, list) and all(
+        str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in made
+    )
+    if made and reads and "auto_map" not in config and not _SENSES.search(text):
+        raise UnsupportedModel(
+            f"{path!r} has no vision tower: models of type {kind!r} only read text; name a "
+            "vision-language model"
+        )

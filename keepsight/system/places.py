@@ -1,0 +1,74 @@
+"""Says before anything slow is imported what this machine has not got: a folder, a device.
+
+PyTorch knows more, and is asked later; what is refused here needs no PyTorch to be known.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from glob import glob
+from pathlib import Path
+
+from keepsight.errors import InputError, MissingExtra, StoreError
+
+_DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
+_ACCELERATORS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd", "/dev/dri")
+_LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
+
+
+def check_store_folder(address: str | os.PathLike[str]) -> None:
+    """Refuse a file in the place of a store, or above it."""
+    text = os.fspath(address)
+    if not text or "://" in text or "\0" in text:
+        return
+    there = _nearest(Path(text).expanduser())
+    if there.exists() and not there.is_dir():
+        what = "it is a file" if there == Path(text).expanduser() else f"{there} is a file"
+        raise StoreError(f"{text} cannot be a store: {what}; name a folder, new or old")
+
+
+def check_store_writable(address: str | os.PathLike[str]) -> None:
+    """Refuse also a folder that nothing can be written into, and an address nobody can open."""
+    text = os.fspath(address)
+    library, extra = _LIBRARIES.get(text.partition("://")[0], ("", ""))
+    if library and "://" in text and importlib.util.find_spec(library) is None:
+        raise MissingExtra.named(library, extra)
+    check_store_folder(text)
+    if not text or "://" in text or "\0" in text:
+        return
+    path = Path(text).expanduser()
+    there = _nearest(path)
+    if (path / "store.json").is_file():
+        return  # a store made by others may be read all the same
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise StoreError(
+            f"{text} cannot be a store: {there} cannot be written by this user; name another "
+            "folder, or leave the store out"
+        )
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the nearest above it that is there."""
+    return next((p for p in (path, *path.parents) if os.path.lexists(p)), Path())
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a device that neither this PyTorch nor this machine can have."""
+    found = _DEVICE.fullmatch(device or "")
+    if found is None or found[1] not in ("cuda", "mps", "xpu"):
+        return
+    version = importlib.metadata.version("torch")
+    if found[1] == "mps":
+        there = sys.platform == "darwin"
+    else:
+        linux = sys.platform == "linux"
+        there = not version.endswith("+cpu") and not (linux and not any(map(glob, _ACCELERATORS)))
+    if not there:
+        raise InputError(
+            f"device {device!r}: PyTorch {version} sees none here; leave the device out to run on "
+            "the CPU"
+        )
