@@ -13,8 +13,10 @@ from keepsight.kinds import Record
 
 Row = list[str]
 WIDE = 118  # columns that all tables fit in
-_WIDE_ONLY = ("new", "again", "limit ms", "x limit", "ms/tok", "why", "check", "restore")
-_WIDE_ONLY += ("bare read ms", "x read", "restore ms")
+# Columns that a narrow terminal goes without.
+_WIDE_ONLY = {"new", "again", "limit ms", "x limit", "ms/tok", "why", "check", "restore"} | {
+    *("bare read ms", "x read", "restore ms"),
+}
 
 
 def show(result: Record, console: Console) -> None:
