@@ -199,7 +199,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("KEEPSIGHT_STORE", raising=False)
     for name, options, error, words in (
         ("demo", {"runtime": "onx"}, UnknownOption, "did you mean 'onnx'"),
-        ("demo", {"weights": "int4"}, InputError, "known: 'int8'"),
+        ("demo", {"weights": "int3"}, InputError, "known: 'int8', 'int4'"),
         ("demo", {"weights": "int8", "runtime": "torch"}, UnsupportedInput, "runtime='onnx'"),
         ("demo", {"runtime": "onnx"}, InputError, "store="),
         (export, {"runtime": "openvino"}, InputError, "an export for onnx"),

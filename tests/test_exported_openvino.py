@@ -23,7 +23,7 @@ import keepsight as ks
 from keepsight.errors import ModelError
 from keepsight.export.graphs.check import deviation
 from keepsight.export.graphs.making import export
-from keepsight.export.graphs.openvino import quantise_openvino
+from keepsight.export.graphs.quantise import quantise
 from keepsight.runtimes import imports
 from keepsight.runtimes.manifest import files_in, read
 from keepsight.runtimes.openvino import OpenVinoSession
@@ -280,18 +280,19 @@ def test_a_second_process_answers_from_the_store(tmp_path: Path) -> None:
     assert again.usage.images_encoded == 0 and again.usage.cached_tokens > 0
 
 
-def test_weights_in_eight_bits_are_near_and_as_exact(tmp_path: Path) -> None:
-    source, target = exported_folder("qwen3_vl"), tmp_path / "int8"
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_in_few_bits_are_near_and_as_exact(kind: str, tmp_path: Path) -> None:
+    source, target = exported_folder("qwen3_vl"), tmp_path / kind
     shutil.copytree(source, target)
     for part in ("decoder", "head"):
-        quantise_openvino(target / "graphs" / f"{part}.xml")
+        quantise("openvino", target / "graphs" / part, kind)
         sizes = [(each / "graphs" / f"{part}.bin").stat().st_size for each in (source, target)]
-        assert sizes[0] > 3 * sizes[1]
-    replace(read(source), quantised="int8", files=files_in(target)).save(target)
+        assert sizes[0] > (5 if (kind, part) == ("int4", "decoder") else 3) * sizes[1]
+    replace(read(source), quantised=kind, files=files_in(target)).save(target)
     model, processor = small("qwen3_vl")
     off = deviation(ks.wrap(model, processor, grain=16), target)
     assert off["features"] < 1e-5  # the tower is as it was
-    assert 1e-4 < off["logits"] < 0.1
+    assert 1e-4 < off["logits"] < (0.1 if kind == "int8" else 0.5)
     messages = [turn("What do you see?", picture(1, 96, 96)), turn("And?", picture(2, 160, 96))]
     with ks.load(target, grain=16) as vlm:
         assert vlm.verify(messages).equal

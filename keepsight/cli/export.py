@@ -42,7 +42,8 @@ def export(
         str, typer.Option("--format", help="onnx (ONNX Runtime) or openvino.")
     ] = "onnx",
     quantised: Annotated[
-        str | None, typer.Option("--quant", help="int8; default: float32.", show_default=False)
+        str | None,
+        typer.Option("--quant", help="int8 or int4; default: float32.", show_default=False),
     ] = None,
     max_patches: Annotated[
         int | None,
@@ -194,6 +195,8 @@ def _summary(summary: Record) -> Table:
     shown.show_header = False
     quantised = summary["quantised"]
     held = f"{quantised} (decoder and head), float32 (tower)" if quantised else "float32"
+    if quantised == "int4":
+        held = "int4 (decoder), int8 (head), float32 (tower)"
     shown.add_row("folder", plain(summary["folder"]), style="bold")
     shown.add_row("what", f"an export of {summary['model']} for {_RUNTIMES[summary['runtime']]}")
     shown.add_row("weights held in", plain(held))

@@ -192,7 +192,7 @@ def _write(
             _write_part(vlm, runtime, path, part, appends)
             if quantised is not None and name in quantise.PARTS:
                 tell(f"quantising the {name}")
-                quantise.quantise(runtime, path)
+                quantise.quantise(runtime, path, quantised)
     most = max_patches or MAX_PATCHES
     manifest = Manifest(
         runtime=runtime,

@@ -45,19 +45,20 @@ def write_openvino(path: Path, part: GraphPart, sample: Sample, write_onnx: Writ
     exporter.save_program(program, path)
 
 
-def quantise_openvino(path: Path) -> None:
-    """Give the products of a graph weights in eight bits; sums are made in float32."""
+def quantise_openvino(path: Path, bits: int = 8) -> None:
+    """Give the products of a graph weights in eight or four bits; sums are made in float32."""
     openvino = imports.openvino()
     # Read into memory: the file is replaced, and must not be mapped by then.
     graph = core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
     for product in graph.get_ordered_ops():
         if product.get_type_name() == "MatMul":
-            _quantise(product, openvino.opset13)
+            _quantise(product, openvino, bits)
     openvino.save_model(graph, str(path), compress_to_fp16=False)
 
 
-def _quantise(product: Any, ops: ModuleType) -> None:
+def _quantise(product: Any, openvino: ModuleType, bits: int) -> None:
     """Weights in whole numbers; `BLOCK` of a row share a scale, or all where that leaves a rest."""
+    ops, most = openvino.opset13, 2 ** (bits - 1) - 1
     weights = product.input_value(1).get_node()
     if weights.get_type_name() != "Constant" or weights.data.ndim != 2:
         return
@@ -65,9 +66,10 @@ def _quantise(product: Any, ops: ModuleType) -> None:
     rows = weights.data if attributes["transpose_b"] else weights.data.T
     size = BLOCK if rows.shape[1] % BLOCK == 0 else rows.shape[1]
     cut = rows.reshape(rows.shape[0], -1, size)
-    scale = np.abs(cut).max(axis=2, keepdims=True) / 127
+    scale = np.abs(cut).max(axis=2, keepdims=True) / most
     whole = np.round(cut / np.where(scale == 0, 1, scale)).astype(np.int8)
-    scaled = ops.multiply(ops.convert(ops.constant(whole), "f32"), ops.constant(scale))
+    packed = ops.constant(whole, openvino.Type.i4 if bits == 4 else openvino.Type.i8)
+    scaled = ops.multiply(ops.convert(packed, "f32"), ops.constant(scale))
     flat = ops.reshape(scaled, np.array(rows.shape), False)
     again = ops.matmul(product.input_value(0), flat, attributes["transpose_a"], True)
     product.output(0).replace(again.output(0))
