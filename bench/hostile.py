@@ -1,9 +1,9 @@
 """What one client may do to a server, and what another one notices of it.
 
 Run `python -m bench.hostile`. Each kind of attack is a generator of requests, sent over and over on
-two connections by a process of its own. Told is how long a small chat of another client takes
-without and with it, in turns, and their quotient (medians): 2 or less is what is hoped for. All
-kinds are in `KINDS`; a few are tried unless some are named, or `--all`.
+two connections by a process of its own. Told is how long a small chat of another client, who has
+another key, takes without and with it, in turns, and their quotient (medians): 2 or less is what is
+hoped for. All kinds are in `KINDS`; a few are tried unless some are named, or `--all`.
 """
 
 from __future__ import annotations
@@ -222,8 +222,10 @@ CROWDS = {"slow connections": 500}  # connections at one time, of those kinds th
 # -- the two clients ---------------------------------------------------------------------------
 
 
-def sent(port: int, request: Request) -> bytes:
-    """The answer to one request, however it ends."""
+def sent(port: int, request: Request, key: str = "") -> bytes:
+    """The answer to one request, however it ends; with a key, where it is in one part."""
+    if key and isinstance(request, bytes):
+        request = request.replace(b"\r\n", f"\r\nAuthorization: Bearer {key}\r\n".encode(), 1)
     with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         with contextlib.suppress(OSError):
             if isinstance(request, list):
@@ -250,7 +252,7 @@ def attack(kind: str, port: int, begun: multiprocessing.synchronize.Event, crowd
                 request = next(requests)
             begun.set()
             with contextlib.suppress(OSError):
-                sent(port, request)
+                sent(port, request, "much")
 
     for _ in range(crowd):
         threading.Thread(target=one, daemon=True).start()
@@ -263,7 +265,7 @@ def small(port: int, number: int) -> float:
     asked = json.dumps(f"What is in picture {number}?")
     request = chat(asked, ', "max_tokens": 8, "temperature": 0')
     begun = time.perf_counter()
-    answer = sent(port, request)
+    answer = sent(port, request, "little")
     if not answer.startswith(b"HTTP/1.1 200"):
         raise RuntimeError(answer[:500])
     return time.perf_counter() - begun
@@ -308,7 +310,8 @@ def under_attack(
 @contextlib.contextmanager
 def served(*options: str) -> Iterator[tuple[int, int]]:
     """`keepsight serve demo` in a process of its own: its port and its number."""
-    command = [sys.executable, "-m", "keepsight", "serve", "demo", "--port", "0", *options]
+    keys = ["--api-key", "one:much", "--api-key", "other:little"]
+    command = [sys.executable, "-m", "keepsight", "serve", "demo", "--port", "0", *keys, *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

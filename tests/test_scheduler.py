@@ -335,7 +335,7 @@ def test_what_does_not_fit_waits() -> None:
         vlm = together._vlm
 
         def look(piece: Any) -> None:
-            seen.append(len(together._running))
+            seen.append(len(together._line.running))
 
         with vlm.runtime.lock:
             tickets = [
@@ -553,7 +553,7 @@ def test_one_that_cannot_let_go_ends_alone(where: str, monkeypatch: pytest.Monke
         def fail(self: Any, *given: Any) -> None:
             if where == "finish":
                 sound(self, *given)
-            if self in failed or (not failed and together._running):
+            if self in failed or (not failed and together._line.running):
                 failed.append(self)
                 raise MemoryError("no room to let go")
             if where == "put_back":
@@ -665,7 +665,7 @@ def test_weights_that_change_between_two_chunks() -> None:
 
             def change(piece: Any) -> None:
                 if not seen:
-                    seen.append(together._prefilling[0].turn.done_tokens)
+                    seen.append(together._line.prefilling[0].turn.done_tokens)
                     with torch.no_grad():
                         norm.mul_(1.5)
 

@@ -1,7 +1,7 @@
 """Makes torchvision importable beside a torch for CPUs, in the environment that runs this.
 
-Its compiled operators do not load there. Two are declared, so that what is registered for them finds
-a name; no model here calls them. Pictures are decoded by Pillow in their place.
+Its compiled operators do not load there. Two are declared, so that what is registered for them
+finds a name; no model here calls them. Pictures are decoded by Pillow in their place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _operators = _torch.library.Library("torchvision", "FRAGMENT")
 _operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 _operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-DECODED = '''
+DECODED = """
 
 # declared: the compiled decoders do not load beside this torch
 def decode_image(input, mode=ImageReadMode.UNCHANGED, apply_exif_orientation=False):
@@ -27,7 +27,7 @@ def decode_image(input, mode=ImageReadMode.UNCHANGED, apply_exif_orientation=Fal
 
     picture = Image.open(io.BytesIO(input.numpy().tobytes())).convert("RGB")
     return torch.from_numpy(numpy.array(picture)).permute(2, 0, 1).contiguous()
-'''
+"""
 
 
 def main() -> None:

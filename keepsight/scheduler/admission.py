@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 from weakref import ref
@@ -16,6 +17,7 @@ from keepsight.system import forks
 from keepsight.system.exits import when_dropped
 
 _POLL = 0.05  # seconds; while a request is being made ready there is nothing to wait for
+_FOR_OTHERS = 8  # one of so many places is not for the account that has most
 _LONG = 60.0  # seconds; a bell that the collector rings at the wrong moment may go unheard
 
 
@@ -38,26 +40,38 @@ class Admission:
         self._came: list[Request] = []
         self._hung_up = self._closed = self._stopped = False
         self._number = self.in_flight = 0
+        self._inside: Counter[str] = Counter()  # by account
+        self._several = False  # whether two accounts were ever inside together
         self._quiet = time.monotonic()  # since when no request was inside
         forks.renew(self._in_child)
 
-    def take_place(self, wait: Callable[[], float], serves: object = None) -> None:
-        """One place, before anything is done for a request; `wait` says when to come again.
+    def take_place(
+        self, wait: Callable[[], float], serves: object = None, account: str = ""
+    ) -> None:
+        """One place, before anything is done for a request; `wait` says when to come again. Where
+        there are several accounts, some of the places are never one account's.
 
         Whoever serves is not dropped while somebody is inside.
         """
         with self._bell:
             if self._closed:
                 raise closed()
-            if self.in_flight >= self._places:
+            self._several |= bool(self._inside) and account not in self._inside
+            kept = self._places // _FOR_OTHERS + 1 if self._several and self._places > 1 else 0
+            full = self.in_flight >= self._places
+            if full or self._inside[account] >= self._places - kept:
                 raise Busy(self.in_flight, wait())
             self.in_flight += 1
+            self._inside[account] += 1
             self._serves = serves
 
-    def free_place(self) -> None:
+    def free_place(self, account: str = "") -> None:
         """A request is over."""
         with self._bell:
             self.in_flight -= 1
+            self._inside[account] -= 1
+            if not self._inside[account]:
+                del self._inside[account]
             if not self.in_flight:
                 self._serves = None
             self._quiet = time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -141,33 +141,51 @@ class Decoding:
     # -- stepping --------------------------------------------------------------------------------
 
     def step(
-        self, tokens: dict[Run, int], history: Callable[[Run], list[int]]
+        self,
+        tokens: dict[Run, int],
+        history: Callable[[Run], list[int]],
+        resting: Collection[Run] = (),
     ) -> Iterator[tuple[Run, torch.Tensor | Exception]]:
         """One token of each sequence through the model: its logits (1, n), or why there are none.
 
-        `history` gives all tokens of an answer so far, for computing it again.
+        `history` gives all tokens of an answer so far, for computing it again. Of those `resting`
+        are left out which have no part in the rows of others.
         """
         for group in list(self.groups):
-            runs = _runs(group)
+            part, runs, others = self._without(group, resting)
+            if not runs:
+                continue
             self.passes += 1
             self.rows += len(runs)
             try:
-                if isinstance(group, Run):
-                    yield group, self._engine.step(group, tokens[group])
+                if isinstance(part, Run):
+                    yield part, self._engine.step(part, tokens[part])
                     continue
                 if group in self._unsound:
                     raise KeepsightError("the rows of this batch are in disorder")
-                logits = group.step([tokens[run] for run in runs])
+                logits = part.step([tokens[run] for run in runs])
                 self._engine.decode_steps += 1
             except Exception as error:  # whatever a forward pass runs into, memory above all
                 if isinstance(group, Run):
                     yield group, error
                     continue
                 self.groups.remove(group)
+                self.groups += [LaneBatch(self._model, self._family, others)] if others else []
                 self._unsound = [other for other in self._unsound if other is not group]
                 yield from self._one_by_one(runs, tokens, history)
                 continue
             yield from ((run, logits[row : row + 1]) for row, run in enumerate(runs))
+
+    def _without(
+        self, group: Group, resting: Collection[Run]
+    ) -> tuple[Group, list[Run], list[Run]]:
+        """A group as it goes on, who is in it, and who rests, where its rows are apart."""
+        runs = _runs(group)
+        rest = [run for run in runs if run in resting]
+        if rest and len(rest) < len(runs) and isinstance(group, LaneBatch):
+            runs = [run for run in runs if run not in resting]
+            return LaneBatch(self._model, self._family, runs), runs, rest
+        return (group, [], []) if len(rest) == len(runs) else (group, runs, [])
 
     def _one_by_one(
         self, runs: Iterable[Run], tokens: dict[Run, int], history: Callable[[Run], list[int]]

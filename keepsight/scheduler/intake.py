@@ -37,6 +37,7 @@ from keepsight.media.naming import Looked
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Report
 from keepsight.scheduler.ticket import Ticket
+from keepsight.system.accounts import account_of
 from keepsight.system.lock import Mutex
 from keepsight.vlm import VLM
 
@@ -55,6 +56,7 @@ class Request:
     turn: Turn
     tokens: int  # of its prompt
     room: int  # the longest answer; 0 where only the prompt is prefilled
+    account: str = ""
     number: int = 0
     passed: int = 0  # tokens of work done for others since it last had its turn
     ready: float = field(default_factory=time.perf_counter)  # when it began to wait
@@ -148,7 +150,8 @@ class Intake:
         turn.asked, turn.sampler, turn.piece = asked, chosen, self._piece
         room = chosen.max_new_tokens if chosen is not None else 0
         tokens, loose = len(order.prompt), not call.exact
-        return Request(ticket, turn, tokens, room, keeps_lane=loose, order=order)
+        account = account_of(call.tenant)
+        return Request(ticket, turn, tokens, room, account, keeps_lane=loose, order=order)
 
     def render(self, messages: list[Message], media: list[Medium], call: Call) -> Prompt:
         """The prompt of messages whose media were looked at before."""

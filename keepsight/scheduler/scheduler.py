@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from keepsight.scheduler.admission import Admission, Arrivals, begin_serving, cl
 from keepsight.scheduler.counters import Counts
 from keepsight.scheduler.decoding import Decoding
 from keepsight.scheduler.intake import Follow, Intake, Request
+from keepsight.scheduler.line import Line
 from keepsight.scheduler.policy import (
     PREFILL_PIECE,
     SequenceSizes,
@@ -36,6 +37,7 @@ from keepsight.scheduler.policy import (
 )
 from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
 from keepsight.scheduler.ticket import Listener, Ticket
+from keepsight.system.accounts import account_of
 from keepsight.system.exits import SCHEDULERS, finish_before_exit
 from keepsight.system.units import parse_bytes
 from keepsight.vlm import VLM
@@ -81,8 +83,7 @@ class Together:
         self.counts = Counts()
         self._ahead = PrefillAhead(vlm, self._reception.render, self.counts)
         self._admission = Admission(max_running + max_waiting)
-        self._waiting, self._prefilling = list[Request](), list[Request]()
-        self._running: dict[Run, Request] = {}
+        self._line = Line(self._sizes, self._decoding, max_running, self._budget)
         self._rounds = 0
         self._thread = begin_serving(self, self._admission)
         finish_before_exit(self, SCHEDULERS)
@@ -134,9 +135,9 @@ class Together:
         decoding, inside = self._decoding, self._admission.in_flight
         return {
             "in_flight": inside,
-            "waiting": inside - len(self._prefilling) - len(self._running),
-            "prefilling": len(self._prefilling),
-            "running": len(self._running),
+            "waiting": inside - len(self._line.prefilling) - len(self._line.running),
+            "prefilling": len(self._line.prefilling),
+            "running": len(self._line.running),
             "batches": len(decoding.groups),
             "batch_bytes": decoding.nbytes,
             "budget": self._budget,
@@ -172,7 +173,8 @@ class Together:
         follow: Follow | None = None,
     ) -> Ticket:
         asked = time.perf_counter()
-        self._take_place()
+        account = account_of(call.tenant)
+        self._take_place(account)
         try:
             self._vlm.runtime.require_answers()
             request = self._reception.receive(messages, call, ticket, sample, asked)
@@ -180,11 +182,11 @@ class Together:
             ticket.awake_with(self._admission.hang_up)
             self._admission.bring(request)
         except BaseException:
-            self._admission.free_place()
+            self._admission.free_place(account)
             raise
         return ticket
 
-    def _take_place(self) -> None:
+    def _take_place(self, account: str) -> None:
         if not self._thread.is_alive():
             raise closed()
 
@@ -192,18 +194,18 @@ class Together:
             self.counts.refused += 1
             return self.counts.wait(self.max_waiting, self.max_running)
 
-        self._admission.take_place(wait, self)
+        self._admission.take_place(wait, self, account)
 
     # -- the thread that has the model -----------------------------------------------------------
 
     def waits(self) -> tuple[bool, float | None]:
         """Whether there is anything to do, and how long a quiet is good for work ahead."""
-        active = bool(self._waiting or self._prefilling or self._running)
+        active = bool(self._line.waiting or self._line.prefilling or self._line.running)
         return active, self._pause if len(self._ahead) else None
 
     def go_on(self, news: Arrivals) -> bool:
         """Do what there is to do now; False at the end."""
-        self._waiting += news.came
+        self._line.came(news.came)
         if news.stopped:
             self._end_all(Closed("the scheduler was closed before the request was done"))
             self._ahead.clear()
@@ -218,26 +220,24 @@ class Together:
             self._end_all(error)
         return True
 
-    def _all(self) -> list[Request]:
-        return [*self._waiting, *self._prefilling, *self._running.values()]
-
     def _end_all(self, error: Exception) -> None:
-        for request in self._all():
+        for request in self._line.all():
             self._end(request, error)
 
     def _round(self, hung_up: bool) -> None:
         self._rounds += 1
         self._ahead.put_aside()
         if hung_up:
-            for request in self._all():
+            for request in self._line.all():
                 if request.ticket.cancelled:
                     self._end(request, outcome="cancelled")
         self._admit()
-        if self._prefilling:
-            self._guarded(next_of(self._prefilling), self._prefill)
-        if self._running:
+        held = self._line.held_back()
+        if prefilling := [one for one in self._line.prefilling if one not in held]:
+            self._guarded(next_of(prefilling), self._prefill)
+        if self._line.running:
             with self._vlm.runtime.lock:
-                self._step()
+                self._step(held)
 
     def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
         """An error of one request ends that one, whatever it is."""
@@ -251,24 +251,8 @@ class Together:
 
     def _admit(self) -> None:
         """Begin waiting requests while there is room for them."""
-        while self._waiting and len(self._prefilling) + len(self._running) < self.max_running:
-            request = next_of(self._waiting)
-            if not self._fits(request):
-                return
-            self._waiting.remove(request)
-            self._prefilling.append(request)
+        while (request := self._line.next_to_begin()) is not None:
             self._guarded(request, self._begin)
-
-    def _fits(self, new: Request) -> bool:
-        """Whether its states fit beside the others'; one alone is always let in."""
-        if not self._prefilling and not self._running:
-            return True
-        planned = self._decoding.planned(lambda run: self._running[run].longest)
-        coming = [*self._prefilling, new]
-        # They may be laid beside a longer one, and padded to its length.
-        columns = max(one.longest for one in [*coming, *self._running.values()])
-        padded = self._sizes.of(len(coming), columns)
-        return planned + padded <= self._budget
 
     def _begin(self, request: Request) -> None:
         request.turn.begin(sample=request.room > 0)
@@ -289,13 +273,14 @@ class Together:
             turn.finish()
             request.count_restart()
             self._begin(request)
-        before = turn.done_tokens
+        before, begun = turn.done_tokens, time.perf_counter()
         tokens = next(request.work, 0) if request.work is not None else 0
+        self._line.shares.spend([request.account], time.perf_counter() - begun)
         if tokens and turn.done_tokens == before:
             counts.towers += 1  # what follows is the chunk that it was for
         elif tokens:
             counts.chunks += 1
-            had_its_turn(request, [*self._prefilling, *self._waiting], tokens)
+            had_its_turn(request, [*self._line.prefilling, *self._line.waiting], tokens)
         if turn.done_tokens == request.tokens:
             self._prefilled(request)
 
@@ -303,11 +288,11 @@ class Together:
         turn = request.turn
         for _ in request.work or ():  # nothing is left of it but to say where it ended
             pass
-        self._prefilling.remove(request)
+        self._line.prefilling.remove(request)
         if turn.sampler is None:
             self._complete(request)
             return
-        self._running[turn.run] = request
+        self._line.running[turn.run] = request
         request.sampler = turn.sequence_sampler()
         request.detokenizer = Detokenizer.of(turn.sampler, self._vlm.runtime.tokenizer())
         self.counts.took(1)
@@ -316,16 +301,18 @@ class Together:
 
     # -- decoding --------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        """One token of every running sequence."""
+    def _step(self, held: Collection[Request]) -> None:
+        """One token of every running sequence, but for those held back that can be left out."""
         begun = time.perf_counter()
-        tokens = {run: request.token for run, request in self._running.items()}
-        found = list(self._decoding.step(tokens, lambda run: self._running[run].turn.generated))
+        tokens = {run: request.token for run, request in self._line.running.items()}
+        resting = {run for run, request in self._line.running.items() if request in held}
+        found = list(self._decoding.step(tokens, self._answer_of, resting))
         spent = 1e3 * (time.perf_counter() - begun)
+        self._line.shares.spend([self._line.running[run].account for run, _ in found], spent / 1e3)
         self.counts.steps += 1
         self.counts.took(len(found))
         for run, logits in found:
-            request = self._running[run]
+            request = self._line.running[run]
             stages = request.turn.milliseconds
             stages["decode"] = stages.get("decode", 0.0) + spent
             try:
@@ -334,6 +321,9 @@ class Together:
                 self._take(request, logits)
             except Exception as error:
                 self._end(request, error)
+
+    def _answer_of(self, run: Run) -> list[int]:
+        return self._line.running[run].turn.generated
 
     def _take(self, request: Request, logits: torch.Tensor) -> bool:
         """Take a token and hand it out; whether it was the last."""
@@ -368,12 +358,8 @@ class Together:
 
     def _leave(self, request: Request, ended: bool = False) -> None:
         """Out of every list, and out of the batch."""
-        for place in (self._waiting, self._prefilling):
-            if request in place:
-                place.remove(request)
-        run = next((run for run, other in self._running.items() if other is request), None)
+        run = self._line.leave(request)
         if run is not None:
-            del self._running[run]
             self._decoding.leave(run, ended)
 
     def _end(
@@ -390,7 +376,7 @@ class Together:
                     logger.exception("not all that a request held could be let go of")
                     error = error or failure
         self.counts.ended(outcome, time.perf_counter() - request.ready)
-        self._admission.free_place()
+        self._admission.free_place(request.account)
         try:
             if request.work is not None and outcome == "cancelled":
                 turn = request.turn

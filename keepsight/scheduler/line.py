@@ -1,0 +1,84 @@
+"""The requests of one scheduler: those that wait, those being prefilled, and those that decode.
+
+Requests of accounts that have least under way begin first, and of these the shortest.
+"""
+
+from __future__ import annotations
+
+from keepsight.core.engine import Run
+from keepsight.scheduler.decoding import Decoding
+from keepsight.scheduler.intake import Request
+from keepsight.scheduler.policy import SequenceSizes, next_of
+from keepsight.scheduler.shares import Shares
+
+
+class Line:
+    """Who is where, and who comes next. At most `most` are under way, in `budget` bytes; where all
+    of them are of one account, one of another account is let in beside them."""
+
+    def __init__(self, sizes: SequenceSizes, decoding: Decoding, most: int, budget: int) -> None:
+        self._sizes, self._decoding, self._most, self._budget = sizes, decoding, most, budget
+        self.waiting, self.prefilling = list[Request](), list[Request]()
+        self.running: dict[Run, Request] = {}
+        self.shares = Shares()
+        self._begun: set[Request] = set()
+
+    def all(self) -> list[Request]:
+        """Every request, wherever it is."""
+        return [*self.waiting, *self.under_way()]
+
+    def under_way(self) -> list[Request]:
+        """Those that have begun."""
+        return [*self.prefilling, *self.running.values()]
+
+    def came(self, requests: list[Request]) -> None:
+        """Some more wait."""
+        self.waiting += requests
+
+    def next_to_begin(self) -> Request | None:
+        """The waiting request that is begun now, among those under way; None while there is no
+        room."""
+        counts = self.shares.under_way
+        least = min((counts[one.account] for one in self.waiting), default=0)
+        able = [one for one in self.waiting if counts[one.account] == least]
+        beside = least == 0 and len(counts) == 1
+        if not able or counts.total() >= self._most + beside:
+            return None
+        request = next_of(able)
+        if not self._fits(request):
+            return None
+        self.waiting.remove(request)
+        self.prefilling.append(request)
+        self._begun.add(request)
+        self.shares.enter(request.account)
+        return request
+
+    def held_back(self) -> set[Request]:
+        """Those that let others go before, in this round; never all of them."""
+        under_way = self.under_way()
+        held = {one for one in under_way if self.shares.is_held_back(one.account)}
+        return held if len(held) < len(under_way) else set()
+
+    def leave(self, request: Request) -> Run | None:
+        """Take a request out of the line; its run, where it decoded."""
+        if request in self._begun:
+            self._begun.remove(request)
+            self.shares.leave(request.account)
+        for place in (self.waiting, self.prefilling):
+            if request in place:
+                place.remove(request)
+        run = next((run for run, other in self.running.items() if other is request), None)
+        if run is not None:
+            del self.running[run]
+        return run
+
+    def _fits(self, new: Request) -> bool:
+        """Whether its states fit beside the others'; one alone is always let in."""
+        if not self.prefilling and not self.running:
+            return True
+        planned = self._decoding.planned(lambda run: self.running[run].longest)
+        coming = [*self.prefilling, new]
+        # They may be laid beside a longer one, and padded to its length.
+        columns = max(one.longest for one in [*coming, *self.running.values()])
+        padded = self._sizes.of(len(coming), columns)
+        return planned + padded <= self._budget

@@ -1,0 +1,50 @@
+"""Whose turn it is among accounts: nobody has more of the model by asking more at a time.
+
+Whoever has one request under way is never held back. An account with several waits while another
+one has had less of the model's time, since both have had work: its requests together get no more
+than one request gets. Salts of one tenant are one account.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+# What the time of an account with several requests counts. A piece of work is never broken off, so
+# with equal shares who asks for little would wait for more than half of the time.
+_SEVERAL = 1.5
+
+
+class Shares:
+    """Seconds of the model's time by account, of those that have requests under way."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+        self.under_way: Counter[str] = Counter()
+
+    def enter(self, account: str) -> None:
+        """One more request of an account is under way. Who comes has had as much as those who are
+        there: time in which one asked for nothing is not made up for."""
+        if account not in self._spent:
+            self._spent[account] = min(self._spent.values(), default=0.0)
+        self.under_way[account] += 1
+
+    def leave(self, account: str) -> None:
+        """One of them is over."""
+        self.under_way[account] -= 1
+        if not self.under_way[account]:
+            del self.under_way[account], self._spent[account]
+
+    def spend(self, accounts: Sequence[str], seconds: float) -> None:
+        """Time that some requests had together, one entry for each."""
+        for account in accounts:
+            if account in self._spent:
+                weight = _SEVERAL if self.under_way[account] > 1 else 1.0
+                self._spent[account] += weight * seconds / len(accounts)
+
+    def is_held_back(self, account: str) -> bool:
+        """Whether an account with several requests has had as much as another one, or more."""
+        if self.under_way[account] < 2:
+            return False
+        mine = self._spent.get(account, 0.0)
+        return any(spent <= mine for other, spent in self._spent.items() if other != account)

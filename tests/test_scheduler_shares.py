@@ -1,0 +1,174 @@
+"""Who asks for much does not hold up who asks for little; answers are those of one alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import build, picture, turn
+
+import keepsight as ks
+from keepsight.core.lane_batch import LaneBatch
+from keepsight.errors import Busy
+from keepsight.scheduler import Ticket, Together
+from keepsight.scheduler.admission import Admission
+from keepsight.scheduler.shares import Shares
+from keepsight.system.accounts import under_salt
+
+GREEDY = {"do_sample": False}
+
+
+def submit(together: Together, text: str, tenant: str, count: int, **options: Any) -> Ticket:
+    return together.submit([turn(text)], tenant=tenant, max_new_tokens=count, **GREEDY, **options)
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=5), st.integers(0, 10**6))
+def test_nobody_waits_for_more_than_as_much_again(counts: list[int], seed: int) -> None:
+    """Rounds of work in which all who are not held back take part, one after the other."""
+    chance, shares = random.Random(seed), Shares()
+    accounts = [f"account {n}" for n, count in enumerate(counts) for _ in range(count)]
+    for account in accounts:
+        shares.enter(account)
+    had = dict.fromkeys(accounts, 0.0)
+    longest = 0.0
+    for _ in range(400):
+        going = [one for one in accounts if not shares.is_held_back(one)]
+        assert going or all(count > 1 for count in counts) or len(counts) == 1
+        for account in going or accounts:
+            seconds = chance.random()
+            longest = max(longest, seconds)
+            shares.spend([account], seconds)
+            had[account] += seconds
+    single = [had[f"account {n}"] for n, count in enumerate(counts) if count == 1]
+    many = {n: had[f"account {n}"] for n, count in enumerate(counts) if count > 1}
+    if single:  # whoever asks for more has no more, but for pieces that are not broken off
+        assert all(many[n] <= min(single) + 2 * counts[n] * longest for n in many)
+    for account in accounts:
+        shares.leave(account)
+    assert not shares.under_way and not shares._spent
+
+
+def test_one_account_has_the_whole_model() -> None:
+    shares = Shares()
+    for _ in range(2):
+        shares.enter("a")
+    shares.spend(["a"], 5.0)
+    assert shares.is_held_back("a") is False
+
+
+def test_who_comes_is_not_paid_for_having_been_away() -> None:
+    shares = Shares()
+    for _ in range(2):
+        shares.enter("greedy")
+    shares.spend(["greedy"], 100.0)
+    shares.enter("small")
+    assert shares.is_held_back("greedy")
+    shares.spend(["small"], 0.1)
+    assert shares.is_held_back("greedy") is False
+
+
+# -- a scheduler under one who asks for much ------------------------------------------------------
+
+
+@pytest.mark.parametrize("grain", [None, 16])
+def test_a_small_chat_is_answered_before_the_long_ones_of_another(grain: int | None) -> None:
+    with ks.wrap(*build("qwen3_vl"), grain=grain) as vlm, Together(vlm, max_running=3) as together:
+        order: list[str] = []
+        begun = threading.Event()
+        for n in range(6):
+            submit(
+                together,
+                f"Much {n}.",
+                "greedy",
+                200,
+                on_done=lambda ticket: order.append("greedy"),
+                on_piece=lambda piece: begun.set(),
+            )
+        begun.wait(20)
+        submit(together, "Little.", "small", 4, on_done=lambda t: order.append("small")).result()
+        assert order[0] == "small"
+
+
+def test_salts_are_no_accounts_of_their_own() -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        for salt in ("a", "b", "c"):
+            submit(together, "Much.", under_salt("greedy", salt), 8).result()
+            assert set(together._line.shares.under_way) <= {"greedy"}
+        assert not together._line.shares.under_way
+
+
+def test_the_last_places_are_not_for_who_has_most() -> None:
+    admission = Admission(16)
+    for _ in range(16):
+        admission.take_place(lambda: 1.0, account="greedy")
+    with pytest.raises(Busy):
+        admission.take_place(lambda: 1.0, account="small")
+    for _ in range(3):
+        admission.free_place("greedy")
+    with pytest.raises(Busy):
+        for _ in range(3):
+            admission.take_place(lambda: 1.0, account="greedy")
+    admission.take_place(lambda: 1.0, account="small")
+    assert admission.in_flight == 14
+
+
+def test_who_rests_has_the_bits_of_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = [[turn("Look.", picture(1))], [turn("Much. " * 20)], [turn("Little.")]]
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        alone = [vlm.chat(chat, max_new_tokens=12, **GREEDY).tokens for chat in chats]
+    sizes: set[int] = set()
+    real = LaneBatch.step
+
+    def step(self: LaneBatch, tokens: list[int]) -> Any:
+        sizes.add(len(tokens))
+        return real(self, tokens)
+
+    monkeypatch.setattr(LaneBatch, "step", step)
+    chance = random.Random(1)
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        monkeypatch.setattr(
+            together._line.shares, "is_held_back", lambda account: chance.random() < 0.4
+        )
+        tickets = [
+            together.submit(chat, tenant=f"t{n}", max_new_tokens=12, **GREEDY)
+            for n, chat in enumerate(chats)
+        ]
+        assert [ticket.result().tokens for ticket in tickets] == alone
+    assert len(sizes) > 1
+
+
+def test_a_pass_that_fails_while_others_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = [[turn(f"Much {n}.")] for n in range(3)]
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        alone = [vlm.chat(chat, max_new_tokens=10, **GREEDY).tokens for chat in chats]
+    real, failed = LaneBatch.step, []
+
+    def step(self: LaneBatch, tokens: list[int]) -> Any:
+        if len(tokens) == 2 and not failed:
+            failed.append(tokens)
+            raise RuntimeError("no memory")
+        return real(self, tokens)
+
+    monkeypatch.setattr(LaneBatch, "step", step)
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        resting = iter([set(), set(), set(), set()])
+        line = together._line
+        real_held = line.held_back
+
+        def held() -> Any:
+            if len(line.running) == 3 and next(resting, None) is None:
+                return {next(iter(line.running.values()))}
+            return real_held()
+
+        monkeypatch.setattr(line, "held_back", held)
+        tickets = [together.submit(chat, max_new_tokens=10, **GREEDY) for chat in chats]
+        assert [ticket.result().tokens for ticket in tickets] == alone
+    assert failed
