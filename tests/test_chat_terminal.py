@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -11,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from keepsight.cli.line_editor import completions
+from keepsight.cli.loading_line import LoadingLine, hub_folder, loading_line
 
 _SCRIPT = """
 import sys
@@ -119,3 +122,41 @@ def test_commands_and_pictures_are_completed(
     assert completions("look at ", commands) == (0, ["cat.png", f"pictures{os.sep}"])
     assert completions("~/pictures/c", commands) == (-1, ["car.JPG"])
     assert completions("nowhere/c", commands) == (0, [])
+
+
+class _Terminal(io.StringIO):
+    """A stream that says of itself that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_moves_on_a_terminal_while_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "stderr", _Terminal())
+    with loading_line("some/model"):
+        pass
+    assert "loading some/model ... 0 s" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with loading_line("some/model"):
+        pass
+    assert not sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_line_counts_what_comes_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert hub_folder("demo") is None
+    assert hub_folder(f"{tmp_path}") is None
+    blobs = hub_folder("some/model")
+    assert blobs == tmp_path / "models--some--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "old").write_bytes(bytes(9))
+    line = LoadingLine("some/model", blobs)
+    (blobs / "new.incomplete").write_bytes(bytes(2048))
+    line.began -= 75
+    line.looked -= 75
+    assert line.text() == "loading some/model ... 75 s, 2.0 KiB from the Hub"

@@ -131,14 +131,14 @@ def ask(
     check_images(images)
     check_model(model)
     options = decoding(max_tokens, temperature, top_p, seed)
-    from keepsight.cli.chat import open_image
-    from keepsight.core.render import user_message
-
-    messages = [user_message(question, [open_image(name) for name in images])]
     out = console()
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     with load(model, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
+        from keepsight.cli.chat import open_image  # start-up time: while the line moves
+        from keepsight.core.render import user_message
+
+        messages = [user_message(question, [open_image(name) for name in images])]
         if as_json:
             reply = vlm.chat(messages, **options)
             usage, report_dict = vars(reply.usage), reply.report.to_dict()
@@ -193,14 +193,12 @@ def chat(
     options = decoding(max_tokens, temperature, top_p, seed)
     check_images(image or [])
     name = one_model(named, model)
-    if sys.stderr.isatty():
-        console(stderr=True).print(f"loading {plain(name)} ...", style="dim")
-    from keepsight.cli.chat import Shell
-
     history = Path(store).expanduser() / "chat-history" if store else None
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     with load(name, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
+        from keepsight.cli.chat import Shell  # start-up time: while the line moves
+
         shell = Shell(vlm, console(), options, history=history, reports=report)
         for name in image or []:
             shell.image(name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keepsight.cli.loading_line import loading_line
 from keepsight.cli.model_names import check_model
 from keepsight.errors import ImageError, InputError, UnsupportedInput
 from keepsight.kinds import Options, Record
@@ -125,22 +126,23 @@ def load(
     tenant: str | None = None,
     **options: Any,
 ) -> VLM:
-    """The model that the options speak of."""
+    """The model that the options speak of; on a terminal a line moves until it is there."""
     check_model(model)
-    from transformers import logging
+    with loading_line(model):
+        from transformers import logging
 
-    import keepsight as ks
+        import keepsight as ks
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if any(pixels):
-        options["image_options"] = {"size": pixel_limits(model, *pixels)}
-    if grain is not None:
-        options["grain"] = grain
-    options |= {"store": store or "", "remote": remote or "", "tenant": tenant}
-    if options.get("runtime") or options.get("weights"):
-        options["tell"] = lambda line: typer.echo(line, err=True)
-    return ks.load(model, dtype=dtype, device_map=device_map, **options)
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        if any(pixels):
+            options["image_options"] = {"size": pixel_limits(model, *pixels)}
+        if grain is not None:
+            options["grain"] = grain
+        options |= {"store": store or "", "remote": remote or "", "tenant": tenant}
+        if options.get("runtime") or options.get("weights"):
+            options["tell"] = lambda line: typer.echo(line, err=True)
+        return ks.load(model, dtype=dtype, device_map=device_map, **options)
 
 
 def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, int]:
