@@ -420,7 +420,7 @@ def test_rows_travel_from_the_scheduler_to_the_worker(connected: Any) -> None:
         assert list(handed.rows) == expected, "handed over once"
         worker.bind_connector_metadata(handed)
         worker.start_load_caches(cache)
-    assert torch.equal(cache[name], engine_inputs.rows(pack).to(torch.float32))
+    assert torch.equal(cache[name].cpu(), engine_inputs.rows(pack).to(torch.float32))
     assert scheduler.take_unavailable_requests() == set()
 
 
