@@ -213,6 +213,7 @@ def main() -> None:
     if options.record:
         counts |= measure(options.folder.resolve())
         known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+        counts = {**known.get(options.record, {}), **counts}  # what is measured by hand stays
         RESULTS.write_text(json.dumps(known | {options.record: counts}, indent=1) + "\n", "utf-8")
     for name, number in counts.items():
         print(f"{number:12,}  {name}")
