@@ -165,6 +165,7 @@ def test_unknown_options_and_bounds_are_refused(here: Path) -> None:
 def test_models_that_are_not_shown_right_are_refused_by_name(tmp_path: Path) -> None:
     for name, told in (
         ("mllama", "'mllama' cannot be exported"),
+        ("ernie4_5_vl_moe", "'ernie4_5_vl_moe' cannot be exported: its resampler"),
         ("qwen2_vl", "quantised already"),
     ):
         folder = tmp_path / name

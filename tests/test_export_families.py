@@ -41,6 +41,12 @@ class TestQwen3VL(ExportedTests):
     kind = "qwen3_vl"
 
 
+class TestQwen3VLMoe(ExportedTests):
+    """Each token goes to experts of its own, within the graph."""
+
+    kind = "qwen3_vl_moe"
+
+
 class TestQwen35(ExportedTests):
     kind = "qwen3_5"
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from keepsight.core.lane_layer import LaneLayer
 from keepsight.core.lane_mixer import MixerLayer
@@ -193,7 +193,7 @@ class DecoderStandIn:
         visual_pos_masks: Tensor | None = None,
         deepstack_visual_embeds: Sequence[Tensor] | None = None,
         **options: object,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         if inputs_embeds is None or input_ids is not None:
             raise UnsupportedInput("an exported decoder takes embeddings, not ids")
         _refuse_outputs("decoder", options)
@@ -221,7 +221,7 @@ class DecoderStandIn:
         found = self._session.run(feeds, into)
         for number, layer in enumerate(layers):
             self._take_states(number, layer, found, tokens)
-        return BaseModelOutputWithPast(
+        return MoeModelOutputWithPast(
             last_hidden_state=found["hidden"], past_key_values=past_key_values
         )
 

@@ -38,7 +38,14 @@ from keepsight.runtimes.states import KINDS
 from keepsight.system.memory import free_memory
 from keepsight.vlm import VLM, load
 
-FAMILIES = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "internvl")
+FAMILIES = (
+    *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_vl", "qwen2_5_vl"),
+    *("gemma3", "llava", "internvl"),
+)
+_REASONS = {  # of those that were tried
+    "ernie4_5_vl_moe": "its resampler counts in a loop over a tensor, which no exporter traces",
+    "video_llama_3": "its tower takes pictures of any size without a grid for a graph to vary by",
+}
 MAX_PATCHES = 16_384
 _NEAR = 1e-3  # of the logits' scale: further off, a float32 export is not one of this model
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -116,8 +123,9 @@ def _checked_config(path: str, revision: str | None) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path, **options)
     if config.model_type not in FAMILIES:
         raise UnsupportedModel(
-            f"model type {config.model_type!r} cannot be exported: no test has shown its graphs "
-            f"right; those that can be: {', '.join(FAMILIES)}"
+            f"model type {config.model_type!r} cannot be exported: "
+            f"{_REASONS.get(config.model_type, 'no test has shown its graphs right')}; those that "
+            f"can be: {', '.join(FAMILIES)}"
         )
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(
