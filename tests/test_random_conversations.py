@@ -74,9 +74,9 @@ class Talks:
         self.model = copy.deepcopy(model)  # its weights change
         self.label, self.folder = f"{kind} {dtype} seed {seed}", folder
         self.talks: list[Messages] = []
-        self.vlm = self.open()
+        self.vlm = self.open(pack=True)
 
-    def open(self) -> ks.VLM:
+    def open(self, **options: Any) -> ks.VLM:
         pick = self.random.choice
         return ks.wrap(
             self.model,
@@ -84,8 +84,8 @@ class Talks:
             cache_budget=pick(["60KiB", "300KiB", "4MiB", "1GiB"]),
             vision_budget=pick(["40KiB", "1MiB", "1GiB"]),
             store=pick([str(self.folder), str(self.folder), ""]),
-            pack=pick([True, False]),
             drafts=pick([True, False]),
+            **{"pack": pick([True, False]), **options},
         )
 
     def words(self, most: int) -> str:
@@ -189,6 +189,8 @@ class Talks:
         try:
             assert self.vlm.stats()["engine"]["any_cut"]
             self.new()
+            self.adapt()  # while the copies of the weights are sure to be there
+            self.go_on()
             for name in self.random.choices(names, k=deeds):
                 torch.manual_seed(self.random.randint(0, 99))
                 getattr(self, name)()
@@ -199,7 +201,7 @@ class Talks:
 
 @pytest.mark.parametrize(("kind", "dtype", "seed"), QUICK)
 def test_random_conversations(kind: str, dtype: torch.dtype, seed: int, tmp_path: Path) -> None:
-    Talks(kind, dtype, seed, tmp_path).run(7)
+    Talks(kind, dtype, seed, tmp_path).run(5)
 
 
 @pytest.mark.slow
