@@ -69,9 +69,19 @@ def test_every_act_is_played_and_answers_are_those_of_stock(toured: tuple[str, P
     said, _ = toured
     for number in (1, 2, 3, 4):
         assert re.search(rf"^{number}  \w.*─", said, re.M)
-    assert "25 of 25 answers are, word for word, those of stock Transformers." in said
+    assert "15 of 15 answers are, word for word, those of stock Transformers." in said
     assert "OTHER" not in said
     assert re.search(r"That was it, in \d+ seconds", said)
+
+
+def test_it_opens_with_a_model_and_a_picture_where_memory_pays(toured: tuple[str, Path]) -> None:
+    opening = toured[0].partition("1  A conversation")[0]
+    rows = re.findall(r"^(\d) +(\d+) +(\d+) +\d+ ms +\d+ ms +[\d.]+x$", opening, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    prompts, reused = ([int(row[i]) for row in rows] for i in (1, 2))
+    assert prompts[0] > 200
+    assert reused[0] == 0
+    assert all(left >= before for left, before in zip(reused[1:], prompts, strict=False))
 
 
 def test_each_turn_says_what_was_reused(toured: tuple[str, Path]) -> None:

@@ -27,6 +27,7 @@ from transformers import logging
 import keepsight as ks
 from keepsight.cli import show
 from keepsight.cli.terminal import bytes_text, table
+from keepsight.cli.tour_opening import opening
 from keepsight.cli.tour_stage import Ask, Stage, TurnTimes, scenes_of, script, times
 from keepsight.cli.tour_stock import Heard, Outcome, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from keepsight.session import Session
     from keepsight.vlm import VLM
 
-_RUNS = 5  # the table of act 1 shows medians of so many
+_RUNS = 3  # the table of act 1 shows medians of so many
 _TOKENS = 96  # more than any answer has
 
 
@@ -52,6 +53,7 @@ def run(console: Console, out: Path, seed: int = 1) -> None:
         stage = Stage(console, out.expanduser(), scenes_of(seed))
         stage.draw()
         _opening(stage)
+        opening(stage)
         with ks.load("demo", dtype="float32", store="") as vlm:
             stock = StockSession(vlm.model, vlm.runtime.needed_processor())
             _conversation(stage, vlm, stock)
@@ -78,8 +80,7 @@ def _opening(stage: Stage) -> None:
     about = (
         "Two tiny models come with the package. They were trained on pictures of one coloured "
         "shape, and what they say is what they see: ✓ is right, ✗ is wrong, with Keepsight and "
-        "without it alike. Look at the tokens here; `keepsight bench` measures times at sizes that "
-        "matter."
+        "without it alike. `keepsight bench` measures times at sizes that matter."
     )
     stage.console.print(Text(about, "dim"))
 
@@ -110,11 +111,6 @@ def _conversation(stage: Stage, vlm: VLM, stock: StockSession) -> None:
     same = sum(turn.same for turns in runs for turn in turns)
     total = _RUNS * len(asks)
     stage.say(f"{same} of {total} answers are, word for word, those of stock Transformers.")
-    why = (
-        "New pictures are prefilled in pieces, so that each piece can be continued from; a model "
-        "this small pays more for the number of pieces than for the tokens in them."
-    )
-    stage.console.print(Text(why, "dim"))
 
 
 def _warm_up(stage: Stage, vlm: VLM, stock: StockSession) -> None:
