@@ -109,3 +109,12 @@ def test_eight_bits_see_the_same_and_say_how_far_off_they_are(
         messages = [turn("Which is larger?", image, picture(11, 96, 96))]
         assert vlm.runtime.refresh() != exported.runtime.refresh()  # prefixes are never mixed
         assert said(vlm, messages)
+
+
+def test_the_second_turn_is_reused_with_no_option() -> None:
+    with ks.load(exported_demo("demo")) as vlm:
+        chat = vlm.session()
+        chat.ask("What color is the shape in the picture?", images=[picture(1)])
+        reply = chat.ask("Where is the shape in the picture?")
+    assert reply.usage.images_encoded == 0
+    assert reply.usage.cached_tokens >= 16

@@ -20,7 +20,12 @@ from keepsight.core.call import Call
 from keepsight.core.engine import Engine
 from keepsight.core.kernels import passes
 from keepsight.core.render import Name, Renderer
-from keepsight.core.settings import RuntimeSettings, image_options, refuse_stretching_rope
+from keepsight.core.settings import (
+    RuntimeSettings,
+    default_grain,
+    image_options,
+    refuse_stretching_rope,
+)
 from keepsight.core.state import Shape
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Processor, Record
@@ -42,7 +47,6 @@ from keepsight.system.accounts import account_of
 from keepsight.system.lock import FairLock, Mutex
 from keepsight.system.units import parse_bytes, parse_seconds
 
-ACCELERATOR_GRAIN, CPU_GRAIN = 256, 64
 _STATS_WAIT = 0.2  # seconds that statistics wait for a store to count what it has
 _NO_PROCESSOR = "this model was wrapped without a processor: use generate(**tensors)"
 MAX_TENANTS = 10_000  # known in memory at a time; a store knows them all
@@ -96,15 +100,10 @@ class Runtime:
         self.engine = Engine(model, family, self.prefixes, shape, budget)
         self.engine.guessing = settings.drafts
         self.tree.receive, self.tree.on_forget = self.engine.receive, self.engine.lanes.clear
-        default = CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
         tokenizer = getattr(processor, "tokenizer", None)
-        self.rule = self._boundaries = Rule(
-            settings.grain or default,
-            family.turn_ends(tokenizer),
-            family.sees_whole_media,
-            family.reuse,
-            family.media_ends,
-        )
+        grain, ends = settings.grain or default_grain(model), family.turn_ends(tokenizer)
+        kind = (family.sees_whole_media, family.reuse, family.media_ends)
+        self.rule = self._boundaries = Rule(grain, ends, *kind)
         self._any_cut = AnyCut(model, family, self.engine, weights, settings, owned)
         self.finding = self._any_cut.before
         self._compiled = Compiled(model, family.answers)

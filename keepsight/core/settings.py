@@ -20,6 +20,7 @@ from keepsight.store.write_queue import ROOM
 from keepsight.system.units import parse_bytes, parse_seconds
 
 _LONGEST_NAME = 1024
+ACCELERATOR_GRAIN, CPU_GRAIN, EXPORTED_GRAIN = 256, 64, 16
 LEAST_WAITING = 64 << 20  # bytes that may always wait to be written
 
 
@@ -88,6 +89,14 @@ def chosen_store(
     room = min(max(sum(map(parse_bytes, memory)), LEAST_WAITING), ROOM)
     where = None if near is None else os.fspath(near)
     return open_store(where, bytes_of[0], far, bytes_of[1], room)
+
+
+def default_grain(model: PreTrainedModel) -> int:
+    """The least number of tokens between two boundaries. A pass of an exported model costs little
+    more than its tokens, so that the shortest of turns is worth a snapshot there."""
+    if hasattr(model, "exported"):
+        return EXPORTED_GRAIN
+    return CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
 
 
 def refuse_stretching_rope(model: PreTrainedModel) -> None:
