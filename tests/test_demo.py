@@ -117,7 +117,7 @@ def test_what_it_made_is_listed_and_loads(toured: tuple[str, Path]) -> None:
     said, out = toured
     closing = said.split("That was it")[1]
     files = [path for path in out.rglob("*") if path.is_file() and "store" not in path.parts]
-    assert len(files) == 6
+    assert len(files) == 7
     assert all(str(path) in closing for path in [*files, out / "store"])
     package = ks.Package.load(out / "picture-1.sight")
     assert package.key in said.split("3  A package")[1] and "sound: " in said
