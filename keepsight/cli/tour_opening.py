@@ -49,7 +49,8 @@ def made_on_the_spot(seed: int = 0) -> PreTrainedModel:
 def opening(stage: Stage) -> None:
     """A chat about one picture, timed beside stock."""
     model, processor = made_on_the_spot(), loading.load_processor(loading.model_path("demo"), None)
-    processor.image_processor.size = {"shortest_edge": 32 * 32, "longest_edge": _SIDE * _SIDE}
+    pixels = {"shortest_edge": 32 * 32, "longest_edge": _SIDE * _SIDE}
+    vars(processor.image_processor)["size"] = pixels  # the demo's own are smaller
     millions = model.num_parameters() / 1e6
     stage.act(
         "What memory saves",
