@@ -18,10 +18,12 @@ from keepsight.errors import FileError, ImageError, TowerRan, UnsupportedInput, 
 from keepsight.formats.package import Package, check_shapes, feature_id, identity
 from keepsight.kinds import Record
 from keepsight.media.caches import MediaCaches
+from keepsight.media.films import FilmSteps, provenance_of
 from keepsight.media.medium import Medium, entry_of, medium_in
 from keepsight.media.naming import Looked, Namer
 from keepsight.models.blindfold import refuse_blindfolded
 from keepsight.models.families import Family, Pixels
+from keepsight.models.families.qwen_vl import films_by_step, steps_of
 from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.store import About, Store
 
@@ -144,7 +146,7 @@ class Vision:
 
     def _medium(self, entry: Record, recall: Callable[[], Pixels]) -> Medium:
         what = identity(entry["key"], self._weights, self._vision_settings)
-        made = feature_id(what, self._provenance)
+        made = feature_id(what, self._made_with(entry.get("modality", "image")))
         if self._accept == "any" and self._store is not None:
             made = self._any_made(what, made)
         layout = tuple(entry["layout"])
@@ -168,7 +170,7 @@ class Vision:
 
     def differences(self, package: Package) -> str:
         """In what a package's making differs from ours, for people; empty when in nothing."""
-        there, here = package.provenance, self._provenance
+        there, here = package.provenance, self._made_with(package.modality)
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         said = [f"{name} {there.get(name)!r}, here {here.get(name)!r}" for name in sorted(names)]
         return "; ".join(said)
@@ -177,7 +179,7 @@ class Vision:
         """Whether encoding the same image now would give this package again."""
         ours = identity(package.key, self._weights, self._vision_settings)
         if self._accept != "any":
-            ours = feature_id(ours, self._provenance)
+            ours = feature_id(ours, self._made_with(package.modality))
         same = ours in (package.identity, package.feature_id)
         return same and package.about.get("processor_settings") == self.namer.settings(
             package.modality
@@ -232,9 +234,11 @@ class Vision:
             self._keep(package, 1e3 * (time.perf_counter() - start))
             return package, tier
         start = time.perf_counter()
-        package = self._encode(medium)
+        package, steps = self._encode(medium)
         cost = 1e3 * (time.perf_counter() - start)
         if keep():
+            for step in steps:
+                self._keep(step, cost / len(steps))
             self._keep(package, cost)
             if self._shared:
                 self.store_package(package, cost)
@@ -269,21 +273,39 @@ class Vision:
 
     def encode_medium(self, medium: Medium) -> Package:
         """The features, computed now and kept nowhere: for who keeps them in another form."""
-        return self._encode(medium)
+        return self._encode(medium)[0]
 
-    def _encode(self, medium: Medium) -> Package:
+    def _encode(self, medium: Medium) -> tuple[Package, list[Package]]:
+        """The features of a medium, and those of the steps of a film that the tower saw for it."""
         self.require([medium])
         refuse_blindfolded(self._family.model, medium.key)
         pixels = self._pixels_of(medium)
-        tensors, container = self._run_tower(pixels)
+        steps = steps_of(self._family, pixels)
         self._counts["encoded"] += 1
+        if len(steps) == 1:
+            return self._packed(medium, *self._run_tower(pixels)), []
+        film = FilmSteps(self._known_step, self._run_tower)
+        package = self._packed(medium, *film.encode(steps))
+        seen = [(self.name_pixels(step), made, kind) for step, made, kind in film.made]
+        return package, [self._packed(*one) for one in seen]
+
+    def _known_step(self, key: str) -> Package | None:
+        what = identity(key, self._weights, self._vision_settings)
+        made = feature_id(what, self._made_with("video"))
+        found = self._caches.packages.get(self._tenant, made)
+        return None if found is None else found.on(self._family.model.device)
+
+    def _made_with(self, modality: str) -> Record:
+        return provenance_of(self._provenance, modality, films_by_step(self._family))
+
+    def _packed(self, medium: Medium, tensors: dict[str, torch.Tensor], container: str) -> Package:
         settings = self.namer.settings(medium.modality, must=False)
         package = Package(
             tensors=tensors,
             key=medium.key,
             weights=self._weights,
             settings=self._vision_settings,
-            provenance=dict(self._provenance),
+            provenance=dict(self._made_with(medium.modality)),
             grid=medium.grid,
             layout=medium.layout,
             container=container,

@@ -23,6 +23,32 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 VIDEO = ("pixel_values_videos", "video_grid_thw")
+# Types whose towers are shown (tests/test_films.py) to see one step in time of a film at a time.
+_BY_STEP = {
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
+}
+
+
+def films_by_step(family: Family) -> bool:
+    """Whether the tower sees one step in time of a film, and no other."""
+    return family.model.config.model_type in _BY_STEP
+
+
+def steps_of(family: Family, pixels: Pixels) -> list[Pixels]:
+    """What goes through the tower one by one: the medium, or each step in time of a film."""
+    if VIDEO[1] not in pixels.tensors or not films_by_step(family):
+        return [pixels]
+    count, height, width = pixels.tensors[VIDEO[1]][0].tolist()
+    if count == 1:
+        return [pixels]
+    tokens = height * width // family.merge_size() ** 2
+    one = torch.tensor([[1, height, width]])
+    parts = pixels.tensors[VIDEO[0]].chunk(count)
+    return [
+        Pixels({VIDEO[0]: part, VIDEO[1]: one}, {VIDEO[1]: one.tolist()}, (tokens,), "video")
+        for part in parts
+    ]
 
 
 class QwenVL(Family):
