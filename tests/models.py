@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from family_models import BUILDERS as _MORE
+from family_models import Builder
 from model_parts import MROPE, TEMPLATE, TEXT, TOKENS, picture, processor_of, tokenizer_with, wake
 
 __all__ = ["ALL", "TEMPLATE", "build", "folder_of", "picture", "stock_inputs", "turn"]
@@ -20,8 +21,13 @@ __all__ = ["ALL", "TEMPLATE", "build", "folder_of", "picture", "stock_inputs", "
 @functools.cache
 def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Model and processor of one family; the same weights each time."""
+    return built(ALL[kind], dtype)
+
+
+def built(builder: Builder, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The same of a family that is given."""
     torch.manual_seed(0)
-    model_class, config, processor = ALL[kind]()
+    model_class, config, processor = builder()
     config.text_config.vocab_size = 576
     model = model_class(config)
     wake(model)

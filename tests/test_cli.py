@@ -236,6 +236,7 @@ def test_pixel_limits_are_refused_where_they_mean_something_else(
 ) -> None:
     _, processor = build("llava")
     monkeypatch.setattr(loading, "load_processor", lambda path, revision: processor)
+    monkeypatch.setattr(options, "check_model", lambda model: None)
     with pytest.raises(UnsupportedInput, match="--max-pixels"):
         options.load("some/llava", pixels=(None, 1000))
 

@@ -24,7 +24,7 @@ import keepsight as ks
 from keepsight.bench import options as bench_options
 from keepsight.cli import progress
 from keepsight.cli.app import app
-from keepsight.errors import InputError, ModelError, StoreError, UnsupportedModel
+from keepsight.errors import InputError, ModelError, UnsupportedModel
 from keepsight.models import loadable, reachable
 
 
@@ -211,12 +211,6 @@ def test_what_is_not_there_is_said_before_pytorch_is_imported(tmp_path: Path) ->
     assert len(lines) == len(REFUSED)
     for line, expected in zip(lines, REFUSED.values(), strict=True):
         assert all(part in line for part in expected.split("...")), (line, expected)
-
-
-def test_a_file_in_the_place_of_a_store_is_refused_in_python_too(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("a note")
-    with pytest.raises(StoreError, match="notes.txt cannot be a store: it is a file"):
-        ks.load("demo", store=tmp_path / "notes.txt")
 
 
 def test_a_store_is_shown_as_its_statistics(tmp_path: Path) -> None:

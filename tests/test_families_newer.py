@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from models import build
+import pytest
+from family_models.newer import REFUSED
+from models import build, built
 
+import keepsight as ks
+from keepsight.errors import UnsupportedModel
 from keepsight.testing import FamilyTests
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_others_are_refused_in_words(kind: str) -> None:
+    model, processor = built(REFUSED[kind])
+    with pytest.raises(UnsupportedModel, match="are not supported|could not be shown exact"):
+        ks.wrap(model, processor)
 
 
 class TestVipLlava(FamilyTests):

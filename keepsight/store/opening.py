@@ -12,7 +12,6 @@ from keepsight.errors import InputError
 from keepsight.store.contract import Store
 from keepsight.store.disk import DiskStore
 from keepsight.store.write_queue import ROOM
-from keepsight.system.places import check_store_folder
 
 
 def open_store(
@@ -44,7 +43,6 @@ def open_store(
 
 
 def _open_one(address: str, budget: int | None, quota: int | None, waiting: int) -> Store:
-    check_store_folder(address)
     if "://" not in address:
         return DiskStore(address, budget, quota=quota, waiting=waiting)
     from keepsight.store.remote import RemoteStore

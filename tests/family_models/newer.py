@@ -345,12 +345,13 @@ def _hunyuan_vl() -> tuple[Any, Any, Any]:
 BUILDERS: dict[str, Builder] = {
     "vipllava": _vipllava,
     "llava_next_video": _llava_next_video,
-    "qianfan_ocr": _qianfan_ocr,
     "lighton_ocr": _lighton_ocr,
-    "qwen4_exp": _qwen4_exp,
     "exaone4_5": _exaone4_5,
     "lfm3_vl": _lfm3_vl,
     "cohere_compass": _cohere_compass,
     "cosmos3_edge": _cosmos3_edge,
     "hunyuan_vl": _hunyuan_vl,
 }
+
+# Types that are refused, in words.
+REFUSED: dict[str, Builder] = {"qianfan_ocr": _qianfan_ocr, "qwen4_exp": _qwen4_exp}
