@@ -226,8 +226,8 @@ class _Call:
         """The same of messages that Transformers would hand to the template as they are; None where
         it may do something else."""
         template = upstream.compiled_template(source)
-        base = PreTrainedTokenizerBase.apply_chat_template
-        if template is None or type(self.tokenizer).apply_chat_template is not base:
+        apply = getattr(type(self.tokenizer), "apply_chat_template", None)
+        if template is None or apply is not PreTrainedTokenizerBase.apply_chat_template:
             return None
         named = self.tokenizer.special_tokens_map
         try:
