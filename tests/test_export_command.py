@@ -347,7 +347,7 @@ def test_chat_and_encode(here: Path, expected: str, tmp_path: Path) -> None:
 def test_options_that_an_export_cannot_honour_are_named(here: Path) -> None:
     ask = ("ask", "a.png", QUESTION, "--model", "made")
     assert "dtype='bfloat16'" in refused(*ask, "--dtype", "bfloat16")
-    assert "device_map='cuda'" in refused(*ask, "--device-map", "cuda")
+    assert "device 'cuda'" in refused(*ask, "--device-map", "cuda")  # on a machine without any
 
 
 def test_show_tells_what_an_export_is(here: Path, made: Any) -> None:

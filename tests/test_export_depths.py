@@ -275,14 +275,9 @@ def test_packages_are_interchanged_both_ways(kind: str) -> None:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [("glm4v", "glm4v"), ("qwen3_vl_moe", "qwen3_vl_moe"), ("mistral3", "mistral3")],
-)
-def test_other_families_are_refused_before_anything_is_written(
-    kind: str, named: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedModel, match=named):
+@pytest.mark.parametrize("kind", ["glm4v", "mistral3"])
+def test_other_families_are_refused_before_anything_is_written(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=kind):
         export(str(folder_of(kind, tmp_path / "model")), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
