@@ -39,6 +39,7 @@ from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
 from keepsight.scheduler.ticket import Listener, Ticket
 from keepsight.system.accounts import account_of
 from keepsight.system.exits import SCHEDULERS, finish_before_exit
+from keepsight.system.openmp import release_team
 from keepsight.system.units import parse_bytes
 from keepsight.vlm import VLM
 
@@ -85,6 +86,7 @@ class Together:
         self._admission = Admission(max_running + max_waiting)
         self._line = Line(self._sizes, self._decoding, max_running, self._budget)
         self._rounds = 0
+        release_team()  # from here on another thread computes
         self._thread = begin_serving(self, self._admission)
         finish_before_exit(self, SCHEDULERS)
 
