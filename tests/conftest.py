@@ -74,10 +74,10 @@ def _equal_models_are_tried_once(
     def environment() -> tuple[Any, ...]:
         return torch.get_num_threads(), torch.get_float32_matmul_precision()
 
-    def model_once(self: AnyCut) -> Any:
+    def model_once(self: AnyCut, tried: Any) -> Any:
         key = (self._weights.state, str(self._engine.shape), self.packing.wanted, environment())
         if key not in trials:
-            found = try_model(self)
+            found = try_model(self, tried)
             if found.kernels is None:
                 return found
             trials[key] = found, dict(found.kernels.linears.rows), set(found.kernels.seen)

@@ -238,6 +238,7 @@ _WHAT = {
     "alias": "a note: these pixels or file bytes are that image",
     "made": "a note: in which making the features of an image are here",
     "weights": "a note: the fingerprint of a folder of weights",
+    "kernels": "a note: by which kernels a model is exact on a machine",
 }
 
 

@@ -10,7 +10,7 @@ one of these fails, or cannot be asked, the model runs by boundaries, and `why` 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,11 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight import digests
+from keepsight.core import findings
 from keepsight.core.engine import Engine, Run
+from keepsight.core.findings import Finding, Rules
 from keepsight.core.kernels import mixers
 from keepsight.core.kernels.attention import attention_rows_are_equal
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
-from keepsight.core.kernels.linear import Linears
+from keepsight.core.kernels.linear import Linears, rows_agree
 from keepsight.core.kernels.packing import Packing
 from keepsight.core.kernels.passes import Kernels, is_inside
 from keepsight.core.lane_batch import LaneBatch
@@ -35,6 +37,7 @@ from keepsight.models.no_gradients import quiet
 from keepsight.models.weights import Weights
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt, Rule
+from keepsight.store.contract import Store
 
 TOKENS = 46  # of the prompt that is run
 CUTS = (1, 4, 9, 24, 45)  # where it is cut
@@ -59,15 +62,6 @@ _EXACT = 1 << 24  # whole numbers up to here are sums of float32
 _MOST = 8  # environments whose findings are remembered
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What was found: the kernels by which it holds, or why it does not."""
-
-    kernels: Kernels | None
-    why: str = ""
-    names: tuple[str, ...] = ()  # of the kernels, for the name of what is computed with them
-
-
 class AnyCut:
     """What holds for one model, in the environment of the moment."""
 
@@ -79,8 +73,10 @@ class AnyCut:
         weights: Weights,
         settings: RuntimeSettings,
         owned: bool,
+        store: Store | None = None,
     ) -> None:
         mixers.begin(model)
+        self._store = store
         self._model, self._family, self._engine = model, family, engine
         self._weights = weights
         # A caller who names a grain wants boundaries.
@@ -109,19 +105,55 @@ class AnyCut:
         if why:
             return Finding(None, why)
         if weights.all != self._packed_for:
-            self.packing.follow(self._layers())
-            self._packed_for, self._shapes = weights.all, self._shapes_now()
-        packed = self.packing.wanted
-        name = digests.digest(
-            "any cut", environment, weights.code, weights.config, self._shapes, packed
-        )
+            self._shapes = self._shapes_now()
+            here = digests.digest("environment", environment)
+            self._remember_rules(self._name(environment), here)
+            self.packing.follow(self._layers(), here)
+            self._packed_for = weights.all
+        name = self._name(environment)
         if name not in self._found:
             while len(self._found) >= _MOST:
                 self._found.pop(next(iter(self._found)))
-            self._found[name] = self._try()
+            self._found[name] = self._recalled(name) or self._tried(name, environment)
         found = self._found[name]
         if found.kernels is not None and (doubts := self._doubts(found.kernels)):
             found = self._found[name] = Finding(None, doubts[0])
+        return found
+
+    def _name(self, environment: Record) -> str:
+        """What a finding depends on, beside the machine."""
+        now = (self._shapes, self.packing.wanted)
+        return digests.digest(
+            "any cut", environment, self._weights.code, self._weights.config, *now
+        )
+
+    def _read(self, name: str) -> findings.Noted | None:
+        # What only this process can know is in no note.
+        store = None if self._weights.is_private else self._store
+        return findings.read(store, name, lambda: self.packing.packed)
+
+    def _remember_rules(self, name: str, here: str) -> None:
+        """How packed weights are read, where a process before this one tried it."""
+        if self.packing.wanted and not self.packing.rules and (noted := self._read(name)):
+            self.packing.rules, self.packing.tried_in = noted.packing, here
+
+    def _recalled(self, name: str) -> Finding | None:
+        """What a process before this one found, where this machine still does the same."""
+        noted = self._read(name)
+        if noted is None or noted.finding.kernels is None:
+            return None if noted is None else noted.finding
+        with quiet(self._model):
+            agrees = all(
+                rows_agree(noted.finding.kernels.linears, layer)
+                for layer in {tuple(layer.weight.shape): layer for layer in self._layers()}.values()
+            )
+        return noted.finding if agrees else None
+
+    def _tried(self, name: str, environment: Record) -> Finding:
+        here = digests.digest("environment", environment) == self.packing.tried_in
+        found = self._try(self.packing.rules if here else {})
+        if not self._weights.is_private:
+            findings.write(self._store, name, found, self.packing.rules)
         return found
 
     def _doubts(self, kernels: Kernels) -> list[str]:
@@ -157,8 +189,8 @@ class AnyCut:
         shapes = [[name, list(w.shape), str(w.dtype)] for part in parts for name, w in part]
         return digests.digest("shapes", shapes)
 
-    def _try(self) -> Finding:
-        kernels = Kernels(Linears(lambda: self.packing.packed))
+    def _try(self, tried: Rules) -> Finding:
+        kernels = Kernels(Linears(lambda: self.packing.packed, tried))
         try:
             with quiet(self._model):
                 if why := self._fails(kernels):
@@ -169,7 +201,8 @@ class AnyCut:
                     names.append(f"states on a grid of {GRID}, in blocks of {BLOCK}")
                 return Finding(kernels, "", tuple(names))
         except Exception as error:  # whatever a strange model runs into
-            return Finding(None, f"it could not be tried: {type(error).__name__}: {error}")
+            why = f"it could not be tried: {type(error).__name__}: {error}"
+            return Finding(None, why, lasts=False)
 
     def _fails(self, kernels: Kernels) -> str:
         """What shows that bits depend on something else; empty where nothing does."""

@@ -104,7 +104,7 @@ class Runtime:
         grain, ends = settings.grain or default_grain(model), family.turn_ends(tokenizer)
         kind = (family.sees_whole_media, family.reuse, family.media_ends)
         self.rule = self._boundaries = Rule(grain, ends, *kind)
-        self._any_cut = AnyCut(model, family, self.engine, weights, settings, owned)
+        self._any_cut = AnyCut(model, family, self.engine, weights, settings, owned, store)
         self.finding = self._any_cut.before
         self._compiled = Compiled(model, family.answers)
         self._compiled.gather()

@@ -26,6 +26,7 @@ KINDS = {
     "alias": ".json",
     "made": ".json",
     "weights": ".json",
+    "kernels": ".json",
 }
 NOTES = tuple(kind for kind, suffix in KINDS.items() if suffix == ".json")
 MARKER = "store.json"

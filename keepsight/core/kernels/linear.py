@@ -7,7 +7,7 @@ such number. Packed weights, where there are any, are also read faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ OFFSETS = (0, 1, 37)
 _ROWS = 512  # of the pass that others are compared with
 _SAMPLE = (*range(1, 34), 40, 48, 63, 64, 65, 100, 127, 128, 200, 256, 300, 384, 475)
 _LARGE_SAMPLE = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 24, 33, 64, 100, 200, 257)
+_LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 _LARGE = 1 << 22  # weights, from which on fewer numbers of rows are tried
 
 Shape = tuple[int, int, torch.dtype, bool, bool]  # out, in, dtype, with a bias, packed
@@ -46,8 +47,13 @@ CANDIDATES = (
 class Linears:
     """Linear layers of one model. How rows of each shape are filled up is found when it is met."""
 
-    def __init__(self, packed: Callable[[], dict[int, Packed]] = dict) -> None:
+    def __init__(
+        self,
+        packed: Callable[[], dict[int, Packed]] = dict,
+        tried: Mapping[Shape, Rows | None] | None = None,
+    ) -> None:
         self.rows: dict[Shape, Rows | None] = {}
+        self._tried = tried or {}  # shapes that were tried for another reason
         self.doubts: list[str] = []
         self._packed = packed
 
@@ -93,7 +99,9 @@ class Linears:
         try:
             return self.rows[shape]  # type: ignore[index]
         except KeyError:
-            rule = self.rows[shape] = rows_of(shape)  # type: ignore[index,arg-type]
+            known = shape in self._tried
+            rule = self._tried[shape] if known else rows_of(shape)  # type: ignore[index,arg-type]
+            self.rows[shape] = rule  # type: ignore[index]
             if rule is None:
                 self.doubts.append(
                     f"linear layers of shape {shape[1]}x{shape[0]} depend on their rows"
@@ -161,6 +169,18 @@ def rows_of(shape: Shape) -> Rows | None:
         if all(equal(rule.fill(count)) for count in sample):
             return rule
     return None
+
+
+def rows_agree(linears: Linears, layer: torch.nn.Linear) -> bool:
+    """Whether a layer still gives rows the same bits in other company: a look, and no trial."""
+    weight, bias = layer.weight, layer.bias
+    rows = torch.randn(_LOOK, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    rows = rows.to(weight.dtype)
+    wanted = linears(rows, weight, bias)
+    return all(
+        torch.equal(linears(rows[:count].clone(), weight, bias), wanted[:count])
+        for count in _LOOKED_AT
+    )
 
 
 def _telling(out: int, width: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

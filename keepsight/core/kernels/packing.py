@@ -28,7 +28,8 @@ class Packing:
         self._sparing = sparing  # none, where they would take much of the memory that is free
         self.wanted = wanted and packs_weights()
         self.packed: dict[int, Packed] = {}
-        self._rows: dict[Shape, Rows | None] = {}
+        self.rules: dict[Shape, Rows | None] = {}  # how rows are filled up, by shape
+        self.tried_in = ""  # the environment that found it
 
     @property
     def nbytes(self) -> int:
@@ -40,10 +41,12 @@ class Packing:
         for weight in weights:
             self.packed.pop(id(weight), None)
 
-    def follow(self, layers: Iterable[torch.nn.Linear]) -> None:
+    def follow(self, layers: Iterable[torch.nn.Linear], environment: str) -> None:
         """Have a copy of each of these weights, and of no others."""
         if not self.wanted:
             return
+        if environment != self.tried_in:
+            self.rules, self.tried_in = {}, environment
         weights = {id(layer.weight): layer for layer in layers if self._can_be_packed(layer)}
         self.packed = {name: one for name, one in self.packed.items() if name in weights}
         missing = sum(w.weight.nbytes for name, w in weights.items() if name not in self.packed)
@@ -71,9 +74,9 @@ class Packing:
             return False
         out, width = weight.shape
         shape = (out, width, weight.dtype, layer.bias is not None, True)
-        if shape not in self._rows:
-            self._rows[shape] = _tried(shape)
-        return self._rows[shape] is not None
+        if shape not in self.rules:
+            self.rules[shape] = _tried(shape)
+        return self.rules[shape] is not None
 
 
 def _tried(shape: Shape) -> Rows | None:

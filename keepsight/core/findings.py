@@ -1,0 +1,146 @@
+"""What was found about the kernels of a model, as a note in the store that the next process reads.
+
+Trying takes seconds for a large model, so it is done once for a machine. The name of a note is made
+of all that a finding can depend on: the processor with its caches and cores, the builds of torch
+and of this package, the environment, and the model's code, settings and shapes. After any change of
+these it is tried anew. A note that cannot be read is as none.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from keepsight import digests
+from keepsight.core.kernels.linear import Linears, Packed, Rows, Shape
+from keepsight.core.kernels.passes import Kernels
+from keepsight.kinds import Record
+from keepsight.store.contract import Store
+
+_KIND = "kernels"
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+# What Linux says of a processor and does not change while it runs.
+_PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
+_CPUINFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+
+Rules = dict[Shape, Rows | None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found: the kernels by which it holds, or why it does not."""
+
+    kernels: Kernels | None
+    why: str = ""
+    names: tuple[str, ...] = ()  # of the kernels, for the name of what is computed with them
+    lasts: bool = True  # whether another process on this machine would find the same
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A finding as an earlier process left it."""
+
+    finding: Finding
+    packing: Rules  # how rows of packed weights are filled up
+
+
+def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]) -> Noted | None:
+    """What an earlier process found under a name on this machine."""
+    note = None if store is None else store.note(_KIND, _key(name))
+    if note is None:
+        return None
+    try:
+        packing, why = _rules(note["packing"]), _text(note["why"])
+        if why:
+            return Noted(Finding(None, why), packing)
+        kernels = Kernels(Linears(packed))
+        kernels.linears.rows.update(_rules(note["rows"]))
+        kernels.seen.update((int(q), int(k), int(w), _DTYPES[d]) for q, k, w, d in note["heads"])
+        names = tuple(_text(one) for one in note["names"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Noted(Finding(kernels, "", names), packing)
+
+
+def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> None:
+    """Leave a finding to the processes that come."""
+    if store is None or not finding.lasts:
+        return
+    found = finding.kernels
+    note: Record = {"why": finding.why, "names": list(finding.names), "packing": _lines(packing)}
+    note["rows"] = [] if found is None else _lines(found.linears.rows)
+    note["heads"] = [] if found is None else sorted([*h[:3], str(h[3])] for h in found.seen)
+    store.put_note(_KIND, _key(name), note)
+
+
+def _key(name: str) -> str:
+    return digests.digest(_KIND, machine(), name)
+
+
+def _lines(rules: Rules) -> list[list[object]]:
+    lines = []
+    for (out, width, dtype, biased, packed), rule in rules.items():
+        own = [None, None] if rule is None else [rule.least, rule.step]
+        lines.append([out, width, str(dtype), biased, packed, *own])
+    return sorted(lines, key=str)
+
+
+def _rules(lines: list[list[object]]) -> Rules:
+    found: Rules = {}
+    for out, width, dtype, biased, packed, least, step in lines:
+        rule = None if least is None or step is None else Rows(_count(least), _count(step))
+        shape = (_count(out), _count(width), _DTYPES[str(dtype)], bool(biased), bool(packed))
+        found[shape] = rule
+    return found
+
+
+def _text(given: object) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"{given!r} is no text")
+    return given
+
+
+def _count(given: object) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"{given!r} is no count")
+    return given
+
+
+# -- the machine ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def machine() -> str:
+    """The digest of what chooses kernels on this machine, and of the code that tries them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    here = Path(__file__).parent
+    sources = [[str(file.relative_to(here)), file.read_bytes()] for file in here.rglob("*.py")]
+    code = digests.digest("code", *[part for source in sorted(sources) for part in source])
+    system = [platform.system(), platform.machine(), platform.processor(), *platform.libc_ver()]
+    about = [system, _processor(), _caches(), os.cpu_count(), cores]
+    return digests.digest("machine", about, torch.__config__.show(), code)
+
+
+def _processor() -> list[str]:
+    try:
+        lines = _CPUINFO.read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return [platform.version()]
+    return [line for line in lines if line.split(":")[0].strip() in _PROCESSOR]
+
+
+def _caches() -> list[str]:
+    found = []
+    for file in sorted(_CACHES.glob("index*/*")):
+        if file.name in ("level", "type", "size", "ways_of_associativity"):
+            try:
+                found.append(f"{file.parent.name}/{file.name}: {file.read_text().strip()}")
+            except OSError:
+                continue
+    return found
