@@ -34,6 +34,7 @@ from keepsight.kinds import Record
 from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quiet
+from keepsight.models.upstream import Args, TorchFunction
 from keepsight.models.weights import Weights
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt, Rule
@@ -104,12 +105,13 @@ class AnyCut:
         why = self._why_not(environment)
         if why:
             return Finding(None, why)
-        if weights.all != self._packed_for:
+        if weights.all != self._packed_for or self.packing.is_behind:
             self._shapes = self._shapes_now()
             here = digests.digest("environment", environment)
             self._remember_rules(self._name(environment), here)
             self.packing.follow(self._layers(), here)
             self._packed_for = weights.all
+            self.forget_steps()
         name = self._name(environment)
         if name not in self._found:
             while len(self._found) >= _MOST:
@@ -119,6 +121,19 @@ class AnyCut:
         if found.kernels is not None and (doubts := self._doubts(found.kernels)):
             found = self._found[name] = Finding(None, doubts[0])
         return found
+
+    def forget_steps(self) -> None:
+        """Record steps anew: they read what was packed before, or went past what came since."""
+        for known in self._found.values():
+            if known.kernels is not None:
+                known.kernels.steps.clear()
+
+    def stats(self) -> Record:
+        """Bytes of packed copies, and how many decoded steps were run as a list of operations
+        since the model was last seen to change."""
+        kernels = [known.kernels for known in self._found.values() if known.kernels is not None]
+        ran = sum(step.ran for one in kernels for step in one.steps.values())
+        return {"packed_bytes": self.packing.nbytes, "recorded_steps": ran}
 
     def _name(self, environment: Record) -> str:
         """What a finding depends on, beside the machine."""
@@ -209,13 +224,15 @@ class AnyCut:
         ids = self._ids()
         others: set[str] = set()
 
-        def note(name: str, arguments: Sequence[object]) -> None:
-            if is_inside() or (name in _UNEVEN and _leaves_none(name, arguments)):
-                return
-            if name in _UNEVEN or (name in _PRODUCTS and not _harmless(arguments)):
+        def run(function: TorchFunction, given: Args, options: Record) -> object:
+            name = str(function).split(".")[1]  # such as aten.mm.default
+            even = name in _UNEVEN and _leaves_none(name, given)
+            product = name in _PRODUCTS and not _harmless(given)
+            if not is_inside() and not even and (name in _UNEVEN or product):
                 others.add(name)
+            return function(*given, **options)
 
-        with upstream.watched(note):
+        with upstream.watched(run):
             wanted = self._states(kernels, ids, ())
         if others:
             return (

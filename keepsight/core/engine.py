@@ -22,6 +22,7 @@ from keepsight.core.kernels.passes import Kernels, running
 from keepsight.core.lanes import Lanes, restore, shared
 from keepsight.core.placement import Placement
 from keepsight.core.positions import place
+from keepsight.core.recorded_steps import decode
 from keepsight.core.state import Lane, Shape, Tensors, pattern
 from keepsight.errors import KeepsightError
 from keepsight.formats.package import Package
@@ -289,24 +290,16 @@ class Engine:
     @quietly
     def forward(self, run: Run, tokens: list[int]) -> torch.Tensor:
         """Decoded tokens through the model in one pass; the logits behind each."""
-        device, start, end = self._model.device, run.lane.length, run.lane.length + len(tokens)
+        start, end = run.lane.length, run.lane.length + len(tokens)
         extra = self._family.step_inputs(1, end)
-        places = torch.arange(len(tokens), device=run.next_positions.device)
-        with grouped_queries(device), running(run.kernels):
-            output = self._model(
-                **{name: tensor.to(device) for name, tensor in extra.items()},
-                **self._media_inputs(run, start, end),
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=run.next_positions + places,
-                past_key_values=run.lane.cache,
-                use_cache=True,
-                logits_to_keep=len(tokens),
-            )
+        extra = {name: tensor.to(self._model.device) for name, tensor in extra.items()}
+        extra |= self._media_inputs(run, start, end)
+        model = (self._model, self._family, run.kernels)
+        logits = decode(*model, [run], [tokens], run.lane.cache, extra)
         run.lane.length = end
         run.next_positions = run.next_positions + len(tokens)
         self.decode_steps += 1
-        logits: torch.Tensor = output.logits[0, -len(tokens) :]
-        return logits
+        return logits[0]
 
     def take_back(self, run: Run, length: int) -> None:
         """Rewind what was decoded to so many tokens."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from keepsight.core.attention import grouped_queries
 from keepsight.core.batch import Batch, TokenSampler
 from keepsight.core.engine import Run
-from keepsight.core.kernels.passes import attention_here, running
+from keepsight.core.kernels.passes import attention_here
 from keepsight.core.lane_layer import LaneLayer
 from keepsight.core.lane_mixer import MixerLayer, MixerRows
+from keepsight.core.recorded_steps import decode
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 
@@ -130,17 +130,9 @@ class LaneBatch:
             if run.drafts is not None:
                 run.drafts.note(token)
         extra = self._family.step_inputs(len(runs), self.longest + 1)
-        with grouped_queries(self._model.device), running(runs[0].kernels):
-            output = self._model(
-                **extra,
-                input_ids=torch.tensor([[token] for token in tokens]),
-                position_ids=torch.cat([run.next_positions for run in runs], dim=-2),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        model = (self._model, self._family, runs[0].kernels)
+        found = decode(*model, runs, [[token] for token in tokens], self._cache, extra)
         for run in runs:
             run.lane.length += 1
             run.next_positions = run.next_positions + 1
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+        return found[:, -1]

@@ -147,7 +147,26 @@ class LaneLayer(DynamicLayer):
 
     def first_seen(self) -> int | None:
         """The first key that the last token sees, where it does not see all."""
+        return self.first_seen_by(self.length - 1)
+
+    def first_seen_by(self, place: int) -> int | None:
+        """The same of the token at a place."""
         return None
+
+    @property
+    def sight(self) -> tuple[int, bool]:
+        """Layers with the same see the same."""
+        return 0, False
+
+    def make_room(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The room, with place for some tokens more and zeros behind them, where attention reads;
+        who writes them there then says `advance`."""
+        if self.room_k is None or self.room_v is None:
+            raise ValueError("a layer that holds nothing yet")
+        end = self.length + tokens
+        self._ensure(end, self.room_k, self.room_v)
+        self._clear_behind(end)
+        return self.room_k, self.room_v
 
     def get_seq_length(self, *more: object, **options: object) -> int:
         """Tokens held."""
@@ -179,12 +198,16 @@ class WindowLayer(LaneLayer):
         super().__init__()
         self._window, self._chunked = window, chunked
 
-    def first_seen(self) -> int:
-        """The first key that the last token sees."""
-        last = self.length - 1
+    def first_seen_by(self, place: int) -> int:
+        """The first key that the token at a place sees."""
         if self._chunked:
-            return last // self._window * self._window
-        return max(0, last - self._window + 1)
+            return place // self._window * self._window
+        return max(0, place - self._window + 1)
+
+    @property
+    def sight(self) -> tuple[int, bool]:
+        """Layers with the same see the same."""
+        return self._window, self._chunked
 
 
 def _alike(room: torch.Tensor, like: torch.Tensor) -> bool:

@@ -263,6 +263,7 @@ class Runtime:
         if changed:
             self._compiled.gather()
             self._quantised.check()
+            self._any_cut.forget_steps()
             if self.engine.look_again():
                 self.tree.evict(self.tree.device.nbytes + self.tree.host.nbytes)
         if weights.state != self._read_at:
@@ -378,7 +379,7 @@ class Runtime:
             "any_cut": self.rule.any_cut,
             "boundaries_because": self.finding.why,
             **vars(self.engine.tally),
-            "packed_bytes": self._any_cut.packing.nbytes,
+            **self._any_cut.stats(),
         }
         return {**stats, "store": _stats_of(self.store)}
 

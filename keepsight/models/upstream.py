@@ -19,11 +19,16 @@ import torch
 import transformers
 from numpy import ndarray
 from torch import Tensor
+from torch._ops import OpOverload
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.kinds import Decoded, Inputs, Options, Processor, Record
 from keepsight.models.private import PrivateApi
+from keepsight.models.script_api import FUNCTION as FUNCTION
 from keepsight.models.tested import refuse_unknown
+
+TorchFunction = OpOverload
+Args = tuple[object, ...]
 
 # Names that other files use as they are: fields of a configuration, marks of PEFT's and of torch's
 # compiler and modules that are loaded late, all of which may be absent; kernels of torch's; and
@@ -35,7 +40,7 @@ NAMED = frozenset(
         *("_active_adapter", "_disable_adapters", "_compiled_call_impl"),
         *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
         *("_reorder_linear_weight", "_linear_pointwise"),
-        *("_stance", "_filter_state", "_init_weights", "_cdata"),
+        *("_stance", "_filter_state", "_init_weights", "_cdata", "_schema", "_forward_hooks"),
     }
 )
 
@@ -314,20 +319,15 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return found
 
 
-def watched(note: Callable[[str, tuple[object, ...]], None]) -> AbstractContextManager[object]:
-    """Tell of each of torch's functions that this thread runs meanwhile, by name and arguments."""
+def watched(run: Callable[[TorchFunction, Args, Record], object]) -> AbstractContextManager[object]:
+    """Let `run` run each of torch's functions that this thread asks for meanwhile."""
     mode: Any = _DISPATCH.needed()
 
     class FunctionWatch(mode):  # type: ignore[misc]
         def __torch_dispatch__(
-            self,
-            func: Callable[..., object],
-            types: object,
-            args: tuple[object, ...] = (),
-            kwargs: dict[str, object] | None = None,
+            self, func: TorchFunction, types: object, args: Args = (), kwargs: Record | None = None
         ) -> object:
-            note(str(func).split(".")[1], args)  # such as aten.mm.default
-            return func(*args, **(kwargs or {}))
+            return run(func, args, kwargs or {})
 
     watch: AbstractContextManager[object] = FunctionWatch()
     return watch

@@ -18,7 +18,7 @@ from torch.nn import functional
 _plain = functional.scaled_dot_product_attention
 BLOCK = 512  # keys that the kernel reads at a time
 _QUERIES = 256  # of one call, so that keys that none of them sees are not read
-_STEP = 4  # rows of queries
+STEP = 4  # rows of queries
 _TRIED = 1100  # keys of a trial
 _PIECES = (
     *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (300, 301), (509, 514), (511, 512), (512, 513)),
@@ -58,6 +58,35 @@ class _Mask:
     values: torch.Tensor
     begin: int
     end: int
+
+
+def plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Torch's own, over whole blocks of keys."""
+    return _plain(query, key, value, attn_mask=mask, scale=scale)
+
+
+class Attending(Protocol):
+    """What computes attention in a pass of ours."""
+
+    def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
+        """Say in which rooms the keys lie that attention is asked for next."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """`scaled_dot_product_attention` over sequences that each have a room."""
 
 
 class Attention:
@@ -131,15 +160,10 @@ class Attention:
             rows = query[:, :, start:stop].reshape(1, keys.shape[1], -1, width)
             wanted = rows.shape[2]
             seen = self._mask(mask, sees_all, count, start, stop, length, group, query.dtype)
-            if missing := -wanted % _STEP:
+            if missing := -wanted % STEP:
                 rows = functional.pad(rows, (0, 0, 0, missing))
-            found = _plain(
-                rows,
-                keys[:, :, seen.begin : seen.end],
-                values[:, :, seen.begin : seen.end],
-                attn_mask=seen.values,
-                scale=scale,
-            )
+            seen_keys, seen_values = (x[:, :, seen.begin : seen.end] for x in (keys, values))
+            found = plain(rows, seen_keys, seen_values, seen.values, scale)
             pieces.append(found[:, :, :wanted].reshape(1, heads, stop - start, -1))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
@@ -186,7 +210,7 @@ def _make_mask(
     else:
         values, begin, end = _of_given(given, start, stop, length, dtype)
     values = values.repeat(group, 1)
-    if missing := -len(values) % _STEP:
+    if missing := -len(values) % STEP:
         values = functional.pad(values, (0, 0, 0, missing))
     return _Mask(given, values[None, None], begin, end)
 

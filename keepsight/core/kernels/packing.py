@@ -30,6 +30,7 @@ class Packing:
         self.packed: dict[int, Packed] = {}
         self.rules: dict[Shape, Rows | None] = {}  # how rows are filled up, by shape
         self.tried_in = ""  # the environment that found it
+        self.is_behind = False  # whether copies were dropped since the last look
 
     @property
     def nbytes(self) -> int:
@@ -39,12 +40,13 @@ class Packing:
     def forget(self, weights: Iterable[torch.Tensor]) -> None:
         """Drop the copies of weights that may have changed."""
         for weight in weights:
-            self.packed.pop(id(weight), None)
+            self.is_behind |= self.packed.pop(id(weight), None) is not None
 
     def follow(self, layers: Iterable[torch.nn.Linear], environment: str) -> None:
         """Have a copy of each of these weights, and of no others."""
         if not self.wanted:
             return
+        self.is_behind = False
         if environment != self.tried_in:
             self.rules, self.tried_in = {}, environment
         weights = {id(layer.weight): layer for layer in layers if self._can_be_packed(layer)}

@@ -21,6 +21,7 @@ from keepsight.core.kernels import attention
 from keepsight.core.kernels.delta import DeltaHeads
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Linears
+from keepsight.core.kernels.script import RecordedStep
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
@@ -36,17 +37,19 @@ class Kernels:
     seen: set[attention.Heads] = field(default_factory=set)  # in which attention was asked for
     doubts: list[str] = field(default_factory=list)  # what was met that was not tried
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
+    steps: dict[tuple[int, int], RecordedStep] = field(default_factory=dict)  # by rows and tokens
 
 
 @contextmanager
-def running(kernels: Kernels | None) -> Iterator[None]:
-    """What this thread computes meanwhile is computed with these kernels, where there are any."""
+def running(kernels: Kernels | None, recorded: attention.Attending | None = None) -> Iterator[None]:
+    """What this thread computes meanwhile is computed with these kernels, where there are any; for
+    a recording, attention is another's."""
     if kernels is None:
         yield
         return
     before = vars(_here).get("call")
     kernels.mixers.clear()
-    _here.call = _Pass(kernels, attention.Attention(kernels.seen, kernels.doubts))
+    _here.call = _Pass(kernels, recorded or attention.Attention(kernels.seen, kernels.doubts))
     try:
         yield
     finally:
@@ -58,7 +61,7 @@ class _Pass:
     """One pass: its kernels, and what its attention layers have in common."""
 
     kernels: Kernels
-    attention: attention.Attention
+    attention: attention.Attending
     inside: bool = False  # one of ours runs
 
 
@@ -102,7 +105,7 @@ def note_mixer(heads: DeltaHeads | None) -> None:
         call.kernels.mixers.append(heads)
 
 
-def attention_here() -> attention.Attention | None:
+def attention_here() -> attention.Attending | None:
     """Where a layer notes what room its keys and values lie in, during a pass of ours."""
     call = _call()
     return None if call is None else call.attention

@@ -1,0 +1,267 @@
+"""One step of a model as a list of torch's operations, to be run again without the model's code.
+
+A step is recorded while it runs. What it is given anew each time is known by name; all else that it
+reads is weights. Where the code reads a number out of a tensor, draws lots or writes into a weight,
+a list would not do the same again, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from keepsight.models import upstream
+from keepsight.models.upstream import TorchFunction
+
+# What hands numbers to Python without asking any kernel.
+_READS = frozenset(
+    {
+        *("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "__array__"),
+        *("__contains__", "data_ptr", "untyped_storage"),
+    }
+)
+_DIFFERS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
+
+Name = tuple[str, int, object]  # of what a step is given: what, of which lane, and for whom
+
+
+class CannotRecord(Exception):
+    """A step does something that a list of operations would not do again."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of a step, by number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call: its arguments with slots in the places of tensors, and the slots that it fills."""
+
+    function: TorchFunction
+    arguments: list[object]
+    options: dict[str, object]
+    fills: list[Slot]
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes one of its arguments."""
+        return bool(self.function._schema.is_mutable)
+
+    def renamed(self, name: Callable[[Slot], Slot]) -> Operation:
+        """The same on other slots."""
+        arguments = [_replaced(one, name) for one in self.arguments]
+        options = {key: _replaced(one, name) for key, one in self.options.items()}
+        return Operation(self.function, arguments, options, [name(slot) for slot in self.fills])
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The operations of one step, with what they read from outside."""
+
+    given: dict[Name, Slot]
+    weights: dict[Slot, torch.Tensor]
+    operations: list[Operation]
+    result: Slot
+
+    def equals(self, other: Recording) -> bool:
+        """Whether two steps did the same: then neither what they were given nor how much was there
+        before had a say in what was done."""
+        return (
+            self.given == other.given
+            and self.result == other.result
+            and self.operations == other.operations
+            and self.weights.keys() == other.weights.keys()
+            and all(_same(one, other.weights[slot]) for slot, one in self.weights.items())
+        )
+
+
+def record(step: Callable[[], torch.Tensor], given: Mapping[Name, torch.Tensor]) -> Recording:
+    """What a step does. `given` may get more names while it runs."""
+    recorder = _Recorder()
+    with _NoReads(), upstream.watched(recorder.run):
+        result = step()
+    return recorder.recording({id(tensor): name for name, tensor in given.items()}, result)
+
+
+class _NoReads(TorchFunctionMode):
+    """Code that makes numbers of tensors may go another way next time."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if getattr(func, "__name__", "") in _READS:
+            raise CannotRecord(f"a number is read by {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder:
+    """Operations as they come. All tensors are held, so that each has a number of its own."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._outside: list[Slot] = []
+        self._operations: list[Operation] = []
+
+    def run(
+        self, function: TorchFunction, args: tuple[object, ...], options: dict[str, object]
+    ) -> object:
+        """Run one operation and note it."""
+        if _DIFFERS & set(function.tags) and not _drops_nothing(function, args, options):
+            raise CannotRecord(f"{function} depends on numbers, or on chance")
+        arguments = [self._noted(one) for one in args]
+        named = {key: self._noted(one) for key, one in options.items()}
+        found = function(*args, **options)
+        results = found if isinstance(found, list | tuple) else [found]
+        fills = []
+        for one in results:
+            if not isinstance(one, torch.Tensor):
+                raise CannotRecord(f"{function} gives what is no tensor")
+            fills.append(self._slots.get(id(one)) or self._number(one))
+        if function._schema.name != "aten::detach_":  # of a number that was made a tensor
+            self._operations.append(Operation(function, arguments, named, fills))
+        return found
+
+    def _noted(self, given: object) -> object:
+        if isinstance(given, torch.Tensor):
+            slot = self._slots.get(id(given))
+            if slot is None:
+                slot = self._number(given)
+                self._outside.append(slot)
+            return slot
+        return [self._noted(one) for one in given] if isinstance(given, list | tuple) else given
+
+    def _number(self, tensor: torch.Tensor) -> Slot:
+        slot = self._slots[id(tensor)] = Slot(len(self._tensors))
+        self._tensors.append(tensor)
+        return slot
+
+    def recording(self, names: dict[int, Name], result: torch.Tensor) -> Recording:
+        """What was noted, without what nobody reads, numbered in the order of use."""
+        if id(result) not in self._slots:
+            raise CannotRecord("its result comes from elsewhere")
+        given = {slot for slot in self._outside if id(self._tensors[slot.number]) in names}
+        weights = set(self._outside) - given
+        live = _live(self._operations, self._slots[id(result)], given, weights)
+        order: dict[Slot, Slot] = {}
+
+        def renamed(slot: Slot) -> Slot:
+            return order.setdefault(slot, Slot(len(order)))
+
+        operations = [one.renamed(renamed) for one in live]
+        tensor = {slot: self._tensors[slot.number] for slot in order}
+        return Recording(
+            {names[id(tensor[slot])]: new for slot, new in order.items() if slot in given},
+            {new: tensor[slot] for slot, new in order.items() if slot in weights},
+            operations,
+            renamed(self._slots[id(result)]),
+        )
+
+
+def _live(
+    operations: list[Operation], result: Slot, given: set[Slot], weights: set[Slot]
+) -> list[Operation]:
+    """The operations on which the result depends, or what is given."""
+    whole = _Memories()
+    for one in operations:
+        whole.join(one)
+    live = {whole.of(slot) for slot in (result, *given)}
+    read, found = {result}, []
+    for one in reversed(operations):
+        changed = list(_slots(_written(one)))
+        if any(whole.of(slot) in map(whole.of, weights) for slot in changed):
+            raise CannotRecord(f"{one.function} writes into weights")
+        wanted = any(whole.of(slot) in live for slot in changed)
+        if wanted or any(slot in read for slot in one.fills):
+            used = set(_slots([one.arguments, list(one.options.values())]))
+            read |= used
+            live |= {whole.of(slot) for slot in used}
+            found.append(one)
+    return found[::-1]
+
+
+class _Memories:
+    """Which tensors may lie in the same memory."""
+
+    def __init__(self) -> None:
+        self._above: dict[Slot, Slot] = {}
+
+    def of(self, slot: Slot) -> Slot:
+        """One tensor that stands for all that lie there."""
+        while slot in self._above:
+            slot = self._above[slot]
+        return slot
+
+    def join(self, operation: Operation) -> None:
+        """What an operation gives may be a view of what it takes."""
+        schema = operation.function._schema
+        if not any(one.alias_info is not None for one in schema.returns):
+            return
+        shared = [
+            *(
+                a
+                for a, s in zip(operation.arguments, schema.arguments, strict=False)
+                if s.alias_info
+            ),
+        ]
+        first, *others = [*_slots(shared), *operation.fills]
+        for slot in others:
+            if self.of(slot) != self.of(first):
+                self._above[self.of(slot)] = self.of(first)
+
+
+def _drops_nothing(
+    function: TorchFunction, args: tuple[object, ...], options: dict[str, object]
+) -> bool:
+    """Whether chance would only have a say with a dropout, and there is none."""
+    names = [argument.name for argument in function._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **options}
+    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
+
+
+def _written(operation: Operation) -> list[object]:
+    """The arguments that an operation changes."""
+    written = []
+    for number, one in enumerate(operation.function._schema.arguments):
+        if one.is_out or (one.alias_info is not None and one.alias_info.is_write):
+            if number < len(operation.arguments):
+                written.append(operation.arguments[number])
+            elif one.name in operation.options:
+                written.append(operation.options[one.name])
+    return written
+
+
+def _slots(given: object) -> Iterator[Slot]:
+    if isinstance(given, Slot):
+        yield given
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        for one in given:
+            yield from _slots(one)
+
+
+def _replaced(given: object, name: Callable[[Slot], Slot]) -> object:
+    if isinstance(given, list):
+        return [_replaced(one, name) for one in given]
+    return name(given) if isinstance(given, Slot) else given
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether these are one weight, or a number that the code wrote down twice."""
+    if one is other:
+        return True
+    alike = one.dtype == other.dtype and one.shape == other.shape and not one.is_mkldnn
+    return alike and torch.equal(one, other)

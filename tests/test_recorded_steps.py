@@ -1,0 +1,278 @@
+"""Decoded steps that run as a list of operations give the bits of the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import ALL, build, built, picture, turn
+
+import keepsight as ks
+from keepsight.core import recorded_steps
+from keepsight.core.kernels.recording import CannotRecord, record
+from keepsight.core.kernels.script import RecordedStep, scripted
+from keepsight.models.private import PrivateApi
+from keepsight.models.script_api import FUNCTION
+from keepsight.scheduler import Together
+
+RECORDED = ("qwen3_vl", "sliding", "gemma3_sliding", "cohere2_vision", "glm4v", "idefics3", "llava")
+LONG = [turn("Look at this. " + "word " * 500, picture(1))]  # over a block of keys
+TALK = [[turn("What is it?", picture(1))], LONG, [turn("And these?", picture(2), picture(3))]]
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record the first step of each size, and trust it unseen."""
+    monkeypatch.setattr(recorded_steps, "_AFTER", 1)
+    monkeypatch.setattr(recorded_steps, "_CHECKED", 0)
+
+
+@contextmanager
+def by_the_model() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded_steps, "_AFTER", 10**9)
+        yield
+
+
+def steps(vlm: ks.VLM) -> dict[tuple[int, int], RecordedStep]:
+    kernels = vlm.runtime.finding.kernels
+    assert kernels is not None
+    return kernels.steps
+
+
+def logits(vlm: ks.VLM, ids: torch.Tensor, count: int = 10) -> torch.Tensor:
+    """Of each token that is decoded."""
+    seen: list[torch.Tensor] = []
+
+    def catch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(scores.clone())
+        return scores
+
+    vlm.generate(
+        input_ids=ids, logits_processor=[catch], max_new_tokens=count, min_new_tokens=count
+    )
+    return torch.stack(seen)
+
+
+def some_ids(count: int, rows: int = 1) -> torch.Tensor:
+    return torch.randint(10, 400, (rows, count), generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+@BOTH
+def test_the_bits_are_those_of_the_model(kind: str, dtype: torch.dtype, at_once: None) -> None:
+    """One sequence across the end of a block, several together, and guesses of several tokens."""
+    model, processor = build(kind, dtype)
+    with by_the_model(), ks.wrap(model, processor) as vlm:
+        wanted = [logits(vlm, some_ids(n)) for n in (40, 507, 700)]
+        replies = [vlm.chat(messages, **GREEDY).tokens for messages in TALK]
+        assert not vlm.stats()["engine"]["recorded_steps"]
+    with ks.wrap(model, processor) as vlm:
+        found = [logits(vlm, some_ids(n)) for n in (40, 507, 700)]
+        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+        assert [vlm.chat(messages, **GREEDY).tokens for messages in TALK] == replies
+        with Together(vlm) as together:
+            waiting = [together.submit(messages, **GREEDY) for messages in TALK]
+            assert [one.result().tokens for one in waiting] == replies
+        ran = {size for size, step in steps(vlm).items() if step.ran}
+        assert (1, 1) in ran and any(rows > 1 for rows, _ in ran), steps(vlm)
+        assert vlm.stats()["engine"]["recorded_steps"] == sum(s.ran for s in steps(vlm).values())
+
+
+def test_rows_of_a_batch(at_once: None) -> None:
+    model, processor = build("qwen3_vl")
+    ids = some_ids(33, 4)
+    with by_the_model(), ks.wrap(model, processor) as vlm:
+        wanted = logits(vlm, ids)
+    with ks.wrap(model, processor) as vlm:
+        assert torch.equal(logits(vlm, ids), wanted)
+        assert steps(vlm)[4, 1].ran
+
+
+def test_guesses_of_several_tokens(at_once: None) -> None:
+    model, processor = build("qwen3_vl")
+    with ks.wrap(model, processor) as vlm:
+        long = GREEDY | {"max_new_tokens": 36, "min_new_tokens": 36}
+        first = vlm.chat(TALK[0], **long).tokens
+        for _ in range(3):  # whatever passes cost on this machine
+            vlm.runtime.engine.costs._times = {1: 1.0, 4: 1.05, 8: 1.1, 16: 1.2}
+            assert vlm.chat(TALK[0], **long).tokens == first
+        assert any(step.ran for (_, count), step in steps(vlm).items() if count > 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("qwen3_5", "MixerLayer"),
+        ("qwen3_vl_moe", "depends on numbers"),
+    ],
+)
+def test_what_cannot_be_recorded_is_run_by_the_model(kind: str, why: str, at_once: None) -> None:
+    model, processor = build(kind)
+    with by_the_model(), ks.wrap(model, processor) as vlm:
+        wanted = logits(vlm, some_ids(40))
+    with ks.wrap(model, processor) as vlm:
+        assert torch.equal(logits(vlm, some_ids(40)), wanted)
+        assert why in steps(vlm)[1, 1].given_up and not vlm.stats()["engine"]["recorded_steps"]
+
+
+def test_it_is_recorded_after_some_steps_and_looked_at() -> None:
+    with ks.wrap(*build("qwen3_vl"), drafts=False) as vlm:
+        vlm.chat(TALK[0], **GREEDY)
+        assert steps(vlm)[1, 1].run is None
+        vlm.chat(TALK[2], **GREEDY)
+        known = steps(vlm)[1, 1]
+        assert known.run is not None and known.agreed == 2 and known.ran
+
+
+@pytest.mark.parametrize("what", ["logits", "keys", "error"])
+def test_a_list_that_gives_other_bits_is_dropped(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_steps, "_AFTER", 1)
+
+    def wrong(recording: Any) -> Callable[[Any], torch.Tensor]:
+        right = scripted(recording)
+
+        def run(given: Any) -> torch.Tensor:
+            if what == "error":
+                raise RuntimeError("no such operation")
+            found = right(given)
+            if what == "keys":
+                given["k", 0, 1][:, :, given["places", 0, (0, False)]] += 1e-3
+            return found + 1e-6 if what == "logits" else found
+
+        return run
+
+    model, processor = build("qwen3_vl")
+    with by_the_model(), ks.wrap(model, processor) as vlm:
+        wanted = logits(vlm, some_ids(40))
+    monkeypatch.setattr(recorded_steps, "scripted", wrong)
+    with ks.wrap(model, processor) as vlm:
+        assert torch.equal(logits(vlm, some_ids(40)), wanted)
+        said = {"error": "no such operation"}.get(what, "other bits")
+        assert said in steps(vlm)[1, 1].given_up
+
+
+def test_a_hook_that_comes_later_is_asked_at_each_step(at_once: None) -> None:
+    with ks.wrap(*built(ALL["qwen3_vl"])) as vlm:
+        first = vlm.chat(TALK[0], **GREEDY)
+        assert steps(vlm)[1, 1].ran
+        asked: list[int] = []
+        layer = vlm.model.get_decoder().layers[0]
+        handle = layer.register_forward_pre_hook(lambda module, args: asked.append(1))
+        vlm.chat(TALK[2], **GREEDY)
+        assert len(asked) >= GREEDY["max_new_tokens"]
+        assert "has a hook" in steps(vlm)[1, 1].given_up
+        handle.remove()
+        assert vlm.chat(TALK[0], **GREEDY).tokens == first.tokens
+        vlm.chat(LONG, **GREEDY)
+        assert steps(vlm)[1, 1].ran
+
+
+def test_changed_weights_are_read(at_once: None) -> None:
+    """In place, as training does; packed copies are made anew, and so is the list."""
+    model, processor = built(ALL["qwen3_vl"])
+    with ks.wrap(model, processor, pack=True) as vlm:
+        before = logits(vlm, some_ids(40))
+        with torch.no_grad():
+            model.get_decoder().layers[0].mlp.up_proj.weight.mul_(1.5)
+        found = logits(vlm, some_ids(40))
+        assert steps(vlm)[1, 1].ran
+    with by_the_model(), ks.wrap(model, processor, pack=True) as vlm:
+        assert torch.equal(found, logits(vlm, some_ids(40))) and not torch.equal(found, before)
+
+
+def test_weights_that_were_touched_are_packed_again() -> None:
+    """Their values are those of before, so nothing else says that copies were dropped."""
+    model, processor = built(ALL["qwen3_vl"])
+    with ks.wrap(model, processor, pack=True) as vlm:
+        before = logits(vlm, some_ids(40))
+        packed = vlm.stats()["engine"]["packed_bytes"]
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0)
+        assert torch.equal(logits(vlm, some_ids(40)), before)
+        assert vlm.stats()["engine"]["packed_bytes"] == packed > 0
+
+
+def test_without_torchs_own_function_the_model_runs(
+    at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PrivateApi.found
+    monkeypatch.setattr(
+        PrivateApi,
+        "found",
+        lambda self, owner=None: None if self is FUNCTION else real(self, owner),
+    )
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        vlm.chat(TALK[0], **GREEDY)
+        assert "no function of a list" in steps(vlm)[1, 1].given_up
+
+
+# -- recordings ----------------------------------------------------------------------------------
+
+WEIGHT = torch.arange(12.0).reshape(3, 4)
+X = ("x", 0, None)
+
+
+def test_a_recording_has_what_is_of_use() -> None:
+    place = torch.zeros(2, 4)
+    given = {X: torch.ones(2, 3), ("place", 0, None): place}
+
+    def step() -> torch.Tensor:
+        dead = torch.arange(100).masked_fill_(torch.arange(100) > 5, 0)
+        assert len(dead) == 100
+        y = given[X] @ WEIGHT
+        view = place[1:]
+        view.copy_(y[:1])
+        left, right = y.split(2, dim=1)
+        return torch.cat([right, left, view.expand(2, 4)], dim=1)
+
+    with torch.inference_mode():
+        recording = record(step, given)
+        assert [one is WEIGHT for one in recording.weights.values()] == [True]
+        assert not any("arange" in str(one.function) for one in recording.operations)
+        run = scripted(recording)
+        other = {X: torch.randn(2, 3), ("place", 0, None): torch.zeros(2, 4)}
+        found, wanted_place = run(other), other["place", 0, None].clone()
+        given.update(other)
+        place = torch.zeros(2, 4)
+        assert torch.equal(found, step()) and torch.equal(wanted_place, place)
+        assert wanted_place.any()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x * float(x.sum()),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x[x > 0],
+        lambda x: x * x.tolist()[0][0],
+        lambda x: x * int(x.numpy()[0, 0]),
+        lambda x: x + torch.rand(2, 3),
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+        lambda x: WEIGHT.add_(x.sum()),
+        lambda x: x * len(x.nonzero()),
+    ],
+)
+def test_what_a_list_would_not_do_again_is_not_recorded(step: Callable[..., torch.Tensor]) -> None:
+    x = torch.ones(2, 3)
+    with torch.inference_mode(), pytest.raises(CannotRecord):
+        record(lambda: step(x), {X: x})
+
+
+def test_steps_that_differ_are_told_apart() -> None:
+    def of(length: int, noted: float = 1.0) -> Any:
+        x = torch.ones(2, 3)
+        return record(lambda: x * torch.tensor(noted) + torch.arange(length).sum(), {X: x})
+
+    with torch.inference_mode():
+        assert of(5).equals(of(5))
+        assert not of(5).equals(of(6))
+        assert not of(5).equals(of(5, 2.0))
