@@ -177,13 +177,14 @@ def _loaded(settings: ModelSettings) -> VLM:
     return options.load(given.pop("model"), pixels=pixels, **given)
 
 
-def _say(name: str, config: ServerConfig, port: int) -> None:
-    """Where it listens, and a line to try it with."""
+def _say(name: str, config: ServerConfig, port: int) -> str:
+    """Say where it listens, and a line to try it with; the first of these again."""
     host = config.host if config.host not in ("0.0.0.0", "::") else "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
     shown = config.model_name or name
     key = ' -H "Authorization: Bearer YOUR_KEY"' if config.keys else ""
-    typer.echo(f"Keepsight serves {shown} at http://{host}:{port}  (API: /docs, page: /)")
+    where = f"Keepsight serves {shown} at http://{host}:{port}  (API: /docs, page: /)"
+    typer.echo(where)
     typer.echo("Try:")
     typer.echo(
         f"  curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
@@ -191,3 +192,4 @@ def _say(name: str, config: ServerConfig, port: int) -> None:
         """"image_url", "image_url": {"url": "data:image/png;base64,'"$(base64 < picture.png | tr"""
         """ -d '\\n')"'"}}, {"type": "text", "text": "What is in the picture?"}]}]}'"""
     )
+    return where

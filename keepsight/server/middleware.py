@@ -1,7 +1,7 @@
 """Middleware: everything that is decided before a route sees a request.
 
 Who asks and whether they may, how large the body is and how long it took to come, whether the
-server is closing; and afterwards one line of JSON in the log. Never a word or a picture of anybody.
+server is closing; and afterwards one line in the log. Never a word or a picture of anybody.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keepsight.kinds import Record
 from keepsight.report import Report, Usage
+from keepsight.server import log
 from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, from_error
 from keepsight.server.hosts import host_of, is_loopback, is_own_name
@@ -33,7 +34,6 @@ from keepsight.server.unused import HEADER, Unused
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-log = logging.getLogger("keepsight.server.requests")
 errors = logging.getLogger("keepsight.server")
 
 _OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # need no key
@@ -97,10 +97,10 @@ class Visit:
             if name in report.milliseconds:
                 self.fields[f"{name}_ms"] = round(report.milliseconds[name], 1)
 
-    def line(self) -> str:
-        """The line of the log."""
+    def record(self) -> Record:
+        """What the log says of it."""
         unused = self.unused.names()
-        record = {
+        return {
             "time": round(time.time(), 3),
             "id": self.id,
             "method": self.method,
@@ -111,7 +111,6 @@ class Visit:
             **self.fields,
             **({"unused": unused} if unused else {}),
         }
-        return json.dumps(record)
 
 
 def to_api_error(error: Exception, visit: Visit) -> ApiError:
@@ -159,7 +158,7 @@ class RequestMiddleware:
                 metrics.hung_up()
             metrics.finished(visit.path, visit.status or 499, seconds)
             if self._service.config.log:
-                log.info(visit.line())
+                log.note(visit.record())
 
     async def _through(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
         started = complete = False

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from keepsight.errors import InputError, KeepsightError
 from keepsight.kinds import Options
 from keepsight.scheduler import Together
+from keepsight.server import log
 from keepsight.server.app import build
 from keepsight.server.config import ServerConfig
 from keepsight.server.service import Service
@@ -199,12 +200,18 @@ def make_server(service: Service) -> Server:
     return Server(settings, service, config.seconds("drain"))
 
 
-def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], None]) -> None:
-    """Serve until a signal says otherwise."""
-    _start_logs(config.log)
+def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], str]) -> None:
+    """Serve until a signal says otherwise. `ready` is told the port, and says where that is."""
+    terminal = log.start(config.log)
     service = make_service(vlm, name, config)
     server = make_server(service)
-    server.ready = ready
+
+    def begun(port: int) -> None:
+        where = ready(port)
+        if terminal is not None:
+            terminal.stay(where)
+
+    server.ready = begun
     before = sys.getswitchinterval()
     sys.setswitchinterval(_TURN)
     try:
@@ -216,16 +223,5 @@ def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], None
         sys.setswitchinterval(before)
         service.draining = True
         service.close()
-
-
-def _start_logs(requests: bool) -> None:
-    """One line of JSON for each request on standard error; problems as text."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    for name, level in (("keepsight.server", logging.INFO), ("uvicorn.error", logging.ERROR)):
-        logger = logging.getLogger(name)
-        logger.setLevel(level)
-        if not logger.handlers:
-            logger.addHandler(handler)
-        logger.propagate = False
-    logging.getLogger("keepsight.server.requests").disabled = not requests
+        if terminal is not None:
+            terminal.stay("")

@@ -1,0 +1,111 @@
+"""The log of requests: a line of JSON for each where programs read it, a short one on a terminal,
+whose last line always says where the server listens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from typing import TextIO
+
+from keepsight.kinds import Record
+
+requests = logging.getLogger("keepsight.server.requests")
+
+_ERASE = "\r\x1b[2K"  # the line of the cursor
+_YELLOW, _RED, _DIM, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
+_SHOWN = 120  # characters of the names that a client sent
+
+
+def note(record: Record) -> None:
+    """Write the line of one request."""
+    requests.info(json.dumps(record), extra={"request": record})
+
+
+def short(record: Record) -> str:
+    """What people want to see of a request: what it was, how it ended, what was reused."""
+    words = [
+        time.strftime("%H:%M:%S", time.localtime(record["time"])),
+        f"{record['method']} {record['path']}",
+        str(record["status"] or "-"),
+        f"{record['ms'] / 1e3:.2f} s",
+    ]
+    if "prompt_tokens" in record:
+        words.append(f"{record['cached_tokens']}/{record['prompt_tokens']} tokens reused")
+    if record.get("images"):
+        words.append(f"{record['images_encoded']}/{record['images']} images encoded")
+    if "error" in record:
+        words.append(str(record["error"]))
+    if record.get("hung_up"):
+        words.append("client hung up")
+    if record["key"] is not None:
+        words.append(f"key {record['key']}")
+    if unused := record.get("unused"):
+        names = ", ".join(unused)
+        words.append(f"no effect: {names[:_SHOWN]}{'...' if len(names) > _SHOWN else ''}")
+    return "".join(c if c.isprintable() else "\ufffd" for c in "  ".join(words))
+
+
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Short lines, above one that stays."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._stays = ""
+        self._colours = "NO_COLOR" not in os.environ
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A request in short; anything else as it is."""
+        request = getattr(record, "request", None)
+        if request is None:
+            return super().format(record)
+        status = request["status"]
+        return self._in(_RED if status >= 500 else _YELLOW if status >= 400 else "", short(request))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line where the last one was, and that one below it."""
+        try:
+            self.stream.write(f"{_ERASE}{self.format(record)}\n{self._last()}")
+            self.flush()
+        except Exception:  # as logging's own handlers do: nobody fails because of a log
+            self.handleError(record)
+
+    def stay(self, text: str) -> None:
+        """What the last line says from now on; nothing: there is none."""
+        self.acquire()
+        try:
+            self._stays = text
+            self.stream.write(f"{_ERASE}{self._last()}")
+            self.flush()
+        finally:
+            self.release()
+
+    def _last(self) -> str:
+        try:
+            width = os.get_terminal_size(self.stream.fileno()).columns or 80
+        except (OSError, ValueError):
+            width = 80
+        return self._in(_DIM, self._stays[: width - 1]) if self._stays else ""
+
+    def _in(self, colour: str, text: str) -> str:
+        return f"{colour}{text}{_PLAIN}" if self._colours and colour else text
+
+
+def start(wanted: bool) -> TerminalHandler | None:
+    """Begin to log on standard error, problems as text; the handler of a terminal."""
+    terminal = None
+    if wanted and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        terminal = TerminalHandler(sys.stderr)
+    handler = terminal or logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name, level in (("keepsight.server", logging.INFO), ("uvicorn.error", logging.ERROR)):
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        if not logger.handlers:
+            logger.addHandler(handler)
+        logger.propagate = False
+    requests.disabled = not wanted
+    return terminal

@@ -1,0 +1,48 @@
+"""The log of requests: short lines on a terminal, the address always below them; JSON elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+from server_harness import Scripted, live
+from test_server_fair import until
+
+import keepsight as ks
+from keepsight.server import log
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def written(record: dict[str, Any], stays: str) -> list[str]:
+    """What a terminal has got when one line was written above one that stays."""
+    stream = io.StringIO()
+    handler = log.TerminalHandler(stream)
+    handler.stay(stays)
+    entry = logging.LogRecord("x", logging.INFO, "", 0, "%s", ("as JSON",), None)
+    entry.request = record
+    handler.emit(entry)
+    return stream.getvalue().replace("\r\x1b[2K", "\n<erase>").splitlines()
+
+
+def test_a_terminal_shows_short_lines_above_the_address(
+    demo_parts: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16) as vlm, live(vlm, Scripted("hi")) as server:
+        object.__setattr__(server.service.config, "log", True)
+        with caplog.at_level(logging.INFO, logger="keepsight.server.requests"):
+            assert server.chat({"messages": HELLO, "tempature\x1b[2J": 1})[0] == 200
+            assert server.call("/v1/models/none")[0] == 404
+            until(lambda: len(caplog.records) == 2)
+    good, bad = (json.loads(record.getMessage()) for record in caplog.records)
+    assert good["prompt_tokens"] == 10 and good["cached_tokens"] == 4
+    lines = written(good | {"images": 2, "images_encoded": 1}, "http://127.0.0.1:8000")
+    assert lines[1] == "<erase>http://127.0.0.1:8000" and lines[3] == "http://127.0.0.1:8000"
+    for word in ("POST /v1/chat/completions  200", "4/10 tokens", "1/2 images", "tempature?[2J"):
+        assert word in lines[2]
+    assert "  404  " in written(bad, "")[2]
