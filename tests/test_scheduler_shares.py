@@ -22,7 +22,7 @@ from keepsight.system.accounts import under_salt
 GREEDY = {"do_sample": False}
 
 
-def submit(together: Together, text: str, tenant: str, count: int, **options: Any) -> Ticket:
+def submit(together: Together, text: str, tenant: str | None, count: int, **options: Any) -> Ticket:
     return together.submit([turn(text)], tenant=tenant, max_new_tokens=count, **GREEDY, **options)
 
 
@@ -103,6 +103,25 @@ def test_salts_are_no_accounts_of_their_own() -> None:
             submit(together, "Much.", under_salt("greedy", salt), 8).result()
             assert set(together._line.shares.under_way) <= {"greedy"}
         assert not together._line.shares.under_way
+
+
+def test_one_tenant_may_be_several_accounts() -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm, max_running=2) as together:
+        order: list[str] = []
+        begun = threading.Event()
+        for n in range(4):
+            submit(
+                together,
+                f"Much {n}.",
+                None,
+                200,
+                account="from 192.0.2.1",
+                on_done=lambda ticket: order.append("greedy"),
+                on_piece=lambda piece: begun.set(),
+            )
+        begun.wait(20)
+        submit(together, "Little.", None, 4, account="from 192.0.2.2").result()
+        assert not order
 
 
 def test_the_last_places_are_not_for_who_has_most() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,9 @@ import keepsight as ks
 from bench.hostile import flat_png, pdf
 from keepsight.report import Piece, Report, Usage
 from keepsight.scheduler import Ticket
+from keepsight.server.config import ServerConfig
 from keepsight.server.fetch import Fetcher
+from keepsight.server.hosts import network_of
 from keepsight.server.threads import Threads
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -179,3 +183,44 @@ def test_few_large_pictures_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPa
     for one in done:
         one.result(20)
     threads.close()
+
+
+# -- clients without keys -------------------------------------------------------------------------
+
+SHOWN = {"x-forwarded-for": "203.0.113.7"}
+
+
+def accounts(vlm: Any, **settings: Any) -> list[str]:
+    """Whose time three requests take: from an address, from another one, and through a proxy."""
+    script = Scripted("hi")
+    with live(vlm, script, **settings) as server:
+        body = json.dumps({"model": "demo", "messages": HELLO}).encode()
+        for address, headers in (("127.0.0.1", {}), ("127.0.0.2", {}), ("127.0.0.1", SHOWN)):
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", server.port, timeout=60, source_address=(address, 0)
+            )
+            headers = {"content-type": "application/json", **headers}
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            assert connection.getresponse().read()
+            connection.close()
+    return [options["account"] for _, options in script.asked]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="one loopback address")
+def test_clients_without_keys_count_by_their_addresses(vlm: Any) -> None:
+    """What a client says of its address counts only through a proxy that is trusted."""
+    one, other, through = accounts(vlm)
+    assert one == through == "from 127.0.0.1" and other == "from 127.0.0.2"
+    *_, through = accounts(vlm, trusted_proxy=("127.0.0.0/30",))
+    assert through == "from 203.0.113.7"
+
+
+def test_an_account_of_ipv6_is_a_network() -> None:
+    assert network_of("2001:db8::1:2") == network_of("2001:db8::ffff:1") == "2001:db8::/64"
+    assert network_of("::ffff:192.0.2.1") == network_of("192.0.2.1") == "192.0.2.1"
+    assert network_of("testclient") == "testclient"
+
+
+def test_a_proxy_is_named_by_its_address() -> None:
+    with pytest.raises(ks.errors.InputError, match="trusted_proxy.*10.0.0.0/24"):
+        ServerConfig(trusted_proxy=("*",))

@@ -97,6 +97,7 @@ class Together:
         messages: list[Message],
         *,
         tenant: str | None = None,
+        account: str | None = None,
         on_piece: Listener | None = None,
         on_done: Callable[[Ticket], None] | None = None,
         follow: Follow | None = plain_answer,
@@ -104,25 +105,27 @@ class Together:
     ) -> Ticket:
         """A request for an answer, with the options of `vlm.chat`.
 
-        `follow` gives the message that the answer becomes in the next turn, or None. Pictures are
+        `account`: whose time it takes, if not the tenant's. `follow` gives the message that the
+        answer becomes in the next turn, or None. Pictures are
         decoded and the prompt is rendered here, in the caller's thread; what is wrong with them or
         with an option is raised here, and `Busy` when too many are in flight.
         """
         call = Call.of({**options, "tenant": tenant}, self._vlm.tenant)
-        return self._enter(messages, call, Ticket(on_piece, on_done), True, follow)
+        return self._enter(messages, call, Ticket(on_piece, on_done), True, account, follow)
 
     def prepare(
         self,
         messages: list[Message],
         *,
         tenant: str | None = None,
+        account: str | None = None,
         on_done: Callable[[Ticket], None] | None = None,
         **options: object,
     ) -> Ticket:
         """Encode and prefill only; the one piece that comes carries usage and report."""
         options["tenant"] = tenant
         call = Call.before_decoding(options, self._vlm.tenant, "prepare")
-        return self._enter(messages, call, Ticket(on_done=on_done), False)
+        return self._enter(messages, call, Ticket(on_done=on_done), False, account)
 
     def explain(self, messages: list[Message], **options: object) -> Report:
         """The report that such a request would get."""
@@ -172,14 +175,16 @@ class Together:
         call: Call,
         ticket: Ticket,
         sample: bool,
+        account: str | None,
         follow: Follow | None = None,
     ) -> Ticket:
         asked = time.perf_counter()
-        account = account_of(call.tenant)
+        account = account_of(call.tenant) if account is None else account
         self._take_place(account)
         try:
             self._vlm.runtime.require_answers()
             request = self._reception.receive(messages, call, ticket, sample, asked)
+            request.account = account
             request.follow = follow if self._pause is not None else None
             ticket.awake_with(self._admission.hang_up)
             self._admission.bring(request)

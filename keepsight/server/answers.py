@@ -41,6 +41,7 @@ class AnswerRequest:
     notes: tuple[str, ...] = ()
     continued: bool = False  # the answer does not begin anew, as a message of its own
     shows_tokens: bool = False  # each step is sent, also one that adds no text yet
+    account: str | None = None  # whose time it takes; None: the tenant's
 
     @property
     def whose(self) -> str | None:
@@ -107,6 +108,7 @@ class SchedulerClient:
             return self.together.submit(
                 ask.messages,
                 tenant=ask.whose,
+                account=ask.account,
                 on_piece=tell,
                 on_done=tell,
                 follow=ask.follow,
@@ -116,13 +118,19 @@ class SchedulerClient:
         return AnswerStream(*await self._handed_in(work, is_large(ask.messages)), ask, recorder)
 
     async def prepare(
-        self, messages: list[Message], tenant: str | None = None, **options: object
+        self,
+        messages: list[Message],
+        tenant: str | None = None,
+        account: str | None = None,
+        **options: object,
     ) -> Report:
         """Prefill in turn with the others; the report when it is done. No thread waits for it:
         there are few, and who asks for an answer needs one."""
 
         def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
-            return self.together.prepare(messages, tenant=tenant, on_done=tell, **options)
+            return self.together.prepare(
+                messages, tenant=tenant, account=account, on_done=tell, **options
+            )
 
         ticket, arrived = await self._handed_in(work, is_large(messages))
         try:

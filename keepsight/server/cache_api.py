@@ -80,7 +80,8 @@ def _add_reports(router: APIRouter, service: Service) -> None:
     @router.post("/v1/prepare", operation_id="prepare")
     async def prepare(body: Rendering, request: Request) -> Record:
         """Encode and prefill now: the same messages are then answered at once."""
-        return await _reported(service, body, request, service.prepare)
+        work = functools.partial(service.prepare, account=visit_of(request).who().account)
+        return await _reported(service, body, request, work)
 
     @router.post("/v1/cache/explain", operation_id="explain")
     async def explain(body: Rendering, request: Request) -> Record:
@@ -124,7 +125,8 @@ def _add_held(router: APIRouter, service: Service) -> None:
             keys = (await _on_images(service, body, body.images, request, work))[1]
         else:
             # In turn with others, not at their cost.
-            first = service.prepare if body.pinned and not body.pictures_only else None
+            prefill = functools.partial(service.prepare, account=visit_of(request).who().account)
+            first = prefill if body.pinned and not body.pictures_only else None
             keys = (await _on_held(service, body, request, keep, first, True))[1]
         return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 

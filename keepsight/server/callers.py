@@ -1,7 +1,8 @@
 """Who asks, and how much they may: keys to tenants, requests and tokens per minute.
 
 A salt divides a tenant further: what is remembered under one salt is never seen under another, nor
-without one. Keys are compared in constant time.
+without one. Keys are compared in constant time. Callers without keys share one memory, and are told
+apart by their addresses where it matters how much of the model's time each one gets.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from keepsight import digests as digests
 from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
+from keepsight.server.hosts import network_of
 from keepsight.system.accounts import under_salt
 
 
@@ -43,11 +45,14 @@ class Bucket:
 
 
 class Caller:
-    """One tenant, with its token buckets."""
+    """One tenant, with its token buckets; or one address, where there are no keys."""
 
-    def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic, host: str = ""
+    ) -> None:
         self.key = key
         self.tenant = key.whose if key is not None else ""
+        self.account = self.tenant if key is not None else account_from(host)
         self.name = key.name if key is not None else None
         self.admin = key is None or key.admin
         limits = (
@@ -82,17 +87,21 @@ class Caller:
         return under_salt(self.tenant, digests.digest("salted tenant", self.tenant, salt))
 
 
+def account_from(host: str) -> str:
+    """The account of a client of whom only the address is known."""
+    return f"from {network_of(host)}"
+
+
 class Callers:
     """All that may ask."""
 
     def __init__(self, keys: tuple[ApiKey, ...]) -> None:
         self._known = [(key.key.encode(), Caller(key)) for key in keys]
-        self._anyone = Caller(None)
 
-    def find(self, authorization: str | None) -> Caller:
+    def find(self, authorization: str | None, host: str = "") -> Caller:
         """Who a header speaks of; without keys, everyone is welcome whatever they show."""
         if not self._known:
-            return self._anyone
+            return Caller(None, host=host)
         scheme, _, shown = (authorization or "").partition(" ")
         found = None
         for secret, caller in self._known:  # all of them, so that time tells nothing

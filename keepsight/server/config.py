@@ -7,6 +7,7 @@ what was expected; an unknown name with the nearest known one.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import tomllib
@@ -65,6 +66,15 @@ def _origin(value: str) -> str:
     return value
 
 
+def _proxy(value: str) -> str:
+    try:
+        return str(ipaddress.ip_network(value))
+    except ValueError:
+        raise PydanticCustomError(
+            "proxy", "an address or a network, such as 10.0.0.2 or 10.0.0.0/24"
+        ) from None
+
+
 def _port(value: int) -> int:
     if not 0 <= value < 65536:
         raise PydanticCustomError("bounds", "0 to 65535 (0: any free one)")
@@ -85,6 +95,7 @@ TimeOrNever = Annotated[float | str, AfterValidator(_time_or_never)]
 Port = Annotated[int, AfterValidator(_port)]
 Count = Annotated[int, Field(ge=1)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Proxies = Annotated[tuple[Annotated[str, AfterValidator(_proxy)], ...], BeforeValidator(_as_tuple)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_as_tuple)]
 
 
@@ -184,6 +195,9 @@ class ServerConfig(StrictSettings):
     keys: tuple[ApiKey, ...] = Field((), description="API keys; see below.")
     allow_origin: Origins = Field((), description="Web origin for CORS; repeatable.")
     allow_path: Texts = Field((), description="Folder of readable pictures; repeatable.")
+    trusted_proxy: Proxies = Field(
+        (), description="Proxy whose X-Forwarded-For is believed; repeatable."
+    )
     allow_private_urls: bool = Field(False, description="Fetch from private networks too.")
     max_body: BodySize = Field("64MiB", description="Largest request.")
     max_images: Count = Field(64, description="Images in a request.")

@@ -1,4 +1,4 @@
-"""What a server may be called: by clients on its own machine only.
+"""What a server may be called by clients on its own machine, and whose address is whose.
 
 Knows addresses and names as texts; nothing is resolved here.
 """
@@ -28,6 +28,16 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that listens there."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
+
+
+def network_of(host: str) -> str:
+    """Whom an address stands for: itself, or of IPv6 its /64, all of which one client may have."""
+    address = _address(host)
+    if not isinstance(address, ipaddress.IPv6Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), 64), strict=False))
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -59,7 +59,7 @@ async def _saved(service: Service, body: Rendering, request: Request) -> FileRes
     named = await service.threads.run(
         lambda: service.scheduler.together.named(given, whose), is_large(given)
     )
-    await service.prepare(named, tenant or None)
+    await service.prepare(named, tenant or None, account=visit.who().account)
     session = Session(service.vlm.runtime, tenant=whose)
     session.messages = [_of_session(message) for message in named]
     folder = tempfile.TemporaryDirectory(prefix="keepsight-")

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 from keepsight.server import log
-from keepsight.server.callers import Caller
+from keepsight.server.callers import Caller, account_from
 from keepsight.server.errors import ApiError, from_error
 from keepsight.server.hosts import host_of, is_loopback, is_own_name
 from keepsight.server.pace import FairPace, Pace
@@ -227,9 +227,8 @@ class RequestMiddleware:
         self._answering -= visit.answers
         visit.answers = False
         if not (visit.gone or self._service.draining):
-            host, _ = scope.get("client") or ("", 0)
             name = visit.caller.name if visit.caller is not None else None
-            await self._turns.wait(f"from {host}" if name is None else f"key {name}")
+            await self._turns.wait(account_from(_host(scope)) if name is None else f"key {name}")
 
     def _admit(self, scope: Scope, visit: Visit) -> None:
         path = scope["path"]
@@ -241,7 +240,7 @@ class RequestMiddleware:
         if path in _OPEN or scope["method"] == "OPTIONS":
             return
         shown = headers.get(b"authorization", b"").decode("latin-1")
-        visit.caller = self._service.callers.find(shown or None)
+        visit.caller = self._service.callers.find(shown or None, _host(scope))
         if path.startswith("/v1/") and scope["method"] == "POST":
             visit.caller.admit()
 
@@ -329,6 +328,12 @@ def _shown_path(scope: Scope, known: set[str]) -> str:
         parts[3] = "{id}"
     shown = "/".join(parts)
     return shown if shown in known else "other"
+
+
+def _host(scope: Scope) -> str:
+    """The address of the client, as far as a trusted proxy or the connection says."""
+    host, _ = scope.get("client") or ("", 0)
+    return str(host)
 
 
 def _announced(scope: Scope) -> int:

@@ -192,6 +192,8 @@ def make_server(service: Service) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=bool(config.trusted_proxy),  # else it believes every client on this machine
+        forwarded_allow_ips=list(config.trusted_proxy),
         timeout_keep_alive=int(config.seconds("idle_timeout")) or 1,
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=_HEADERS,

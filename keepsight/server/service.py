@@ -156,6 +156,7 @@ class Service:
             notes=(*notes, *visit.unused.notes()),
             continued=continued,
             shows_tokens=bool(body.return_token_ids),
+            account=visit.who().account,
         )
 
     def _refuse(self, body: schema.ChatRequest) -> None:
@@ -186,13 +187,17 @@ class Service:
         return answers
 
     async def prepare(
-        self, messages: list[Message], tenant: str | None = None, **options: object
+        self,
+        messages: list[Message],
+        tenant: str | None = None,
+        account: str | None = None,
+        **options: object,
     ) -> Report:
         """Encode and prefill; the report when it is done."""
         seconds = self.config.seconds("request_timeout")
         try:
             async with asyncio.timeout(seconds):
-                return await self.scheduler.prepare(messages, tenant, **options)
+                return await self.scheduler.prepare(messages, tenant, account, **options)
         except TimeoutError:
             raise _too_long(seconds) from None
 
