@@ -786,6 +786,8 @@ def test_stop_strings_and_text() -> None:
         reply = tickets[0].result()
         tickets[1].result()
     assert (reply.text, reply.finish_reason) == (wanted.text, "stop")
+    assert tickets[0].result().tokens == reply.tokens  # as often as it is asked for
+    assert "".join(piece.text for piece in tickets[0]) == reply.text
     assert reply.usage.completion_tokens < 20
 
 

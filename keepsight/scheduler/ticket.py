@@ -31,6 +31,7 @@ class Ticket:
     ) -> None:
         self._on_piece, self._on_done = on_piece, on_done
         self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._heard: list[Piece] = []  # all of them, for result()
         self._wake: Callable[[], None] = lambda: None
         self.cancelled = False
         self.done = threading.Event()
@@ -44,8 +45,7 @@ class Ticket:
 
     def __iter__(self) -> Iterator[Piece]:
         """Wait for each piece; an error of the request is raised here."""
-        if self._on_piece is not None:
-            raise KeepsightError("this ticket's pieces go to its on_piece; they are not kept")
+        self._require_kept()
         while (piece := self._pieces.get()) is not None:
             yield piece
         self._pieces.put(None)  # who comes later finds the end too
@@ -53,14 +53,20 @@ class Ticket:
             raise self.error
 
     def result(self) -> Reply:
-        """The whole answer, when it is complete."""
-        text, tokens = "", []
-        for piece in self:
-            text += piece.text
-            tokens += [] if piece.token is None else [piece.token]
+        """The whole answer, when it is complete, as often as it is asked for."""
+        self._require_kept()
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        text = "".join(piece.text for piece in self._heard)
+        tokens = [piece.token for piece in self._heard if piece.token is not None]
         if self.usage is None or self.report is None:
             raise KeepsightError("the request was cancelled before it had begun")
         return Reply(text, self.usage, self.report, tokens, self.finish_reason or "stop")
+
+    def _require_kept(self) -> None:
+        if self._on_piece is not None:
+            raise KeepsightError("this ticket's pieces go to its on_piece; they are not kept")
 
     def cancel(self) -> None:
         """Hang up: what is computed now is the last. What was prefilled stays remembered."""
@@ -88,6 +94,7 @@ class Ticket:
         if self._on_piece is not None:
             self._on_piece(piece)
         else:
+            self._heard.append(piece)
             self._pieces.put(piece)
 
     def end(self, error: BaseException | None = None) -> None:
