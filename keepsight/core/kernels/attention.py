@@ -248,9 +248,9 @@ def attention_rows_are_equal(heads: Heads, windows: bool = False) -> bool:
     order = torch.randperm(width // 2, generator=generator)
 
     def noise(count: int, sign: int) -> torch.Tensor:
-        half = torch.randn(1, count, _TRIED, width // 2, generator=generator).bfloat16().float()
+        half = torch.randn(1, count, _TRIED, width // 2, generator=generator).to(dtype)
         odd = (0, width - 2 * (width // 2))
-        return functional.pad(torch.cat([half, sign * half[..., order]], -1), odd).to(dtype)
+        return functional.pad(torch.cat([half, sign * half[..., order]], -1), odd)
 
     # Products cancel, but for what rounding leaves of them.
     query, key, value = noise(queries, 1), noise(keys, -1), noise(keys, 1)

@@ -144,8 +144,7 @@ def rows_of(shape: Shape) -> Rows | None:
     """Which numbers of rows give equal bits for linear layers of a shape here; None for none."""
     out, width, dtype, biased, packed = shape
     generator = torch.Generator().manual_seed(out * 31 + width)
-    weight, inputs = _telling(out, width, generator)
-    weight, inputs = weight.to(dtype), inputs.to(dtype)
+    weight, inputs = _telling(out, width, dtype, generator)
     bias = torch.zeros(out, dtype=dtype) if biased else None
     tensor = pack(weight) if packed else weight
 
@@ -183,13 +182,17 @@ def rows_agree(linears: Linears, layer: torch.nn.Linear) -> bool:
     )
 
 
-def _telling(out: int, width: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _telling(
+    out: int, width: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and inputs whose products cancel, so that what is left of a sum is its rounding: sums
-    in another order differ in nearly every number, also where results are rounded to few digits."""
+    in another order differ in nearly every number, also where results are rounded to few digits.
+    They have all digits of their type: a product that is exact hides whether it was rounded before
+    it was added, which is all that differs where sums are short (adapters of a low rank)."""
     half = width // 2
     order = torch.randperm(half, generator=generator)
-    left = torch.randn(out, half, generator=generator).bfloat16().float()
-    rows = torch.randn(_ROWS, half, generator=generator).bfloat16().float()
+    left = torch.randn(out, half, generator=generator).to(dtype)
+    rows = torch.randn(_ROWS, half, generator=generator).to(dtype)
     odd = (0, width - 2 * half)
     weight = functional.pad(torch.cat([left, -left[:, order]], dim=1), odd)
     inputs = functional.pad(torch.cat([rows, rows[:, order]], dim=1), odd)
