@@ -308,3 +308,20 @@ def test_what_is_unknown_never_reaches_the_template(server: Live) -> None:
     config, files = server.service.config, server.service.files
     [message] = MessageReader(config, files, "").messages(request.messages, "")
     assert set(message) == {"role", "content"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "why"),
+    [
+        (b'{"model": "d\xff"}', {}, "it is not UTF-8 text"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", {}, "more than 4,300 digits"),
+        (b"\x1f\x8b123", {"content-encoding": "gzip"}, "Content-Encoding is 'gzip'"),
+        (b'{"model": "demo", "messages": [], "\\ud800": 1}', {}, "invalid body: Input should be"),
+    ],
+    ids=["no text", "digits", "packed", "name"],
+)
+def test_a_body_that_cannot_be_read_is_refused_with_its_reason(
+    server: Live, body: bytes, headers: dict[str, str], why: str
+) -> None:
+    status, told, _ = server.call("/v1/chat/completions", body, headers=headers)
+    assert status == 400 and why in told["error"]["message"]

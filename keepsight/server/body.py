@@ -60,8 +60,21 @@ class BodyRequest(Request):
                 self._json = parsed(body)
             else:
                 self._json = await threads.run(lambda: parsed(body), large=True)
-        except ValueError as error:
+        except json.JSONDecodeError as error:
             self._error = error
+        except ValueError as error:
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: ValueError) -> ApiError:
+        """Why bytes are no JSON at all, or a number in them none that can be read."""
+        packed = self.headers.get("content-encoding", "identity")
+        if packed != "identity":
+            why = f"its Content-Encoding is {packed[:50]!r}; send it as plain JSON"
+        elif isinstance(error, UnicodeDecodeError):
+            why = "it is not UTF-8 text"
+        else:
+            why = "a whole number in it has more than 4,300 digits"
+        return ApiError(400, f"the body cannot be read: {why}", code="invalid_json")
 
     async def json(self) -> object:
         """The value of the body."""

@@ -166,7 +166,7 @@ def from_validation(errors: Sequence[Record], body: object = None) -> ApiError:
     if kind == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     place = place[:200]
-    text = f"invalid value for {place!r}: {_wrong(kind, error)}"
+    text = f"invalid {f'value for {place!r}' if place else 'body'}: {_wrong(kind, error)}"
     return ApiError(400, text, param=place or None, code="invalid_value")
 
 
