@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -179,6 +180,26 @@ def test_adapters_are_weights_and_switches_are_noticed(vlm: Any) -> None:
     vlm.model.eval()
     other = logits(vlm, MESSAGES)
     assert not torch.equal(other, adapted) and torch.equal(other, cold(vlm, MESSAGES))
+
+
+def test_an_adapter_switched_off_while_merged_is_out_of_every_copy() -> None:
+    """PEFT takes it out of the weights in the midst of the next pass."""
+    peft = pytest.importorskip("peft")
+    live, processor = build("qwen3_vl")
+    model = copy.deepcopy(live)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model.add_adapter(config, adapter_name="one")
+    model.eval()
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.merge()
+    with ks.wrap(model, processor, pack=True) as vlm:
+        merged = logits(vlm, MESSAGES)
+        model.disable_adapters()
+        found = logits(vlm, MESSAGES)
+        assert not torch.equal(found, merged)
+        with ks.wrap(model, processor, pack=True) as fresh:
+            assert torch.equal(found, logits(fresh, MESSAGES))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from keepsight import digests
 from keepsight.errors import UnreadableWeights
+from keepsight.models import adapters
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import (
     AbsentTower,
@@ -63,6 +64,8 @@ class Weights:
             moved = self._watch.moved() | self._restless
             if not moved and not self._code.moved():
                 return False
+        if adapters.settle(self._model) and self._watch is not None:
+            moved |= self._watch.moved()
         self._watch = None  # until all of it is described
         self._describe(moved, remembered)
         return True
