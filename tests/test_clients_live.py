@@ -33,7 +33,7 @@ PYTHON = {
     "pydantic_ai_client": ["pydantic-ai-slim[openai]"],
     "smolagents_client": ["smolagents[openai]", "pillow"],
     "llama_index_client": ["llama-index-llms-openai", "llama-index-llms-openai-like"],
-    "guidellm_client": ["guidellm"],
+    "guidellm_client": ["guidellm[vision]"],
     "aiperf_client": ["aiperf"],
 }
 NODE = {
