@@ -35,6 +35,7 @@ from keepsight.report import Piece, Reply
 
 FORMAT = 1
 KIND = "session"
+_MEDIA = ("image", "video", "audio")
 
 
 class Session:
@@ -162,8 +163,8 @@ class Session:
             self.runtime.require_open()
             self.runtime.refresh(tenant=self.tenant)
             parts = [
-                dict(part, image=self.vision.name(part["image"]))
-                if part["type"] == "image"
+                dict(part, **{kind: self.vision.name(part[kind], kind)})
+                if (kind := part["type"]) in _MEDIA
                 else part
                 for part in message["content"]
             ]
@@ -228,9 +229,10 @@ class Session:
         media: list[Record],
         tensors: dict[str, torch.Tensor],
     ) -> Record:
-        if part.get("type") != "image":
+        kind = part.get("type")
+        if kind not in _MEDIA:
             return part
-        medium = self.vision.name(part["image"])
+        medium = self.vision.name(part[kind], kind)
         if medium.feature_id not in numbers:
             number = numbers[medium.feature_id] = len(media)
             package = self.vision.encode(medium)
@@ -239,7 +241,7 @@ class Session:
             handed_in = medium.feature_id != package.feature_id
             media.append(package.record() | ({"handed_in": True} if handed_in else {}))
             tensors |= {f"media/{number}/{k}": t for k, t in package.stored.items()}
-        return {"type": "image", "medium": numbers[medium.feature_id]}
+        return {"type": kind, "medium": numbers[medium.feature_id]}
 
     def _snapshots(self, namespace: str, tensors: dict[str, torch.Tensor]) -> list[Record]:
         """The snapshots of the history as it will be rendered next time."""
@@ -343,7 +345,7 @@ def _with_media(message: Message, media: list[Medium]) -> Message:
     if not isinstance(content, list):
         return dict(message)
     parts = [
-        {"type": "image", "image": media[part["medium"]]} if part["type"] == "image" else part
+        {"type": kind, kind: media[part["medium"]]} if (kind := part["type"]) in _MEDIA else part
         for part in content
     ]
     return dict(message, content=parts)

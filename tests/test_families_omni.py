@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,19 @@ def test_sound_matters_and_is_a_package(kind: str, tmp_path: Any) -> None:
         inputs = vlm.inputs(conversation()[0])
         off = ask(model, inputs).logits[0] - one
         assert float(off.abs().max()) < 1e-4 * float(one.abs().max())
+
+
+def test_a_saved_session_holds_the_sound_in_its_messages(tmp_path: Path) -> None:
+    model, processor = build(KINDS[0])
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
+    with ks.wrap(model, processor) as vlm:
+        chat = vlm.session()
+        chat.messages = [*conversation()[0], {"role": "assistant", "content": "A tune."}]
+        chat.save(tmp_path / "talk.keep")
+        wanted = chat.ask("So?", **options)
+    with ks.wrap(model, processor) as vlm:
+        found = vlm.resume(tmp_path / "talk.keep").ask("So?", **options)
+    assert found.tokens == wanted.tokens and found.usage.images_encoded == 0
 
 
 def test_bad_sound_is_refused_by_name() -> None:

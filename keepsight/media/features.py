@@ -348,7 +348,7 @@ class Vision:
 
     def encode(self, image: object) -> Package:
         """The package of an image in any form, with the prompt text the processor gives it."""
-        modality = image.modality if isinstance(image, Package) else "image"
+        modality = image.modality if isinstance(image, Medium | Package) else "image"
         if isinstance(image, dict):
             modality, image = medium_in(image)
         medium = self.name(image, modality)
