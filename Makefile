@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow test-clients check bench docs clean
+.PHONY: demo test test-slow test-clients test-mlx check bench docs clean
 
 # Torchvision is for tests of videos only, in a folder of its own: it imports where its operators are
 # declared, and breaks Transformers' models where they are not.
@@ -34,6 +34,11 @@ test-slow: $(VENV)/ready
 # Other people's clients, installed into environments of their own and run against a demo server.
 test-clients: $(VENV)/ready
 	KEEPSIGHT_CLIENTS=$${KEEPSIGHT_CLIENTS:-build/clients} $(BIN)/python -m pytest -m slow -rs tests/test_clients_live.py
+
+# The runtime for Macs, on Linux as well. Its libraries lie in a folder of their own.
+test-mlx: $(VENV)/ready
+	$(BIN)/pip install --quiet --no-deps --target build/mlx mlx==0.32.4 mlx-cpu==0.32.4 mlx-vlm==0.7.10 mlx-lm==0.32.2
+	PYTHONPATH=build/mlx $(BIN)/python -m pytest -n 0 -rs tests/test_mlx.py
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

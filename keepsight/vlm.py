@@ -60,12 +60,17 @@ def load(
     dtype: Dtype = "auto",
     revision: str | None = None,
     vision: bool = True,
+    mlx: bool = False,
     **options: Any,
 ) -> VLM:
-    """A checkpoint in PyTorch or an export, by name; `ks.load` chooses the runtime first."""
+    """A checkpoint in PyTorch or MLX, or an export; `ks.load` chooses the runtime first."""
     check_options(options)
     path = loading.model_path(os.fspath(name))
-    if is_export(path):
+    if mlx:
+        from keepsight.runtimes.mlx import load_mlx
+
+        model, files = load_mlx(path, dtype, device_map, vision, revision)
+    elif is_export(path):
         model, files = load_exported(
             path, dtype, device_map, vision, revision, options.get("store")
         )

@@ -68,7 +68,7 @@ DeviceMap = Annotated[
 ]
 Runtime = Annotated[
     str | None,
-    typer.Option(help="torch, onnx, openvino or auto: exported once, into the store."),
+    typer.Option(help="torch, mlx, auto, or onnx or openvino: exported once, into the store."),
 ]
 Weights = Annotated[
     str | None, typer.Option(help="int8, in an exported runtime. Default: as they are.")

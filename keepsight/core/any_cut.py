@@ -180,7 +180,7 @@ class AnyCut:
         model, shape = self._model, self._engine.shape
         kinds = sorted({kind for kind in shape.kinds if kind not in _SHOWN})
         if hasattr(model, "exported"):
-            return "the model is an exported one"
+            return "the model is an exported one, or runs in MLX"
         if model.device.type != "cpu":
             return f"its kernels were never tried on {model.device.type}"
         if kinds:

@@ -25,6 +25,7 @@ class LaneLayer(DynamicLayer):
         super().__init__()
         self.is_initialized: bool = False
         self.length = 0
+        self.changes = 0  # how often something was written or taken away
         self.reserved = 0
         self.room_k: torch.Tensor | None = None
         self.room_v: torch.Tensor | None = None
@@ -97,6 +98,7 @@ class LaneLayer(DynamicLayer):
 
     def _view(self, length: int) -> None:
         self.length = length
+        self.changes += 1
         self.keys = self.room_k[:, :, :length]  # type: ignore[index]
         self.values = self.room_v[:, :, :length]  # type: ignore[index]
 
@@ -105,6 +107,7 @@ class LaneLayer(DynamicLayer):
         if length > self.length:
             raise ValueError(f"cannot rewind from {self.length} to {length}")
         self._written, self._clean = max(self._written, self.length), 0
+        self.changes += 1
         if self.room_k is not None:
             self._view(length)
         if length == 0:

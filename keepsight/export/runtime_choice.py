@@ -49,8 +49,8 @@ from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
 
-TORCH, AUTO = "torch", "auto"
-WORDS = (TORCH, "onnx", "openvino", AUTO)
+TORCH, AUTO, MLX = "torch", "auto", "mlx"
+WORDS = (TORCH, "onnx", "openvino", MLX, AUTO)
 _LIBRARY = {"onnx": "onnxruntime", "openvino": "openvino"}
 _FOLDER = "exports"  # in a store
 _SIDE, _TOKENS, _TIMES = 448, 24, 3  # of the picture and the answer that are measured
@@ -88,6 +88,15 @@ class Wanted:
             vision=self.vision,
             **{**self.options, **other},
         )
+
+    def in_mlx(self) -> VLM:
+        """The checkpoint itself, in MLX."""
+        if self.weights is not None:
+            raise UnsupportedInput(
+                f"weights={self.weights!r}: MLX reads weights as they are; convert the checkpoint "
+                "with `mlx_vlm.convert -q`, and load that folder"
+            )
+        return self.in_torch({"mlx": True})
 
     def exported(self, folder: Path, other: Options = _AS_GIVEN) -> VLM:
         """An export of it, which refuses by name what exports cannot do."""
@@ -142,8 +151,9 @@ def load(
     A folder that `keepsight export` wrote is loaded like any other, and runs in its own runtime.
 
     `runtime`: `"torch"`, or `"onnx"` or `"openvino"`, for which an export is made once, into the
-    store's folder; `"auto"` takes what is fastest here. `weights="int8"`: those of an export in
-    eight bits. `tell` is called with a line of text for each step of what takes long.
+    store's folder; `"mlx"`, on a Mac; `"auto"` takes what is fastest of torch and exports here.
+    `weights="int8"`: those of an export in eight bits. `tell` is called with a line of text for
+    each step of what takes long.
     """
     name = os.fspath(name)
     _check_words(runtime, weights)
@@ -155,6 +165,8 @@ def load(
         return wanted.in_torch()
     if runtime in (None, TORCH) and weights is None:
         return wanted.in_torch()
+    if runtime == MLX:
+        return wanted.in_mlx()
     chosen, why = choose(wanted, runtime)
     tell(f"running in {chosen}: {why}")
     found = _load(wanted, chosen)

@@ -97,12 +97,13 @@ def files_in(folder: Path) -> dict[str, File]:
     """Every file below a folder, but for the record itself."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
     return {
-        path.relative_to(folder).as_posix(): File(path.stat().st_size, _digest(path))
+        path.relative_to(folder).as_posix(): File(path.stat().st_size, file_digest(path))
         for path in found
     }
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Of all bytes of a file."""
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
@@ -239,7 +240,7 @@ def _check_files(manifest: Manifest, folder: Path, contents: bool) -> None:
         size = path.stat().st_size
         if size != file.bytes:
             raise DamagedFile(f"{path} has {size} bytes, its record says {file.bytes}; {_AGAIN}")
-        if contents and _digest(path) != file.digest:
+        if contents and file_digest(path) != file.digest:
             raise DamagedFile(f"{path} is not the file that was exported; {_AGAIN}")
     graphs = [path for path in (folder / GRAPHS).rglob("*") if path.is_file()]
     settings = [path for path in folder.iterdir() if path.suffix in SETTINGS and path.name != NAME]

@@ -76,18 +76,18 @@ class Exported:
 
 def load_model(folder: Path, manifest: Manifest) -> PreTrainedModel:
     """The model, ready to run."""
-    model = _empty(folder)
+    model = empty_model(folder, "no configuration of an exported model")
     threads = torch.get_num_threads()
     sessions = {name: _session(folder, manifest, name, threads) for name in PARTS}
     _fill(model, manifest, sessions)
     version = sessions["decoder"].version
     model.exported = Exported(folder, manifest, version, threads)
     model.eval()
-    _refuse_what_takes_weights(model, folder)
+    refuse_what_takes_weights(model, folder, "an exported model")
     return model
 
 
-def _refuse_what_takes_weights(model: PreTrainedModel, folder: Path) -> None:
+def refuse_what_takes_weights(model: PreTrainedModel, folder: Path, what: str) -> None:
     """Training would end in PyTorch's words on gradients, and saving in a checkpoint that holds
     nothing and loads with weights of chance."""
     before = model.train
@@ -95,20 +95,19 @@ def _refuse_what_takes_weights(model: PreTrainedModel, folder: Path) -> None:
     def train(mode: bool = True) -> PreTrainedModel:
         if mode:
             raise UnsupportedInput(
-                f"{folder} is an exported model, which cannot be trained: its weights are in "
-                "graphs; train the checkpoint that it was made of"
+                f"{folder} is {what}, which cannot be trained: its weights are not PyTorch's; "
+                "train the checkpoint that it was made of"
             )
         return before(mode)
 
     def save_pretrained(*args: object, **options: object) -> NoReturn:
-        raise UnsupportedInput(
-            f"an exported model has no weights of PyTorch's to save; copy {folder} instead"
-        )
+        raise UnsupportedInput(f"{what} has no weights of PyTorch's to save; copy {folder} instead")
 
     model.train, model.save_pretrained = train, save_pretrained
 
 
-def _empty(folder: Path) -> PreTrainedModel:
+def empty_model(folder: Path, lacking: str) -> PreTrainedModel:
+    """Transformers' own model of a folder's configuration, without weights."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -118,9 +117,7 @@ def _empty(folder: Path) -> PreTrainedModel:
             model = kind(config)
         model.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{folder} holds no configuration of an exported model: {error}"
-        ) from error
+        raise ModelError(f"{folder} holds {lacking}: {error}") from error
     for module in model.modules():
         for home in (module._parameters, module._buffers):
             home.update(dict.fromkeys(home))

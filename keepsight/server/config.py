@@ -159,7 +159,7 @@ class ModelSettings(StrictSettings):
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16.")
     device_map: str | None = Field(None, description="Where the model goes: cpu, cuda, auto.")
     runtime: str | None = Field(
-        None, description="torch, onnx, openvino or auto: exported once, into the store."
+        None, description="torch, mlx, auto, or onnx or openvino: exported once, into the store."
     )
     weights: str | None = Field(None, description="int8, in an exported runtime.")
     store: str | None = Field(

@@ -1,0 +1,376 @@
+"""Models of mlx-vlm in the places of an exported model's graphs: for Macs, and `mlx[cpu]` on Linux.
+
+MLX computes tower, embedding, decoder and head; around them stands Transformers' own model without
+weights, as with exports. States go in and out of each pass, so engine, memory, packages, stores and
+reports are those of every model. Numbers cross the seam in float32, which holds all of bfloat16's
+and float16's, and are computed in the checkpoint's own dtype or its own 4 or 8 bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoProcessor, Cache, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from keepsight import digests
+from keepsight.core.lane_layer import LaneLayer
+from keepsight.core.state import Shape
+from keepsight.errors import MissingExtra, ModelError, UnsupportedInput
+from keepsight.kinds import CacheLayer, DeviceMap, Dtype, Grid
+from keepsight.models.families.tower_tensors import TowerTensors
+from keepsight.models.loading import files_digest
+from keepsight.runtimes.manifest import file_digest
+from keepsight.runtimes.modules import (
+    DecoderStandIn,
+    EmbeddingStandIn,
+    HeadStandIn,
+    PackedTowerStandIn,
+)
+from keepsight.runtimes.states import BIAS, deepstack, new_state, state
+from keepsight.runtimes.weightless import empty_model, refuse_what_takes_weights
+
+# Model types whose parts in mlx-vlm are shown to give what Transformers' own give.
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_NO_BOUND = 1 << 40  # of patches in a picture
+
+Array = Any  # mlx's, which is no requirement
+
+
+def load_mlx(
+    path: str, dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
+) -> tuple[PreTrainedModel, str | None]:
+    """A checkpoint that Transformers or mlx-vlm made, in MLX; and what its files are known by."""
+    _refuse_options(dtype, device_map, vision, revision)
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UnsupportedInput(
+            f"{path!r} is no folder: download the checkpoint, and name its folder"
+        )
+    mlx = _Mlx()
+    model = empty_model(folder, "no configuration of a model")
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UnsupportedInput(
+            f"models of type {kind} do not run in MLX here; those of {known} do. Load it without "
+            "runtime='mlx', or export it (docs/exporting.md)"
+        )
+    theirs = mlx.load(folder)
+    _put_in_place(model, theirs, mlx)
+    model.exported = _InMlx(folder, mlx, theirs)
+    model.eval()
+    refuse_what_takes_weights(model, folder, "a model in MLX")
+    return model, files_digest(path, "mlx", every=True)
+
+
+def _refuse_options(
+    dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
+) -> None:
+    if dtype not in ("auto", None):
+        raise UnsupportedInput(
+            f"dtype={dtype!r}: MLX computes in the checkpoint's own dtype; convert the checkpoint "
+            "with mlx_vlm.convert"
+        )
+    if device_map not in (None, "auto"):
+        raise UnsupportedInput(f"device_map={device_map!r}: MLX chooses its device itself")
+    if not vision:
+        raise UnsupportedInput("vision=False: a model in MLX has its tower; leave it in")
+    if revision is not None:
+        raise UnsupportedInput(f"revision={revision!r}: a folder has no revisions")
+
+
+class _Mlx:
+    """The libraries. Whatever they compute is computed by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.core = _imported("mlx.core")
+        self.utils = _imported("mlx_vlm.utils")
+        self.alone = threading.Lock()
+        versions = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-vlm")}
+        device = str(self.core.default_device())
+        self.version = f"{versions['mlx']}, mlx-vlm {versions['mlx-vlm']}, {device}"
+
+    def load(self, folder: Path) -> Any:
+        """The model of mlx-vlm."""
+        try:
+            with as_mlx_reads_it(folder) as readable, _own_processors():
+                return self.utils.load_model(readable)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise ModelError(f"mlx-vlm cannot load {folder}: {error}") from error
+
+    def given(self, tensor: Tensor, dtype: Any = None) -> Array:
+        """A tensor as an array."""
+        array = self.core.array(tensor.detach().contiguous().numpy())
+        return array if dtype is None else array.astype(dtype)
+
+    def taken(self, array: Array) -> Tensor:
+        """An array as a tensor of its own."""
+        if array.dtype in (self.core.bfloat16, self.core.float16):
+            array = array.astype(self.core.float32)
+        return torch.from_numpy(np.array(array))
+
+
+@contextmanager
+def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
+    """The folder, with rope and tower where mlx-vlm looks for them: Transformers names these in
+    another way since version 5."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text, vision = config.get("text_config", config), config.get("vision_config", {})
+    rope = text.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" in text:
+        yield folder
+        return
+    vision["model_type"] = config["model_type"]
+    text["rope_theta"] = rope.get("rope_theta", 10000.0)
+    text["rope_scaling"] = {"type": rope.get("rope_type", "default"), **rope}
+    config = {**text, **config}  # where the language model's settings once were
+    with TemporaryDirectory(prefix="keepsight-mlx-") as made:
+        for file in folder.iterdir():
+            if file.name != "config.json":
+                (Path(made) / file.name).symlink_to(file.resolve())
+        (Path(made) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        yield Path(made)
+
+
+@contextmanager
+def _own_processors() -> Iterator[None]:
+    """Loading a model, mlx-vlm puts processors of its own in the place of Transformers', for the
+    whole process. What Keepsight knows of pictures it knows of Transformers'."""
+    before = vars(AutoProcessor)["from_pretrained"]
+    try:
+        yield
+    finally:
+        AutoProcessor.from_pretrained = before
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtra.named("mlx-vlm", "mlx") from error
+
+
+class _InMlx:
+    """What a model says of the weights that lie in MLX."""
+
+    def __init__(self, folder: Path, mlx: _Mlx, model: Any) -> None:
+        self.environment = {"runtime": f"mlx {mlx.version}"}
+        files = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
+        content = digests.digest(
+            "weights for mlx",
+            (folder / "config.json").read_bytes(),
+            [[file.name, file_digest(file)] for file in files],
+        )
+        self.weights = {"all": content, "vision": content}
+        self.decoder_bytes = sum(os.path.getsize(file) for file in files)
+
+    def require(self, grid: Grid) -> None:
+        """Refuse what the tower cannot take: nothing, by its size."""
+
+
+def _put_in_place(model: PreTrainedModel, theirs: Any, mlx: _Mlx) -> None:
+    language, decoder = theirs.language_model, model.get_decoder()
+    embedding, core = model.get_input_embeddings(), model.base_model
+    embedding.forward = EmbeddingStandIn(_Embedding(mlx, language), embedding.embedding_dim)
+    model.get_output_embeddings().forward = HeadStandIn(_Head(mlx, language))
+    indexes = getattr(core.visual.config, "deepstack_visual_indexes", None) or ()
+    session = _Decoder(mlx, language, decoder.config.num_hidden_layers, len(indexes))
+    decoder.forward = _MlxDecoder(
+        session, decoder, Shape.of(model), False, hasattr(core, "get_rope_index")
+    )
+    core.visual.forward = _Tower(mlx, theirs.vision_tower, core.visual, TowerTensors(core))
+
+
+# -- parts ---------------------------------------------------------------------------------------
+
+
+class _Part:
+    """One part of the model, which takes and gives tensors by name."""
+
+    inputs: frozenset[str]
+
+    def __init__(self, mlx: _Mlx, language: Any) -> None:
+        self._mlx, self._language = mlx, language
+        self.version: str = mlx.version
+        self._dtype = language.model.norm.weight.dtype
+
+    def run(
+        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The outputs by name."""
+        with self._mlx.alone:
+            return {name: self._mlx.taken(one) for name, one in self.compute(feeds).items()}
+
+    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
+        """The same as arrays."""
+        raise NotImplementedError
+
+
+class _Embedding(_Part):
+    inputs = frozenset({"input_ids"})
+
+    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
+        ids = self._mlx.given(feeds["input_ids"])
+        return {"inputs_embeds": self._language.model.embed_tokens(ids)}
+
+
+class _Head(_Part):
+    inputs = frozenset({"hidden"})
+
+    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
+        hidden, language = self._mlx.given(feeds["hidden"], self._dtype), self._language
+        tied = language.args.tie_word_embeddings
+        head = language.model.embed_tokens.as_linear if tied else language.lm_head
+        return {"logits": head(hidden)}
+
+
+class _Decoder(_Part):
+    def __init__(self, mlx: _Mlx, language: Any, layers: int, levels: int) -> None:
+        super().__init__(mlx, language)
+        self._levels = [deepstack(level) for level in range(levels)]
+        self._states = [(state("k", n), state("v", n)) for n in range(layers)]
+        names = [name for both in self._states for name in both]
+        self.inputs = frozenset({"inputs_embeds", "position_ids", BIAS, *self._levels, *names})
+        self._layers: Sequence[CacheLayer] = ()
+        self._past: list[_Past] = []
+        self._held: dict[int, _Held] = {}
+
+    def begin(self, layers: Sequence[CacheLayer]) -> None:
+        """Say whose states come."""
+        self._layers = layers
+
+    def end(self, layers: Sequence[CacheLayer]) -> None:
+        """The layers hold the new states too: the next pass over them reads no copy of these."""
+        self._held = {
+            number: _Held(layer, layer.changes, *past.whole)
+            for number, (layer, past) in enumerate(zip(layers, self._past, strict=True))
+            if isinstance(layer, LaneLayer)
+        }
+        self._layers, self._past = (), []
+
+    def _before(self, number: int, feeds: dict[str, Tensor]) -> tuple[Array, Array]:
+        held = self._held.get(number)
+        if held is not None and number < len(self._layers) and held.is_of(self._layers[number]):
+            return held.keys, held.values
+        keys, values = (self._mlx.given(feeds[name], self._dtype) for name in self._states[number])
+        return keys, values
+
+    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
+        mlx, dtype = self._mlx, self._dtype
+        past = [_Past(mlx, *self._before(n, feeds)) for n in range(len(self._states))]
+        self._past = past
+        options: dict[str, Any] = {}
+        if self._levels and any(bool(feeds[name].any()) for name in self._levels):
+            # A row for each token: zeros where there is no picture.
+            dense = [mlx.given(feeds[name], dtype) for name in self._levels]
+            options["deepstack_visual_embeds"] = [one.reshape(-1, one.shape[-1]) for one in dense]
+            options["visual_pos_masks"] = np.ones(feeds["inputs_embeds"].shape[:2], dtype=bool)
+        hidden = self._language.model(
+            None,
+            inputs_embeds=mlx.given(feeds["inputs_embeds"], dtype),
+            mask=mlx.given(feeds[BIAS], dtype),
+            cache=past,
+            position_ids=mlx.given(feeds["position_ids"][-3:]),  # without those of text alone
+            **options,
+        )
+        found = {"hidden": hidden}
+        for number, one in enumerate(past):
+            found[new_state("k", number)], found[new_state("v", number)] = one.rows
+        mlx.core.eval(list(found.values()))
+        return found
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Keys and values of a layer as MLX has them, as long as the layer does not change."""
+
+    layer: LaneLayer
+    changes: int
+    keys: Array
+    values: Array
+
+    def is_of(self, layer: CacheLayer) -> bool:
+        """Whether these are a layer's, as it is now."""
+        return layer is self.layer and self.layer.changes == self.changes
+
+
+class _MlxDecoder(DecoderStandIn):
+    """A decoder whose states need not come again from PyTorch's memory in each pass."""
+
+    def __call__(
+        self, *more: object, past_key_values: Cache | None = None, **options: Any
+    ) -> MoeModelOutputWithPast:
+        session = cast(_Decoder, self._session)
+        session.begin(() if past_key_values is None else past_key_values.layers)
+        output = super().__call__(*more, past_key_values=past_key_values, **options)
+        session.end(output.past_key_values.layers)
+        return output
+
+
+class _Past:
+    """Keys and values of a layer before a pass; the pass adds its own."""
+
+    def __init__(self, mlx: _Mlx, keys: Array, values: Array) -> None:
+        self._mlx, self._keys, self._values = mlx, keys, values
+        self.offset = keys.shape[2]
+        self.rows = self.whole = (keys, values)
+
+    def update_and_fetch(self, keys: Array, values: Array) -> tuple[Array, Array]:
+        """All keys and values, with those of the pass behind."""
+        self.rows = self.whole = (keys, values)
+        if self.offset:
+            both = [self._keys, keys], [self._values, values]
+            before, after = (self._mlx.core.concatenate(parts, axis=2) for parts in both)
+            self.whole = (before, after)
+        return self.whole
+
+
+class _Tower(PackedTowerStandIn):
+    """Patches of pictures, or of the frames of a video, each through the tower alone."""
+
+    def __init__(
+        self, mlx: _Mlx, theirs: Any, tower: PreTrainedModel, tensors: TowerTensors
+    ) -> None:
+        super().__init__(_NoGraph(mlx.version), tower, tensors, _NO_BOUND)
+        self._mlx, self._theirs = mlx, theirs
+
+    def _one(self, pixels: Tensor, frame: tuple[int, int, int]) -> dict[str, Tensor]:
+        mlx = self._mlx
+        with mlx.alone:
+            dtype = self._theirs.patch_embed.proj.weight.dtype
+            grid = mlx.core.array([list(frame)])
+            found = self._theirs(mlx.given(pixels, dtype), grid)
+            features, levels = found if isinstance(found, tuple) else (found, [])
+            named = {"features": features}
+            named |= {deepstack(level): one for level, one in enumerate(levels)}
+            return {name: mlx.taken(one) for name, one in named.items()}
+
+
+class _NoGraph:
+    """A tower that is no graph has no inputs by name."""
+
+    inputs: frozenset[str] = frozenset()
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+
+    def run(
+        self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Never asked for."""
+        raise NotImplementedError

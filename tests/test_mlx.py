@@ -1,0 +1,154 @@
+"""Models in MLX remember, and answer as PyTorch and as mlx-vlm itself do.
+
+`make test-mlx` installs MLX's own build for Linux and runs these; without it they are skipped, but
+for those of what is said where it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+from models import folder_of, picture, turn
+from transformers import AutoProcessor
+
+import keepsight as ks
+from keepsight.errors import InputError, MissingExtra, ModelError, UnsupportedInput
+from keepsight.scheduler import Together
+
+HERE = all(importlib.util.find_spec(name) for name in ("mlx", "mlx_vlm"))
+in_mlx = pytest.mark.skipif(not HERE, reason="mlx-vlm is not installed (make test-mlx)")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+TALK = [
+    [turn("What is it?", picture(1))],
+    [turn("And these two?", picture(2), picture(1))],
+    [turn("Words alone, this time.")],
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@in_mlx
+def test_answers_are_those_of_pytorch_and_nothing_is_computed_twice(
+    folder: Path, tmp_path: Path
+) -> None:
+    with ks.load(folder) as vlm:
+        wanted = [vlm.chat(messages, **GREEDY).tokens for messages in TALK]
+        large = PIL.Image.effect_noise((420, 300), 90).convert("RGB")
+        features = vlm.encode(large).tensors
+    with ks.load(folder, runtime="mlx", store=tmp_path) as vlm:
+        replies = [vlm.chat(messages, **GREEDY) for messages in TALK]
+        assert [reply.tokens for reply in replies] == wanted
+        assert [reply.usage.images_encoded for reply in replies] == [1, 1, 0]
+        for name, tensor in vlm.encode(large).tensors.items():
+            assert torch.allclose(tensor, features[name], atol=1e-4)
+        again = vlm.chat(TALK[1], **GREEDY)
+        assert again.tokens == wanted[1] and again.usage.cached_tokens == again.usage.prompt_tokens
+        assert vlm.verify(TALK[1]).equal
+        assert "MLX" in vlm.stats()["engine"]["boundaries_because"]
+        vlm.flush()
+    with ks.load(folder, runtime="mlx", store=tmp_path) as vlm, vlm.blindfold():
+        reply = vlm.chat(TALK[1], **GREEDY)
+        assert reply.tokens == wanted[1] and reply.usage.cached_tokens == reply.usage.prompt_tokens
+
+
+@in_mlx
+def test_turns_edits_and_sequences_together(folder: Path) -> None:
+    with ks.load(folder) as torch_vlm, ks.load(folder, runtime="mlx") as vlm:
+        said = []
+        for one in (torch_vlm, vlm):
+            session = one.session()
+            said.append(session.ask("What is it?", images=[picture(1)], **GREEDY).tokens)
+            said.append(session.ask("And this?", images=[picture(2)], **GREEDY).tokens)
+            said.append(one.chat([turn("What else?", picture(1), picture(3))], **GREEDY).tokens)
+        assert said[:3] == said[3:]
+        wanted = [torch_vlm.chat(messages, **GREEDY).tokens for messages in TALK]
+        with Together(vlm) as together:
+            waiting = [together.submit(messages, **GREEDY) for messages in TALK]
+            assert [one.result().tokens for one in waiting] == wanted
+
+
+@in_mlx
+@pytest.mark.parametrize("bits", [4, 8])
+def test_checkpoints_in_few_bits_answer_as_mlx_vlm_does(bits: int, tmp_path: Path) -> None:
+    import mlx.core as mx
+    import mlx.nn
+    from mlx.utils import tree_flatten
+    from mlx_vlm.utils import load_model
+
+    plain = folder_of("qwen3_vl", tmp_path / "plain")
+    with ks.load(plain, runtime="mlx") as vlm:
+        whole = vlm.chat(TALK[2], **GREEDY).tokens
+    # As mlx_vlm.convert writes it: rope and tower by their old names, and what was quantised.
+    from keepsight.runtimes.mlx import as_mlx_reads_it
+
+    folder = tmp_path / "few"
+    with as_mlx_reads_it(plain) as readable:
+        shutil.copytree(readable, folder)
+        model: Any = load_model(readable)
+    mlx.nn.quantize(model.language_model, group_size=32, bits=bits)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] = {"group_size": 32, "bits": bits}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    with ks.load(folder, runtime="mlx", store=tmp_path / "store") as vlm:
+        found = vlm.chat(TALK[2], **GREEDY).tokens
+        ids = vlm.render(TALK[2]).ids.tolist()
+        assert vlm.chat(TALK[1], **GREEDY).usage.images_encoded == 2
+        assert vlm.verify(TALK[1]).equal
+    wanted: list[int] = []
+    for _ in range(GREEDY["max_new_tokens"]):
+        logits = model.language_model(mx.array([[*ids, *wanted]])).logits[0, -1]
+        logits[2] = -mx.inf  # the answer is not to end
+        wanted.append(int(mx.argmax(logits)))
+    assert found == wanted and (bits == 8 or found != whole)
+
+
+@in_mlx
+def test_transformers_processors_stay_what_they_are(folder: Path) -> None:
+    before = vars(AutoProcessor)["from_pretrained"]
+    with ks.load(folder, runtime="mlx"):
+        assert vars(AutoProcessor)["from_pretrained"] is before
+
+
+@in_mlx
+def test_what_does_not_run_in_mlx_is_refused_by_name(tmp_path: Path) -> None:
+    other = folder_of("gemma3", tmp_path / "gemma3")
+    with pytest.raises(UnsupportedInput, match="gemma3 do not run in MLX here; those of qwen2_vl"):
+        ks.load(other, runtime="mlx")
+    folder = folder_of("qwen3_vl", tmp_path / "qwen3_vl")
+    for options, said in (
+        ({"dtype": "float16"}, "mlx_vlm.convert"),
+        ({"vision": False}, "has its tower"),
+        ({"device_map": "cpu"}, "chooses its device"),
+        ({"revision": "main"}, "no revisions"),
+        ({"weights": "int8"}, "mlx_vlm.convert -q"),
+    ):
+        with pytest.raises(UnsupportedInput, match=said):
+            ks.load(folder, runtime="mlx", **options)
+    with pytest.raises((UnsupportedInput, InputError)):
+        ks.load("nobody/nothing", runtime="mlx")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="mlx-vlm cannot load"):
+        ks.load(folder, runtime="mlx")
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of("qwen3_vl", tmp_path)
+    for name in ("mlx", "mlx.core"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match="mlx-vlm is not installed .keepsight's extra 'mlx'."):
+        ks.load(folder, runtime="mlx")
