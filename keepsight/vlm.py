@@ -49,7 +49,7 @@ from keepsight.models.tested import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
 from keepsight.report import Piece, Reply, Report
-from keepsight.runtimes.load import is_export, load_exported
+from keepsight.runtimes.load import is_export, load_exported, load_in_mlx
 from keepsight.session import Session
 
 
@@ -66,14 +66,11 @@ def load(
     """A checkpoint in PyTorch or MLX, or an export; `ks.load` chooses the runtime first."""
     check_options(options)
     path = loading.model_path(os.fspath(name))
+    how = (dtype, device_map, vision, revision)
     if mlx:
-        from keepsight.runtimes.mlx import load_mlx
-
-        model, files = load_mlx(path, dtype, device_map, vision, revision)
+        model, files = load_in_mlx(path, *how)
     elif is_export(path):
-        model, files = load_exported(
-            path, dtype, device_map, vision, revision, options.get("store")
-        )
+        model, files = load_exported(path, *how, options.get("store"))
     else:
         check_loadable(path, device_map, revision)
         load_named = loading.load_named if vision else without_tower.load_named

@@ -6,6 +6,7 @@ states.py           the states that go in and out of a decoder
 modules.py          graphs in the places of tower, embedding, decoder and head
 weightless.py       Transformers' own model around them, without weights
 onnx.py, openvino.py  one graph in either runtime
+mlx.py              the parts of a model of mlx-vlm in the places of graphs
 imports.py          the libraries of both, imported without telemetry
 """
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["is_export", "load_exported", "other_versions", "read"]
+__all__ = ["is_export", "load_exported", "load_in_mlx", "other_versions", "read"]
 
 
 def load_exported(
@@ -68,6 +69,15 @@ def load_exported(
             raise
         versions = ", ".join(f"{n} {was} (here {now})" for n, (was, now) in others.items())
         raise ModelError(f"{error}; it was made with {versions}") from error
+
+
+def load_in_mlx(
+    path: str, dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
+) -> tuple[PreTrainedModel, str | None]:
+    """A checkpoint's model in MLX; and what its files are known by."""
+    from keepsight.runtimes.mlx import load_mlx  # an optional library stands behind it
+
+    return load_mlx(path, dtype, device_map, vision, revision)
 
 
 @functools.lru_cache(64)  # once for each folder
