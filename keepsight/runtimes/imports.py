@@ -15,8 +15,18 @@ import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any, Protocol
 
 from keepsight.errors import MissingExtra
+
+
+class Foreign(Protocol):
+    """Something of a library that has no types."""
+
+    def __getattr__(self, name: str, /) -> Any: ...
+
+    def __call__(self, *args: object, **options: object) -> Any: ...
+
 
 _SENDER = "openvino_telemetry"
 

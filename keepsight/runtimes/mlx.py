@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, Cache, PreTrainedModel
+from transformers import AutoProcessor, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from keepsight import digests
@@ -34,6 +34,7 @@ from keepsight.errors import MissingExtra, ModelError, UnsupportedInput
 from keepsight.kinds import CacheLayer, DeviceMap, Dtype, Grid
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.loading import files_digest
+from keepsight.runtimes.imports import Foreign
 from keepsight.runtimes.manifest import file_digest
 from keepsight.runtimes.modules import (
     DecoderStandIn,
@@ -48,7 +49,8 @@ from keepsight.runtimes.weightless import empty_model, refuse_what_takes_weights
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _NO_BOUND = 1 << 40  # of patches in a picture
 
-Array = Any  # mlx's, which is no requirement
+
+Array = Foreign
 
 
 def load_mlx(
@@ -105,18 +107,18 @@ class _Mlx:
         device = str(self.core.default_device())
         self.version = f"{versions['mlx']}, mlx-vlm {versions['mlx-vlm']}, {device}"
 
-    def load(self, folder: Path) -> Any:
+    def load(self, folder: Path) -> Foreign:
         """The model of mlx-vlm."""
         try:
             with as_mlx_reads_it(folder) as readable, _own_processors():
-                return self.utils.load_model(readable)
+                return cast(Foreign, self.utils.load_model(readable))
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise ModelError(f"mlx-vlm cannot load {folder}: {error}") from error
 
-    def given(self, tensor: Tensor, dtype: Any = None) -> Array:
+    def given(self, tensor: Tensor, dtype: object = None) -> Array:
         """A tensor as an array."""
-        array = self.core.array(tensor.detach().contiguous().numpy())
-        return array if dtype is None else array.astype(dtype)
+        array: Array = self.core.array(tensor.detach().contiguous().numpy())
+        return array if dtype is None else cast(Foreign, array.astype(dtype))
 
     def taken(self, array: Array) -> Tensor:
         """An array as a tensor of its own."""
@@ -168,7 +170,7 @@ def _imported(name: str) -> ModuleType:
 class _InMlx:
     """What a model says of the weights that lie in MLX."""
 
-    def __init__(self, folder: Path, mlx: _Mlx, model: Any) -> None:
+    def __init__(self, folder: Path, mlx: _Mlx, model: Foreign) -> None:
         self.environment = {"runtime": f"mlx {mlx.version}"}
         files = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
         content = digests.digest(
@@ -183,7 +185,7 @@ class _InMlx:
         """Refuse what the tower cannot take: nothing, by its size."""
 
 
-def _put_in_place(model: PreTrainedModel, theirs: Any, mlx: _Mlx) -> None:
+def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: _Mlx) -> None:
     language, decoder = theirs.language_model, model.get_decoder()
     embedding, core = model.get_input_embeddings(), model.base_model
     embedding.forward = EmbeddingStandIn(_Embedding(mlx, language), embedding.embedding_dim)
@@ -193,7 +195,7 @@ def _put_in_place(model: PreTrainedModel, theirs: Any, mlx: _Mlx) -> None:
     decoder.forward = _MlxDecoder(
         session, decoder, Shape.of(model), False, hasattr(core, "get_rope_index")
     )
-    core.visual.forward = _Tower(mlx, theirs.vision_tower, core.visual, TowerTensors(core))
+    core.visual.forward = _MlxTower(mlx, theirs.vision_tower, core.visual, TowerTensors(core))
 
 
 # -- parts ---------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ class _Part:
 
     inputs: frozenset[str]
 
-    def __init__(self, mlx: _Mlx, language: Any) -> None:
+    def __init__(self, mlx: _Mlx, language: Foreign) -> None:
         self._mlx, self._language = mlx, language
         self.version: str = mlx.version
         self._dtype = language.model.norm.weight.dtype
@@ -240,7 +242,7 @@ class _Head(_Part):
 
 
 class _Decoder(_Part):
-    def __init__(self, mlx: _Mlx, language: Any, layers: int, levels: int) -> None:
+    def __init__(self, mlx: _Mlx, language: Foreign, layers: int, levels: int) -> None:
         super().__init__(mlx, language)
         self._levels = [deepstack(level) for level in range(levels)]
         self._states = [(state("k", n), state("v", n)) for n in range(layers)]
@@ -248,7 +250,7 @@ class _Decoder(_Part):
         self.inputs = frozenset({"inputs_embeds", "position_ids", BIAS, *self._levels, *names})
         self._layers: Sequence[CacheLayer] = ()
         self._past: list[_Past] = []
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldArrays] = {}
 
     def begin(self, layers: Sequence[CacheLayer]) -> None:
         """Say whose states come."""
@@ -257,7 +259,7 @@ class _Decoder(_Part):
     def end(self, layers: Sequence[CacheLayer]) -> None:
         """The layers hold the new states too: the next pass over them reads no copy of these."""
         self._held = {
-            number: _Held(layer, layer.changes, *past.whole)
+            number: _HeldArrays(layer, layer.changes, *past.whole)
             for number, (layer, past) in enumerate(zip(layers, self._past, strict=True))
             if isinstance(layer, LaneLayer)
         }
@@ -274,7 +276,7 @@ class _Decoder(_Part):
         mlx, dtype = self._mlx, self._dtype
         past = [_Past(mlx, *self._before(n, feeds)) for n in range(len(self._states))]
         self._past = past
-        options: dict[str, Any] = {}
+        options: dict[str, object] = {}
         if self._levels and any(bool(feeds[name].any()) for name in self._levels):
             # A row for each token: zeros where there is no picture.
             dense = [mlx.given(feeds[name], dtype) for name in self._levels]
@@ -296,7 +298,7 @@ class _Decoder(_Part):
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldArrays:
     """Keys and values of a layer as MLX has them, as long as the layer does not change."""
 
     layer: LaneLayer
@@ -312,12 +314,10 @@ class _Held:
 class _MlxDecoder(DecoderStandIn):
     """A decoder whose states need not come again from PyTorch's memory in each pass."""
 
-    def __call__(
-        self, *more: object, past_key_values: Cache | None = None, **options: Any
-    ) -> MoeModelOutputWithPast:
+    def __call__(self, *more: object, **options: object) -> MoeModelOutputWithPast:
         session = cast(_Decoder, self._session)
-        session.begin(() if past_key_values is None else past_key_values.layers)
-        output = super().__call__(*more, past_key_values=past_key_values, **options)
+        session.begin(getattr(options.get("past_key_values"), "layers", ()))
+        output = super().__call__(*more, **options)  # type: ignore[arg-type]
         session.end(output.past_key_values.layers)
         return output
 
@@ -340,11 +340,11 @@ class _Past:
         return self.whole
 
 
-class _Tower(PackedTowerStandIn):
+class _MlxTower(PackedTowerStandIn):
     """Patches of pictures, or of the frames of a video, each through the tower alone."""
 
     def __init__(
-        self, mlx: _Mlx, theirs: Any, tower: PreTrainedModel, tensors: TowerTensors
+        self, mlx: _Mlx, theirs: Foreign, tower: PreTrainedModel, tensors: TowerTensors
     ) -> None:
         super().__init__(_NoGraph(mlx.version), tower, tensors, _NO_BOUND)
         self._mlx, self._theirs = mlx, theirs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,10 +31,10 @@ _SETTINGS = {
 
 
 @functools.cache
-def core() -> Any:
+def core() -> imports.Foreign:
     """One for the process, never let go: with the last of them the runtime unloads code that its
     own threads may still be in, and the process dies some time later."""
-    return imports.openvino().Core()
+    return cast(imports.Foreign, imports.openvino().Core())
 
 
 class OpenVinoSession:
