@@ -25,7 +25,7 @@ from keepsight.scheduler import Together
 
 HERE = all(importlib.util.find_spec(name) for name in ("mlx", "mlx_vlm"))
 in_mlx = pytest.mark.skipif(not HERE, reason="mlx-vlm is not installed (make test-mlx)")
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
 TALK = [
     [turn("What is it?", picture(1))],
@@ -51,6 +51,9 @@ def test_answers_are_those_of_pytorch_and_nothing_is_computed_twice(
         replies = [vlm.chat(messages, **GREEDY) for messages in TALK]
         assert [reply.tokens for reply in replies] == wanted
         assert [reply.usage.images_encoded for reply in replies] == [1, 1, 0]
+        long = [*TALK[1], {"role": "assistant", "content": "So."}, turn("And " + "more " * 90)]
+        first, second = (vlm.chat(long, **GREEDY) for _ in range(2))
+        assert first.tokens == second.tokens and first.usage.cached_tokens >= 16
         for name, tensor in vlm.encode(large).tensors.items():
             assert torch.allclose(tensor, features[name], atol=1e-4)
         again = vlm.chat(TALK[1], **GREEDY)

@@ -42,11 +42,11 @@ from keepsight.runtimes.modules import (
     HeadStandIn,
     PackedTowerStandIn,
 )
-from keepsight.runtimes.states import BIAS, deepstack, new_state, state
+from keepsight.runtimes.states import BIAS, PRESENT, deepstack, new_state, state, state_names
 from keepsight.runtimes.weightless import empty_model, refuse_what_takes_weights
 
 # Model types whose parts in mlx-vlm are shown to give what Transformers' own give.
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 _NO_BOUND = 1 << 40  # of patches in a picture
 
 
@@ -102,6 +102,7 @@ class _Mlx:
     def __init__(self) -> None:
         self.core = _imported("mlx.core")
         self.utils = _imported("mlx_vlm.utils")
+        self.arrays_cache = _imported("mlx_vlm.models.cache").ArraysCache
         self.alone = threading.Lock()
         versions = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-vlm")}
         device = str(self.core.default_device())
@@ -191,10 +192,9 @@ def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: _Mlx) -> None:
     embedding.forward = EmbeddingStandIn(_Embedding(mlx, language), embedding.embedding_dim)
     model.get_output_embeddings().forward = HeadStandIn(_Head(mlx, language))
     indexes = getattr(core.visual.config, "deepstack_visual_indexes", None) or ()
-    session = _Decoder(mlx, language, decoder.config.num_hidden_layers, len(indexes))
-    decoder.forward = _MlxDecoder(
-        session, decoder, Shape.of(model), False, hasattr(core, "get_rope_index")
-    )
+    shape = Shape.of(model)
+    session = _Decoder(mlx, language, shape.kinds, len(indexes))
+    decoder.forward = _MlxDecoder(session, decoder, shape, False, hasattr(core, "get_rope_index"))
     core.visual.forward = _MlxTower(mlx, theirs.vision_tower, core.visual, TowerTensors(core))
 
 
@@ -242,14 +242,16 @@ class _Head(_Part):
 
 
 class _Decoder(_Part):
-    def __init__(self, mlx: _Mlx, language: Foreign, layers: int, levels: int) -> None:
+    def __init__(self, mlx: _Mlx, language: Foreign, kinds: Sequence[str], levels: int) -> None:
         super().__init__(mlx, language)
         self._levels = [deepstack(level) for level in range(levels)]
-        self._states = [(state("k", n), state("v", n)) for n in range(layers)]
-        names = [name for both in self._states for name in both]
-        self.inputs = frozenset({"inputs_embeds", "position_ids", BIAS, *self._levels, *names})
+        self._kinds = kinds
+        names = [state(name, n) for n, kind in enumerate(kinds) for name in state_names(kind)]
+        self.inputs = frozenset(
+            {"inputs_embeds", "position_ids", BIAS, PRESENT, *self._levels, *names}
+        )
         self._layers: Sequence[CacheLayer] = ()
-        self._past: list[_Past] = []
+        self._past: list[_Past | _Fixed] = []
         self._held: dict[int, _HeldArrays] = {}
 
     def begin(self, layers: Sequence[CacheLayer]) -> None:
@@ -261,21 +263,26 @@ class _Decoder(_Part):
         self._held = {
             number: _HeldArrays(layer, layer.changes, *past.whole)
             for number, (layer, past) in enumerate(zip(layers, self._past, strict=True))
-            if isinstance(layer, LaneLayer)
+            if isinstance(layer, LaneLayer) and isinstance(past, _Past)
         }
         self._layers, self._past = (), []
 
-    def _before(self, number: int, feeds: dict[str, Tensor]) -> tuple[Array, Array]:
+    def _before(self, number: int, feeds: dict[str, Tensor], mask: Array) -> _Past | _Fixed:
+        """The states of a layer before a pass."""
+        mlx, kind = self._mlx, self._kinds[number]
         held = self._held.get(number)
         if held is not None and number < len(self._layers) and held.is_of(self._layers[number]):
-            return held.keys, held.values
-        keys, values = (self._mlx.given(feeds[name], self._dtype) for name in self._states[number])
-        return keys, values
+            return _Past(mlx, held.keys, held.values, mask)
+        given = [feeds[state(name, number)] for name in state_names(kind)]
+        if kind == "linear":
+            return _Fixed(mlx, given[0], given[1], feeds[PRESENT], self._dtype)
+        keys, values = (mlx.given(tensor, self._dtype) for tensor in given)
+        return _Past(mlx, keys, values, mask)
 
     def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
         mlx, dtype = self._mlx, self._dtype
-        past = [_Past(mlx, *self._before(n, feeds)) for n in range(len(self._states))]
-        self._past = past
+        mask = mlx.given(feeds[BIAS], dtype)
+        self._past = [self._before(n, feeds, mask) for n in range(len(self._kinds))]
         options: dict[str, object] = {}
         if self._levels and any(bool(feeds[name].any()) for name in self._levels):
             # A row for each token: zeros where there is no picture.
@@ -285,14 +292,15 @@ class _Decoder(_Part):
         hidden = self._language.model(
             None,
             inputs_embeds=mlx.given(feeds["inputs_embeds"], dtype),
-            mask=mlx.given(feeds[BIAS], dtype),
-            cache=past,
+            mask=mask,
+            cache=[getattr(one, "cache", one) for one in self._past],
             position_ids=mlx.given(feeds["position_ids"][-3:]),  # without those of text alone
             **options,
         )
         found = {"hidden": hidden}
-        for number, one in enumerate(past):
-            found[new_state("k", number)], found[new_state("v", number)] = one.rows
+        for number, one in enumerate(self._past):
+            names = [new_state(name, number) for name in state_names(self._kinds[number])]
+            found |= dict(zip(names, one.after(), strict=True))
         mlx.core.eval(list(found.values()))
         return found
 
@@ -325,19 +333,52 @@ class _MlxDecoder(DecoderStandIn):
 class _Past:
     """Keys and values of a layer before a pass; the pass adds its own."""
 
-    def __init__(self, mlx: _Mlx, keys: Array, values: Array) -> None:
-        self._mlx, self._keys, self._values = mlx, keys, values
+    def __init__(self, mlx: _Mlx, keys: Array, values: Array, mask: Array) -> None:
+        self._mlx, self._keys, self._values, self._mask = mlx, keys, values, mask
         self.offset = keys.shape[2]
-        self.rows = self.whole = (keys, values)
+        self._rows = self.whole = (keys, values)
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """All keys and values, with those of the pass behind."""
-        self.rows = self.whole = (keys, values)
+        self._rows = self.whole = (keys, values)
         if self.offset:
             both = [self._keys, keys], [self._values, values]
             before, after = (self._mlx.core.concatenate(parts, axis=2) for parts in both)
             self.whole = (before, after)
         return self.whole
+
+    def make_mask(self, count: int, *more: object, **options: object) -> Array:
+        """Who sees whom, as the engine says."""
+        return self._mask
+
+    def after(self) -> tuple[Array, Array]:
+        """The rows that the pass added."""
+        return self._rows
+
+
+class _Fixed:
+    """The states of fixed size of a layer: Transformers lays the last inputs of a convolution in
+    columns, with one more than is read, and a delta rule's state the other way round."""
+
+    def __init__(
+        self, mlx: _Mlx, conv: Tensor, recurrent: Tensor, present: Tensor, dtype: object
+    ) -> None:
+        self._mlx, self._present = mlx, present
+        self.cache = mlx.arrays_cache(2)
+        self.cache.make_mask = self.make_mask
+        self.cache[0] = mlx.given(conv[..., 1:].transpose(1, 2), dtype)
+        self.cache[1] = mlx.given(recurrent.transpose(-1, -2))
+
+    def make_mask(self, count: int) -> Array | None:
+        """Which tokens are no padding; None where all are."""
+        whole = bool(self._present.all())
+        return None if whole else self._mlx.given(self._present > 0)
+
+    def after(self) -> tuple[Array, Array]:
+        """The states behind the pass."""
+        conv, recurrent = self.cache[0], self.cache[1]
+        columns = self._mlx.core.pad(conv.swapaxes(1, 2), [(0, 0), (0, 0), (1, 0)])
+        return columns, recurrent.swapaxes(-1, -2)
 
 
 class _MlxTower(PackedTowerStandIn):
