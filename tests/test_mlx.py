@@ -94,7 +94,7 @@ def test_checkpoints_in_few_bits_answer_as_mlx_vlm_does(bits: int, tmp_path: Pat
     with ks.load(plain, runtime="mlx") as vlm:
         whole = vlm.chat(TALK[2], **GREEDY).tokens
     # As mlx_vlm.convert writes it: rope and tower by their old names, and what was quantised.
-    from keepsight.runtimes.mlx import as_mlx_reads_it
+    from keepsight.runtimes.mlx_library import as_mlx_reads_it
 
     folder = tmp_path / "few"
     with as_mlx_reads_it(plain) as readable:

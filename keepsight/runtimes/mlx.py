@@ -8,34 +8,27 @@ and float16's, and are computed in the checkpoint's own dtype or its own 4 or 8 
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import json
 import os
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import cast
 
 import numpy as np
-import torch
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from keepsight import digests
 from keepsight.core.lane_layer import LaneLayer
 from keepsight.core.state import Shape
-from keepsight.errors import MissingExtra, ModelError, UnsupportedInput
+from keepsight.errors import UnsupportedInput
 from keepsight.kinds import CacheLayer, DeviceMap, Dtype, Grid
 from keepsight.models.families.tower_tensors import TowerTensors
 from keepsight.models.loading import files_digest
 from keepsight.runtimes.imports import Foreign
 from keepsight.runtimes.manifest import file_digest
+from keepsight.runtimes.mlx_library import Array, Mlx
 from keepsight.runtimes.modules import (
     DecoderStandIn,
     EmbeddingStandIn,
@@ -50,9 +43,6 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 _NO_BOUND = 1 << 40  # of patches in a picture
 
 
-Array = Foreign
-
-
 def load_mlx(
     path: str, dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
 ) -> tuple[PreTrainedModel, str | None]:
@@ -63,7 +53,7 @@ def load_mlx(
         raise UnsupportedInput(
             f"{path!r} is no folder: download the checkpoint, and name its folder"
         )
-    mlx = _Mlx()
+    mlx = Mlx()
     model = empty_model(folder, "no configuration of a model")
     kind = model.config.model_type
     if kind not in FAMILIES:
@@ -96,82 +86,10 @@ def _refuse_options(
         raise UnsupportedInput(f"revision={revision!r}: a folder has no revisions")
 
 
-class _Mlx:
-    """The libraries. Whatever they compute is computed by one thread at a time."""
-
-    def __init__(self) -> None:
-        self.core = _imported("mlx.core")
-        self.utils = _imported("mlx_vlm.utils")
-        self.arrays_cache = _imported("mlx_vlm.models.cache").ArraysCache
-        self.alone = threading.Lock()
-        versions = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-vlm")}
-        device = str(self.core.default_device())
-        self.version = f"{versions['mlx']}, mlx-vlm {versions['mlx-vlm']}, {device}"
-
-    def load(self, folder: Path) -> Foreign:
-        """The model of mlx-vlm."""
-        try:
-            with as_mlx_reads_it(folder) as readable, _own_processors():
-                return cast(Foreign, self.utils.load_model(readable))
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise ModelError(f"mlx-vlm cannot load {folder}: {error}") from error
-
-    def given(self, tensor: Tensor, dtype: object = None) -> Array:
-        """A tensor as an array."""
-        array: Array = self.core.array(tensor.detach().contiguous().numpy())
-        return array if dtype is None else cast(Foreign, array.astype(dtype))
-
-    def taken(self, array: Array) -> Tensor:
-        """An array as a tensor of its own."""
-        if array.dtype in (self.core.bfloat16, self.core.float16):
-            array = array.astype(self.core.float32)
-        return torch.from_numpy(np.array(array))
-
-
-@contextmanager
-def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
-    """The folder, with rope and tower where mlx-vlm looks for them: Transformers names these in
-    another way since version 5."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text, vision = config.get("text_config", config), config.get("vision_config", {})
-    rope = text.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" in text:
-        yield folder
-        return
-    vision["model_type"] = config["model_type"]
-    text["rope_theta"] = rope.get("rope_theta", 10000.0)
-    text["rope_scaling"] = {"type": rope.get("rope_type", "default"), **rope}
-    config = {**text, **config}  # where the language model's settings once were
-    with TemporaryDirectory(prefix="keepsight-mlx-") as made:
-        for file in folder.iterdir():
-            if file.name != "config.json":
-                (Path(made) / file.name).symlink_to(file.resolve())
-        (Path(made) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        yield Path(made)
-
-
-@contextmanager
-def _own_processors() -> Iterator[None]:
-    """Loading a model, mlx-vlm puts processors of its own in the place of Transformers', for the
-    whole process. What Keepsight knows of pictures it knows of Transformers'."""
-    before = vars(AutoProcessor)["from_pretrained"]
-    try:
-        yield
-    finally:
-        AutoProcessor.from_pretrained = before
-
-
-def _imported(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtra.named("mlx-vlm", "mlx") from error
-
-
 class _InMlx:
     """What a model says of the weights that lie in MLX."""
 
-    def __init__(self, folder: Path, mlx: _Mlx, model: Foreign) -> None:
+    def __init__(self, folder: Path, mlx: Mlx, model: Foreign) -> None:
         self.environment = {"runtime": f"mlx {mlx.version}"}
         files = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
         content = digests.digest(
@@ -186,7 +104,7 @@ class _InMlx:
         """Refuse what the tower cannot take: nothing, by its size."""
 
 
-def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: _Mlx) -> None:
+def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: Mlx) -> None:
     language, decoder = theirs.language_model, model.get_decoder()
     embedding, core = model.get_input_embeddings(), model.base_model
     embedding.forward = EmbeddingStandIn(_Embedding(mlx, language), embedding.embedding_dim)
@@ -206,7 +124,7 @@ class _Part:
 
     inputs: frozenset[str]
 
-    def __init__(self, mlx: _Mlx, language: Foreign) -> None:
+    def __init__(self, mlx: Mlx, language: Foreign) -> None:
         self._mlx, self._language = mlx, language
         self.version: str = mlx.version
         self._dtype = language.model.norm.weight.dtype
@@ -242,7 +160,7 @@ class _Head(_Part):
 
 
 class _Decoder(_Part):
-    def __init__(self, mlx: _Mlx, language: Foreign, kinds: Sequence[str], levels: int) -> None:
+    def __init__(self, mlx: Mlx, language: Foreign, kinds: Sequence[str], levels: int) -> None:
         super().__init__(mlx, language)
         self._levels = [deepstack(level) for level in range(levels)]
         self._kinds = kinds
@@ -333,7 +251,7 @@ class _MlxDecoder(DecoderStandIn):
 class _Past:
     """Keys and values of a layer before a pass; the pass adds its own."""
 
-    def __init__(self, mlx: _Mlx, keys: Array, values: Array, mask: Array) -> None:
+    def __init__(self, mlx: Mlx, keys: Array, values: Array, mask: Array) -> None:
         self._mlx, self._keys, self._values, self._mask = mlx, keys, values, mask
         self.offset = keys.shape[2]
         self._rows = self.whole = (keys, values)
@@ -361,7 +279,7 @@ class _Fixed:
     columns, with one more than is read, and a delta rule's state the other way round."""
 
     def __init__(
-        self, mlx: _Mlx, conv: Tensor, recurrent: Tensor, present: Tensor, dtype: object
+        self, mlx: Mlx, conv: Tensor, recurrent: Tensor, present: Tensor, dtype: object
     ) -> None:
         self._mlx, self._present = mlx, present
         self.cache = mlx.arrays_cache(2)
@@ -385,7 +303,7 @@ class _MlxTower(PackedTowerStandIn):
     """Patches of pictures, or of the frames of a video, each through the tower alone."""
 
     def __init__(
-        self, mlx: _Mlx, theirs: Foreign, tower: PreTrainedModel, tensors: TowerTensors
+        self, mlx: Mlx, theirs: Foreign, tower: PreTrainedModel, tensors: TowerTensors
     ) -> None:
         super().__init__(_NoGraph(mlx.version), tower, tensors, _NO_BOUND)
         self._mlx, self._theirs = mlx, theirs
