@@ -376,6 +376,20 @@ def test_deleting_while_many_read_leaves_nothing(tmp_path: Path) -> None:
     both.close()
 
 
+def test_what_could_not_be_carried_and_is_deleted_is_no_loss(tmp_path: Path) -> None:
+    near, far = DiskStore(tmp_path, budget=10), RemoteStore(ADDRESS)  # nothing fits into the first
+    both = TieredStore(near, far)
+    put(far, 1, About(media=("image",)))
+    far.flush()
+    assert found(both, 1)
+    while not near.stats()["refused"]:  # it is carried by a thread
+        time.sleep(0.01)
+    both.delete_media("image")
+    both.flush()
+    assert names(both) == set()
+    both.close()
+
+
 def test_a_rejected_entry_is_rejected_everywhere(pair: Pair) -> None:
     put(pair.both, 1)
     pair.both.flush()

@@ -71,6 +71,7 @@ class _Carrier:
 
     def _start(self) -> None:
         self.epoch = self._deleting = 0
+        self.carried: set[Name] = set()  # since the last flush
         self._queue: queue.SimpleQueue[_Promotion | None] = queue.SimpleQueue()
         self._waiting, self._settled = 0, threading.Condition()
         self._thread: threading.Thread | None = None
@@ -108,6 +109,7 @@ class _Carrier:
         with self._lock:
             if self._deleting or promotion.epoch != self.epoch:
                 return
+            self.carried.add((kind, key))
             for store in promotion.nearer:
                 if isinstance(content, tuple):
                     store.put(kind, key, *content, about)
@@ -269,8 +271,11 @@ class TieredStore:
                 refused.update(error.reasons)
 
         self._every("written to", flush)
-        # A small folder before a bucket takes what fits: what the other has is no loss.
-        lost = {name: why for name, why in refused.items() if not self.has(*name)}
+        # A small folder before a bucket takes what fits: what the other has is no loss, nor is what
+        # it had when it was carried and lost since, because it was deleted.
+        carried, self._carrier.carried = self._carrier.carried, set()
+        gone = {name: why for name, why in refused.items() if not self.has(*name)}
+        lost = {name: why for name, why in gone.items() if name not in carried}
         if lost:
             raise NotStored.of(" + ".join(map(label, self.tiers)), lost, len(lost))
 

@@ -364,6 +364,8 @@ class Writer:
         for job, part in begun:
             if part.error is not None:
                 self._ground.failed(part.error, job.nbytes)
+                if self.pending.forget(job):
+                    self._lose(job.place, self.disk.why or str(part.error))
                 continue
             if not self.disk.is_aside:
                 self.disk.worked()
