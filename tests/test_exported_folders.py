@@ -465,8 +465,8 @@ def test_with_a_store_the_same_files_are_read_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_files: list[str] = []
-    true = manifest._digest
-    monkeypatch.setattr(manifest, "_digest", lambda p: read_files.append(p.name) or true(p))
+    true = manifest.file_digest
+    monkeypatch.setattr(manifest, "file_digest", lambda p: read_files.append(p.name) or true(p))
     store = tmp_path / "store"
     assert answers(folder) == answers(folder, store=store)
     assert len(read_files) == 2 * len(read(folder, contents=False).files)
