@@ -131,8 +131,9 @@ class AnyCut:
     def stats(self) -> Record:
         """Bytes of packed copies, and how many decoded steps were run as a list of operations
         since the model was last seen to change."""
-        kernels = [known.kernels for known in self._found.values() if known.kernels is not None]
-        ran = sum(step.ran for one in kernels for step in one.steps.values())
+        # Copies of both: another thread may be adding to them.
+        kernels = [known.kernels for known in list(self._found.values()) if known.kernels]
+        ran = sum(step.ran for one in kernels for step in list(one.steps.values()))
         return {"packed_bytes": self.packing.nbytes, "recorded_steps": ran}
 
     def _name(self, environment: Record) -> str:
