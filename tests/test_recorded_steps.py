@@ -130,6 +130,15 @@ def test_it_is_recorded_after_some_steps_and_looked_at() -> None:
         assert known.run is not None and known.agreed == 2 and known.ran
 
 
+def test_long_steps_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's part of them is small."""
+    monkeypatch.setattr(recorded_steps, "_AFTER", 3)
+    monkeypatch.setattr(recorded_steps, "_LONG", 1e-9)
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        vlm.chat(TALK[0], **GREEDY)
+        assert "takes so long" in steps(vlm)[1, 1].given_up
+
+
 @pytest.mark.parametrize("what", ["logits", "keys", "error"])
 def test_a_list_that_gives_other_bits_is_dropped(
     what: str, monkeypatch: pytest.MonkeyPatch

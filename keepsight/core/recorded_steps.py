@@ -32,8 +32,9 @@ from keepsight.models.families import Family
 
 logger = logging.getLogger(__name__)
 
-_AFTER = 16  # steps of one size, from which on a recording pays
-_THEN = 4  # of another size, once one could be recorded
+_AFTER = 16  # steps of one size, from which on a recording pays; so many for each sequence
+_THEN = 4  # of another size of one sequence, once one could be recorded
+_LONG = 0.15  # seconds of a step, beside which Python's part is small
 _CHECKED = 2  # steps that both run
 _MOST = 16  # sizes of steps that are recorded
 _SCRATCH = ((5, 5), (700, 1_000_003))  # where scratch lanes go on, and how many tokens they claim
@@ -94,8 +95,12 @@ def _step(
     """The same, by a list of operations where there is one or by the model's own code."""
     known = kernels.steps.setdefault((len(runs), len(tokens[0])), RecordedStep())
     known.seen += 1
-    enough = _THEN if any(one.run is not None for one in kernels.steps.values()) else _AFTER
-    if known.given_up or (known.run is None and known.seen < min(enough, _AFTER)):
+    if known.run is None:
+        by_model = known.timed(by_model)
+    enough = _AFTER * len(runs)  # who waits for the recording are all of them
+    if len(runs) == 1 and any(one.run is not None for one in list(kernels.steps.values())):
+        enough = min(_THEN, _AFTER)
+    if known.given_up or (known.run is None and known.seen < enough):
         return by_model()
     try:
         if known.run is None:
@@ -234,6 +239,8 @@ def _record(
     known: RecordedStep,
 ) -> None:
     """Record a step of this size, and what can be run of it."""
+    if _LONG < known.seconds < torch.inf:
+        raise CannotRecord("a step takes so long that Python's part of it is small")
     if len([one for one in kernels.steps.values() if one.run is not None]) >= _MOST:
         raise CannotRecord(f"{_MOST} sizes of steps are recorded")
     if not can_script():

@@ -6,6 +6,7 @@ are those of the model's own code. Python's lock is free meanwhile.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -27,9 +28,21 @@ class RecordedStep:
     seen: int = 0
     run: Step | None = None
     names: frozenset[Name] = frozenset()  # of what it is given
+    seconds: float = torch.inf  # the shortest of a step by the model's own code
     agreed: int = 0  # steps that the model ran too, with the same bits
     ran: int = 0  # steps that it ran alone
     given_up: str = ""  # why there is none
+
+    def timed(self, by_model: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """What the model's own code does, with its shortest time noted."""
+
+        def run() -> torch.Tensor:
+            start = time.perf_counter()
+            found = by_model()
+            self.seconds = min(self.seconds, time.perf_counter() - start)
+            return found
+
+        return run
 
     def give_up(self, why: str) -> None:
         """Leave steps of this size to the model's own code."""
