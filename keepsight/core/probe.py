@@ -62,6 +62,7 @@ _OPTIONS: Record = {
 }
 _FIRST, _REPLACED = "one picture", "another picture"
 _ODD = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+_INSIDES = (AttributeError, TypeError, LookupError, AssertionError)
 _SENTENCES = (KeepsightError, ValueError, RuntimeError, ImportError, NotImplementedError)
 _NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the logits' scale
 
@@ -312,7 +313,8 @@ def _first_difference(
 def in_words(error: Exception) -> str:
     """What a user can make of an error: its sentence, where whoever raised it wrote one. The error
     of a bug or of a missing part names insides only; it is the cause of the refusal, and logged."""
-    if isinstance(error, _SENTENCES) and str(error).strip():
+    of_a_bug = isinstance(error.__cause__, _INSIDES)  # one of ours, about an error of theirs
+    if isinstance(error, _SENTENCES) and str(error).strip() and not of_a_bug:
         return str(error).strip().splitlines()[0]
     logger.info("the trial met an error inside the model or its processor", exc_info=error)
     return "an error inside its code in Transformers; the log has it, at the level INFO"

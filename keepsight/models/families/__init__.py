@@ -33,7 +33,7 @@ from keepsight.models.families.paligemma import PaliGemma
 from keepsight.models.families.pixels import Pixels
 from keepsight.models.families.qwen_omni import QwenOmni
 from keepsight.models.families.qwen_vl import QwenVL
-from keepsight.models.families.step3p7 import Step3p7
+from keepsight.models.families.step3p7 import DeepseekOcr2, Step3p7
 
 __all__ = ["REFUSED", "SUPPORTED", "Family", "Pixels", "family_of"]
 
@@ -52,6 +52,8 @@ SUPPORTED: dict[str, type[Family]] = {
     "aya_vision": AyaVision,
     "cohere2_vision": Cohere2Vision,
     "deepseek_vl": Family,
+    "deepseek_vl_hybrid": Cast,
+    "deepseek_ocr2": DeepseekOcr2,
     "got_ocr2": GotOcr2,
     "llama4": Llama4,
     "ovis2": Ovis2,
@@ -59,6 +61,7 @@ SUPPORTED: dict[str, type[Family]] = {
     "glm4v": Glm4v,
     "glm4v_moe": Glm4v,
     "glm46v": Glm4v,
+    "glmga": Glm4v,
     "glm_ocr": Glm4v,
     "ernie4_5_vl_moe": Ernie45VLMoe,
     "paddleocr_vl": PaddleOcrVL,
@@ -66,6 +69,7 @@ SUPPORTED: dict[str, type[Family]] = {
     "kimi_k25": PaddleOcrVL,
     "hunyuan_vl": HunyuanVL,
     "exaone4_5": QwenVL,
+    "hyperclovax_vision_v2": QwenVL,
     "lfm3_vl": Lfm3Vl,
     "cohere_compass": QwenVL,
     "cosmos3_edge": QwenVL,

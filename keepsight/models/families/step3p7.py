@@ -1,8 +1,8 @@
-"""Families that see an image whole and, where it is large, its parts again (Step 3.7).
+"""Families that see an image whole and, where it is large, its parts again.
 
-The whole views of all images are one tensor, the local views of all images another, and
-`num_local_patches` says how many of these each image has. An image's features are those of its
-local views, then those of the whole.
+Step 3.7 and DeepSeek-OCR 2. The whole views of all images are one tensor, the local views of all
+images another, and `num_local_patches` says how many of these each image has. An image's features
+are those of its local views, then those of the whole.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import torch
 
 from keepsight.errors import InputError
 from keepsight.models.families.base import Family
+from keepsight.models.families.cast import Cast
 from keepsight.models.families.pixels import Pixels
 
 
 class Step3p7(Family):
     """One whole view an image, and a number of local ones."""
+
+    separators = 0  # tokens behind the views of an image
 
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
@@ -39,7 +42,7 @@ class Step3p7(Family):
         media, used = [], 0
         for i, count in enumerate(counts.tolist()):
             part = {"pixel_values": whole[i : i + 1], "num_local_patches": counts[i : i + 1]}
-            tokens = self._tokens(whole)
+            tokens = self._tokens(whole) + self.separators
             if count and local is not None:
                 part["pixel_values_local"] = local[used : used + count]
                 tokens += count * self._tokens(local)
@@ -57,3 +60,15 @@ class Step3p7(Family):
         patch = int(self.core.vision_model.embeddings.patch_size)
         height, width = (-(-(side // patch) // 2) for side in views.shape[-2:])
         return -(-height // 2) * -(-width // 2)
+
+
+class DeepseekOcr2(Cast, Step3p7):
+    """A learned row stands behind the views of an image."""
+
+    separators = 1
+
+    def _tokens(self, views: torch.Tensor) -> int:
+        """Patches, halved twice in each direction, as many as the tower has queries."""
+        patch = int(self.model.config.vision_config.sam_config.patch_size)
+        height, width = (-(-side // (4 * patch)) for side in views.shape[-2:])
+        return height * width
