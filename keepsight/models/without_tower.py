@@ -46,9 +46,10 @@ def load_named(
     options = load_options(dtype, device_map, revision)
     before = files_of(path)
     with named_refusal(path):
-        kind = _class_of(path, revision)
+        config = _config_of(path, revision)
+        kind = _class_of(config)
         model, found = _shaped(kind, _leave_out).from_pretrained(
-            path, output_loading_info=True, **options
+            path, config=config, output_loading_info=True, **options
         )
     model.__class__ = kind
     model = thinking(model).eval()
@@ -92,7 +93,9 @@ class TowerFiles:
 
         with named_refusal(self.path), _reading, _sequential(), torch.no_grad():
             options = load_options(self.dtype, None, self.revision)
-            _shaped(self.kind, watch, unfinished=True).from_pretrained(self.path, **options)
+            _shaped(self.kind, watch, unfinished=True).from_pretrained(
+                self.path, config=_config_of(self.path, self.revision), **options
+            )
         if missing := sorted(set(wanted) - found.keys()):
             raise UnreadableWeights(
                 f"the checkpoint lacks {len(missing)} weights of the tower, such as {missing[0]}; "
@@ -101,10 +104,15 @@ class TowerFiles:
         return [(name, *about) for name, about in sorted(found.items())]
 
 
-def _class_of(path: str, revision: str | None) -> type[PreTrainedModel]:
-    """The class that Transformers would load this checkpoint into."""
+def _config_of(path: str, revision: str | None) -> PreTrainedConfig:
+    """The checkpoint's own: a class that several model types share reads it as its own type."""
     options = {} if revision is None else {"revision": revision}
-    config = transformers.AutoConfig.from_pretrained(path, **options)
+    config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(path, **options)
+    return config
+
+
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that Transformers would load this checkpoint into."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ValueError(f"{type(config).__name__} is no configuration of such a model")
     found: type[PreTrainedModel] | Sequence[type[PreTrainedModel]] = (
