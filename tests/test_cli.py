@@ -476,6 +476,24 @@ def test_cache_commands_look_after_a_store(folder: Path, monkeypatch: pytest.Mon
     assert Path("memory/mine.txt").exists()
 
 
+def test_cache_list_names_the_files_that_pictures_came_from(folder: Path) -> None:
+    Path("secret").mkdir()
+    Path("a.png").rename("secret/cat.png")
+    run("ask", "secret/cat.png", "b.png", "Hello!", "--store", "memory")
+    written = b"".join(p.read_bytes() for p in Path("memory").rglob("*") if p.is_file())
+    assert b"cat.png" in written and b"secret" not in written
+    listed = run("cache", "list", "--store", "memory", "--json").stdout
+    rows = [json.loads(line) for line in listed.splitlines()]
+    packages = [row for row in rows if row["kind"] == "package"]
+    assert sorted(row["files"] for row in packages) == [["b.png"], ["cat.png"]]
+    assert any(row.get("files") for row in rows if row["kind"] == "snapshot")
+    assert "cat.png, qwen3_vl, 9 tokens" in run("cache", "list", "--store", "memory").stdout
+    key = next(row["key"] for row in packages if row["files"] == ["cat.png"])
+    assert "cat.png" in run("cache", "explain", f"package/{key}", "--store", "memory").stdout
+    with ks.load("demo", store="memory") as vlm:
+        assert vlm.ask("b.png", "Hello!").usage.images_encoded == 0
+
+
 def test_cache_check_names_damage(folder: Path) -> None:
     run("ask", "a.png", "Hello!", "--store", "memory")
     path = next(Path("memory/package").rglob("*.sight"))

@@ -24,7 +24,7 @@ from transformers.image_utils import load_image
 import keepsight as ks
 from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
 from keepsight.media import sources
-from keepsight.media.sources import open_source
+from keepsight.media.sources import file_label, open_source
 
 EXIF_ORIENTATION = 274
 MODES = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"]
@@ -155,6 +155,23 @@ def test_one_image_in_every_form_is_one_image(vlm: Any, tmp_path: Path) -> None:
     counts = vlm.runtime.vision.counts
     assert counts["encoded"] == 1
     assert counts["preprocessed"] == 3  # the PIL image, the array, and the array turned
+
+
+@pytest.mark.parametrize(
+    ("where", "label"),
+    [
+        ("/home/ada/secret/cat.jpg", "cat.jpg"),
+        ("scans/a.pdf#page=3", "a.pdf#page=3"),
+        ("https://ada:pw@host.org/secret/my%20cat.jpg?token=12#top", "my cat.jpg"),
+        ("https://host.org/signed/eyJhbGciOi", ""),
+        ("https://host.org/", ""),
+        ("https://[no-address/cat.jpg", ""),
+        ("evil\x1b[2J.png", "evil[2J.png"),
+        ("a" * 300, "a" * 120),
+    ],
+)
+def test_a_store_remembers_of_a_place_its_last_part_alone(where: str, label: str) -> None:
+    assert file_label(where) == label
 
 
 def test_a_known_image_is_neither_decoded_nor_preprocessed(

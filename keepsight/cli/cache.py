@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepsight.cli.terminal import age_text, bytes_text, console, json_line, plain, table
-from keepsight.errors import FileError, InputError, StoreError
+from keepsight.errors import InputError, StoreError
 from keepsight.kinds import Record
 from keepsight.system.places import check_store_folder
 
 if TYPE_CHECKING:
     from keepsight.store import Entry
-    from keepsight.store import Store as Kept
     from keepsight.store.all_tenants import AllTenants
 
 app = typer.Typer(help="Look after a store.", no_args_is_help=True)
@@ -122,9 +121,13 @@ def list_entries(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Every entry: kind, size, age, whose it is, and for packages the model and the tokens."""
+    """Every entry: kind, size, age, whose it is, the files that its pictures came from, and for
+    packages the model and the tokens."""
     opened = _open(store, tenant)
+    from keepsight.cli.entry_about import about_entry, about_text, files_of_media
+
     rows = sorted(opened.entries(), key=lambda entry: (entry.kind, -entry.used))
+    files = files_of_media(opened, rows)
     if kind is not None:
         kinds = sorted({row.kind for row in rows})
         if kind not in kinds:
@@ -134,12 +137,11 @@ def list_entries(
     names = ("kind", "key", *whose, "size", "age", "uses", "about")
     shown = table(*names, right=("size", "age", "uses"))
     for row in rows:
-        about = _about(opened.view(row), row)
+        about = about_entry(opened.view(row), row, files)
         if as_json:
             json_line(_plain(row) | about)
             continue
-        words = f"{about['model']}, {about['tokens']} tokens" if "model" in about else ""
-        words = about.get("damaged", words) + (" (pinned)" if row.pinned else "")
+        words = about_text(about) + (" (pinned)" if row.pinned else "")
         age = age_text(time.time() - row.used)
         cells = [row.kind, row.key[:16], *(_short(row.tenant) for _ in whose)]
         shown.add_row(*cells, bytes_text(row.nbytes), age, str(row.uses), plain(words))
@@ -155,22 +157,6 @@ def _plain(entry: Entry) -> Record:
     record |= {"uses": entry.uses, "cost_ms": entry.cost, "pinned": entry.pinned}
     record |= {"stands_on": entry.depends_on, "media": list(entry.media), "expires": entry.expires}
     return record
-
-
-def _about(store: Kept, entry: Entry) -> Record:
-    """Whose features a package holds, from its record alone; only where the file is at hand."""
-    from keepsight.formats import tensorfile
-    from keepsight.store import layout
-
-    root = getattr(store, "root", None)
-    if entry.kind != "package" or not isinstance(root, Path):
-        return {}
-    path = root / layout.place(entry.kind, entry.key, entry.tenant)
-    try:
-        record = tensorfile.read_record(path)
-        return {"model": str(record["about"].get("model_type")), "tokens": record["tokens"]}
-    except (FileError, OSError, KeyError, AttributeError) as error:
-        return {"damaged": f"damaged: {error}"}
 
 
 def _find(store: AllTenants, named: str) -> Entry:
@@ -197,13 +183,16 @@ def _find(store: AllTenants, named: str) -> Entry:
 def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
     """What an entry is, what it depends on, what depends on it, what it costs, when it goes."""
     opened = _open(store, tenant)
+    from keepsight.cli.entry_about import about_entry, files_of_media
+
     it = _find(opened, entry)
     opened_by = opened.view(it)
     others = list(opened_by.entries())
     upon = [e for e in others if e.depends_on == (it.kind, it.key)]
     first = sum(e.usefulness < it.usefulness and not e.pinned for e in others)
     bases = _bases(others, it)
-    record = _plain(it) | _about(opened_by, it) | {"tier": opened_by.tier(it.kind, it.key)}
+    about = about_entry(opened_by, it, files_of_media(opened, others))
+    record = _plain(it) | about | {"tier": opened_by.tier(it.kind, it.key)}
     record |= {"bases": len(bases), "upon": [[e.kind, e.key] for e in upon], "go_first": first}
     if as_json:
         json_line(record)
@@ -227,6 +216,7 @@ def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Jso
     names = ", ".join(f"{e.kind}/{e.key[:16]}" for e in upon[:_SHOWN])
     shown.add_row("upon it", f"{len(upon)}: {names}" if upon else "nothing")
     shown.add_row("images", plain(", ".join(it.media)) or "none known")
+    shown.add_row("files", plain(", ".join(about.get("files", ()))) or "none known")
     shown.add_row("goes", _when(it, upon, first, len(others), now))
     console().print(shown)
 

@@ -20,7 +20,7 @@ from keepsight.encode.items import Item, broken
 from keepsight.errors import ImageError
 from keepsight.media.clips import MAX_FRAMES, open_clip
 from keepsight.media.pictures import MAX_PIXELS
-from keepsight.media.sources import Source, open_source
+from keepsight.media.sources import Source, file_label, open_source
 from keepsight.system.lock import FairLock
 from keepsight.system.optional import optional
 
@@ -90,7 +90,7 @@ class _Document:
         """A page that is drawn only if it is not known yet."""
         name = digests.digest("pdf page", self.name, number, dpi)
         label = f"{self.path}#page={number + 1}"
-        return Source(name, lambda: self.draw(number, dpi), label, [])
+        return Source(name, lambda: self.draw(number, dpi), label, [], file=file_label(label))
 
 
 def _locked(error: Exception) -> bool:

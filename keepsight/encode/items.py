@@ -16,7 +16,14 @@ from pathlib import Path
 
 from keepsight import digests
 from keepsight.errors import ImageError, InputError, KeepsightError
-from keepsight.media.sources import MAX_BYTES, Source, decode_bytes, open_source, read_bytes
+from keepsight.media.sources import (
+    MAX_BYTES,
+    Source,
+    decode_bytes,
+    file_label,
+    open_source,
+    read_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,10 @@ def of_bytes(data: bytes, name: str, place: str) -> Item:
     def named() -> Source:
         # Named as the bytes are named elsewhere; only messages speak of where they lay.
         return dataclasses.replace(
-            open_source(data), label=name, decode=lambda: decode_bytes(data, name)
+            open_source(data),
+            label=name,
+            decode=lambda: decode_bytes(data, name),
+            file=file_label(name),
         )
 
     return Item(name, place, named, len(data))

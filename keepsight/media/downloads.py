@@ -50,7 +50,7 @@ class Downloads:
         def decode() -> Decoded:
             return sources.decode_bytes(self._same(url, name, fresh), url)
 
-        return Source(name, decode, url, fresh)
+        return Source(name, decode, url, fresh, file=sources.file_label(url))
 
     def _same(self, url: str, name: str, fresh: list[bytes]) -> bytes:
         """The bytes that were named."""

@@ -21,6 +21,7 @@ from keepsight.models.families import Family, Pixels
 from keepsight.store import About, SharedMemoryCache, Store
 
 Entry = Record
+FILE = "file"  # where a note has the name of the file or URL that its picture came from
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Namer:
     def learn(self, looked: Looked) -> None:
         """Remember what a look found."""
         for name in looked.aliases:
-            self._remember(name, looked.entry)
+            self._remember(name, looked.entry, looked.source.file)
         self.preprocessed += looked.pixels is not None
         looked.source.fresh.clear()
 
@@ -178,14 +179,17 @@ class Namer:
                 self._store.reject("alias", digest, "it does not describe an image")
                 entry = None
             if entry is not None:
+                # The name is for people who list a store; what waits to be written is not changed.
+                entry = {name: value for name, value in entry.items() if name != FILE}
                 self._aliases.put(self._tenant, digest, entry)
         return entry
 
-    def _remember(self, digest: str, entry: Record) -> None:
+    def _remember(self, digest: str, entry: Record, file: str) -> None:
         self._aliases.put(self._tenant, digest, entry)
         if self._store is not None:
             about = About(cost=1.0, media=(entry["key"],), ttl=self._ttl)
-            self._store.put_note("alias", digest, entry, about)
+            note = {**entry, FILE: file} if file else entry
+            self._store.put_note("alias", digest, note, about)
 
     def forget(self, key: str) -> None:
         """Drop every name that leads to a key, and what URLs gave: one of them may be it."""

@@ -11,6 +11,7 @@ import base64
 import binascii
 import http.client
 import os
+import re
 import stat
 import time
 import urllib.parse
@@ -34,6 +35,7 @@ from keepsight.media.pictures import check_size
 MAX_BYTES = 256 << 20
 _BASE64 = 1 << 20  # characters that are decoded in one go; each four are three bytes
 _BAND = 1 << 20  # pixels
+_LONGEST_LABEL = 120  # characters
 _VIDEO = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 Readable = str | os.PathLike[str] | bytes | bytearray | memoryview
 
@@ -53,12 +55,29 @@ class Source:
     fresh: list[bytes] | list[bool]
     modality: str = "image"
     options: tuple[tuple[str, object], ...] = ()  # of the processor, for this image alone
+    file: str = ""  # what people call it, for lists of a store; nothing is ever looked up by it
 
     def digest(self, decoded: Decoded | Clip, settings: str) -> str:
         """The source digest: decoded pixels and every setting that changes what is made of them."""
         if isinstance(decoded, tuple):
             return digests.digest("source", self.name, settings)  # named by what was decoded
         return digests.digest("source", *_pixel_parts(decoded), settings)
+
+
+def file_label(where: str) -> str:
+    """The last part of a path or URL, as a store may remember it: no folder, no host, no query.
+
+    Of a URL only what looks like a file's name: elsewhere its end may be a secret.
+    """
+    is_url = re.match(r"[a-z]+://", where, re.IGNORECASE) is not None
+    try:
+        text = urllib.parse.unquote(urllib.parse.urlsplit(where).path) if is_url else where
+    except ValueError:  # no address
+        return ""
+    name = Path(text.rstrip()).name
+    if is_url and not re.fullmatch(r"[^/]+\.[A-Za-z0-9]{2,5}", name):
+        return ""
+    return "".join(c for c in name if c.isprintable())[:_LONGEST_LABEL]
 
 
 class Fetched(Protocol):
@@ -164,7 +183,7 @@ def _from_file(path: Path) -> Source:
             raise MediaChanged(f"{path} changed after it was named; ask again")
         return decode_bytes(data, str(path))
 
-    return Source(name, decode, str(path), fresh)
+    return Source(name, decode, str(path), fresh, file=file_label(str(path)))
 
 
 def _read(path: Path) -> bytes:

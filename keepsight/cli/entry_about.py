@@ -1,0 +1,75 @@
+"""What the entries of a store are about: a model, tokens, and the files that pictures came from.
+
+Read from the files of a store in a folder, past its counts: looking at a store is no use of it. An
+address has no files at hand, so nothing is known of its entries but what its listing says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from keepsight.errors import FileError
+from keepsight.formats import tensorfile
+from keepsight.kinds import Record
+from keepsight.media.naming import FILE
+from keepsight.store import Entry, Store, layout
+from keepsight.store.all_tenants import AllTenants
+from keepsight.store.entryfile import read_note
+
+_SHOWN = 3  # names of one entry
+
+# Names of files by tenant and image key, in the order in which the store has them.
+Files = Mapping[tuple[str, str], tuple[str, ...]]
+
+
+def files_of_media(store: AllTenants, entries: Iterable[Entry]) -> Files:
+    """The names that notes remember of each image; what cannot be read has none."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for entry in entries:
+        path = _path(store.view(entry), entry) if entry.kind == "alias" else None
+        if path is None:
+            continue
+        try:
+            name = read_note(path, entry.kind, entry.key)[0].get(FILE)
+        except (FileError, OSError):
+            continue  # listed as it is; `check` names it
+        if isinstance(name, str) and name:
+            for key in entry.media:
+                found.setdefault((entry.tenant, key), {})[name] = None
+    return {image: tuple(names) for image, names in found.items()}
+
+
+def about_entry(store: Store, entry: Entry, files: Files) -> Record:
+    """Whose features a package holds, from its record alone, and the files behind any entry."""
+    names = dict.fromkeys(n for key in entry.media for n in files.get((entry.tenant, key), ()))
+    about: Record = {"files": list(names)} if names else {}
+    path = _path(store, entry) if entry.kind == "package" else None
+    if path is None:
+        return about
+    try:
+        record = tensorfile.read_record(path)
+        model = str(record["about"].get("model_type"))
+        return about | {"model": model, "tokens": record["tokens"]}
+    except (FileError, OSError, KeyError, AttributeError) as error:
+        return about | {"damaged": f"damaged: {error}"}
+
+
+def about_text(about: Record) -> str:
+    """The same in one cell of a table."""
+    names = about.get("files", [])
+    words = [", ".join(names[:_SHOWN])] if names else []
+    if len(names) > _SHOWN:
+        words.append(f"{len(names) - _SHOWN} more")
+    if "damaged" in about:
+        words.append(about["damaged"])
+    elif "model" in about:
+        words.append(f"{about['model']}, {about['tokens']} tokens")
+    return ", ".join(words)
+
+
+def _path(store: Store, entry: Entry) -> Path | None:
+    root = getattr(store, "root", None)
+    if not isinstance(root, Path):
+        return None
+    return root / layout.place(entry.kind, entry.key, entry.tenant)
