@@ -204,7 +204,7 @@ class Session:
                 "snapshots": snapshots,
                 "weights": runtime.weights.all,
                 "vision_weights": runtime.weights.vision,
-                "about": self.vision.about,
+                "about": self.vision.tower.about,
                 "made": runtime.environment(),
             }
             tensorfile.save(path, KIND, FORMAT, tensors, record)

@@ -11,6 +11,7 @@ import copy
 import io
 import sys
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,6 +139,34 @@ def check(kind: str) -> None:
         assert pack.modality == "video"
 
 
+def about(film: Any) -> list[Any]:
+    content = [{"type": "video", "video": film}, {"type": "text", "text": "What happens?"}]
+    return [{"role": "user", "content": content}]
+
+
+def chat(vlm: Any, film: Any) -> Any:
+    return vlm.chat(about(film), max_new_tokens=3)
+
+
+def check_grown(kind: str) -> None:
+    """A film that grows is prefilled from its first new step on; its package is the same film."""
+    model, processor = parts(kind)
+    film = frames(1, 10)
+    short, long = ({"frames": film[:count], "fps": 2.0} for count in (6, 10))
+    with ks.wrap(model, processor) as vlm:
+        chat(vlm, short)
+        grown, size = chat(vlm, long), vlm.encode({"type": "video", "video": short}).tokens
+        assert grown.usage.cached_tokens > size, (kind, grown.usage)
+        with ks.wrap(model, processor) as fresh:
+            assert chat(fresh, long).tokens == grown.tokens, kind
+        package = vlm.encode({"type": "video", "video": long})
+        again = chat(vlm, package)
+        assert again.usage.cached_tokens == again.usage.prompt_tokens, kind
+        forged = replace(package, about={**package.about, "steps": ["f" * 64] * 5})
+        before = int((vlm.render(about(long)).types == 2).argmax())
+        assert chat(vlm, forged).usage.cached_tokens <= before, kind
+
+
 def check_file() -> None:
     """A video file is decoded with its own rate, and named by its frames."""
     model, processor = parts("qwen3_vl")
@@ -177,5 +206,7 @@ def check_saved() -> None:
 check_saved()
 for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v"):
     check(kind)
+for kind in ("qwen2_5_vl", "qwen3_vl", "glm46v"):
+    check_grown(kind)
 check_file()
 sys.stdout.write("videos are as stock sees them\n")

@@ -236,9 +236,7 @@ class Limit:
         inputs: Inputs = {}
         spans = prompt.clip(start, end)
         if spans:
-            parts = [
-                (self._seen[s.feature_id], s.offset, s.offset + s.end - s.start) for s in spans
-            ]
+            parts = [(self._seen[s.feature_id], s.row, s.row + s.end - s.start) for s in spans]
             inputs["mm_encoder_outputs"] = self._family.encoder_outputs(parts)
         output = self._model(
             input_ids=torch.from_numpy(prompt.ids[start:end])[None].to(self._model.device),

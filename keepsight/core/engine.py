@@ -199,7 +199,7 @@ class Engine:
         """
         start = run.lane.length
         parts = [
-            (fetch(span.medium), span.offset, span.offset + span.end - span.start)
+            (fetch(span.medium), span.row, span.row + span.end - span.start)
             for span in run.prompt.clip(start, cut)
         ]
         begun = time.perf_counter()

@@ -20,6 +20,7 @@ from keepsight.errors import ImageError, StoreError
 from keepsight.formats.package import Package
 from keepsight.kinds import Message
 from keepsight.media.features import Vision
+from keepsight.media.films import shows
 from keepsight.media.medium import Medium, Pictures
 from keepsight.models.families import Pixels
 from keepsight.prefix.node import Node
@@ -60,7 +61,7 @@ def _pin_in_memory(
         if pinned and not before:
             undo.callback(_locked, runtime, vision.pin, medium, False)
         vision.pin(medium, pinned)
-    return [("package", medium.feature_id) for medium in media] + names
+    return [("package", name) for medium in media for name in vision.stored_as(medium)] + names
 
 
 def _pin_path(
@@ -256,7 +257,7 @@ def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
     walked through, but only where memory has none."""
     packages, store = runtime.caches.packages, runtime.store_of(tenant)
     with runtime.lock:
-        held = [made for made, package in packages.items(tenant) if package.key == key]
+        held = [made for made, package in packages.items(tenant) if shows(package, key)]
     if held or store is None:
         return held
     return [e.key for e in store.entries() if e.kind == "package" and key in e.media]

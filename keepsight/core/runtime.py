@@ -204,7 +204,7 @@ class Runtime:
         namer = Namer(*how, store, *kept, tenant, self._ttl)
         accept, codec = self.settings.accept_features, self.settings.feature_codec
         vision = Vision(self.family, namer, self.caches, store, accept, tenant, self._ttl, codec)
-        vision.about = self._about()
+        vision.tower.about = self._about()
         self._visions[tenant] = vision
         return vision
 

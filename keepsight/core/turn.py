@@ -267,7 +267,7 @@ class Turn:
                 continue
             with self._stage("prefill"):
                 engine.prefill(run, cut, packages.__getitem__, self.out_of_date, self.ends)
-            packages.clear()
+            packages = {m: packages[m] for m in packages if self.prompt.ranges[m][-1][1] > cut}
             yield cut - start
         self._reached = run.node
         engine.guess(run, self._tenant, room, self._tally)

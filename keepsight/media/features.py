@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-
-import torch
+from collections.abc import Callable, Sequence
 
 from keepsight import digests
-from keepsight.errors import FileError, ImageError, TowerRan, UnsupportedInput, WrongIdentity
-from keepsight.formats.package import Package, check_shapes, feature_id, identity
-from keepsight.kinds import Record
+from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
+from keepsight.formats.package import Package, check_shapes
+from keepsight.kinds import Grid, Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.films import FilmSteps, provenance_of
-from keepsight.media.medium import Medium, entry_of, medium_in
+from keepsight.media.films import FILM, STEPS, Making, farthest, keys_in, shows, steps_from
+from keepsight.media.medium import FilmStep, Medium, entry_of, medium_in
 from keepsight.media.naming import Looked, Namer
-from keepsight.models.blindfold import refuse_blindfolded
+from keepsight.media.tower import Tower
 from keepsight.models.families import Family, Pixels
-from keepsight.models.families.qwen_vl import films_by_step, steps_of
+from keepsight.models.families.qwen_vl import films_by_step
 from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.store import About, Store
 
+_FILMS = 8  # of which the names of the steps are remembered
+_COUNTED = {"tower": "encoded", "memory": "memory"}  # from where, for films
 COUNTS = ("named", "encoded", "memory", "disk", "preprocessed")
 
 
@@ -46,13 +46,12 @@ class Vision:
     ) -> None:
         self._codec = codec
         self._family, self.namer, self._caches = family, namer, caches
+        self.tower = Tower(family, namer, caches, tenant)
         self._store, self._accept = store, accept_features
         self._tenant, self._ttl = tenant, ttl
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
-        self._weights = self._vision_settings = ""
+        self._steps: dict[str, tuple[FilmStep, ...]] = {}  # of films named lately, by feature id
         self._shared = True
-        self._provenance: Record = {}
-        self.about: Record = {}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -65,8 +64,9 @@ class Vision:
         Those that are not `shared` are of a model that only this process knows, and stay in memory.
         """
         self.namer.bind(provenance)
-        self._weights, self._vision_settings = weights, settings
-        self._provenance, self._shared = provenance, shared
+        by_step = films_by_step(self._family)
+        self.tower.making = Making(weights, settings, provenance, by_step)
+        self._shared = shared
 
     # -- naming ----------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class Vision:
 
     def name_pixels(self, pixels: Pixels) -> Medium:
         """The medium behind a processor's output for one image."""
-        return self._medium(entry_of(pixels), lambda: pixels)
+        return self._medium(self.namer.entry_of(pixels), lambda: pixels)
 
     def again(self, medium: Medium) -> Medium:
         """A medium named before, under the weights and provenance of now."""
@@ -122,8 +122,8 @@ class Vision:
 
     def _medium_of_package(self, package: Package, named: str | None = None) -> Medium:
         for field, mine, its in (
-            ("vision weights", self._weights, package.weights),
-            ("vision settings", self._vision_settings, package.settings),
+            ("vision weights", self.tower.making.weights, package.weights),
+            ("vision settings", self.tower.making.settings, package.settings),
         ):
             if mine != its:
                 raise WrongIdentity(field, mine, its)
@@ -133,25 +133,28 @@ class Vision:
             raise WrongIdentity("processor settings", mine, made_with)
         check_shapes(package, "the package")
         self._family.check_package(package)
-        return Medium(
-            package.key,
-            package.identity,
-            named or self._own_or_handed(package),
-            package.grid,
-            package.layout,
-            package.source,
-            package,
-            package.modality,
-        )
+        made = named or self._own_or_handed(package)
+        # Only what was made here is taken apart: the steps of others would be theirs to name.
+        keys = keys_in(package) if made == package.feature_id else []
+        steps = steps_from(keys, package.grid, self.tower.making, package.provenance)
+        what = (package.key, package.identity, made, package.grid, package.layout, package.source)
+        return Medium(*what, package, package.modality, steps)
 
     def _medium(self, entry: Record, recall: Callable[[], Pixels]) -> Medium:
-        what = identity(entry["key"], self._weights, self._vision_settings)
-        made = feature_id(what, self._made_with(entry.get("modality", "image")))
+        modality = entry.get("modality", "image")
+        what, made = self.tower.making.names(entry["key"], modality)
+        keys = entry.get(STEPS, ())
         if self._accept == "any" and self._store is not None:
-            made = self._any_made(what, made)
-        layout = tuple(entry["layout"])
-        source, modality = entry.get("source"), entry.get("modality", "image")
-        return Medium(entry["key"], what, made, entry["grid"], layout, source, recall, modality)
+            made, keys = self._any_made(what, made), ()
+        of = (entry["key"], what, made, entry["grid"], tuple(entry["layout"]), entry.get("source"))
+        return Medium(*of, recall, modality, self._steps_of(made, keys, entry["grid"]))
+
+    def _steps_of(self, film: str, keys: Sequence[str], grid: Grid) -> tuple[FilmStep, ...]:
+        if keys and film not in self._steps:
+            while len(self._steps) >= _FILMS:
+                self._steps.pop(next(iter(self._steps)))
+            self._steps[film] = steps_from(keys, grid, self.tower.making)
+        return self._steps[film] if keys else ()
 
     def _any_made(self, what: str, made: str) -> str:
         """Our own making where it exists, else any making in the store."""
@@ -170,16 +173,16 @@ class Vision:
 
     def differences(self, package: Package) -> str:
         """In what a package's making differs from ours, for people; empty when in nothing."""
-        there, here = package.provenance, self._made_with(package.modality)
+        there, here = package.provenance, self.tower.making.of(package.modality)
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         said = [f"{name} {there.get(name)!r}, here {here.get(name)!r}" for name in sorted(names)]
         return "; ".join(said)
 
     def fits(self, package: Package) -> bool:
         """Whether encoding the same image now would give this package again."""
-        ours = identity(package.key, self._weights, self._vision_settings)
+        ours, made = self.tower.making.names(package.key, package.modality)
         if self._accept != "any":
-            ours = feature_id(ours, self._made_with(package.modality))
+            ours = made
         same = ours in (package.identity, package.feature_id)
         return same and package.about.get("processor_settings") == self.namer.settings(
             package.modality
@@ -194,10 +197,20 @@ class Vision:
         """Where the features would come from, without getting them."""
         if isinstance(medium.recall, Package):
             return "caller"
-        if self._holds(medium.feature_id):
+        where = self._tier(medium.feature_id)
+        if where != "tower" or not medium.steps:
+            return where
+        return farthest({self._tier(step.feature_id) for step in medium.steps})
+
+    def _tier(self, feature_id: str) -> str:
+        if self._holds(feature_id):
             return "memory"
-        tier = self._store.tier("package", medium.feature_id) if self._store is not None else None
+        tier = self._store.tier("package", feature_id) if self._store is not None else None
         return tier or "tower"
+
+    def stored_as(self, medium: Medium) -> list[str]:
+        """What the features of a medium are called in a store: those of a film lie step by step."""
+        return [medium.feature_id, *dict.fromkeys(step.feature_id for step in medium.steps)]
 
     def require(self, media: list[Medium]) -> None:
         """Refuse, by name, features that cannot be made here: of a tower that was left out, or
@@ -227,28 +240,60 @@ class Vision:
         if package is not None:
             self._counts["memory"] += 1
             return package.on(device), "memory"
-        start, tier = time.perf_counter(), self.where(medium)
-        package = self._from_store(medium)
+        start, tier = time.perf_counter(), self._tier(medium.feature_id)
+        package = self._from_store(medium.feature_id, medium.tokens)
         if package is not None:
             self._counts["disk"] += 1
             self._keep(package, 1e3 * (time.perf_counter() - start))
             return package, tier
+        if medium.steps:
+            return self._film(medium, keep)
         start = time.perf_counter()
-        package, steps = self._encode(medium)
-        cost = 1e3 * (time.perf_counter() - start)
-        if keep():
-            for step in steps:
-                self._keep(step, cost / len(steps))
-            self._keep(package, cost)
-            if self._shared:
-                self.store_package(package, cost)
+        package = self.encode_medium(medium)
+        self._remember([package], 1e3 * (time.perf_counter() - start), keep)
         return package, "tower"
+
+    def _film(self, film: Medium, keep: Callable[[], bool]) -> tuple[Package, str]:
+        """The features of a film, of those of its steps; those that are new are made first."""
+        known: dict[str, Package] = {}
+        where = farthest({self._find_step(film, step, known) for step in film.steps})
+        self._counts[_COUNTED.get(where, "disk")] += 1
+        if where == "tower":
+            start = time.perf_counter()
+            self.require([film])
+            made = self.tower.encode_steps(film, known)
+            self._remember(made, 1e3 * (time.perf_counter() - start), keep)
+        steps = [known[step.feature_id] for step in film.steps]
+        return self.tower.join(film, steps), where
+
+    def _find_step(self, film: Medium, step: FilmStep, known: dict[str, Package]) -> str:
+        name, tokens = step.feature_id, film.tokens // len(film.steps)
+        if name in known:
+            return "memory"
+        package, tier = self._caches.packages.get(self._tenant, name), self._tier(name)
+        if package is None:
+            package = self._from_store(name, tokens)
+            if package is None:
+                return "tower"
+            self._keep(package, 1.0)
+        known[name] = package.on(self._family.model.device)
+        return tier
+
+    def _remember(self, made: list[Package], cost: float, keep: Callable[[], bool]) -> None:
+        """Keep features that took so long in memory and in a store, if the caller still wants."""
+        if not keep():
+            return
+        for package in made:
+            self._keep(package, cost / len(made))
+            if self._shared:
+                self.store_package(package, cost / len(made))
 
     def store_package(self, package: Package, cost: float) -> Package:
         """Hand a package to the store, in the form that the caller chose for stores."""
         kept = package.pack(self._codec)  # itself where nothing is lost
         if self._store is not None:
-            about = About(cost=cost, media=(kept.key,), ttl=self._ttl)
+            shown = dict.fromkeys((kept.key, kept.about.get(FILM, kept.key)))
+            about = About(cost=cost, media=tuple(shown), ttl=self._ttl)
             self._store.put("package", kept.feature_id, kept.stored, kept.record(), about)
             self._store.put_note("made", kept.identity, {"feature_id": kept.feature_id}, about)
         return kept
@@ -256,95 +301,28 @@ class Vision:
     def _keep(self, package: Package, cost: float) -> None:
         self._caches.packages.put(self._tenant, package.feature_id, package, cost)
 
-    def _from_store(self, medium: Medium) -> Package | None:
-        found = self._store.get("package", medium.feature_id) if self._store is not None else None
+    def _from_store(self, feature_id: str, tokens: int) -> Package | None:
+        found = self._store.get("package", feature_id) if self._store is not None else None
         if found is None:
             return None
         # Computing again is always right, so a file that lies is only set aside.
         why = "it is the package of something else"
         try:
             package = Package.from_record(*found, where="the store")
-            if package.feature_id == medium.feature_id and package.tokens == medium.tokens:
+            if package.feature_id == feature_id and package.tokens == tokens:
                 return package.on(self._family.model.device)
         except FileError as error:
             why = str(error)
-        self._store.reject("package", medium.feature_id, why)  # type: ignore[union-attr]
+        self._store.reject("package", feature_id, why)  # type: ignore[union-attr]
         return None
 
     def encode_medium(self, medium: Medium) -> Package:
         """The features, computed now and kept nowhere: for who keeps them in another form."""
-        return self._encode(medium)[0]
-
-    def _encode(self, medium: Medium) -> tuple[Package, list[Package]]:
-        """The features of a medium, and those of the steps of a film that the tower saw for it."""
+        if medium.steps:
+            return self._film(medium, lambda: False)[0]
         self.require([medium])
-        refuse_blindfolded(self._family.model, medium.key)
-        pixels = self._pixels_of(medium)
-        steps = steps_of(self._family, pixels)
         self._counts["encoded"] += 1
-        if len(steps) == 1:
-            return self._packed(medium, *self._run_tower(pixels)), []
-        film = FilmSteps(self._known_step, self._run_tower)
-        package = self._packed(medium, *film.encode(steps))
-        seen = [(self.name_pixels(step), made, kind) for step, made, kind in film.made]
-        return package, [self._packed(*one) for one in seen]
-
-    def _known_step(self, key: str) -> Package | None:
-        what = identity(key, self._weights, self._vision_settings)
-        made = feature_id(what, self._made_with("video"))
-        found = self._caches.packages.get(self._tenant, made)
-        return None if found is None else found.on(self._family.model.device)
-
-    def _made_with(self, modality: str) -> Record:
-        return provenance_of(self._provenance, modality, films_by_step(self._family))
-
-    def _packed(self, medium: Medium, tensors: dict[str, torch.Tensor], container: str) -> Package:
-        settings = self.namer.settings(medium.modality, must=False)
-        package = Package(
-            tensors=tensors,
-            key=medium.key,
-            weights=self._weights,
-            settings=self._vision_settings,
-            provenance=dict(self._made_with(medium.modality)),
-            grid=medium.grid,
-            layout=medium.layout,
-            container=container,
-            modality=medium.modality,
-            source=medium.source,
-            about=dict(self.about, processor_settings=settings),
-        )
-        try:
-            check_shapes(package, "the features")
-        except FileError as error:
-            raise ImageError(f"the vision tower gave other features than expected: {error}") from (
-                error
-            )
-        return package
-
-    def _pixels_of(self, medium: Medium) -> Pixels:
-        """Those that wait under this key, or made again, which must give the key again."""
-        pixels = self._caches.pixels.get(self._tenant, medium.key)
-        self._caches.pixels.pop(self._tenant, medium.key)
-        if pixels is not None:
-            return pixels
-        if isinstance(medium.recall, Package):
-            raise ImageError("a package was handed in: there are no pixels to encode")
-        pixels = medium.recall()
-        if pixels.key != medium.key:
-            raise ImageError("the image processor gave other pixels than when it was named")
-        return pixels
-
-    def _run_tower(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        try:
-            with torch.no_grad():
-                return self._family.encode(pixels)
-        except (torch.OutOfMemoryError, TowerRan):
-            raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            shapes = {name: tuple(tensor.shape) for name, tensor in pixels.tensors.items()}
-            raise ImageError(f"the vision tower refused pixels of shape {shapes}: {error}") from (
-                error
-            )
+        return self.tower.encode(medium)
 
     def encode(self, image: object) -> Package:
         """The package of an image in any form, with the prompt text the processor gives it."""
@@ -375,7 +353,7 @@ class Vision:
         """Drop all that memory holds of an image, in whichever making; the bytes freed."""
         packages, freed = self._caches.packages, 0
         for made, package in packages.items(self._tenant):
-            if package.key == medium.key:
+            if shows(package, medium.key, medium.steps):
                 freed += packages.pop(self._tenant, made)
                 self._caches.given.pop(self._tenant, made)
         freed += self._caches.pixels.pop(self._tenant, medium.key)
@@ -393,4 +371,4 @@ class Vision:
 def _content(package: Package) -> str:
     # The grid too: positions follow it, and with another one the same rows are another prompt.
     tensors = [[name, package.tensors[name]] for name in sorted(package.tensors)]
-    return digests.digest("content", tensors, package.grid)
+    return digests.digest("content", tensors, package.grid, package.about.get(STEPS, []))

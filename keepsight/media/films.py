@@ -1,55 +1,83 @@
-"""Films through the tower one step in time a pass, for towers that see no more than one at a time.
+"""Films whose towers see no more than one step in time at once: each step is a medium of its own.
 
-Each step is a medium of its own, under a key that knows nothing of the film around it: a film that
-grows, or a window that slides over one, runs the tower for the steps that are new. The tower's
-memory is that of one step, however long the film is.
+A step has a key that knows nothing of the film around it, and a package of its own in memory and
+in stores. So a film that grows, or a window that slides over one, runs the tower for the steps that
+are new, and the tower's memory is that of one step, however long the film is. In a prompt each
+step has a name of its own, too: what stands before the first new step is not computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from keepsight.formats.package import Package
-from keepsight.kinds import Record
-from keepsight.models.families import Pixels
+from keepsight import digests
+from keepsight.formats.package import Package, feature_id, identity
+from keepsight.kinds import Grid, Record
+from keepsight.media.medium import FilmStep
 
 Tensors = dict[str, torch.Tensor]
-MADE = {"film": "one step a pass"}  # part of the provenance of features that were made so
+FILM = "film"  # in `about` of a step's package: the key of the film that it was seen in
+STEPS = "steps"  # in `about` of a film's package, and in what is known of a film: their keys
+_MADE = {"film": "one step a pass"}  # part of the provenance of features that were made so
+_DISTANCE = {"memory": 0, "disk": 1, "remote": 2, "tower": 3}
+_GRID = "video_grid_thw"
 
 
-class FilmSteps:
-    """The steps of one film: those that are remembered, and those that go through the tower."""
+@dataclass(frozen=True)
+class Making:
+    """By which weights, under which settings and in which way features are made now."""
 
-    def __init__(
-        self,
-        known: Callable[[str], Package | None],
-        run: Callable[[Pixels], tuple[Tensors, str]],
-    ) -> None:
-        self._known, self._run = known, run
-        self.made: list[tuple[Pixels, Tensors, str]] = []  # by the tower, in order
+    weights: str = ""
+    settings: str = ""
+    provenance: Record | None = None
+    by_step: bool = False  # whether films go through the tower step by step
 
-    def encode(self, steps: Sequence[Pixels]) -> tuple[Tensors, str]:
-        """The features of all steps, joined; a step that stands twice goes through once."""
-        found: dict[str, tuple[Tensors, str]] = {}
-        order = [pixels.key for pixels in steps]
-        for key, pixels in zip(order, steps, strict=True):
-            if key not in found:
-                found[key] = self._step(key, pixels)
-        parts = [found[key][0] for key in order]
-        joined = {name: torch.cat([part[name] for part in parts], dim=-2) for name in parts[0]}
-        return joined, found[order[0]][1]
+    def of(self, modality: str) -> Record:
+        """How features of a modality are made."""
+        made = self.provenance or {}
+        return {**made, **_MADE} if self.by_step and modality == "video" else made
 
-    def _step(self, key: str, pixels: Pixels) -> tuple[Tensors, str]:
-        known = self._known(key)
-        if known is not None:
-            return known.tensors, known.container
-        tensors, container = self._run(pixels)
-        self.made.append((pixels, tensors, container))
-        return tensors, container
+    def names(self, key: str, modality: str) -> tuple[str, str]:
+        """The identity and the feature id of what has this key."""
+        what = identity(key, self.weights, self.settings)
+        return what, feature_id(what, self.of(modality))
 
 
-def provenance_of(made: Record, modality: str, by_step: bool) -> Record:
-    """How features of a modality are made, where everything else is made so."""
-    return {**made, **MADE} if by_step and modality == "video" else made
+def steps_from(
+    keys: Sequence[str], grid: Grid, making: Making, provenance: Record | None = None
+) -> tuple[FilmStep, ...]:
+    """The steps of a film by their keys; positions depend on what else its grid says, too."""
+    speed = {name: value for name, value in grid.items() if name != _GRID}
+    made = making.of("video") if provenance is None else provenance
+    found = []
+    for number, key in enumerate(keys):
+        what = identity(key, making.weights, making.settings)
+        name = feature_id(what, made)
+        found.append(FilmStep(key, what, name, digests.digest("step in time", number, speed, name)))
+    return tuple(found)
+
+
+def keys_in(package: Package) -> list[str]:
+    """The keys of the steps that the package of a film has, as it says."""
+    keys = package.about.get(STEPS, [])
+    fits = isinstance(keys, list) and keys and package.tokens % len(keys) == 0
+    return keys if fits and all(isinstance(key, str) for key in keys) else []
+
+
+def joined(steps: Sequence[Tensors]) -> Tensors:
+    """The features of a film, of those of its steps in order."""
+    return {name: torch.cat([one[name] for one in steps], dim=-2) for name in steps[0]}
+
+
+def farthest(tiers: set[str]) -> str:
+    """Where features come from that come from several places: the slowest of them."""
+    return max(tiers, key=lambda tier: _DISTANCE.get(tier, 2))
+
+
+def shows(package: Package, key: str, steps: Sequence[FilmStep] = ()) -> bool:
+    """Whether a package is of a medium, or of a step of it."""
+    about = package.about.get(FILM)
+    return key in (package.key, about) or package.key in {step.key for step in steps}

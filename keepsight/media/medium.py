@@ -35,6 +35,19 @@ PROCESSORS = {
 }
 
 
+@dataclass(frozen=True)
+class FilmStep:
+    """One step in time of a film whose tower sees each alone: a medium of its own.
+
+    `path` names it in a prompt: which step it is, and at what speed the film runs, too.
+    """
+
+    key: str
+    identity: str
+    feature_id: str
+    path: str
+
+
 @dataclass(frozen=True, eq=False)
 class Medium:
     """One named image: all that a prompt needs to know of it, and how to get at its features."""
@@ -47,6 +60,7 @@ class Medium:
     source: str | None
     recall: Callable[[], Pixels] | Package  # the pixels again, or the package handed in
     modality: str = "image"
+    steps: tuple[FilmStep, ...] = ()  # of a film, where features are made step by step
 
     @property
     def tokens(self) -> int:
@@ -57,6 +71,8 @@ class Medium:
 def entry_of(what: Pixels | Medium, **more: object) -> Record:
     """What is remembered of a medium once it was looked at."""
     known = {"key": what.key, "grid": what.grid, "layout": list(what.layout)}
+    if isinstance(what, Medium) and what.steps:
+        known["steps"] = [step.key for step in what.steps]
     return {**known, "modality": what.modality, **more}
 
 
@@ -70,7 +86,12 @@ def is_entry(entry: Record) -> bool:
     if entry.get("modality", "image") not in PROCESSORS:
         return False
     runs = [part for part in layout if not isinstance(part, str)]
-    return bool(runs) and all(type(run) is int and run > 0 for run in runs)
+    if not runs or not all(type(run) is int and run > 0 for run in runs):
+        return False
+    steps = entry.get("steps", [])
+    if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
+        return False
+    return not steps or sum(runs) % len(steps) == 0
 
 
 def is_plain(value: object) -> bool:

@@ -18,6 +18,7 @@ from keepsight.media.downloads import Downloads
 from keepsight.media.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
 from keepsight.media.sources import Source, open_source
 from keepsight.models.families import Family, Pixels
+from keepsight.models.families.qwen_vl import films_by_step, steps_of
 from keepsight.store import About, SharedMemoryCache, Store
 
 Entry = Record
@@ -134,7 +135,14 @@ class Namer:
         if entry is not None:
             return Looked(source, entry, (name,))
         pixels = self.run_processor(decoded, source)
-        return Looked(source, entry_of(pixels, source=digest), (digest, name), pixels)
+        entry = self.entry_of(pixels, source=digest)
+        return Looked(source, entry, (digest, name), pixels)
+
+    def entry_of(self, pixels: Pixels, **more: object) -> Record:
+        """What is remembered of a medium, and of the steps of a film."""
+        if pixels.modality == "video" and films_by_step(self._family):
+            more["steps"] = [step.key for step in steps_of(self._family, pixels)]
+        return entry_of(pixels, **more)
 
     def learn(self, looked: Looked) -> None:
         """Remember what a look found."""
@@ -175,6 +183,8 @@ class Namer:
         entry = self._aliases.get(self._tenant, digest)
         if entry is None and self._store is not None:
             entry = self._store.note("alias", digest)
+            if entry is not None and self._is_of_before(entry):
+                return None  # looked at anew, and remembered with its steps
             if entry is not None and not is_entry(entry):
                 self._store.reject("alias", digest, "it does not describe an image")
                 entry = None
@@ -183,6 +193,11 @@ class Namer:
                 entry = {name: value for name, value in entry.items() if name != FILE}
                 self._aliases.put(self._tenant, digest, entry)
         return entry
+
+    def _is_of_before(self, entry: Record) -> bool:
+        """Whether a note names a film as one medium, where each of its steps is one."""
+        whole = entry.get("modality") == "video" and not entry.get("steps")
+        return whole and films_by_step(self._family)
 
     def _remember(self, digest: str, entry: Record, file: str) -> None:
         self._aliases.put(self._tenant, digest, entry)

@@ -28,7 +28,8 @@ TYPES = {"image": 1, "video": 2, "audio": 3}
 
 @dataclass(frozen=True)
 class Span:
-    """One range of a medium in a path. `offset` is the medium's row at `start`."""
+    """One range of a medium in a path, or of one step of a film. `offset` is its row at `start`,
+    `row` is the row of the medium."""
 
     start: int
     end: int
@@ -37,11 +38,13 @@ class Span:
     identity: str = field(compare=False)
     medium: int = field(compare=False)
     key: str = field(compare=False, default="")  # the image key, whatever was made of it
+    row: int = field(compare=False, default=0)
 
     def clip(self, start: int, end: int) -> Span:
         """The part between two positions."""
         a, b = max(self.start, start), min(self.end, end)
-        return replace(self, start=a, end=b, offset=self.offset + a - self.start)
+        by = a - self.start
+        return replace(self, start=a, end=b, offset=self.offset + by, row=self.row + by)
 
     def all(self) -> tuple[int, int, str, int, str, int, str]:
         """All fields, in their order."""
@@ -101,13 +104,12 @@ class Prompt:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """All ranges of all media, in order."""
-        spans = []
+        spans: list[Span] = []
         for j, (medium, ranges) in enumerate(zip(self.media, self.ranges, strict=True)):
-            offset = 0
+            row = 0
             for start, end in ranges:
-                what = (medium.feature_id, offset, medium.identity, j, medium.key)
-                spans.append(Span(start, end, *what))
-                offset += end - start
+                spans += _spans_of(medium, j, start, end, row)
+                row += end - start
         return tuple(sorted(spans, key=lambda span: span.start))
 
     @cached_property
@@ -140,8 +142,9 @@ class Prompt:
         return tuple(found)
 
     def shown(self, start: int) -> list[Medium]:
-        """The media that are shown behind a position, each as often as it is."""
-        return [self.media[span.medium] for span in self.clip(start, len(self))]
+        """The media that are shown behind a position."""
+        numbers = {span.medium: None for span in self.clip(start, len(self))}
+        return [self.media[number] for number in numbers]
 
     def segment_digest(self, parent: str, start: int, end: int, kind: str = "segment") -> str:
         """The name of the path up to `end`, given the name of the path up to `start`."""
@@ -233,16 +236,35 @@ class Prompt:
         span = self.spans[place] if place < len(self.spans) else None
         return span if span is not None and span.start <= token else None
 
-    def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+    def pieces(self, start: int, end: int) -> list[tuple[int, int, int | None]]:
         """(from, to, medium or None) for each stretch of text or medium between two positions."""
+        found: list[tuple[int, int, int | None]] = []
         cursor = start
         for span in self.clip(start, end):
-            if span.start > cursor:
-                yield cursor, span.start, None
-            yield span.start, span.end, span.medium
+            if found and cursor == span.start and found[-1][2] == span.medium:
+                begin = found.pop()[0]  # the steps of a film are one stretch
+            else:
+                begin = span.start
+                if begin > cursor:
+                    found.append((cursor, begin, None))
+            found.append((begin, span.end, span.medium))
             cursor = span.end
         if cursor < end:
-            yield cursor, end, None
+            found.append((cursor, end, None))
+        return found
+
+
+def _spans_of(medium: Medium, j: int, start: int, end: int, row: int) -> Iterator[Span]:
+    """The spans of one range of a medium, which begins at a row: one, or one for each step."""
+    if not medium.steps:
+        yield Span(start, end, medium.feature_id, row, medium.identity, j, medium.key, row)
+        return
+    size = medium.tokens // len(medium.steps)
+    while start < end:
+        number, offset = divmod(row, size)
+        step, stop = medium.steps[number], min(end, start + size - offset)
+        yield Span(start, stop, step.path, offset, step.identity, j, medium.key, row)
+        start, row = stop, row + stop - start
 
 
 def _places(ids: np.ndarray, wanted: frozenset[int]) -> np.ndarray:

@@ -40,8 +40,6 @@ def steps_of(family: Family, pixels: Pixels) -> list[Pixels]:
     if VIDEO[1] not in pixels.tensors or not films_by_step(family):
         return [pixels]
     count, height, width = pixels.tensors[VIDEO[1]][0].tolist()
-    if count == 1:
-        return [pixels]
     tokens = height * width // family.merge_size() ** 2
     one = torch.tensor([[1, height, width]])
     parts = pixels.tensors[VIDEO[0]].chunk(count)
