@@ -6,8 +6,10 @@ that Keepsight and stock Transformers say the same is.
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Iterator
+from html import unescape
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +24,12 @@ from typer.testing import CliRunner
 import keepsight as ks
 from keepsight.cli.app import app
 from keepsight.cli.terminal import age_text, bytes_text, plain, share_bar, thumbnail
+from keepsight.cli.tour_page import TourPage, check_page
 from keepsight.cli.tour_stage import Stage, scenes_of, script
 from keepsight.cli.tour_stock import Heard, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene, difference
+from keepsight.errors import InputError
+from keepsight.report import Report
 
 SEED = 4
 
@@ -38,7 +43,8 @@ def toured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         patch.setenv("COLUMNS", "160")
         threads = torch.get_num_threads()
         torch.set_num_threads(2)
-        result = CliRunner().invoke(app, ["demo", "--out", str(out), "--seed", str(SEED)])
+        words = ["demo", "--out", str(out), "--seed", str(SEED)]
+        result = CliRunner().invoke(app, [*words, "--save", str(out.parent / "tour.html")])
         assert torch.get_num_threads() == 2
         torch.set_num_threads(threads)
     assert result.exit_code == 0, (result.output, result.exception)
@@ -111,6 +117,38 @@ def test_the_new_process_answers_from_disk(toured: tuple[str, Path]) -> None:
     assert "$ OMP_NUM_THREADS=1 keepsight ask" in act and "demo-hybrid" in act
     assert len(re.findall(r"image [12] +reused +disk", act)) == 2
     assert "the same words as stock Transformers" in act
+
+
+def test_the_saved_page_says_the_same_and_needs_no_network(toured: tuple[str, Path]) -> None:
+    said, out = toured
+    page = (out.parent / "tour.html").read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in page and "<script" not in page
+    assert not re.search(r"(src|href|url\()=?\W*(?!data:)[a-z]+:", page)
+    sent = [
+        base64.b64decode(found) for found in re.findall(r'src="data:image/png;base64,(.*?)"', page)
+    ]
+    assert {path.read_bytes() for path in (out / "pictures").glob("*.png")} == set(sent)
+    text = " ".join(unescape(re.sub("<[^>]+>", " ", page)).split())
+    for asked in script(scenes_of(SEED)):
+        assert asked.text in text
+    for line in re.findall(r"^(?:model  [✓✗] |     )(\S.*)$", said, re.MULTILINE):
+        assert " ".join(line.split()) in text
+    assert len(re.findall("<details>", page)) == 6 and text.count(" reused memory ") > 5
+    assert "stock with past_key_values" in text and "the same words as stock Transformers" in text
+
+
+def test_a_page_replaces_no_file_but_a_page(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.html"
+    mine.write_text("<p>mine")
+    for path, why in (
+        (mine, "is there"),
+        (tmp_path, "a folder"),
+        (tmp_path / "a/b.html", "no folder"),
+    ):
+        with pytest.raises(InputError, match=why):
+            check_page(path)
+    TourPage().save(tmp_path / "tour.html")
+    check_page(tmp_path / "tour.html")
 
 
 def test_what_it_made_is_listed_and_loads(toured: tuple[str, Path]) -> None:
@@ -211,7 +249,7 @@ def test_judging_looks_at_words_and_at_logits() -> None:
 def test_a_wrong_answer_is_marked_with_the_truth() -> None:
     out = StringIO()
     stage = Stage(Console(file=out, width=100), Path("."), scenes_of(1))
-    report = SimpleNamespace(cached_tokens=3, prompt_tokens=4)
+    report = Report(cached_tokens=3, prompt_tokens=4)
     reply: Any = SimpleNamespace(text="Red.", report=report, usage=SimpleNamespace(images=0))
     stage.exchange("What color?", reply, "Blue.")
     stage.exchange("What color?", reply, "Red.")

@@ -46,6 +46,7 @@ from keepsight.cli.options import (
     one_model,
 )
 from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
+from keepsight.cli.tour_page import check_page
 from keepsight.errors import InputError
 
 if TYPE_CHECKING:
@@ -94,11 +95,16 @@ def _root(
 def demo(
     out: Annotated[Path, typer.Option(help="Where generated files go.")] = Path("demo-out"),
     seed: Annotated[int, typer.Option(min=0, help="Other pictures.")] = 1,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the tour here as well, as one HTML page.")
+    ] = None,
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
+    if save is not None:
+        check_page(save)
     import keepsight.cli.tour as tour
 
-    tour.run(console(), out, seed)
+    tour.run(console(), out, seed, save)
 
 
 @app.command()

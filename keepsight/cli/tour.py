@@ -44,8 +44,8 @@ _RUNS = 3  # the table of act 1 shows medians of so many
 _TOKENS = 96  # more than any answer has
 
 
-def run(console: Console, out: Path, seed: int = 1) -> None:
-    """The whole show."""
+def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) -> None:
+    """The whole show; `save`: where to write it as a page."""
     began = time.perf_counter()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -61,6 +61,9 @@ def run(console: Console, out: Path, seed: int = 1) -> None:
             _package(stage, vlm)
         _restart(stage)
     _closing(stage, time.perf_counter() - began)
+    if save is not None:
+        stage.page.save(save)
+        stage.say(f"The tour as a page: {save}")
 
 
 @contextmanager
@@ -74,7 +77,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _opening(stage: Stage) -> None:
-    stage.say("Keepsight: look once, remember.", "bold")
+    stage.console.print(Text("Keepsight: look once, remember.", "bold"))
     versions = f"torch {torch.__version__}, Transformers {transformers.__version__}"
     stage.say(f"{platform.machine()}, one thread, float32, {versions}", "dim")
     about = (
@@ -82,7 +85,7 @@ def _opening(stage: Stage) -> None:
         "shape, and what they say is what they see: ✓ is right, ✗ is wrong, with Keepsight and "
         "without it alike. `keepsight bench` measures times at sizes that matter."
     )
-    stage.console.print(Text(about, "dim"))
+    stage.explain(about)
 
 
 # -- act 1 -------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def _conversation(stage: Stage, vlm: VLM, stock: StockSession) -> None:
         if number == 0:
             stage.made.append(session.save(stage.out / "conversation.keep"))
         runs.append(turns)
-    stage.console.print(times(runs))
+    stage.show(times(runs))
     same = sum(turn.same for turns in runs for turn in turns)
     total = _RUNS * len(asks)
     stage.say(f"{same} of {total} answers are, word for word, those of stock Transformers.")
@@ -207,7 +210,7 @@ def _package(stage: Stage, vlm: VLM) -> None:
     stage.act(
         "3  A package", f"What the model saw in one picture, as a file: keepsight show {path}"
     )
-    stage.console.print(show.render(show.describe(path)))
+    stage.show(show.render(show.describe(path)))
 
 
 def _restart(stage: Stage) -> None:
@@ -251,7 +254,7 @@ def _new_process(stage: Stage, words: list[str]) -> str:
     if child.returncode:
         raise KeepsightError(f"the new process failed: {child.stderr.strip()[-600:]}")
     printed = Text.from_ansi(child.stdout.rstrip())
-    stage.console.print(printed)
+    stage.show(printed)
     stage.say(f"(a process of its own, {seconds:.1f} s, importing torch included)", "dim")
     return printed.plain
 
@@ -263,5 +266,5 @@ def _closing(stage: Stage, seconds: float) -> None:
         shown.add_row(str(path), bytes_text(path.stat().st_size))
     store = DiskStore(stage.out / "store").stats()
     shown.add_row(f"{store['root']} (a store)", bytes_text(store["bytes"]))
-    stage.console.print(shown)
+    stage.show(shown)
     stage.say(f"\nGo on: keepsight chat --image {stage.pictures[0]}")

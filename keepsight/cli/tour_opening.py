@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.text import Text
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 import keepsight as ks
@@ -61,6 +60,7 @@ def opening(stage: Stage) -> None:
     picture = stage.out / "pictures" / "large.png"
     Scene(random.Random(1), (_SIDE, _SIDE)).draw().save(picture)
     stage.made.append(picture)
+    stage.page.pictures([(picture, f"{picture.name}, {_SIDE}x{_SIDE}")])
     with ks.wrap(model, processor, store="") as vlm:
         stock = StockSession(model, processor)
         # The first calls of a process pay for more than they do.
@@ -100,18 +100,20 @@ def _show(stage: Stage, runs: list[list[Times]]) -> None:
     names = ("prompt", "reused", "first token", "stock", "times sooner")
     title = f"means of {_RUNS} runs; time is until the first token"
     shown = table("turn", *names, right=names, title=title)
-    ratios = []
+    ratios, both = [], []
     for number, turns in enumerate(zip(*runs, strict=True), 1):
         prompt, reused = turns[0][:2]
         mine, stocks = (statistics.fmean(turn[i] for turn in turns) for i in (2, 3))
         ratios.append(stocks / mine)
+        both.append((mine, stocks))
         times = (f"{mine:.0f} ms", f"{stocks:.0f} ms", f"{stocks / mine:.1f}x")
         shown.add_row(*map(str, (number, prompt, reused)), *times)
-    stage.console.print(shown)
+    stage.show(shown)
+    stage.page.times(both)
     later = statistics.median(ratios[1:])
     stage.say(f"The first turn has nothing to remember; later ones start {later:.1f} times sooner.")
     about = (
         "From here on two tiny trained models answer, which know what they say: look at their "
         "words and tokens. With models so small and pictures of 128 pixels, times say little."
     )
-    stage.console.print(Text(about, "dim"))
+    stage.explain(about)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from PIL import Image
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from keepsight.cli.terminal import plain, share_bar, table, thumbnail
+from keepsight.cli.tour_page import TourPage
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import StoreError
 from keepsight.report import Reply
@@ -85,6 +86,7 @@ class Stage:
     scenes: list[Scene]
     pictures: list[Path] = field(default_factory=list)
     made: list[Path] = field(default_factory=list)
+    page: TourPage = field(default_factory=TourPage)  # the same, to be saved where asked for
 
     def draw(self) -> None:
         """Put the pictures in files."""
@@ -101,10 +103,22 @@ class Stage:
 
     def say(self, text: str = "", style: str = "") -> None:
         """One line."""
+        self.page.say(text)
         self.console.print(Text(plain(text), style), soft_wrap=True)
+
+    def explain(self, text: str) -> None:
+        """A paragraph, wrapped between words."""
+        self.page.say(text)
+        self.console.print(Text(text, "dim"))
+
+    def show(self, shown: RenderableType) -> None:
+        """A table, or several."""
+        self.page.show(shown)
+        self.console.print(shown)
 
     def act(self, title: str, about: str) -> None:
         """The heading of an act."""
+        self.page.act(title, about)
         self.console.print()
         self.console.print(Rule(Text(title, "bold"), align="left"))
         self.console.print(Text(about, "dim"))
@@ -112,6 +126,7 @@ class Stage:
 
     def exchange(self, asked: str, reply: Reply, truth: str | None = None) -> None:
         """A question and its answer, with what was reused for it."""
+        self.page.exchange(asked, reply, truth)
         self.console.print(Text.assemble(("you    ", "bold cyan"), asked))
         right = reply.text.strip() == truth
         mark = "" if truth is None else "✓ " if right else "✗ "
@@ -142,16 +157,19 @@ class Stage:
     def show_pictures(self, numbers: Sequence[int]) -> None:
         """Small pictures where the terminal has colours; their names everywhere."""
         paths = [self.pictures[i] for i in numbers]
+        sizes = [f"{self.scenes[i].width}x{self.scenes[i].height}" for i in numbers]
+        names = [f"{path.name}, {size}" for path, size in zip(paths, sizes, strict=True)]
+        self.page.pictures(zip(paths, names, strict=True))
         if self.console.color_system is not None:
             row = Table.grid(padding=(0, 3))
             row.add_row(" " * 4, *(thumbnail(Image.open(path)) for path in paths))
             self.console.print(row)
-        for i, path in zip(numbers, paths, strict=True):
-            scene = self.scenes[i]
-            self.say(f"{_INDENT}{path.name}, {scene.width}x{scene.height}", "dim")
+        for name in names:
+            self.console.print(Text(f"{_INDENT}{name}", "dim"), soft_wrap=True)
 
     def verdict(self, who: str, text: str, verdict: str, right: bool) -> None:
         """Who answered, how that compares with the truth, and what was said."""
+        self.page.verdict(who, text, verdict, right)
         style = "green" if right else "red"
         mark = "✓ " if right else "✗ "
         self.console.print(Text.assemble((mark, style), (who, "bold"), ": ", (verdict, style)))
