@@ -25,6 +25,7 @@ from keepsight.encode import archives, count, documents, find, parse_shard
 from keepsight.encode.items import Reading
 from keepsight.encode.sources import kind_of
 from keepsight.errors import InputError
+from keepsight.media import video_files
 from keepsight.media.clips import open_clip
 from keepsight.media.sources import open_source
 
@@ -413,8 +414,8 @@ def test_videos_are_clips_or_frames(tmp_path: Path) -> None:
 
 
 def test_a_video_without_end_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(documents, "MAX_CLIP", 3 * 64 * 64 * 3)
-    assert "decodes to more than" in opened(read(film(tmp_path / "film.mp4"))[0])
+    monkeypatch.setattr(video_files, "MAX_DECODED", 3 * 64 * 64 * 3)
+    assert "take more than" in opened(read(film(tmp_path / "film.mp4"))[0])
 
 
 @pytest.mark.parametrize("wrong", [{"dpi": 5}, {"dpi": 99_999}, {"fps": 0.0}, {"fps": -1.0}])

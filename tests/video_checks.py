@@ -30,6 +30,7 @@ from models import build, picture  # noqa: E402
 
 import keepsight as ks  # noqa: E402
 from keepsight.errors import ImageError  # noqa: E402
+from keepsight.media.video_files import VideoFile, chooser  # noqa: E402
 from keepsight.models import loading  # noqa: E402
 from keepsight.models.partial_processor import partial_processor  # noqa: E402
 
@@ -188,6 +189,29 @@ def check_file() -> None:
             vlm.chat(messages)
 
 
+def check_sampled(kind: str) -> None:
+    """Of a file only the frames that the processor would choose are held; the same features."""
+    model, processor = parts(kind)
+    processor.video_processor.do_sample_frames = True
+    processor.video_processor.fps = 2
+    data = io.BytesIO()
+    with av.open(data, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 96
+        for one in frames(1, 40):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(one, format="rgb24")))
+        container.mux(stream.encode())
+    film = VideoFile(data.getvalue())
+    every, about = film.decode()
+    chosen = film.decode(chooser(processor))[0]
+    assert len(every) == 40 and len(chosen) < (20 if kind.startswith("qwen") else 41), kind
+    with ks.wrap(model, processor) as vlm:
+        whole = vlm.encode({"type": "video", "video": {"frames": every, "fps": about["fps"]}})
+        file = vlm.encode({"type": "video", "video": data.getvalue()})
+        assert (file.key, file.grid) == (whole.key, whole.grid), kind
+        assert file.layout == whole.layout, kind
+
+
 def check_saved() -> None:
     """What was saved where torchvision was missing loads whole where it is not."""
     path = loading.model_path("demo")
@@ -208,5 +232,6 @@ for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v")
     check(kind)
 for kind in ("qwen2_5_vl", "qwen3_vl", "glm46v"):
     check_grown(kind)
+    check_sampled(kind)
 check_file()
 sys.stdout.write("videos are as stock sees them\n")

@@ -18,7 +18,7 @@ from PIL import Image
 from keepsight import digests
 from keepsight.encode.items import Item, broken
 from keepsight.errors import ImageError
-from keepsight.media.clips import MAX_FRAMES, open_clip
+from keepsight.media.clips import open_clip
 from keepsight.media.pictures import MAX_PIXELS
 from keepsight.media.sources import Source, file_label, open_source
 from keepsight.system.lock import FairLock
@@ -26,7 +26,6 @@ from keepsight.system.optional import optional
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000
-MAX_CLIP = 4 << 30  # bytes of one decoded video
 PDFIUM = FairLock("the PDF library")  # which is not safe in two threads at once
 _POINTS = 72  # to an inch
 
@@ -142,22 +141,7 @@ def _page(document: _Document, number: int, place: str, dpi: int) -> Item:
 def clip_items(path: str, place: str) -> Iterator[Item]:
     """A video as one medium, where the family takes videos."""
     optional("av", "video")
-    yield Item(path, place, lambda: _clip(path), modality="video")
-
-
-def _clip(path: str) -> Source:
-    """All frames, up to a bound of bytes, with the rate that the file says."""
-    frames: list[np.ndarray] = []
-    held, rate = 0, 0.0
-    for frame, its_rate in _frames(path):
-        held, rate = held + frame.nbytes, its_rate
-        if held > MAX_CLIP or len(frames) == MAX_FRAMES:
-            raise ImageError(f"{path} decodes to more than {MAX_CLIP} bytes; cut it, or take --fps")
-        frames.append(frame)
-    if not frames:
-        raise ImageError(f"{path} holds no frames")
-    clip = {"frames": np.stack(frames), "fps": rate}
-    return open_clip(clip, "video")
+    yield Item(path, place, lambda: open_clip(path, "video"), modality="video")
 
 
 def frame_items(path: str, place: str, fps: float) -> Iterator[Item]:

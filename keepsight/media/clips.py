@@ -1,7 +1,8 @@
-"""Videos and sound: decoded first, and named by what was decoded and when each frame was taken.
+"""Videos and sound: frames and samples, and what a processor wants to know of them.
 
-A video is a list of frames with the rate they were taken at; sound is one row of numbers with its
-sampling rate. Files need a decoder, which is imported here and nowhere else.
+A video is a list of frames with the rate they were taken at, or a file (video_files.py); sound is
+one row of numbers with its sampling rate. They are named by their frames and when each was taken,
+by their samples, or by the bytes of the file.
 """
 
 from __future__ import annotations
@@ -16,35 +17,35 @@ from PIL import Image
 from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.kinds import Clip
-from keepsight.media.sources import Fetched, Source, read_bytes
+from keepsight.media.sources import Fetched, Source, file_label, read_bytes
+from keepsight.media.video_files import DEFAULT_FPS, MAX_DECODED, MAX_FRAMES, VideoFile
 from keepsight.system.optional import optional
 
-DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
-MAX_FRAMES = 100_000
-MAX_DECODED = 4 << 30  # bytes of one video or sound: a small file may hold hours of nothing
+FILES = (str, os.PathLike, bytes, bytearray, memoryview)
 
 
 def open_clip(clip: object, modality: str, fetched: Fetched | None = None) -> Source:
     """A source of a video or of sound, from any form of it."""
     if isinstance(clip, Source):
         return clip
-    decoded = _video(clip, fetched) if modality == "video" else _sound(clip, fetched)
+    if modality == "video" and isinstance(clip, FILES):
+        film = VideoFile(read_bytes(clip, fetched))
+        file = file_label(os.fspath(clip)) if isinstance(clip, str | os.PathLike) else ""
+        return Source(film.name, film.decode, "a video file", [], modality, file=file, film=film)
+    decoded = _video(clip) if modality == "video" else _sound(clip, fetched)
     data, about = decoded
     name = digests.digest(modality, *([data] if modality == "audio" else list(data)), about)
     label = f"a clip of {len(data)} {'samples' if modality == 'audio' else 'frames'}"
     return Source(name, lambda: decoded, label, [], modality)
 
 
-def _video(clip: object, fetched: Fetched | None) -> Clip:
+def _video(clip: object) -> Clip:
     """Frames of shape (frames, height, width, 3), and what a processor wants to know of them."""
     fps: float | None = None
     if isinstance(clip, dict):
         fps = clip.get("fps")
         clip = clip.get("frames")
-    if isinstance(clip, str | os.PathLike | bytes | bytearray | memoryview):
-        frames, fps = _decode_video(read_bytes(clip, fetched))
-    else:
-        frames = _frames(clip)
+    frames = _frames(clip)
     rate = float(fps or DEFAULT_FPS)
     if not 0 < rate < 10_000:
         raise ImageError(f"a video at {rate} frames a second; expected a positive rate")
@@ -84,31 +85,13 @@ def _frames(clip: object) -> np.ndarray:
     return np.ascontiguousarray(clip)
 
 
-def _decode_video(data: bytes) -> tuple[np.ndarray, float]:
-    av = optional("av", "video")
-    try:
-        with av.open(io.BytesIO(data)) as container:
-            stream = container.streams.video[0]
-            rate = float(stream.average_rate or DEFAULT_FPS)
-            frames: list[np.ndarray] = []
-            held = 0
-            for frame in container.decode(stream):
-                held += 3 * frame.width * frame.height
-                if len(frames) == MAX_FRAMES or held > MAX_DECODED:
-                    raise ValueError(f"more than {MAX_FRAMES} frames, or {MAX_DECODED} bytes")
-                frames.append(frame.to_ndarray(format="rgb24"))
-            return np.stack(frames), rate
-    except (av.FFmpegError, IndexError, ValueError) as error:
-        raise ImageError(f"the video cannot be decoded: {error}") from error
-
-
 def _sound(clip: object, fetched: Fetched | None) -> Clip:
     """One channel of float32, and its sampling rate (None: that of the model)."""
     rate: int | None = None
     if isinstance(clip, dict):
         rate = clip.get("sampling_rate")
         clip = clip.get("array", clip.get("data"))
-    if isinstance(clip, str | os.PathLike | bytes | bytearray | memoryview):
+    if isinstance(clip, FILES):
         clip, rate = _decode_sound(read_bytes(clip, fetched))
     if isinstance(clip, torch.Tensor):
         clip = clip.detach().cpu().numpy()

@@ -17,6 +17,7 @@ from keepsight.media.clips import open_clip
 from keepsight.media.downloads import Downloads
 from keepsight.media.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
 from keepsight.media.sources import Source, open_source
+from keepsight.media.video_files import chooser
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import films_by_step, steps_of
 from keepsight.store import About, SharedMemoryCache, Store
@@ -129,7 +130,7 @@ class Namer:
         entry = self._alias(name)
         if entry is not None:
             return Looked(source, entry)
-        decoded = source.decode()
+        decoded = self._decoded(source)
         digest = source.digest(decoded, makers)
         entry = self._alias(digest)  # other bytes may have these pixels
         if entry is not None:
@@ -154,7 +155,13 @@ class Namer:
     def preprocess(self, source: Source) -> Pixels:
         """The pixels of a known medium again."""
         self.preprocessed += 1
-        return self.run_processor(source.decode(), source)
+        return self.run_processor(self._decoded(source), source)
+
+    def _decoded(self, source: Source) -> Decoded | Clip:
+        """What the processor wants; of a film's frames only those that it would look at."""
+        if source.film is None:
+            return source.decode()
+        return source.film.decode(chooser(self._needed_processor()))
 
     def _needed_processor(self) -> Processor:
         if self._processor is None:

@@ -31,6 +31,7 @@ from keepsight.errors import ImageError, MediaChanged, UnsupportedInput
 from keepsight.kinds import Clip, Decoded
 from keepsight.media import pictures
 from keepsight.media.pictures import check_size
+from keepsight.media.video_files import VideoFile
 
 MAX_BYTES = 256 << 20
 _BASE64 = 1 << 20  # characters that are decoded in one go; each four are three bytes
@@ -56,6 +57,7 @@ class Source:
     modality: str = "image"
     options: tuple[tuple[str, object], ...] = ()  # of the processor, for this image alone
     file: str = ""  # what people call it, for lists of a store; nothing is ever looked up by it
+    film: VideoFile | None = None  # a file of which not all frames may be looked at
 
     def digest(self, decoded: Decoded | Clip, settings: str) -> str:
         """The source digest: decoded pixels and every setting that changes what is made of them."""

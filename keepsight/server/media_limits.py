@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 
 from keepsight.errors import ImageError
-from keepsight.media.clips import MAX_FRAMES
+from keepsight.media.video_files import MAX_FRAMES
 from keepsight.server.errors import ApiError
 from keepsight.system.optional import optional
 

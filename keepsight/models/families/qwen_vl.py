@@ -67,6 +67,9 @@ class QwenVL(Family):
         if modality != "video" or self.video_token_id is None:
             return super().preprocess_other(processor, medium, options, modality)
         frames, about = medium
+        about = dict(about)
+        if about.pop("sampled", False):
+            options = {**options, "do_sample_frames": False}
         processed, text = self._process_video(processor, frames, about, options)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["video"])
         layout = parse_layout(text, placeholder)
