@@ -7,6 +7,7 @@ heavy, and that a store outlives the process that filled it.
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import types
@@ -91,6 +92,21 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
         ("chat", "--image", "nope.png"),
         ("verify", "--image", "nope.sight"),
         ("show", "nope.sight"),
+        ("show", "picture.png"),
+        ("show", "."),
+        ("ask", "Hi", "--dtype", "fp16"),
+        ("ask", "Hi", "--device", "gpu"),
+        ("ask", "Hi", "--runtime", "tensorrt"),
+        ("ask", "Hi", "--weights", "int5"),
+        ("serve", "demo", "--dtype", "fp16"),
+        ("serve", "demo", "--host", "256.1.1.1"),
+        ("encode", "picture.png", "--to", "s", "--codec", "int7"),
+        ("encode", "picture.png", "--to", "s", "--shard", "9/8"),
+        ("encode", "picture.png", "--to", "s", "--dpi", "3"),
+        ("export", "demo", "--to", "."),
+        ("export", "demo", "--to", "new", "--quant", "int5"),
+        ("demo", "--out", "picture.png"),
+        ("demo", "--save", "picture.png"),
         ("encode", "nope.png"),
         ("serve", "demo", "--port", "many"),
         ("serve", "--config", "nope.toml"),
@@ -113,6 +129,7 @@ def test_what_is_wrong_with_the_words_is_said_before_torch_is_imported(
         f"try: app({list(words)!r})\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     said = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
     )
@@ -136,6 +153,36 @@ def test_a_wrong_model_name_is_answered_with_what_is_near(
     (folder / "model").mkdir()
     assert said in refused("ask", "Hello!", "--model", name)
     assert said in refused("chat", name)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ask", "Hi", "--dtype", "fp16"), "'fp16' is not a dtype; did you mean 'float16'?"),
+        (("ask", "Hi", "--dtype", "bf16"), "did you mean 'bfloat16'?"),
+        (("ask", "Hi", "--dtype", "flaot32"), "did you mean 'float32'?"),
+        (("ask", "Hi", "--dtype", "int8"), "'auto', 'float32', 'bfloat16' or 'float16'"),
+        (("ask", "Hi", "--device", "gpu:0"), "no device 'gpu:0'; did you mean 'cuda'?"),
+        (("ask", "Hi", "--runtime", "onx"), "did you mean 'onnx'?"),
+        (("show", "checkpoint"), "what a model takes: keepsight plan checkpoint"),
+        (("show", "packs"), "one of its files: keepsight show packs/x.sight"),
+        (("demo", "--out", "a.png"), "--out a.png: it is a file"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_what_is_near(
+    words: tuple[str, ...], said: str, folder: Path
+) -> None:
+    for name in ("checkpoint/config.json", "packs/x.sight"):
+        Path(name).parent.mkdir()
+        Path(name).write_text("{}")
+    assert said in refused(*words)
+
+
+def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = refused("serve", "demo", "--port", port)
+    assert f"cannot listen on 127.0.0.1:{port}: something else listens there" in said
 
 
 def test_the_names_of_the_demo_models_are_those_that_load() -> None:

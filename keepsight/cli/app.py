@@ -45,6 +45,7 @@ from keepsight.cli.options import (
     load,
     one_model,
 )
+from keepsight.cli.show_kind import check_shown
 from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
 from keepsight.cli.tour_page import check_page
 from keepsight.errors import InputError
@@ -100,6 +101,8 @@ def demo(
     ] = None,
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
+    if out.expanduser().is_file():
+        raise InputError(f"--out {out}: it is a file; name a folder, new or old")
     if save is not None:
         check_page(save)
     import keepsight.cli.tour as tour
@@ -236,6 +239,7 @@ def show(
     if (file.expanduser() / "store.json").is_file():
         cache.stats(str(file), None, as_json)
         return
+    check_shown(file.expanduser())
     from keepsight.runtimes.load import is_export
 
     room: ModuleType = export

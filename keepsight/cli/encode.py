@@ -31,12 +31,14 @@ from keepsight.cli.options import (
     Tenant,
     load,
     pixel_limits,
+    refused_by,
 )
 from keepsight.cli.terminal import console, json_line, plain
 from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.kinds import Record
 from keepsight.system import private_files
 from keepsight.system.places import check_store_writable
+from keepsight.system.words import check_codec, parse_shard
 
 if TYPE_CHECKING:
     from keepsight.encode.cluster import Shard
@@ -74,11 +76,13 @@ def encode(
         typer.Option("--max-tokens-per-image", min=1, help="Skip images that take more."),
     ] = None,
     column: Annotated[str, typer.Option(help="Where a table has the images.")] = "image",
-    dpi: Annotated[int, typer.Option(help="Resolution of PDF pages.")] = 144,
+    dpi: Annotated[int, typer.Option(min=18, max=1200, help="Resolution of PDF pages.")] = 144,
     fps: Annotated[
         float | None, typer.Option(help="Videos as images, so many a second, and not as videos.")
     ] = None,
-    codec: Annotated[str, typer.Option(help="exact, bf16 or int8.")] = "exact",
+    codec: Annotated[
+        str, typer.Option(help="exact, bf16 or int8.", callback=refused_by(check_codec))
+    ] = "exact",
     tenant: Tenant = None,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="This machine's share, such as 2/8.")
@@ -149,13 +153,11 @@ def run(asked: Asked) -> int:
     """Do it; 1 where an image could not be used, or was not taken by the store."""
     check_model(asked.model)
     asked.check()
+    shard = parse_shard(asked.shard)
     from keepsight import encode as room  # start-up time: after wrong options
-    from keepsight.formats.codecs import check_codec
 
-    check_codec(asked.codec)
     reading = room.Reading(asked.column, asked.dpi, asked.fps)
     reading.check()
-    shard = room.parse_shard(asked.shard)
     err = console(stderr=True)
     found = room.find(asked.sources, asked.column)
     _say_left_out(found.left_out, err, asked.verbose)

@@ -24,6 +24,8 @@ from keepsight.cli.options import Json, Named, one_model
 from keepsight.cli.terminal import bytes_text, console, json_line, plain, table
 from keepsight.errors import InputError
 from keepsight.kinds import Record
+from keepsight.system.places import check_new_folder
+from keepsight.system.words import check_export_words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -60,6 +62,8 @@ def export(
     """A model as graphs for ONNX Runtime or OpenVINO, that sees and remembers as it did before."""
     if named is None and model is None:
         raise InputError("which model? write: keepsight export MODEL --to FOLDER")
+    check_export_words(runtime, quantised)
+    _check_new(to)
     name = one_model(named, model)
     err = console(stderr=True)
     err.file = sys.stderr  # the one of now: what is held back below is another
@@ -87,6 +91,14 @@ def export(
     out = console()
     out.print(_summary(summary))
     out.print(f"\nTry it:\n  keepsight chat --model {shlex.quote(str(to))}", soft_wrap=True)
+
+
+def _check_new(to: Path) -> None:
+    try:
+        check_new_folder(to.expanduser())
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"{to} cannot be written: {why}; name another folder with --to") from error
 
 
 @contextlib.contextmanager

@@ -18,12 +18,13 @@ from keepsight.cli.model_names import check_model
 from keepsight.errors import ImageError, InputError, UnsupportedInput
 from keepsight.kinds import Options, Record
 from keepsight.system.places import check_device, check_store_writable
+from keepsight.system.words import check_dtype, check_runtime, check_weights
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
 
-def _refused_by(check: Callable[[str], None]) -> Callable[[str | None], str | None]:
+def refused_by(check: Callable[[str], None]) -> Callable[[str | None], str | None]:
     """A callback of an option: refuse its value while the command line is read."""
 
     def look(value: str | None) -> str | None:
@@ -56,29 +57,39 @@ TopP = Annotated[
     typer.Option(min=0.0, max=1.0, help="Share of probability to sample from."),
 ]
 Seed = Annotated[int | None, typer.Option(min=0, help="The seed of sampling.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="auto, float32, bfloat16 or float16.", callback=refused_by(check_dtype)),
+]
 DeviceMap = Annotated[
     str | None,
     typer.Option(
         "--device",
         "--device-map",
         help="Where the model goes: cpu, cuda, auto.",
-        callback=_refused_by(check_device),
+        callback=refused_by(check_device),
     ),
 ]
 Runtime = Annotated[
     str | None,
-    typer.Option(help="torch, mlx, auto, or onnx or openvino: exported once, into the store."),
+    typer.Option(
+        help="torch, mlx, auto, or onnx or openvino: exported once, into the store.",
+        callback=refused_by(check_runtime),
+    ),
 ]
 Weights = Annotated[
-    str | None, typer.Option(help="int8, in an exported runtime. Default: as they are.")
+    str | None,
+    typer.Option(
+        help="int8, in an exported runtime. Default: as they are.",
+        callback=refused_by(check_weights),
+    ),
 ]
 Store = Annotated[
     str | None,
     typer.Option(
         envvar="KEEPSIGHT_STORE",
         help="Folder to remember in. Default: memory only.",
-        callback=_refused_by(check_store_writable),
+        callback=refused_by(check_store_writable),
     ),
 ]
 Remote = Annotated[
@@ -86,7 +97,7 @@ Remote = Annotated[
     typer.Option(
         envvar="KEEPSIGHT_REMOTE",
         help="Address behind it, such as s3://bucket/name.",
-        callback=_refused_by(check_store_writable),
+        callback=refused_by(check_store_writable),
     ),
 ]
 Tenant = Annotated[

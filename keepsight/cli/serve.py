@@ -21,7 +21,8 @@ from keepsight.cli import options
 from keepsight.cli.model_names import check_model
 from keepsight.errors import InputError, MissingExtra
 from keepsight.kinds import Options
-from keepsight.system.places import check_device, check_store_writable
+from keepsight.system.places import check_device, check_listen, check_store_writable
+from keepsight.system.words import check_dtype
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -117,7 +118,9 @@ def _run(given: Options) -> None:
     check_device(settings.device_map)
     for store in (settings.store, settings.remote):
         check_store_writable(store or "")
+    check_dtype(settings.dtype)
     check_model(name)
+    check_listen(server.host, server.port)
     with _loaded(settings) as vlm:
         from keepsight.server.running import serve as listen  # start-up time: after wrong flags
 

@@ -18,6 +18,7 @@ from keepsight.encode.sources import SourcePiece, SourceScan, count, find, items
 from keepsight.encode.to_files import ToFiles
 from keepsight.encode.to_store import ToStore
 from keepsight.errors import InputError
+from keepsight.system.words import parse_shard
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
@@ -80,13 +81,3 @@ def target_of(
     if files is not None:
         return ToFiles(vlm, files, whose, codec, most)
     return ToStore(vlm, whose, codec, most)
-
-
-def parse_shard(text: str | None) -> tuple[int, int] | None:
-    """`"2/8"`: the second of eight machines that share the work."""
-    if text is None:
-        return None
-    number, slash, count_ = text.partition("/")
-    if slash and number.isdecimal() and count_.isdecimal() and 1 <= int(number) <= int(count_):
-        return int(number), int(count_)
-    raise InputError(f"shard {text!r}; expected i/n with i from 1 to n, such as 2/8")

@@ -35,22 +35,21 @@ from keepsight.errors import (
     DamagedFile,
     InputError,
     MissingExtra,
-    UnknownOption,
     UnsupportedInput,
     WrongFormatVersion,
 )
-from keepsight.export.graphs import making, quantise
+from keepsight.export.graphs import making
 from keepsight.export.graphs.target import size_text
 from keepsight.formats import tensorfile
 from keepsight.kinds import DeviceMap, Dtype, Options, Record
 from keepsight.models import loading
 from keepsight.runtimes.manifest import Manifest, is_export, read
+from keepsight.system.words import check_runtime, check_weights
 from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
 
 TORCH, AUTO, MLX = "torch", "auto", "mlx"
-WORDS = (TORCH, "onnx", "openvino", MLX, AUTO)
 _LIBRARY = {"onnx": "onnxruntime", "openvino": "openvino"}
 _FOLDER = "exports"  # in a store
 _SIDE, _TOKENS, _TIMES = 448, 24, 3  # of the picture and the answer that are measured
@@ -176,11 +175,10 @@ def load(
 
 
 def _check_words(runtime: str | None, weights: str | None) -> None:
-    if runtime is not None and runtime not in WORDS:
-        raise UnknownOption.among([str(runtime)], WORDS, "runtime")
-    if weights is not None and weights not in quantise.KINDS:
-        known = ", ".join(map(repr, quantise.KINDS))
-        raise InputError(f"weights={weights!r} is not known; known: {known}")
+    if runtime is not None:
+        check_runtime(runtime)
+    if weights is not None:
+        check_weights(weights)
     if weights is not None and runtime == TORCH:
         raise UnsupportedInput(
             f"weights={weights!r} runs in ONNX Runtime or OpenVINO: name runtime='onnx', "

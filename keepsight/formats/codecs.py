@@ -21,9 +21,10 @@ import torch
 
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.kinds import Record
+from keepsight.system import words
+from keepsight.system.words import CODECS
 
 EXACT = "exact"
-CODECS = (EXACT, "bf16", "int8")
 Tensors = dict[str, torch.Tensor]
 _FLOATS = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16)}
 _FLOATS["bfloat16"] = torch.bfloat16
@@ -33,8 +34,7 @@ _LEVELS = 255
 
 def check_codec(name: str) -> str:
     """The name, if it is the name of a codec."""
-    if name not in CODECS:
-        raise InputError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}")
+    words.check_codec(name)
     return name
 
 

@@ -21,6 +21,7 @@ from keepsight import digests
 from keepsight.errors import InputError, KeepsightError, ModelError
 from keepsight.kinds import DeviceMap, Dtype, Processor, Record
 from keepsight.models.partial_processor import partial_processor
+from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 Rows = list[list[str | int | None]]  # of files: name, size, times and inode of each
@@ -90,11 +91,8 @@ def parse_dtype(dtype: Dtype) -> str | torch.dtype:
     """`"auto"`, a torch dtype, or its name."""
     if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         return "auto" if dtype is None else dtype
-    found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype):
-        raise InputError(
-            f"{dtype!r} is not a dtype; use 'auto', 'float32', 'bfloat16' or 'float16'"
-        )
+    check_dtype(str(dtype))
+    found: torch.dtype = getattr(torch, str(dtype))
     return found
 
 

@@ -5,10 +5,13 @@ PyTorch knows more, and is asked later; what is refused here needs no PyTorch to
 
 from __future__ import annotations
 
+import difflib
+import errno
 import importlib.metadata
 import importlib.util
 import os
 import re
+import socket
 import sys
 from glob import glob
 from pathlib import Path
@@ -16,6 +19,8 @@ from pathlib import Path
 from keepsight.errors import InputError, MissingExtra, StoreError
 
 _DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
+_DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+_OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "metal": "mps"}
 _ACCELERATORS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd", "/dev/dri")
 _LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
 
@@ -29,6 +34,29 @@ def check_store_folder(address: str | os.PathLike[str]) -> None:
     if there.exists() and not there.is_dir():
         what = "it is a file" if there == Path(text).expanduser() else f"{there} is a file"
         raise StoreError(f"{text} cannot be a store: {what}; name a folder, new or old")
+
+
+def check_new_folder(path: Path) -> None:
+    """Refuse what is there already, but for an empty folder."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} is there already; name a new folder, or remove it first")
+
+
+def check_listen(host: str, port: int) -> None:
+    """Refuse an address that nobody can listen at, while that is still early."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as tried:
+            if os.name == "posix":  # elsewhere it would let two listen
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        hint = "something else listens there; choose another --port, or 0 for any free one"
+        why = hint if taken else f"{error.strerror or error}"
+        raise InputError(f"cannot listen on {host}:{port}: {why}") from None
 
 
 def check_store_writable(address: str | os.PathLike[str]) -> None:
@@ -59,6 +87,9 @@ def _nearest(path: Path) -> Path:
 def check_device(device: str | None) -> None:
     """Refuse a device that neither this PyTorch nor this machine can have."""
     found = _DEVICE.fullmatch(device or "")
+    near = _near_device(found[1]) if found else None
+    if near is not None:
+        raise InputError(f"there is no device {device!r}; did you mean {near!r}?")
     if found is None or found[1] not in ("cuda", "mps", "xpu"):
         return
     version = importlib.metadata.version("torch")
@@ -72,3 +103,9 @@ def check_device(device: str | None) -> None:
             f"device {device!r}: PyTorch {version} sees none here; leave the device out to run on "
             "the CPU"
         )
+
+
+def _near_device(name: str) -> str | None:
+    """What somebody means by a name that no device has."""
+    close = [] if name in _DEVICES else difflib.get_close_matches(name, _DEVICES, 1, 0.7)
+    return _OTHER_NAMES.get(name) or next(iter(close), None)

@@ -20,7 +20,6 @@ from keepsight.errors import (
     KeepsightError,
     MissingExtra,
     ModelError,
-    UnknownOption,
     UnsupportedInput,
     UnsupportedModel,
 )
@@ -33,9 +32,10 @@ from keepsight.export.graphs.write import write_graph
 from keepsight.kinds import Record
 from keepsight.models import loading
 from keepsight.runtimes import imports
-from keepsight.runtimes.manifest import GRAPHS, RUNTIMES, Manifest, files_in, is_export, unfinished
+from keepsight.runtimes.manifest import GRAPHS, Manifest, files_in, is_export, unfinished
 from keepsight.runtimes.states import KINDS
 from keepsight.system.memory import free_memory
+from keepsight.system.words import check_export_words
 from keepsight.vlm import VLM, load
 
 FAMILIES = (
@@ -101,11 +101,7 @@ def export(
 
 
 def _check_words(runtime: str, quantised: str | None, max_patches: int | None) -> None:
-    if runtime not in RUNTIMES:
-        raise UnknownOption.among([runtime], RUNTIMES, "--format")
-    if quantised is not None and quantised not in quantise.KINDS:
-        known = ", ".join(quantise.KINDS)
-        raise InputError(f"--quant {quantised} is not known; known: {known}")
+    check_export_words(runtime, quantised)
     if max_patches is not None and max_patches < 1:
         raise InputError(f"--max-patches {max_patches}; a picture has at least one")
     missing = [one for one in _LIBRARIES[runtime] if importlib.util.find_spec(one) is None]

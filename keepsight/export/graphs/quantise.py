@@ -16,8 +16,9 @@ from pathlib import Path
 from keepsight.errors import MissingExtra
 from keepsight.export.graphs.openvino import BLOCK, quantise_openvino
 from keepsight.runtimes import imports
+from keepsight.system.words import WEIGHTS
 
-KINDS = ("int8", "int4")
+KINDS = WEIGHTS
 PARTS = ("decoder", "head")
 _SUMS_IN_INT8 = 4  # what ONNX Runtime calls this level of accuracy
 

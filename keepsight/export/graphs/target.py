@@ -18,6 +18,7 @@ from pathlib import Path
 
 from keepsight.errors import InputError, KeepsightError
 from keepsight.runtimes.manifest import NAME
+from keepsight.system.places import check_new_folder
 
 _LOCK = "lock"
 _FULL = 2**20  # bytes free where something was just refused for want of room
@@ -29,8 +30,7 @@ class ExportFolder:
     def __init__(self, to: str | Path) -> None:
         try:
             self.path = path = Path(to).expanduser().resolve()
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise InputError(f"{path} is there already; name a new folder, or remove it first")
+            check_new_folder(path)
             if os.path.ismount(path):
                 raise InputError(f"{path} is where a disk is mounted; name a new folder below it")
             if not os.access(self._there(), os.W_OK | os.X_OK):

@@ -1,0 +1,72 @@
+"""The words that options take; others are refused before anything slow is imported.
+
+The rooms that act on a word take their lists from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from keepsight.errors import InputError, UnknownOption
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+RUNTIMES = ("torch", "onnx", "openvino", "mlx", "auto")
+EXPORTS = ("onnx", "openvino")
+WEIGHTS = ("int8", "int4")
+CODECS = ("exact", "bf16", "int8")
+
+_OF_TORCH = ("float", "half", "double")  # other names of the same
+_SHORT = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+_SHORT |= dict.fromkeys(("fp16", "f16"), "float16")
+
+
+def check_dtype(name: str) -> None:
+    """Refuse the name of a dtype that no model is loaded in."""
+    if name in DTYPES or name in _OF_TORCH:
+        return
+    near = _SHORT.get(name.lower()) or next(iter(difflib.get_close_matches(name, DTYPES, 1)), None)
+    hint = f"did you mean {near!r}?" if near else f"use {_listed(DTYPES[:-1])}"
+    raise InputError(f"{name!r} is not a dtype; {hint}")
+
+
+def check_runtime(name: str) -> None:
+    """Refuse a runtime that there is not."""
+    if name not in RUNTIMES:
+        raise UnknownOption.among([name], RUNTIMES, "runtime")
+
+
+def check_weights(name: str) -> None:
+    """Refuse a form of weights that no export has."""
+    if name not in WEIGHTS:
+        known = ", ".join(map(repr, WEIGHTS))
+        raise InputError(f"weights={name!r} is not known; known: {known}")
+
+
+def check_export_words(runtime: str, quantised: str | None) -> None:
+    """Refuse what `keepsight export` cannot write."""
+    if runtime not in EXPORTS:
+        raise UnknownOption.among([runtime], EXPORTS, "--format")
+    if quantised is not None and quantised not in WEIGHTS:
+        raise InputError(f"--quant {quantised} is not known; known: {', '.join(WEIGHTS)}")
+
+
+def check_codec(name: str) -> None:
+    """Refuse a codec of packages that there is not."""
+    if name not in CODECS:
+        raise InputError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}")
+
+
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """`"2/8"`: the second of eight machines that share the work."""
+    if text is None:
+        return None
+    number, slash, count_ = text.partition("/")
+    if slash and number.isdecimal() and count_.isdecimal() and 1 <= int(number) <= int(count_):
+        return int(number), int(count_)
+    raise InputError(f"shard {text!r}; expected i/n with i from 1 to n, such as 2/8")
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = map(repr, names)
+    return f"{', '.join(first)} or {last}"
