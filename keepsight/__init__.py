@@ -17,7 +17,7 @@ _HOMES = {
     "Prefix": "core.prepared",
     "Reply": "report",
     "Report": "report",
-    "Session": "session",
+    "Session": "session.session",
     "Ticket": "scheduler.ticket",
     "Together": "scheduler.scheduler",
     "Usage": "report",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from keepsight.report import Reply, Report, Usage
     from keepsight.scheduler.scheduler import Together
     from keepsight.scheduler.ticket import Ticket
-    from keepsight.session import Session
+    from keepsight.session.session import Session
     from keepsight.vlm import VLM, install, installed, uninstall, wrap
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from transformers import PreTrainedModel, ProcessorMixin
 
-from keepsight.core.answer import answer, turn_of
+from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
 from keepsight.core.display import DisplayedModel
 from keepsight.core.generate import Generated, generate
@@ -213,14 +213,7 @@ class VLM(DisplayedModel, AsyncAnswers):
     def prepare(self, messages: list[Message], **options: object) -> Report:
         """Encode and prefill now, answer later: the same call to `chat` then only decodes."""
         call = Call.before_decoding(options, self.tenant, "prepare")
-        turn = turn_of(self.runtime, messages, call)
-        with self.runtime.lock:
-            try:
-                turn.begin(sample=False)
-                turn.prefill()
-                return turn.report()
-            finally:
-                turn.finish()
+        return prepare(self.runtime, messages, call)
 
     def explain(self, messages: list[Message], **options: object) -> Report:
         """The report that `chat` would give, computing and changing nothing."""

@@ -11,6 +11,7 @@ import copy
 import io
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from model_parts import TEMPLATE  # noqa: E402
 from models import build, picture  # noqa: E402
 
 import keepsight as ks  # noqa: E402
-from keepsight.errors import ImageError  # noqa: E402
+from keepsight.errors import ImageError, InputError  # noqa: E402
 from keepsight.media.video_files import VideoFile, chooser  # noqa: E402
 from keepsight.models import loading  # noqa: E402
 from keepsight.models.partial_processor import partial_processor  # noqa: E402
@@ -212,6 +213,52 @@ def check_sampled(kind: str) -> None:
         assert file.layout == whole.layout, kind
 
 
+def check_watched(kind: str) -> None:
+    """Frames are read and prefilled while a question may come at any time."""
+    model, processor = parts(kind)
+    film, gate = frames(1, 12), threading.Event()
+
+    def camera() -> Any:
+        yield from film[:6]
+        gate.wait(60)
+        yield from film[6:]
+        raise OSError("unplugged")
+
+    with ks.wrap(model, processor) as vlm:
+        session = vlm.session(system="Look closely.")
+        with session.watch(camera(), fps=2.0) as watch:
+            assert watch.wait(frames=6, timeout=60) == 6 and not watch.ended
+            first = watch.ask("What is there?", max_new_tokens=3)
+            gate.set()
+            assert watch.wait(timeout=60) == 12 and watch.ended
+            reply = watch.ask("And now?", max_new_tokens=3)
+        assert "unplugged" in str(watch.error) and "ended early" in str(reply.report.notes)
+        known = vlm.encode({"type": "video", "video": {"frames": film[:6], "fps": 2.0}}).tokens
+        assert reply.usage.cached_tokens > known, (kind, reply.usage)
+        roles = [message["role"] for message in session.messages]
+        assert roles == ["system", *["user", "assistant"] * 2]
+        with ks.wrap(model, processor) as fresh:
+            again = fresh.chat(session.messages[:-1], max_new_tokens=3)
+            assert again.tokens == reply.tokens and first.tokens, kind
+        session.ask("Thank you.", max_new_tokens=2)
+        with vlm.session().watch(iter(film), fps=2.0, budget=8) as window:
+            window.wait(timeout=60)
+            assert window.seen == 12 and 6 <= window.frames <= 8
+            assert window.ask("What?", max_new_tokens=2).tokens
+        changed = [film[0], film[1][:48]]
+        with vlm.session().watch(changed) as wrong:
+            wrong.wait(timeout=60)
+            assert "one size" in str(wrong.error) and wrong.frames == 1
+        with vlm.session().watch([]) as nothing, pytest.raises(ImageError, match="nothing was"):
+            nothing.ask("What?")
+        with pytest.raises(InputError, match="cannot watch"):
+            vlm.session().watch(b"bytes")
+        with vlm.session().watch("no-such.mp4") as missing:
+            missing.wait(timeout=60)
+            with pytest.raises(ImageError, match="no-such.mp4 cannot be watched"):
+                missing.ask("What?")
+
+
 def check_saved() -> None:
     """What was saved where torchvision was missing loads whole where it is not."""
     path = loading.model_path("demo")
@@ -233,5 +280,6 @@ for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm46v")
 for kind in ("qwen2_5_vl", "qwen3_vl", "glm46v"):
     check_grown(kind)
     check_sampled(kind)
+check_watched("qwen2_5_vl")
 check_file()
 sys.stdout.write("videos are as stock sees them\n")

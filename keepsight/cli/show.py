@@ -14,22 +14,23 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from keepsight import session, store
+from keepsight import store
 from keepsight.cli.terminal import bytes_text, plain, table
 from keepsight.errors import DamagedFile, InputError, NotKeepsightFile
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
+from keepsight.session import keep_file
 
 _FORMATS = {
     package.KIND: package.FORMAT,
-    session.KIND: session.FORMAT,
+    keep_file.KIND: keep_file.FORMAT,
     "snapshot": store.FORMAT,
     "state": store.FORMAT,
 }
 _WHAT = {
     package.KIND: "a package: the features of one image",
-    session.KIND: "a session: a conversation, its pictures and what was prefilled of it",
+    keep_file.KIND: "a session: a conversation, its pictures and what was prefilled of it",
     "snapshot": "a snapshot of a store: one stretch of a prefix",
     "state": "a state of a store: the fixed-size layers behind one stretch of a prefix",
 }
@@ -136,7 +137,7 @@ def _snapshot(path: Path, tensors: dict[str, torch.Tensor], record: Record) -> R
 
 _PARTS: dict[str, Callable[[Path, dict[str, torch.Tensor], Record], Record]] = {
     package.KIND: _package,
-    session.KIND: _session,
+    keep_file.KIND: _session,
     "snapshot": _snapshot,
     "state": _snapshot,
 }

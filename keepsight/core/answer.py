@@ -13,7 +13,7 @@ from keepsight.core.sampling import DEFAULT_CHAT_TOKENS
 from keepsight.core.text import pieces
 from keepsight.core.turn import Turn
 from keepsight.kinds import Message
-from keepsight.report import Piece
+from keepsight.report import Piece, Report
 
 
 def turn_of(runtime: Runtime, messages: list[Message], call: Call) -> Turn:
@@ -33,3 +33,15 @@ def turn_of(runtime: Runtime, messages: list[Message], call: Call) -> Turn:
 def answer(runtime: Runtime, messages: list[Message], call: Call) -> Iterator[Piece]:
     """Yield the answer piece by piece; the last piece carries usage and report."""
     return pieces(turn_of(runtime, messages, call), runtime.tokenizer())
+
+
+def prepare(runtime: Runtime, messages: list[Message], call: Call) -> Report:
+    """Encode and prefill messages now; the report says what was reused."""
+    turn = turn_of(runtime, messages, call)
+    with runtime.lock:
+        try:
+            turn.begin(sample=False)
+            turn.prefill()
+            return turn.report()
+        finally:
+            turn.finish()

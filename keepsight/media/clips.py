@@ -18,7 +18,7 @@ from keepsight import digests
 from keepsight.errors import ImageError
 from keepsight.kinds import Clip
 from keepsight.media.sources import Fetched, Source, file_label, read_bytes
-from keepsight.media.video_files import DEFAULT_FPS, MAX_DECODED, MAX_FRAMES, VideoFile
+from keepsight.media.video_files import DEFAULT_FPS, MAX_DECODED, MAX_FRAMES, SAMPLED, VideoFile
 from keepsight.system.optional import optional
 
 FILES = (str, os.PathLike, bytes, bytearray, memoryview)
@@ -42,8 +42,9 @@ def open_clip(clip: object, modality: str, fetched: Fetched | None = None) -> So
 def _video(clip: object) -> Clip:
     """Frames of shape (frames, height, width, 3), and what a processor wants to know of them."""
     fps: float | None = None
+    sampled = False
     if isinstance(clip, dict):
-        fps = clip.get("fps")
+        fps, sampled = clip.get("fps"), bool(clip.get(SAMPLED))
         clip = clip.get("frames")
     frames = _frames(clip)
     rate = float(fps or DEFAULT_FPS)
@@ -59,7 +60,7 @@ def _video(clip: object) -> Clip:
         "frames_indices": list(range(count)),
         "video_backend": "keepsight",
     }
-    return frames, about
+    return frames, {**about, SAMPLED: True} if sampled else about
 
 
 def _frames(clip: object) -> np.ndarray:

@@ -35,6 +35,9 @@ PROCESSORS = {
 }
 
 
+MEDIA = tuple(PROCESSORS)  # all modalities
+
+
 @dataclass(frozen=True)
 class FilmStep:
     """One step in time of a film whose tower sees each alone: a medium of its own.

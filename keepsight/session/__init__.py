@@ -1,0 +1,5 @@
+"""Conversations that keep their history, are saved, and watch films. May import core and below."""
+
+from keepsight.session.session import Session
+
+__all__ = ["Session"]

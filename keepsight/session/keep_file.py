@@ -1,0 +1,237 @@
+"""The `.keep` file of a conversation: messages, packages, and the snapshots of its history.
+
+docs/package-format.md describes it. What is read is compared with the history that it claims to be
+of, before anything of it is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from keepsight.core.runtime import Runtime
+from keepsight.errors import DamagedFile, InputError, KeepsightError, MadeElsewhere
+from keepsight.formats import tensorfile
+from keepsight.formats.package import Package
+from keepsight.kinds import Message, Record
+from keepsight.media.medium import MEDIA, Medium
+from keepsight.prefix.node import Node
+from keepsight.prefix.prompt import Prompt
+from keepsight.prefix.tree import Tree
+
+if TYPE_CHECKING:
+    from keepsight.session.session import Session
+
+FORMAT = 1
+KIND = "session"
+
+
+def save(session: Session, path: Path) -> Path:
+    """Write a conversation, its packages and its snapshots."""
+    runtime = session.runtime
+    with runtime.lock:
+        runtime.require_open()
+        namespace = runtime.refresh(tenant=session.tenant)
+        tensors: dict[str, torch.Tensor] = {}
+        media, messages = _flatten(session, tensors)
+        snapshots = _snapshots(session, namespace, tensors) if session.messages else []
+        record = {
+            "messages": messages,
+            "media": media,
+            "snapshots": snapshots,
+            "weights": runtime.weights.all,
+            "vision_weights": runtime.weights.vision,
+            "about": session.vision.tower.about,
+            "made": runtime.environment(),
+        }
+        tensorfile.save(path, KIND, FORMAT, tensors, record)
+    return path
+
+
+def load(session: Session, path: Path, accept_features: str | None) -> None:
+    """Fill an empty conversation with what a file holds."""
+    if accept_features not in (None, "same", "any"):
+        raise InputError(f"accept_features={accept_features!r}; expected 'same' or 'any'")
+    tensors, record = tensorfile.read(path, KIND, FORMAT)
+    runtime = session.runtime
+    with runtime.lock:
+        namespace = runtime.refresh(tenant=session.tenant)
+        try:
+            media = _media_of(session, tensors, record, path, accept_features)
+            session.messages = [_with_media(m, media) for m in record["messages"]]
+            # The name of a tenant is private: the file names none.
+            differs = _other_environment(runtime, record)
+            if differs:
+                session.notes.append(f"prefixes are computed again: {differs}")
+            else:
+                _put_back(session, namespace, tensors, record["snapshots"])
+        except KeepsightError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedFile(f"{path}: the record lacks something: {error!r}") from error
+
+
+def _flatten(
+    session: Session, tensors: dict[str, torch.Tensor]
+) -> tuple[list[Record], list[Message]]:
+    """Messages with media replaced by numbers, and the packages those numbers mean."""
+    numbers: dict[str, int] = {}
+    media: list[Record] = []
+    messages = []
+    for message in session.messages:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [_flat_part(session, p, numbers, media, tensors) for p in content]
+        messages.append(dict(message, content=content))
+    return media, messages
+
+
+def _flat_part(
+    session: Session,
+    part: Message,
+    numbers: dict[str, int],
+    media: list[Record],
+    tensors: dict[str, torch.Tensor],
+) -> Record:
+    kind = part.get("type")
+    if kind not in MEDIA:
+        return part
+    medium = session.vision.name(part[kind], kind)
+    if medium.feature_id not in numbers:
+        number = numbers[medium.feature_id] = len(media)
+        package = session.vision.encode(medium)
+        # Under another name than its claim stands what the caller handed in: it must not come
+        # back as what we made ourselves.
+        handed_in = medium.feature_id != package.feature_id
+        media.append(package.record() | ({"handed_in": True} if handed_in else {}))
+        tensors |= {f"media/{number}/{k}": t for k, t in package.stored.items()}
+    return {"type": kind, "medium": numbers[medium.feature_id]}
+
+
+def _snapshots(session: Session, namespace: str, tensors: dict[str, torch.Tensor]) -> list[Record]:
+    """The snapshots of the history as it will be rendered next time."""
+    memory = session.runtime
+    prompt = session.prompt()
+    if memory.rule.any_cut:
+        match = memory.tree.match_tokens(namespace, prompt, memory.rule)
+    else:
+        cuts = prompt.boundaries(memory.rule)
+        after = dict(zip([0, *cuts], cuts, strict=False))
+        match = memory.tree.match(namespace, prompt, after.get)
+    node = match.base
+    if node.terminal and node.parent is not None:
+        node = node.parent
+    memory.tree.hold(node)
+    try:
+        if not memory.tree.load(node, prompt):
+            return []
+        return [_put_node(n, i, tensors) for i, n in enumerate(node.chain())]
+    finally:
+        memory.tree.release(node)
+
+
+def _other_environment(memory: Runtime, record: Record) -> str:
+    """What is not as it was where the file was written; empty when all is the same."""
+    if record["weights"] != memory.weights.all:
+        return "made under other weights"
+    there, here = record.get("made", {}), memory.environment()
+    if there == here:
+        return ""
+    names = [name for name in here if here[name] != there.get(name)]
+    changes = [f"{name} {there.get(name)!r} there, {here[name]!r} here" for name in names]
+    return "made elsewhere: " + ("; ".join(changes) or "under another version")
+
+
+def _put_node(node: Node, number: int, tensors: dict[str, torch.Tensor]) -> Record:
+    name = f"snapshot/{number}"
+    tensors |= {f"{name}/kv/{k}": t for k, t in (node.kv or {}).items()}
+    tensors |= {f"{name}/fixed/{k}": t for k, t in (node.fixed or {}).items()}
+    tensors[f"{name}/ids"] = torch.from_numpy(node.ids)
+    spans = [span.plain()[:4] for span in node.spans]
+    return {"start": node.start, "end": node.end, "spans": spans, "fixed": node.fixed is not None}
+
+
+def _media_of(
+    session: Session,
+    tensors: dict[str, torch.Tensor],
+    record: Record,
+    path: Path,
+    accept_features: str | None,
+) -> list[Medium]:
+    media = []
+    for number, entry in enumerate(record["media"]):
+        own = _under(tensors, f"media/{number}/")
+        package = Package.from_record(own, entry, f"{path}, medium {number}")
+        elsewhere = session.vision.differences(package)
+        if elsewhere and accept_features == "same":
+            raise MadeElsewhere(
+                f"{path}: the features of medium {number} were made elsewhere ({elsewhere}); "
+                "resume it with accept_features='any' to use them as they are"
+            )
+        if elsewhere:
+            session.notes.append(f"features of medium {number} were made elsewhere: {elsewhere}")
+        media.append(session.vision.admit(package, bool(entry.get("handed_in"))))
+    return media
+
+
+def _with_media(message: Message, media: list[Medium]) -> Message:
+    content = message["content"]
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [
+        {"type": kind, kind: media[part["medium"]]} if (kind := part["type"]) in MEDIA else part
+        for part in content
+    ]
+    return dict(message, content=parts)
+
+
+def _put_back(
+    session: Session, namespace: str, tensors: dict[str, torch.Tensor], snapshots: list[Record]
+) -> None:
+    """Snapshots into the tree, after comparing each with the history it claims to hold."""
+    tree: Tree = session.runtime.tree
+    prompt = session.prompt()
+    node = tree.root(namespace)
+    tree.hold(node)
+    try:
+        for number, entry in enumerate(snapshots):
+            own = _under(tensors, f"snapshot/{number}/")
+            kv = {k: t.clone() for k, t in _under(own, "kv/").items()}
+            fixed = {k: t.clone() for k, t in _under(own, "fixed/").items()}
+            start, end = entry["start"], entry["end"]
+            belongs = _belongs(prompt, start, end, entry, own["ids"], kv)
+            received = tree.receive(kv, fixed if entry["fixed"] else None)
+            if start != node.end or not belongs or received is None:
+                session.notes.append("a snapshot does not belong to this history; computed again")
+                break
+            child = tree.insert(node, prompt, end, *received)
+            tree.release(node)
+            node = child
+    finally:
+        tree.release(node)
+
+
+def _belongs(
+    prompt: Prompt,
+    start: int,
+    end: int,
+    described: Record,
+    ids: torch.Tensor,
+    kv: dict[str, torch.Tensor],
+) -> bool:
+    """Whether a snapshot is that of this stretch: its path compared, a row for every token."""
+    true = [
+        [s.start - start, s.end - start, s.feature_id, s.offset] for s in prompt.clip(start, end)
+    ]
+    if not start < end <= len(prompt) or [span[:4] for span in described["spans"]] != true:
+        return False
+    grown = [tensor for name, tensor in kv.items() if not name.startswith("cross.")]
+    rows = all(t.dim() > 1 and t.shape[-2] == end - start for t in grown)
+    return rows and np.array_equal(ids.numpy(), prompt.ids[start:end])
+
+
+def _under(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,209 @@
+"""One conversation: it keeps its own history, branches, and is saved to a file.
+
+Pictures in the history are named media, so a turn neither hashes nor opens again what an earlier
+turn has seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+from keepsight.core.answer import answer, prepare
+from keepsight.core.call import Call
+from keepsight.core.display import described, history, history_as_html
+from keepsight.core.in_thread import gathered, in_thread
+from keepsight.core.question import user_turn
+from keepsight.core.runtime import Runtime
+from keepsight.errors import InputError
+from keepsight.kinds import Message, Options
+from keepsight.media.features import Vision
+from keepsight.media.live import Frames
+from keepsight.media.medium import MEDIA, Pictures
+from keepsight.prefix.prompt import Prompt
+from keepsight.report import Piece, Reply
+from keepsight.session import keep_file
+from keepsight.session.watching import WatchedFilm
+
+
+class Session:
+    """One conversation. `messages` is its history, with named media in place of pictures."""
+
+    def __init__(self, runtime: Runtime, system: str | None = None, tenant: str = "") -> None:
+        self.runtime, self.tenant = runtime, tenant
+        self.messages: list[Message] = []
+        self.notes: list[str] = []
+        self._awaited = False  # whether an asynchronous turn runs
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+
+    def __repr__(self) -> str:
+        return f"<Session {described(self.runtime)}; {history(self.messages)}>"
+
+    def _repr_html_(self) -> str:
+        return history_as_html(self.messages)
+
+    # -- talking ---------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        *given: Pictures | None,
+        images: Pictures | None = None,
+        question: str | None = None,
+        **options: object,
+    ) -> Reply:
+        """The next turn: `ask("What is it?", images=[...])`, or both in either order."""
+        return Reply.of(self.stream(*given, images=images, question=question, **options))
+
+    def stream(self, *given: Pictures | None, **options: object) -> Iterator[Piece]:
+        """The next turn, piece by piece. The history grows when the answer is complete."""
+        message = user_turn(given, options)
+        return self.answer([*self.messages, self.named(message)], options)
+
+    async def aask(self, *given: Pictures | None, **options: object) -> Reply:
+        """`ask` for programs with an event loop; a cancelled task cancels the turn."""
+        return await gathered(self.astream(*given, **options))
+
+    async def astream(
+        self, *given: Pictures | None, **options: object
+    ) -> AsyncGenerator[Piece, None]:
+        """`stream` by `async for`; the turn runs in a thread of its own, one at a time."""
+        message = user_turn(given, options)
+        if self._awaited:
+            raise InputError("this session is answering already; await that, or ask a fork()")
+        asked: list[Message] = []
+
+        def answer() -> Iterator[Piece]:
+            asked.extend([*self.messages, self.named(message)])
+            return self._pieces(asked, options)
+
+        self._awaited, text = True, ""
+        try:
+            async with aclosing(in_thread(answer)) as pieces:
+                async for piece in pieces:
+                    text += piece.text
+                    if piece.usage is not None:
+                        self._remember(asked, text)
+                    yield piece
+        finally:
+            self._awaited = False
+
+    def edit(
+        self, turn: int, text: str, images: Pictures | None = None, **options: object
+    ) -> Reply:
+        """Ask something else in user turn `turn` (0 is the first); what came after is dropped.
+
+        Without `images` the turn keeps its pictures.
+        """
+        spot = self._user_turn(turn)
+        if images is None:
+            content = self.messages[spot]["content"]
+            images = [part["image"] for part in content if part.get("type") == "image"]
+        before = self.messages
+        self.messages = self.messages[:spot]
+        try:
+            return Reply.of(self.stream(text, images, **options))
+        except BaseException:
+            self.messages = before
+            raise
+
+    def regenerate(self, **options: object) -> Reply:
+        """Answer the last user turn again."""
+        spot = self._user_turn(-1)
+        before = self.messages
+        try:
+            return Reply.of(self.answer(self.messages[: spot + 1], options))
+        except BaseException:
+            self.messages = before
+            raise
+
+    def fork(self) -> Session:
+        """A conversation with the same past and a future of its own."""
+        other = Session(self.runtime, tenant=self.tenant)
+        other.messages = copy.copy(self.messages)
+        other.notes = list(self.notes)
+        return other
+
+    def answer(self, asked: list[Message], options: Options) -> Iterator[Piece]:
+        """The answer to a history that ends with a question; with it, it becomes this one's."""
+        text = ""
+        for piece in self._pieces(asked, options):
+            text += piece.text
+            if piece.usage is not None:
+                self._remember(asked, text)
+            yield piece
+
+    def _remember(self, asked: list[Message], text: str) -> None:
+        """Let the history grow, as the template will render it; prefilled with the next turn."""
+        self.messages = [*asked, {"role": "assistant", "content": [_text(text)]}]
+
+    def _pieces(self, asked: list[Message], options: Options) -> Iterator[Piece]:
+        whose = options.pop("tenant", None)
+        if whose is not None and whose != self.tenant:
+            raise InputError(f"this session is of tenant {self.tenant!r}, not of {whose!r}")
+        for piece in answer(self.runtime, asked, Call.of(options, self.tenant)):
+            if piece.report is not None:
+                piece.report.notes += self.notes
+            yield piece
+
+    def named(self, message: Message) -> Message:
+        """The message with its pictures named once, for this and every later turn."""
+        with self.runtime.lock:
+            self.runtime.require_open()
+            self.runtime.refresh(tenant=self.tenant)
+            parts = [
+                dict(part, **{kind: self.vision.name(part[kind], kind)})
+                if (kind := part["type"]) in MEDIA
+                else part
+                for part in message["content"]
+            ]
+        return dict(message, content=parts)
+
+    def prepare(self, asked: list[Message]) -> None:
+        """Encode and prefill a history now, and answer later."""
+        prepare(self.runtime, asked, Call.before_decoding({}, self.tenant, "prepare"))
+
+    def watch(self, source: Frames, *, fps: float = 1.0, budget: int = 256) -> WatchedFilm:
+        """Watch a video file, a camera (its number) or an iterable of frames, and ask meanwhile.
+
+        `fps` frames of each second are looked at, of which the latest `budget` are held.
+        """
+        return WatchedFilm(self, source, fps, budget)
+
+    @property
+    def vision(self) -> Vision:
+        return self.runtime.vision_of(self.tenant)
+
+    def prompt(self) -> Prompt:
+        """The history as it will be rendered next time."""
+        call = Call(True, self.tenant, {}, {})
+        return self.runtime.render(self.messages, call, generate=False)
+
+    def _user_turn(self, turn: int) -> int:
+        spots = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        try:
+            return spots[turn]
+        except IndexError:
+            raise InputError(f"there is no user turn {turn}; there are {len(spots)}") from None
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write the conversation, its packages and its snapshots to one `.keep` file."""
+        return keep_file.save(self, Path(path))
+
+    @classmethod
+    def load(
+        cls, runtime: Runtime, path: Path, tenant: str = "", accept_features: str | None = None
+    ) -> Session:
+        """Read a `.keep` file. Other vision weights are refused; another environment means that
+        the packages are used and the prefixes computed again, which `notes` and reports say."""
+        session = cls(runtime, tenant=tenant)
+        keep_file.load(session, path, accept_features)
+        return session
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}

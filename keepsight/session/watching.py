@@ -1,0 +1,163 @@
+"""A film that goes on while somebody asks about it: `session.watch`.
+
+One thread reads frames, another prefills what is new of them, so that an answer begins with the
+question. The film stands once in the conversation, in front of the first question about it, and
+grows there; each of its steps in time is encoded and prefilled once. It may be longer than what is
+held: then the oldest quarter is dropped at once, because the rest has to be prefilled again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from keepsight.core.render import user_message
+from keepsight.errors import ImageError, InputError, KeepsightError
+from keepsight.kinds import Message, Record
+from keepsight.media.live import Frames, frames_of
+from keepsight.report import Piece, Reply
+
+if TYPE_CHECKING:
+    from keepsight.session.session import Session
+
+_LEAST = 8  # frames that must fit
+_STEP = 2  # frames in one step in time, of all families that see films
+
+
+class WatchedFilm:
+    """What was seen of a source so far. Close it, or use it in a `with` statement."""
+
+    def __init__(self, session: Session, source: Frames, fps: float, budget: int) -> None:
+        if not 0 < fps < 1_000:
+            raise InputError(f"fps={fps!r}; expected a positive number of frames a second")
+        if budget < _LEAST:
+            raise InputError(f"budget={budget!r} frames; expected at least {_LEAST}")
+        self.session, self.fps, self.budget = session, float(fps), budget
+        self.seen = 0  # frames taken from the source, dropped ones too
+        self.error: KeepsightError | None = None  # why the source ended early
+        self._held: list[np.ndarray] = []
+        self._begin = len(session.messages)  # where the film stands in the conversation
+        self._state = threading.Condition()
+        self._over = self._closed = False
+        self._prepared = 0
+        self._source = frames_of(source, fps)
+        self._threads = [
+            threading.Thread(target=work, name=f"keepsight-{work.__name__.strip('_')}", daemon=True)
+            for work in (self._read, self._prepare)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the film --------------------------------------------------------------------------------
+
+    @property
+    def frames(self) -> int:
+        """Frames that a question would be about."""
+        return len(self._held)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more frames will come."""
+        return self._over
+
+    def wait(self, frames: int | None = None, timeout: float | None = None) -> int:
+        """Wait until so many frames were seen, or the source has ended; how many were seen."""
+        with self._state:
+            self._state.wait_for(
+                lambda: self._over or (frames is not None and self.seen >= frames), timeout
+            )
+            return self.seen
+
+    def _read(self) -> None:
+        try:
+            for frame in self._source:
+                with self._state:
+                    if self._closed:
+                        return
+                    self._held.append(frame)
+                    self.seen += 1
+                    if len(self._held) > self.budget:
+                        gone = max(_STEP, self.budget // 4 // _STEP * _STEP)
+                        self._held, self._prepared = self._held[gone:], 0
+                    self._state.notify_all()
+        except KeepsightError as error:
+            self.error = error
+        except Exception as error:  # the caller's own source may raise anything
+            self.error = ImageError(f"the source of frames failed: {error!r}")
+        finally:
+            with self._state:
+                self._over = True
+                self._state.notify_all()
+
+    def _prepare(self) -> None:
+        """Prefill what is new, each time that an eighth was added."""
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._closed or self._over or self._is_much_new())
+                if self._closed or (self._over and not self._is_much_new()):
+                    return
+                count = self._prepared = len(self._held) // _STEP * _STEP
+                frames = self._held[:count]
+            try:
+                self.session.prepare(self._asked(frames, "")[: self._begin + 1])
+            except KeepsightError:
+                return  # the question says it
+
+    def _is_much_new(self) -> bool:
+        new = len(self._held) - self._prepared
+        return new >= max(_STEP, self._prepared // 8)
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def ask(self, question: str, **options: object) -> Reply:
+        """An answer about what was seen so far; the source goes on meanwhile."""
+        return Reply.of(self.stream(question, **options))
+
+    def stream(self, question: str, **options: object) -> Iterator[Piece]:
+        """The same, piece by piece."""
+        with self._state:
+            held = list(self._held)
+        if not held:
+            raise self.error or ImageError("nothing was seen yet; wait(frames=1) waits for it")
+        for piece in self.session.answer(self._asked(held, question), options):
+            if piece.report is not None and self.error is not None:
+                piece.report.notes.append(f"the film ended early: {self.error}")
+            yield piece
+
+    def _asked(self, frames: list[np.ndarray], question: str) -> list[Message]:
+        """The conversation with the film as it is now, and a question behind it."""
+        clip: Record = {"frames": np.stack(frames), "fps": self.fps, "sampled": True}
+        film = {"type": "video", "video": clip}
+        before, behind = self.session.messages[: self._begin], self.session.messages[self._begin :]
+        asked = [*behind, user_message(question)]
+        texts = [part for part in asked[0]["content"] if part["type"] == "text"]
+        first = self.session.named(dict(asked[0], content=[film, *texts]))
+        return [*before, first, *asked[1:]]
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Read no more. What was asked stays in the conversation."""
+        with self._state:
+            self._closed = self._over = True
+            self._state.notify_all()
+
+    def __enter__(self) -> WatchedFilm:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else "running"
+        frames = f"{self.frames} of {self.seen} frames held, {self.fps:g} a second"
+        return f"<WatchedFilm {state}; {frames}>"
