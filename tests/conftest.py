@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import shutil
 import tempfile
@@ -35,6 +36,12 @@ _OWNER = _SHARED not in os.environ
 if _OWNER:
     os.environ[_SHARED] = tempfile.mkdtemp(prefix="keepsight-exports-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """The million objects of torch and Transformers are looked at by no collection any more."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

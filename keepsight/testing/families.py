@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -383,11 +382,11 @@ class FamilyTests:
         chances = [(d, a) for d in ("float32", "bfloat16") for a in self.attentions]
         for dtype, attention in chances:
             model.to(getattr(torch, dtype)).set_attn_implementation(attention)
-            wrap = partial(ks.wrap, model, processor, grain=self.grain)
-            with wrap() as vlm, wrap() as fresh:
-                for messages in chosen:
-                    fresh.clear()
-                    same = torch.equal(self.logits(vlm, messages), self.logits(fresh, messages))
+            with ks.wrap(model, processor, grain=self.grain) as vlm:
+                warm = [self.logits(vlm, messages) for messages in chosen]
+                for messages, wanted in zip(chosen, warm, strict=True):
+                    vlm.clear()
+                    same = torch.equal(self.logits(vlm, messages), wanted)
                     expect(same, f"{dtype} {attention}: warm equals cold")
 
 
