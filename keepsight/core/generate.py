@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from keepsight.core.embedded import ids_behind
 from keepsight.core.lane_batch import batch_of
 from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import DEFAULT_GENERATE_TOKENS as _TOKENS
-from keepsight.core.sampling import known_options
+from keepsight.core.sampling import known_options, samples_of
 from keepsight.core.turn import Turn
 from keepsight.errors import (
     InputError,
@@ -36,14 +37,12 @@ from keepsight.prefix.prompt import Prompt, Range
 from keepsight.report import Report, Usage
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from transformers.generation import BaseStreamer
 
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)
 _REFUSED = {
     "mm_encoder_outputs": "hand images in as packages, with chat() or ask()",
-    "inputs_embeds": "ids are needed to know what a prompt says",
     "past_key_values": "Keepsight keeps its own",
 }
 _OF_OTHER_MEDIA = (
@@ -87,6 +86,7 @@ class GenerateRequest:
     streamer: BaseStreamer | None
     as_dict: bool
     tenant: str
+    embedded: bool = False  # whether the prompt came as embeddings: then only answers go back
 
 
 def generate(
@@ -100,7 +100,12 @@ def request(
     runtime: Runtime, inputs: torch.Tensor | None, options: Options, tenant: str = ""
 ) -> GenerateRequest:
     """Check a call and name its media; what cannot be served is refused by name."""
+    embeddings = options.pop("inputs_embeds", None)
     tensors, options = _sort(runtime, inputs, options)
+    if embeddings is not None:
+        if "input_ids" in tensors:
+            raise InputError("input_ids and inputs_embeds are one thing; give one of them")
+        tensors["input_ids"] = ids_behind(runtime.family, embeddings)
     exact = bool(options.pop("exact", True))
     streamer = options.pop("streamer", None)
     as_dict = options.pop("return_dict_in_generate", None)
@@ -119,13 +124,15 @@ def request(
         options["num_return_sequences"] = 1
     if streamer is not None and len(ids) > 1:
         raise InputError("a streamer takes one prompt at a time, as in Transformers")
-    return GenerateRequest(ids, prompts, options, exact, streamer, bool(as_dict), tenant)
+    return GenerateRequest(
+        ids, prompts, options, exact, streamer, bool(as_dict), tenant, embeddings is not None
+    )
 
 
 def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
     """Compute what a request asks for."""
     ids, streamer = asked.ids, asked.streamer
-    if streamer is not None:
+    if streamer is not None and not asked.embedded:
         streamer.put(ids.cpu())
     turns = []
     for row, prompt in enumerate(asked.prompts):
@@ -138,24 +145,8 @@ def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
     rows = _run(runtime, turns, streamer)
     if streamer is not None:
         streamer.end()
-    sequences = _join(ids, rows, runtime)
+    sequences = _join(ids[:, :0] if asked.embedded else ids, rows, runtime)
     return _as_dict(sequences, rows) if asked.as_dict else sequences
-
-
-def samples_of(model: PreTrainedModel, options: Options) -> int:
-    """How many samples of each prompt are asked for, where several can be drawn."""
-    given = options.get("generation_config")
-    homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
-
-    def value(name: str) -> object:
-        return next((home[name] for home in homes if home.get(name) is not None), None)
-
-    count = value("num_return_sequences")
-    if not isinstance(count, int) or count < 2:
-        return 1
-    if value("num_beams") not in (None, 1) or not value("do_sample"):
-        return 1  # refused by name with the other options of decoding
-    return count
 
 
 def _sort(runtime: Runtime, inputs: torch.Tensor | None, options: Options) -> tuple[Record, Record]:

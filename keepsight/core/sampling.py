@@ -303,3 +303,19 @@ def decode(
         if sequence.over:
             return
         logits = step(token)
+
+
+def samples_of(model: PreTrainedModel, options: Options) -> int:
+    """How many samples of each prompt are asked for, where several can be drawn."""
+    given = options.get("generation_config")
+    homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
+
+    def value(name: str) -> object:
+        return next((home[name] for home in homes if home.get(name) is not None), None)
+
+    count = value("num_return_sequences")
+    if not isinstance(count, int) or count < 2:
+        return 1
+    if value("num_beams") not in (None, 1) or not value("do_sample"):
+        return 1  # refused by name with the other options of decoding
+    return count

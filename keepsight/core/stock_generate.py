@@ -41,6 +41,7 @@ _STOCK_ONLY: dict[str, tuple[object, ...]] = {
     "negative_prompt_ids": (None,),
     "negative_prompt_attention_mask": (None,),
     "custom_generate": (None,),
+    "inputs_embeds": (None,),  # without ids upstream lays positions out in another way
 }
 _CALLERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _OURS = ("exact", "seed", "stop", "tenant", "skip_special_tokens", "max_tokens")
