@@ -82,6 +82,7 @@ def test_a_chat_takes_paths_edits_retries_and_removes(folder: Path) -> None:
     lines = ["/retry", "/edit 1 x", f"{folder}/a.png", "'two words/b.png'", "/images", "/images 2"]
     lines += ["/images 7", "Describe the picture.", "/retry", "Where is the shape in the picture?"]
     lines += ["/edit 1 What color is the shape in the picture?", "/edit", "/images", "/imags"]
+    lines += ["How many pictures are in 'two words/b.png'?"]
     with ks.load("demo") as vlm:
         answer = vlm.ask("a.png", "Describe the picture.").text
         color = vlm.ask("a.png", "What color is the shape in the picture?").text
@@ -93,6 +94,9 @@ def test_a_chat_takes_paths_edits_retries_and_removes(folder: Path) -> None:
         "error: /edit: there is no question yet",
         "1  " + f"{folder}/a.png: 9 tokens",
         "2  two words/b.png: 9 tokens",
+        "removed two words/b.png",
+        "a.png: 9 tokens, waits for your next question",
+        "b.png: 9 tokens, goes with this question",
         "error: /images 7: expected a picture from 1 to 1",
         "error: /edit wants the new question",
         "no picture waits",

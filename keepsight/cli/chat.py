@@ -131,7 +131,8 @@ class Shell:
         """A line that is no command: pictures, a question, or both."""
         names, question = split_pictures(line)
         for name in names:
-            self.image(name)
+            then = "goes with this question" if question else "waits for your next question"
+            self._take(name, then)
         if question:
             self.ask(question)
 
@@ -199,13 +200,16 @@ class Shell:
         """/image PATH     a picture (file, URL, folder, PDF, .sight) for the next question"""
         if not name:
             raise InputError("/image wants a path or URL")
+        self._take(name, "waits for your next question")
+
+    def _take(self, name: str, then: str) -> None:
         for label, image in open_pictures(name):
             with self.vlm.runtime.lock:
                 self.vlm.runtime.refresh()
                 medium = self.vlm.runtime.vision.name(image)
             self.waiting.append((label, medium))
             self._thumbnail(image)
-            self._say(f"{label}: {medium.tokens} tokens, waits for your next question")
+            self._say(f"{label}: {medium.tokens} tokens, {then}")
 
     def _thumbnail(self, image: object) -> None:
         from PIL import Image
@@ -221,7 +225,8 @@ class Shell:
         if rest == "all":
             self.waiting = []
         elif rest:
-            del self.waiting[_number("/images", rest, len(self.waiting), "picture") - 1]
+            at = _number("/images", rest, len(self.waiting), "picture") - 1
+            self._say(f"removed {self.waiting.pop(at)[0]}")
         for number, (label, medium) in enumerate(self.waiting, 1):
             self._say(f"{number}  {label}: {medium.tokens} tokens")
         if not self.waiting:

@@ -38,7 +38,7 @@ from keepsight.errors import InputError, MissingExtra, StoreError
 from keepsight.kinds import Record
 from keepsight.system import private_files
 from keepsight.system.places import check_store_writable
-from keepsight.system.words import check_codec, parse_shard
+from keepsight.system.words import check_codec, check_dpi, parse_shard
 
 if TYPE_CHECKING:
     from keepsight.encode.cluster import Shard
@@ -76,7 +76,7 @@ def encode(
         typer.Option("--max-tokens-per-image", min=1, help="Skip images that take more."),
     ] = None,
     column: Annotated[str, typer.Option(help="Where a table has the images.")] = "image",
-    dpi: Annotated[int, typer.Option(min=18, max=1200, help="Resolution of PDF pages.")] = 144,
+    dpi: Annotated[int, typer.Option(help="Resolution of PDF pages.")] = 144,
     fps: Annotated[
         float | None, typer.Option(help="Videos as images, so many a second, and not as videos.")
     ] = None,
@@ -154,6 +154,7 @@ def run(asked: Asked) -> int:
     check_model(asked.model)
     asked.check()
     shard = parse_shard(asked.shard)
+    check_dpi(asked.dpi)
     from keepsight import encode as room  # start-up time: after wrong options
 
     reading = room.Reading(asked.column, asked.dpi, asked.fps)
@@ -165,8 +166,8 @@ def run(asked: Asked) -> int:
     _count_aside(tally, found.pieces, reading, shard)
     with ExitStack() as stack:
         log = _error_log(stack, asked.errors)
-        results = stack.enter_context(closing(_results(asked, found.pieces, reading, shard)))
         try:
+            results = _results(stack, asked, found.pieces, reading, shard)
             for result in progress.shown(results, tally, err, asked.as_json):
                 if asked.as_json:
                     json_line(result.to_dict())
@@ -200,29 +201,34 @@ def _say_left_out(places: list[str], err: Console, each: bool) -> None:
 
 
 def _results(
-    asked: Asked, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
+    stack: ExitStack, asked: Asked, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
 ) -> Generator[Encoded]:
+    """The results as they come. The model is loaded first: its line and a bar would share a row."""
     from keepsight import encode as room
 
     if asked.ray:
         from keepsight.encode.cluster import run_on_ray
 
-        yield from run_on_ray(pieces, reading, _worker(asked), shard=shard, workers=asked.workers)
-        return
-    store = asked.store if asked.files else asked.to
-    with load(
+        return stack.enter_context(
+            closing(run_on_ray(pieces, reading, _worker(asked), shard=shard, workers=asked.workers))
+        )
+    loaded = load(
         asked.model,
         asked.dtype,
         asked.device_map,
-        store,
+        asked.store if asked.files else asked.to,
         pixels=asked.pixels,
         tenant=asked.tenant,
         vision_budget=_VISION_BUDGET,
-    ) as vlm:
-        target = room.target_of(
-            vlm, asked.to if asked.files else None, codec=asked.codec, most=asked.max_tokens
-        )
-        yield from room.run(room.items(pieces, reading), target, shard, asked.threads)
+    )
+    target = room.target_of(
+        stack.enter_context(loaded),
+        asked.to if asked.files else None,
+        codec=asked.codec,
+        most=asked.max_tokens,
+    )
+    items = room.items(pieces, reading)
+    return stack.enter_context(closing(room.run(items, target, shard, asked.threads)))
 
 
 def _worker(asked: Asked) -> Record:

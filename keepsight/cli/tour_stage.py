@@ -25,6 +25,7 @@ from keepsight.report import Reply
 
 PICTURES = 4
 _INDENT = " " * 7
+_BAR = 18  # columns; with what stands beside it a row of 80
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Stage:
         summary = f" {report.cached_tokens} of {report.prompt_tokens} tokens reused"
         if usage.images:
             summary += f", {usage.images_encoded} of {usage.images} pictures looked at"
-        bar = share_bar(report.cached_tokens, report.prompt_tokens)
+        bar = share_bar(report.cached_tokens, report.prompt_tokens, _BAR)
         self.console.print(Text.assemble(_INDENT, bar, summary))
 
     def turn(self, ask: Ask, turn: TurnTimes) -> None:

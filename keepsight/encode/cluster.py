@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from types import ModuleType
 
 import torch
@@ -48,7 +48,7 @@ def run_on_ray(
     *,
     shard: Shard = None,
     workers: int | None = None,
-) -> Iterator[Encoded]:
+) -> Generator[Encoded]:
     """What became of each image, in the order in which workers finish."""
     ray = _ray()
     # As JSON, because names of files may hold what no table takes as text.

@@ -24,6 +24,7 @@ from keepsight.media.sources import (
     open_source,
     read_bytes,
 )
+from keepsight.system.words import check_dpi
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ class Reading:
 
     def check(self) -> None:
         """Refuse what makes no sense, by name."""
-        if not 18 <= self.dpi <= 1200:
-            raise InputError(f"dpi={self.dpi}; expected 18 to 1200 dots an inch")
+        check_dpi(self.dpi)
         if self.fps is not None and not 0 < self.fps <= 1000:
             raise InputError(f"fps={self.fps}; expected frames a second, up to 1000")
 

@@ -8,7 +8,7 @@ was reported, because its budget is too small, the run ends with an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from keepsight.encode.items import Item
@@ -26,7 +26,7 @@ def run(
     threads: int | None = None,
     budget: int = BUDGET,
     back: int | None = None,
-) -> Iterator[Encoded]:
+) -> Generator[Encoded]:
     """What became of each item. One that cannot be used is a result like any other.
 
     At the end `back` of the packages that were reported first, or all, must still be there.

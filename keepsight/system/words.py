@@ -57,6 +57,12 @@ def check_codec(name: str) -> None:
         raise InputError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}")
 
 
+def check_dpi(dpi: int) -> None:
+    """Refuse a resolution of PDF pages that shows nothing, or takes all memory."""
+    if not 18 <= dpi <= 1200:
+        raise InputError(f"dpi={dpi}; expected 18 to 1200 dots an inch")
+
+
 def parse_shard(text: str | None) -> tuple[int, int] | None:
     """`"2/8"`: the second of eight machines that share the work."""
     if text is None:
