@@ -126,6 +126,8 @@ class Namer:
             source = open_clip(image, modality, self._downloads)
         if source.options:
             makers = digests.digest("processing with options", makers, dict(source.options))
+        if source.modality == "video" and films_by_step(self._family):
+            makers = digests.digest("with its steps", makers)  # older notes name none
         name = digests.digest("alias", source.name, makers)
         entry = self._alias(name)
         if entry is not None:
@@ -190,8 +192,6 @@ class Namer:
         entry = self._aliases.get(self._tenant, digest)
         if entry is None and self._store is not None:
             entry = self._store.note("alias", digest)
-            if entry is not None and self._is_of_before(entry):
-                return None  # looked at anew, and remembered with its steps
             if entry is not None and not is_entry(entry):
                 self._store.reject("alias", digest, "it does not describe an image")
                 entry = None
@@ -200,11 +200,6 @@ class Namer:
                 entry = {name: value for name, value in entry.items() if name != FILE}
                 self._aliases.put(self._tenant, digest, entry)
         return entry
-
-    def _is_of_before(self, entry: Record) -> bool:
-        """Whether a note names a film as one medium, where each of its steps is one."""
-        whole = entry.get("modality") == "video" and not entry.get("steps")
-        return whole and films_by_step(self._family)
 
     def _remember(self, digest: str, entry: Record, file: str) -> None:
         self._aliases.put(self._tenant, digest, entry)
