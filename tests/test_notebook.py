@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from models import picture
+from PIL import Image
 
 import keepsight as ks
+from keepsight.core.question import user_turn
 from keepsight.errors import ImageError, InputError, UnknownOption
 
 QUESTION = "What is it?"
@@ -64,6 +66,19 @@ def test_what_ask_refuses(demo: Any, given: Any, options: Any, why: str) -> None
         with pytest.raises((InputError, UnknownOption)) as caught:
             ask(*given, **options)
         assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("picture_first", [True, False])
+def test_films_and_sounds_stand_behind_the_pictures(picture_first: bool) -> None:
+    options: dict[str, Any] = {"videos": "a.mp4", "audio": ["b.wav", "c.wav"], "images": "d.png"}
+    message = user_turn(("What happens?",), {**options, "max_new_tokens": 3}, picture_first)
+    kinds = [part["type"] for part in message["content"]]
+    assert kinds == ["image", "video", "audio", "audio", "text"]
+    assert message["content"][-1]["text"] == "What happens?"
+    with pytest.raises(InputError, match="for frames or samples write"):
+        user_turn(("What?",), {"videos": [Image.new("RGB", (8, 8))] * 2}, picture_first)
+    with pytest.raises(UnknownOption, match="did you mean 'videos'"):
+        user_turn(("What?",), {"video": "a.mp4"}, picture_first)
 
 
 def test_pictures_without_a_question(demo: Any) -> None:

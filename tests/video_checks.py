@@ -240,7 +240,8 @@ def check_watched(kind: str) -> None:
         with ks.wrap(model, processor) as fresh:
             again = fresh.chat(session.messages[:-1], max_new_tokens=3)
             assert again.tokens == reply.tokens and first.tokens, kind
-        session.ask("Thank you.", max_new_tokens=2)
+        thanks = session.ask("Thank you.", videos={"frames": film[:4]}, max_new_tokens=2)
+        assert thanks.usage.images == 2
         with vlm.session().watch(iter(film), fps=2.0, budget=8) as window:
             window.wait(timeout=60)
             assert window.seen == 12 and 6 <= window.frames <= 8

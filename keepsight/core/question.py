@@ -10,21 +10,26 @@ from __future__ import annotations
 import os
 import re
 
+from PIL import Image
+
 from keepsight.core.render import user_message
 from keepsight.errors import InputError, UnknownOption
-from keepsight.kinds import Message, Options
+from keepsight.kinds import Message, Options, Record
 
 _MEANT = {
     **dict.fromkeys(("image", "picture", "pictures", "img", "imgs", "photo", "file"), "images"),
+    **dict.fromkeys(("video", "film", "clip"), "videos"),
+    **dict.fromkeys(("sound", "sounds", "audios"), "audio"),
     **dict.fromkeys(("prompt", "query", "message", "content"), "question"),
 }
 
 
 def user_turn(given: tuple[object, ...], options: Options, picture_first: bool = False) -> Message:
-    """The message of one call of `ask`, whose `images=` and `question=` (or `text=`) leave the
-    options."""
+    """The message of one call of `ask`, whose `images=`, `videos=`, `audio=` and `question=` (or
+    `text=`) leave the options."""
     if (wrong := next((name for name in options if name in _MEANT), None)) is not None:
         raise UnknownOption(f"ask has no option {wrong!r}; did you mean {_MEANT[wrong]!r}?")
+    clips = [*_clips(options, "videos", "video"), *_clips(options, "audio", "audio")]
     images, question = options.pop("images", None), options.pop("question", None)
     text = options.pop("text", None)
     if text is not None and question is not None:
@@ -37,10 +42,27 @@ def user_turn(given: tuple[object, ...], options: Options, picture_first: bool =
         )
     if len(given) + (images is not None) + (named is not None) > 2:
         raise InputError("the question or the pictures were given twice")
+    if clips and len(given) == 1 and isinstance(given[0], str) and named is None:
+        named, given = given[0], ()
     asked, shown = _sorted(given, images, named, picture_first)
     if asked is None:
         raise InputError('there is no question; write ask(picture, "What is it?")')
-    return user_message(asked, shown)
+    message = user_message(asked, shown)
+    return dict(message, content=[*message["content"][:-1], *clips, message["content"][-1]])
+
+
+def _clips(options: Options, name: str, kind: str) -> list[Record]:
+    """The parts of a message for `videos=` or `audio=`: one, or a list of several."""
+    given = options.pop(name, None)
+    if given is None:
+        return []
+    clips = given if isinstance(given, list | tuple) else [given]
+    if any(isinstance(clip, Image.Image | float | int) for clip in clips):
+        raise InputError(
+            f"{name}= takes files, dicts or arrays, several of them in a list; for frames or "
+            "samples write {'frames': [...], 'fps': ...} or {'array': [...], 'sampling_rate': ...}"
+        )
+    return [{"type": kind, kind: clip} for clip in clips]
 
 
 def _sorted(
