@@ -24,6 +24,7 @@ import keepsight as ks
 from keepsight.cli import options
 from keepsight.cli.app import app
 from keepsight.cli.model_names import DEMO_NAMES
+from keepsight.cli.serve import some_picture
 from keepsight.core import verify
 from keepsight.core.verify import Verification
 from keepsight.demo.scene import Scene
@@ -166,7 +167,7 @@ def test_a_wrong_model_name_is_answered_with_what_is_near(
         (("ask", "Hi", "--runtime", "onx"), "did you mean 'onnx'?"),
         (("show", "checkpoint"), "what a model takes: keepsight plan checkpoint"),
         (("show", "packs"), "one of its files: keepsight show packs/x.sight"),
-        (("demo", "--out", "a.png"), "--out a.png: it is a file"),
+        (("demo", "--out", "a.png"), "--out a.png cannot be written: it is a file"),
     ],
 )
 def test_a_wrong_word_is_answered_with_what_is_near(
@@ -183,6 +184,13 @@ def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(folder: Path) 
         port = str(taken.getsockname()[1])
         said = refused("serve", "demo", "--port", port)
     assert f"cannot listen on 127.0.0.1:{port}: something else listens there" in said
+
+
+def test_the_line_to_try_names_a_picture_that_is_there(folder: Path) -> None:
+    assert some_picture() == "picture.png"
+    Path("examples").mkdir()
+    Path("a.png").rename("examples/picture.png")
+    assert some_picture() == "examples/picture.png"
 
 
 def test_the_names_of_the_demo_models_are_those_that_load() -> None:

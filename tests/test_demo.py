@@ -255,7 +255,7 @@ def test_a_wrong_answer_is_marked_with_the_truth() -> None:
     stage.exchange("What color?", reply, "Red.")
     lines = out.getvalue().splitlines()
     assert lines[1] == "model  ✗ Red.  (it is: Blue.)" and lines[4] == "model  ✓ Red."
-    assert lines[2].count("█") == 18 and lines[2].count("░") == 6
+    assert lines[2].count("█") == 14 and lines[2].count("░") == 4
 
 
 # -- what it prints with -----------------------------------------------------------------------

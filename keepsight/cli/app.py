@@ -102,7 +102,7 @@ def demo(
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
     if out.expanduser().is_file():
-        raise InputError(f"--out {out}: it is a file; name a folder, new or old")
+        raise InputError(f"--out {out} cannot be written: it is a file; name a folder")
     if save is not None:
         check_page(save)
     import keepsight.cli.tour as tour

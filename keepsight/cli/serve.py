@@ -180,6 +180,12 @@ def _loaded(settings: ModelSettings) -> VLM:
     return options.load(given.pop("model"), pixels=pixels, **given)
 
 
+def some_picture() -> str:
+    """A picture for the line to try: the example where it lies here, else a name to replace."""
+    found = (name for name in ("picture.png", "examples/picture.png") if os.path.isfile(name))
+    return next(found, "picture.png")
+
+
 def _say(name: str, config: ServerConfig, port: int) -> str:
     """Say where it listens, and a line to try it with; the first of these again."""
     host = config.host if config.host not in ("0.0.0.0", "::") else "127.0.0.1"
@@ -192,7 +198,8 @@ def _say(name: str, config: ServerConfig, port: int) -> str:
     typer.echo(
         f"  curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
         f""" -d '{{"model": "{shown}", "messages": [{{"role": "user", "content": [{{"type": """
-        """"image_url", "image_url": {"url": "data:image/png;base64,'"$(base64 < picture.png | tr"""
+        """"image_url", "image_url": {"url": "data:image/png;base64,'"$(base64 < """
+        f"""{some_picture()} | tr"""
         """ -d '\\n')"'"}}, {"type": "text", "text": "What is in the picture?"}]}]}'"""
     )
     return where
