@@ -36,6 +36,11 @@ _OWNER = _SHARED not in os.environ
 if _OWNER:
     os.environ[_SHARED] = tempfile.mkdtemp(prefix="keepsight-exports-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Stores wait for the disk with all they write. In memory, where there is room, nothing waits.
+_FILES, _MEMORY, _ROOM = "", "/dev/shm", 4 << 30
+if _OWNER and os.path.isdir(_MEMORY) and shutil.disk_usage(_MEMORY).free > _ROOM:
+    _FILES = tempfile.mkdtemp(prefix="keepsight-tests-", dir=_MEMORY)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _FILES)
 
 
 def pytest_collection_finish() -> None:
@@ -47,6 +52,8 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     if _OWNER:
         shutil.rmtree(os.environ.pop(_SHARED, ""), ignore_errors=True)
+    if _FILES:
+        shutil.rmtree(_FILES, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
