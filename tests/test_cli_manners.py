@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 import time
@@ -24,6 +24,7 @@ import keepsight as ks
 from keepsight.bench import options as bench_options
 from keepsight.cli import progress
 from keepsight.cli.app import app
+from keepsight.core import verify
 from keepsight.errors import InputError, ModelError, UnsupportedModel
 from keepsight.models import loadable, reachable
 
@@ -103,28 +104,26 @@ def test_a_hub_that_cannot_be_reached_is_said_within_two_seconds(
         ks.load("somebody/some-model")
 
 
-def test_json_is_printed_on_a_terminal_only_when_asked_for() -> None:
-    script = (
-        "import keepsight.core.verify as v\n"
-        "v.certify = lambda *a: [v.Check('one', True, 0.0, '')]\n"
-        "from keepsight.cli.app import app\n"
-        "app(['verify', 'demo'], standalone_mode=False)\n"
-        "print('-- asked for --', flush=True)\n"
-        "app(['verify', 'demo', '--json'], standalone_mode=False)\n"
-    )
-    reading, writing = pty.openpty()
-    command = [sys.executable, "-c", script]
-    process = subprocess.Popen(command, stdout=writing, stderr=subprocess.DEVNULL)
-    os.close(writing)
-    text = b""
-    with contextlib.suppress(OSError):  # how a terminal ends
-        while part := os.read(reading, 4096):
-            text += part
-    os.close(reading)
-    assert process.wait(60) == 0
-    shown, asked = text.decode().split("-- asked for --")
-    assert "holds" in shown
-    assert '"ok"' not in shown
+def test_json_is_printed_on_a_terminal_only_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verify, "certify", lambda *_: [verify.Check("one", True, 0.0, "")])
+
+    def shown(*words: str) -> str:
+        reading, writing = pty.openpty()
+        with os.fdopen(writing, "w") as terminal, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal)
+            app(["verify", "demo", *words], standalone_mode=False)
+            terminal.flush()
+            text = b""
+            while select.select([reading], [], [], 0.2)[0]:
+                text += os.read(reading, 4096)
+        os.close(reading)
+        return text.decode()
+
+    plain, asked = shown(), shown("--json")
+    assert "holds" in plain
+    assert '"ok"' not in plain
     assert "holds" not in asked
     assert json.loads(asked)["ok"]
 
