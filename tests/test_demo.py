@@ -170,7 +170,7 @@ def test_what_it_made_is_listed_and_loads(toured: tuple[str, Path]) -> None:
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "file")])
-    assert result.exit_code == 2 and "cannot be written" in result.stderr
+    assert result.exit_code == 2 and "it is a file; name a folder" in result.stderr
 
 
 # -- nothing is canned -------------------------------------------------------------------------
