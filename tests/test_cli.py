@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,25 @@ def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(folder: Path) 
     assert f"cannot listen on 127.0.0.1:{port}: something else listens there" in said
 
 
+@pytest.mark.parametrize("words", [("families", "--json"), ("plan", "demo"), ("verify", "demo")])
+def test_a_line_moves_while_pytorch_is_imported(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    @contextmanager
+    def line(name: str) -> Iterator[None]:
+        shown.append(name)
+        yield
+
+    monkeypatch.setattr(
+        f"keepsight.cli.{'plan' if words[0] == 'plan' else 'app'}.loading_line", line
+    )
+    monkeypatch.setattr(verify, "certify", lambda *arguments: [])
+    run(*words)
+    assert shown == ["PyTorch"]
+
+
 def test_the_line_to_try_names_a_picture_that_is_there(folder: Path) -> None:
     assert some_picture() == "picture.png"
     Path("examples").mkdir()
@@ -351,6 +371,7 @@ def test_chat_remembers_forks_clears_saves_and_loads(folder: Path) -> None:
 
 def test_chat_help_names_every_command(folder: Path) -> None:
     said = run("chat", given="/help\n").stdout
+    assert max(map(len, said.splitlines())) <= 80
     for name in (
         "image",
         "images",

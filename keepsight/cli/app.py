@@ -17,6 +17,7 @@ import typer
 
 from keepsight import __version__
 from keepsight.cli import cache, encode, export, plan, serve
+from keepsight.cli.loading_line import loading_line
 from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
     DeviceMap,
@@ -240,11 +241,12 @@ def show(
         cache.stats(str(file), None, as_json)
         return
     check_shown(file.expanduser())
-    from keepsight.runtimes.load import is_export
-
     room: ModuleType = export
-    if not is_export(file.expanduser()):
-        from keepsight.cli import show as room
+    with loading_line("PyTorch"):
+        from keepsight.runtimes.load import is_export
+
+        if not is_export(file.expanduser()):
+            from keepsight.cli import show as room
 
     described = room.describe(file.expanduser())
     if as_json:
@@ -274,9 +276,10 @@ def verify(
     name = one_model(named, model)
     import random
 
-    from keepsight.cli.chat import open_image
-    from keepsight.core.verify import certify
-    from keepsight.demo.scene import Scene
+    with loading_line("PyTorch"):
+        from keepsight.cli.chat import open_image
+        from keepsight.core.verify import certify
+        from keepsight.demo.scene import Scene
 
     images: list[str | Package | Image] = [open_image(name) for name in image or []]
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
@@ -300,7 +303,8 @@ def verify(
 @app.command()
 def families(as_json: Json = False) -> None:
     """The model types that Keepsight serves exactly."""
-    from keepsight.models.families import SUPPORTED
+    with loading_line("PyTorch"):
+        from keepsight.models.families import SUPPORTED
 
     rows = {
         name: (f"{family.__module__}.{family.__name__}", _about(family))

@@ -233,7 +233,7 @@ class Shell:
             self._say("no picture waits")
 
     def edit(self, rest: str) -> None:
-        """/edit [N] TEXT  ask TEXT in the place of question N, or of the last; later ones go"""
+        """/edit [N] TEXT  ask TEXT in place of question N, or of the last; later ones go"""
         number, _, text = rest.partition(" ")
         questions = sum(message["role"] == "user" for message in self.session.messages)
         if not number.isdigit():

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from keepsight.cli import progress
+from keepsight.cli.loading_line import loading_line
 from keepsight.cli.model_names import check_model
 from keepsight.cli.options import (
     DeviceMap,
@@ -155,7 +156,8 @@ def run(asked: Asked) -> int:
     asked.check()
     shard = parse_shard(asked.shard)
     check_dpi(asked.dpi)
-    from keepsight import encode as room  # start-up time: after wrong options
+    with loading_line("PyTorch"):
+        from keepsight import encode as room  # start-up time: after wrong options
 
     reading = room.Reading(asked.column, asked.dpi, asked.fps)
     reading.check()

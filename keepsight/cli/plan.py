@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from keepsight.cli.loading_line import loading_line
 from keepsight.cli.options import Json, Named, SomeModel, one_model
 from keepsight.cli.terminal import bytes_text, console, json_line, plain, table
 from keepsight.errors import InputError
@@ -41,9 +42,10 @@ def plan(
         raise InputError(f"--size {size}; expected width and height, such as 1280x800")
     room = parse_bytes(budget)
     name = one_model(named, model)
-    from transformers import logging
+    with loading_line("PyTorch"):
+        from transformers import logging
 
-    from keepsight.core import plan as core
+        from keepsight.core import plan as core
 
     logging.set_verbosity_error()
     planned = core.plan(name, (int(found[1]), int(found[2])), revision)
