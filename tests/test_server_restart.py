@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import Client, asked, live, png, scene, served
+from server_harness import Client, Process, asked, live, png, scene, served
 
 import keepsight as ks
 from keepsight.store import open_store
@@ -39,9 +39,10 @@ def expected() -> Iterator[dict[tuple[int, str], str]]:
         yield {chat: answer(server, *chat)[0] for chat in CHATS}
 
 
-def test_what_was_remembered_is_remembered_after_a_restart(
+def test_what_was_remembered_is_remembered_after_a_restart_and_a_kill(
     tmp_path: Path, expected: dict[Any, str]
 ) -> None:
+    """One server ends in order, the next one is killed at work, and a third one looks."""
     store = str(tmp_path / "store")
     with served("--store", store) as server:
         text, first = answer(server, *CHATS[0])
@@ -71,6 +72,42 @@ def test_what_was_remembered_is_remembered_after_a_restart(
         words = {"type": "text", "text": TEXTS[0]}
         meant = {"messages": [{"role": "user", "content": [part, words]}], "max_tokens": 24}
         assert server.chat(meant)[1]["choices"][0]["message"]["content"] == expected[CHATS[0]]
+        sent = server.upload(png(scene(63)))[1]
+        killed_at_work(server, expected)
+    look_after_a_kill(store, sent["id"], expected)
+
+
+def killed_at_work(server: Process, expected: dict[Any, str]) -> None:
+    """Have it acknowledge that all is stored, and kill it while four threads use it."""
+    stop, wrong = threading.Event(), list[Any]()
+    assert server.call("/v1/cache/flush", {})[1] == {"object": "cache.flush", "stored": True}
+    threads = [
+        threading.Thread(target=load, args=(server, stop, wrong, expected, n), daemon=True)
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for chat in CHATS[1:3]:  # in the middle of the others' work
+        answer(server, *chat)
+    server.stop(signal.SIGKILL)
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong, wrong[0]
+
+
+def look_after_a_kill(store: str, sent: str, expected: dict[Any, str]) -> None:
+    """Nothing is lost that was acknowledged."""
+    with served("--store", store) as server:
+        told = server.call("/v1/cache/explain", {"model": "demo", **_plain(CHATS[1])})[1]["report"]
+        assert told["cached_tokens"] == told["prompt_tokens"]
+        assert server.call(f"/v1/files/{sent}/content")[0] == 200
+        for chat in CHATS:
+            assert answer(server, *chat)[0] == expected[chat]
+        for file in server.call("/v1/files")[1]["data"]:  # each whole, or not there
+            assert server.call(f"/v1/files/{file['id']}/content")[0] == 200
+        assert server.stop() == 0
+    assert open_store(store).check() == []
 
 
 def load(server: Client, stop: threading.Event, wrong: list[Any], expected: Any, n: int) -> None:
@@ -90,40 +127,6 @@ def load(server: Client, stop: threading.Event, wrong: list[Any], expected: Any,
                 text = reply["choices"][0]["message"]["content"] if status == 200 else reply
                 if text != expected[chat]:
                     wrong.append((chat, text))
-
-
-def test_a_server_killed_at_work_loses_nothing_that_was_acknowledged(
-    tmp_path: Path, expected: dict[Any, str]
-) -> None:
-    store, wrong = str(tmp_path / "store"), []
-    stop = threading.Event()
-    with served("--store", store) as server:
-        assert answer(server, *CHATS[0])[0] == expected[CHATS[0]]
-        sent = server.upload(png(scene(60)))[1]
-        assert server.call("/v1/cache/flush", {})[1] == {"object": "cache.flush", "stored": True}
-        threads = [
-            threading.Thread(target=load, args=(server, stop, wrong, expected, n), daemon=True)
-            for n in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for chat in CHATS[1:3]:  # in the middle of the others' work
-            answer(server, *chat)
-        server.stop(signal.SIGKILL)
-        stop.set()
-        for thread in threads:
-            thread.join(60)
-    assert not wrong, wrong[0]
-    with served("--store", store) as server:
-        told = server.call("/v1/cache/explain", {"model": "demo", **_plain(CHATS[0])})[1]["report"]
-        assert told["cached_tokens"] == told["prompt_tokens"]
-        assert server.call(f"/v1/files/{sent['id']}/content")[0] == 200
-        for chat in CHATS:
-            assert answer(server, *chat)[0] == expected[chat]
-        for file in server.call("/v1/files")[1]["data"]:  # each whole, or not there
-            assert server.call(f"/v1/files/{file['id']}/content")[0] == 200
-        assert server.stop() == 0
-    assert open_store(store).check() == []
 
 
 def _plain(chat: tuple[int, str]) -> dict[str, Any]:
