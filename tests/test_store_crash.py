@@ -84,7 +84,7 @@ def test_random_kills(tmp_path: Path, budget: int | None, processes: int) -> Non
     pytest.fail("nothing was ever acknowledged before it was killed")
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_step(tmp_path: Path, stride: int) -> None:
     """At each step of writing, entering and removing, what was promised holds."""
     for step in range(1, 400, stride):
@@ -258,8 +258,13 @@ class StoreMachine(RuleBasedStateMachine):
                 assert view.has(*place[1:])
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = bounded(20, stateful_step_count=20)
+class TestStoreMachine(StoreMachine.TestCase):
+    settings = bounded(10, stateful_step_count=20)
+
+
+@pytest.mark.slow
+class TestStoreMachineForLong(StoreMachine.TestCase):
+    settings = bounded(200, stateful_step_count=20)
 
 
 @pytest.fixture(autouse=True)
