@@ -165,6 +165,7 @@ def test_one_image_in_every_form_is_one_image(vlm: Any, tmp_path: Path) -> None:
         ("https://ada:pw@host.org/secret/my%20cat.jpg?token=12#top", "my cat.jpg"),
         ("https://host.org/signed/eyJhbGciOi", ""),
         ("https://host.org/", ""),
+        ("data:image/png;base64,iVBORw0KGgo/AAA", ""),
         ("https://[no-address/cat.jpg", ""),
         ("evil\x1b[2J.png", "evil[2J.png"),
         ("a" * 300, "a" * 120),

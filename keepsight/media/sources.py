@@ -71,6 +71,8 @@ def file_label(where: str) -> str:
 
     Of a URL only what looks like a file's name: elsewhere its end may be a secret.
     """
+    if where.lower().startswith("data:"):
+        return ""
     is_url = re.match(r"[a-z]+://", where, re.IGNORECASE) is not None
     try:
         text = urllib.parse.unquote(urllib.parse.urlsplit(where).path) if is_url else where
