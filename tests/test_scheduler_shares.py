@@ -68,11 +68,38 @@ def test_who_comes_is_not_paid_for_having_been_away() -> None:
     shares = Shares()
     for _ in range(2):
         shares.enter("greedy")
-    shares.spend(["greedy"], 100.0)
+    for _ in range(1000):
+        shares.spend(["greedy"], 0.1)
     shares.enter("small")
     assert shares.is_held_back("greedy")
-    shares.spend(["small"], 0.1)
+    shares.spend(["small"], 0.2)
     assert shares.is_held_back("greedy") is False
+
+
+def test_who_asks_for_little_does_not_wait_for_a_large_piece_of_others() -> None:
+    shares = Shares()
+    for _ in range(12):
+        shares.enter("greedy")
+    shares.spend(["greedy"] * 12, 0.1)
+    shares.enter("small")
+    for _ in range(3):  # its prompt and two tokens, together less than one step of the twelve
+        shares.spend(["small"], 0.01)
+        assert shares.is_held_back("greedy")
+    shares.spend(["small"], 0.2)
+    assert not shares.is_held_back("greedy")
+
+
+def test_nobody_is_held_back_for_good() -> None:
+    shares = Shares()
+    for account in ("greedy", "greedy", "small"):
+        shares.enter(account)
+    went = 0
+    for _ in range(1000):
+        shares.spend(["small"], 0.01)
+        if not shares.is_held_back("greedy"):
+            shares.spend(["greedy"] * 2, 0.1)
+            went += 1
+    assert 60 <= went <= 70  # 0.15 each, beside 10 of the small one
 
 
 # -- a scheduler under one who asks for much ------------------------------------------------------

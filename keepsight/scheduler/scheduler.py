@@ -244,7 +244,7 @@ class Together:
             self._guarded(next_of(prefilling), self._prefill)
         if self._line.running:
             with self._vlm.runtime.lock:
-                self._step(held)
+                self._step(self._line.held_back())
 
     def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
         """An error of one request ends that one, whatever it is."""

@@ -2,7 +2,9 @@
 
 Whoever has one request under way is never held back. An account with several waits while another
 one has had less of the model's time, since both have had work: its requests together get no more
-than one request gets. Salts of one tenant are one account.
+than one request gets. Beside a single request it waits until that one has had as much as it would
+have had behind its next piece of work, which is never broken off: who asks for little is answered
+first. Salts of one tenant are one account.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ class Shares:
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
+        self._piece: dict[str, float] = {}  # what an account has at a time, of late
         self.under_way: Counter[str] = Counter()
 
     def enter(self, account: str) -> None:
@@ -34,17 +37,24 @@ class Shares:
         self.under_way[account] -= 1
         if not self.under_way[account]:
             del self.under_way[account], self._spent[account]
+            self._piece.pop(account, None)
 
     def spend(self, accounts: Sequence[str], seconds: float) -> None:
         """Time that some requests had together, one entry for each."""
-        for account in accounts:
+        for account, count in Counter(accounts).items():
             if account in self._spent:
                 weight = _SEVERAL if self.under_way[account] > 1 else 1.0
-                self._spent[account] += weight * seconds / len(accounts)
+                had = weight * seconds * count / len(accounts)
+                self._spent[account] += had
+                self._piece[account] = max(had, 0.9 * self._piece.get(account, 0.0))
 
     def is_held_back(self, account: str) -> bool:
         """Whether an account with several requests has had as much as another one, or more."""
         if self.under_way[account] < 2:
             return False
-        mine = self._spent.get(account, 0.0)
-        return any(spent <= mine for other, spent in self._spent.items() if other != account)
+        mine, piece = self._spent.get(account, 0.0), self._piece.get(account, 0.0)
+        return any(
+            spent <= mine + (piece if self.under_way[other] == 1 else 0.0)
+            for other, spent in self._spent.items()
+            if other != account
+        )
