@@ -117,10 +117,10 @@ def test_a_picture_is_forgotten_while_others_are_named(vlm: Any) -> None:
     namer, number = vlm.runtime.vision.namer, iter(range(1 << 40))
 
     def learn() -> None:
-        namer._remember(digests.digest("a name", next(number)), {"key": "k" * 64})
+        namer._remember(digests.digest("a name", next(number)), {"key": "k" * 64}, "")
 
     for at in range(20_000):
-        namer._remember(str(at), {"key": "k" * 64})
+        namer._remember(str(at), {"key": "k" * 64}, "")
     with meanwhile(learn):
         for _ in range(50):
             namer.forget("none")
