@@ -341,6 +341,16 @@ def test_a_body_that_says_it_is_too_large_is_not_taken_in(server: Live) -> None:
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
+def test_a_refused_body_that_never_comes_is_not_waited_for(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.service.config, "body_timeout", 3600)
+    with server.raw() as connection:
+        head = b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n{"
+        connection.sendall(head)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
 def test_ten_thousand_pictures_are_counted_before_one_is_read(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:

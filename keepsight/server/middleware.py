@@ -43,6 +43,7 @@ _READING = 60.0
 _LAST_WORDS = 1.0  # seconds for a client that does not read, when the server ends
 _EVENTS = b"text/event-stream"
 _DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens
+_QUIET = 1.0  # seconds without a byte, after which a refused body is waited for no longer
 _AT_ONCE = 1 << 20  # bytes of a body that come as fast as they can
 _BYTES_A_SECOND = 64 << 20  # of all larger ones, while others are served: taking them in costs time
 _BODIES_HELD = 8  # times the largest body, of all requests together
@@ -307,12 +308,14 @@ class RequestMiddleware:
         return b"".join(parts)
 
     async def _discard(self, receive: Receive) -> None:
-        """Read on for a while: most clients listen to no answer before all is sent."""
+        """Read on for a while: most clients listen to no answer before all is sent. One that sends
+        nothing more may be listening."""
         left = _DISCARDED * self._service.config.bytes("max_body")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._service.config.seconds("body_timeout")):
                 while left > 0:
-                    message = await receive()
+                    async with asyncio.timeout(_QUIET):
+                        message = await receive()
                     left -= len(message.get("body", b""))
                     if not message.get("more_body", False):
                         return
