@@ -344,7 +344,7 @@ def test_a_body_that_says_it_is_too_large_is_not_taken_in(server: Live) -> None:
 def test_a_refused_body_that_never_comes_is_not_waited_for(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.service.config, "body_timeout", 3600)
+    monkeypatch.setattr(type(server.service.config), "seconds", lambda config, name: 3600.0)
     with server.raw() as connection:
         head = b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n{"
         connection.sendall(head)
