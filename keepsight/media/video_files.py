@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TypeAlias
 
 import numpy as np
@@ -100,14 +100,11 @@ def chooser(processor: Processor) -> Choose | None:
     part = getattr(processor, "video_processor", None)
     if part is None or not getattr(part, "do_sample_frames", False):
         return None
-    # Only where videos are: the module is slow to import.
-    from transformers.video_utils import VideoMetadata
-
     settings = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
 
     def choose(about: Record) -> Sequence[int]:
-        known = {name: about[name] for name in ("total_num_frames", "fps", "duration")}
-        chosen: Sequence[int] = part.sample_frames(metadata=VideoMetadata(**known), **settings)
+        film = SimpleNamespace(**about)  # as upstream describes one
+        chosen: Sequence[int] = part.sample_frames(metadata=film, **settings)
         return chosen
 
     return choose
