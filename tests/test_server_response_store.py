@@ -12,10 +12,12 @@ from server_harness import Live, Scripted, live, scene, uri
 from test_server_middleware import TEMPLATE
 
 import keepsight as ks
+from keepsight.server import response_store
 from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
 from keepsight.server.items import MessageItem
 from keepsight.server.response_store import ResponseStore
+from keepsight.server.responses_schema import ResponsesRequest
 
 PATH = "/v1/responses"
 KEYS = (ApiKey("ann", "ann-key"), ApiKey("bob", "bob-key"))
@@ -150,6 +152,37 @@ def test_bytes_and_numbers_are_bounded_for_each_key_alone() -> None:
     assert kept.put("ann", "ann", asked, made(13, 9_000))
     assert kept.nbytes <= 20_000
     kept.get("bob", "bob", "resp_0")
+
+
+def meaning(*ids: str, previous: str | None = None) -> ResponsesRequest:
+    references = [{"type": "item_reference", "id": one} for one in ids]
+    body = {"model": "demo", "input": [*references, NEXT], "previous_response_id": previous}
+    return ResponsesRequest.model_validate(body)
+
+
+def test_a_response_is_read_once_however_often_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, read = ResponseStore(1 << 20, 60, largest=1000), []
+    kept.put("", "", [], made(1))
+    whole = response_store.json.loads
+    monkeypatch.setattr(response_store.json, "loads", lambda text: read.append(1) or whole(text))
+    assert len(kept.conversation("", "", meaning(*["msg_1"] * 9))) == 10
+    assert len(read) == 1
+    with pytest.raises(ApiError, match="takes more than 1000 bytes") as refused:
+        kept.conversation("", "", meaning(*["msg_1"] * 60))
+    assert refused.value.param == "input[13].id"
+    assert len(read) == 2
+
+
+def test_a_chain_that_is_too_large_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, read = ResponseStore(1 << 20, 60, largest=1000), []
+    for number in range(5):
+        kept.put("", "", [], made(number, 200, previous=f"resp_{number - 1}" if number else None))
+    monkeypatch.setattr(response_store.json, "loads", lambda text: read.append(1))
+    with pytest.raises(ApiError, match="begin a new conversation"):
+        kept.conversation("", "", meaning(previous="resp_4"))
+    assert not read
 
 
 def test_what_expires_is_gone_and_its_items_with_it() -> None:

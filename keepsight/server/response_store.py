@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
@@ -24,6 +24,7 @@ from keepsight.server.responses_schema import Placed, ResponsesRequest, items_of
 
 _MOST = 10_000  # responses of one key
 _LONGEST = 10_000  # of a chain of them
+_LARGEST = 64 << 20  # bytes of a conversation when all that it means by ids is put in
 BEFORE = "previous_response_id"  # what a client calls the items of responses before
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
@@ -61,9 +62,11 @@ class ResponseStore:
         owners: int = 1,
         clock: Callable[[], float] = time.time,
         most: int = _MOST,
+        largest: int = _LARGEST,
     ) -> None:
         self.share = budget // max(1, owners)
-        self._ttl, self._clock, self._most = ttl, clock, most
+        self._ttl, self._clock, self._most, self._largest = ttl, clock, most, largest
+        self._held: Counter[str] = Counter()  # bytes by key
         # By key, and there by tenant and id; what was used least lately goes first.
         self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
         self._items: dict[
@@ -87,18 +90,18 @@ class ResponseStore:
             return False
         with self._lock:
             own = self._stored.setdefault(owner, OrderedDict())
+            if (old := own.get((new.whose, new.id))) is not None:
+                self._drop(owner, old)
             own[new.whose, new.id] = new
+            self._held[owner] += new.nbytes
             for item_id in new.item_ids:
                 self._items[new.whose, item_id] = (owner, new.id)
             self._make_room(owner, own)
         return True
 
     def _make_room(self, owner: str, own: OrderedDict[tuple[str, str], StoredResponse]) -> None:
-        held = sum(stored.nbytes for stored in own.values())
-        while own and (held > self.share or len(own) > self._most):
-            oldest = next(iter(own.values()))
-            held -= oldest.nbytes
-            self._drop(owner, oldest)
+        while own and (self._held[owner] > self.share or len(own) > self._most):
+            self._drop(owner, next(iter(own.values())))
 
     def sweep(self) -> None:
         """Drop what has expired, also where no request comes."""
@@ -109,7 +112,8 @@ class ResponseStore:
                     self._drop(owner, stored)
 
     def _drop(self, owner: str, stored: StoredResponse) -> None:
-        self._stored[owner].pop((stored.whose, stored.id), None)
+        if self._stored[owner].pop((stored.whose, stored.id), None) is not None:
+            self._held[owner] -= stored.nbytes
         for item_id in stored.item_ids:
             if self._items.get((stored.whose, item_id)) == (owner, stored.id):
                 del self._items[stored.whose, item_id]
@@ -154,19 +158,21 @@ class ResponseStore:
     def nbytes(self) -> int:
         """Bytes of all that is stored."""
         with self._lock:
-            return sum(stored.nbytes for own in self._stored.values() for stored in own.values())
+            return self._held.total()
 
     # -- going on ----------------------------------------------------------------------------------
 
     def conversation(self, owner: str, whose: str, body: ResponsesRequest) -> list[Placed]:
         """The items of a whole conversation: of the responses before, then those of the body, with
         what it means by ids in the place of the ids."""
+        chain = self._chain(owner, whose, body.previous_response_id)
+        meant = _Meant(self._largest)
+        for stored in chain:
+            meant.take(stored.nbytes, BEFORE)  # before any of it is read
         before = [
-            (_ITEM.validate_python(item), BEFORE)
-            for stored in self._chain(owner, whose, body.previous_response_id)
-            for item in stored.items()
+            (_ITEM.validate_python(item), BEFORE) for stored in chain for item in stored.items()
         ]
-        found = [self._resolved(owner, whose, placed) for placed in items_of(body)]
+        found = [self._resolved(owner, whose, placed, meant) for placed in items_of(body)]
         return before + found
 
     def _chain(self, owner: str, whose: str, last: str | None) -> list[StoredResponse]:
@@ -178,21 +184,48 @@ class ResponseStore:
             last = chain[-1].previous
         return chain[::-1]
 
-    def _resolved(self, owner: str, whose: str, placed: Placed) -> Placed:
+    def _resolved(self, owner: str, whose: str, placed: Placed, meant: _Meant) -> Placed:
         item, place = placed
         if not isinstance(item, Reference):
             return placed
         with self._lock:
             where = self._items.get((_digest(whose), item.id))
             stored = self._find(owner, _digest(whose), where[1]) if where else None
-        for found in _output(stored):
-            if found["id"] == item.id:
-                return _ITEM.validate_python(found), place
-        raise _unknown("item", item.id, f"{place}.id")
+        if stored is None:
+            raise _unknown("item", item.id, f"{place}.id")
+        return meant.item(stored, item.id, place), place
 
 
-def _output(stored: StoredResponse | None) -> Iterator[Record]:
-    yield from () if stored is None else json.loads(stored.response)["output"]
+class _Meant:
+    """What the ids of one request mean. Each response is read once, however often it is meant, and
+    all together are bounded as a body is that says the same in full."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest, self._taken = largest, 0
+        self._items: dict[str, dict[str, tuple[Item, int]]] = {}  # by response and item
+
+    def take(self, nbytes: int, param: str) -> None:
+        """Count some more bytes; refused where they are too many."""
+        self._taken += nbytes
+        if self._taken > self._largest:
+            raise ApiError(
+                400,
+                f"what this request means by ids takes more than {self._largest} bytes in full; "
+                "begin a new conversation, or send the items that matter as input",
+                param=param,
+                code="conversation_too_large",
+            )
+
+    def item(self, stored: StoredResponse, item_id: str, place: str) -> Item:
+        """An item of the output of a response."""
+        if stored.id not in self._items:
+            self._items[stored.id] = {
+                one["id"]: (_ITEM.validate_python(one), len(_json(one)))
+                for one in json.loads(stored.response)["output"]
+            }
+        found, nbytes = self._items[stored.id][item_id]
+        self.take(nbytes, f"{place}.id")
+        return found
 
 
 def _json(value: object) -> bytes:

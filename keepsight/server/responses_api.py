@@ -64,7 +64,8 @@ def routes(service: Service) -> APIRouter:
                 lambda: service.responses.conversation(caller.tenant, whose, body)
             )
             asked.extend(item for item, place in items if place != BEFORE)
-            return await service.ask(as_chat(body, items, visit.unused), visit)
+            chat = await service.scheduler.work(lambda: as_chat(body, items, visit.unused))
+            return await service.ask(chat, visit)
 
         ask = await unless_gone(request, asking(), visit)
         [answer] = await unless_gone(request, service.submit(ask), visit)

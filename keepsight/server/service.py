@@ -62,7 +62,7 @@ class Service:
         self.bindings = Bindings()
         owners = len({key.whose for key in config.keys})
         budget, ttl = config.bytes("responses_budget"), config.seconds("file_ttl")
-        self.responses = ResponseStore(budget, ttl, owners)
+        self.responses = ResponseStore(budget, ttl, owners, largest=config.bytes("max_body"))
         self.callers = Callers(config.keys)
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)
