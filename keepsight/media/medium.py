@@ -70,6 +70,9 @@ class Medium:
         """Prompt tokens it takes."""
         return sum(part for part in self.layout if isinstance(part, int))
 
+    def __repr__(self) -> str:
+        return f"<Medium {self.modality}, {self.tokens} tokens, key {self.key[:12]}…>"
+
 
 def entry_of(what: Pixels | Medium, **more: object) -> Record:
     """What is remembered of a medium once it was looked at."""

@@ -17,6 +17,7 @@ from keepsight.media.naming import Namer
 from keepsight.models.blindfold import refuse_blindfolded
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of
+from keepsight.models.tower_pieces import tower_in_pieces
 
 
 class Tower:
@@ -95,7 +96,7 @@ class Tower:
 
     def _run(self, pixels: Pixels) -> tuple[Tensors, str]:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), tower_in_pieces(self._family, pixels):
                 return self._family.encode(pixels)
         except (torch.OutOfMemoryError, TowerRan):
             raise

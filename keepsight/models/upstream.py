@@ -31,16 +31,16 @@ TorchFunction = OpOverload
 Args = tuple[object, ...]
 
 # Names that other files use as they are: fields of a configuration, marks of PEFT's and of torch's
-# compiler and modules that are loaded late, all of which may be absent; kernels of torch's; and
-# torch's own dictionaries of a module, which are as old as torch.
+# compiler and of late modules, kernels of torch's, all of which may be absent; and what is old.
 NAMED = frozenset(
     {
         *("_attn_implementation", "_attn_implementation_internal"),
         *("_experts_implementation_internal", "_commit_hash", "_name_or_path"),
         *("_active_adapter", "_disable_adapters", "_compiled_call_impl"),
         *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
-        *("_reorder_linear_weight", "_linear_pointwise"),
+        *("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"),
         *("_stance", "_filter_state", "_init_weights", "_cdata", "_schema", "_forward_hooks"),
+        "_make_wrapper_subclass",
     }
 )
 

@@ -1,0 +1,241 @@
+"""A tower on one large picture, in less memory than one pass of it takes: the same bits.
+
+While a large picture is encoded, the modules of the tower have a `forward` of ours, which other
+threads are led past. Given many rows, it lets the module's own code compute them piece by piece
+(`piecewise.py`), outermost modules first: a whole layer at a time where it is possible, else its
+parts. What may be cut is not known by name but tried, on noise of the same form, the first time
+that such a module is met in a picture: where the pieces do not give the bits of one pass, it runs
+as ever. Nothing is remembered for the next picture, before which a model may change. What is cut
+depends on the picture alone, never on how much memory is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from types import MethodType
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.models import piecewise
+from keepsight.models.families.tower_absent import tower_parts
+from keepsight.models.lazy_rows import LazyRows
+from keepsight.models.piecewise import CannotCut, Forward, LookCount, RowCall, in_pieces, same
+
+if TYPE_CHECKING:
+    from keepsight.models.families import Family, Pixels
+
+BOUND = 8192  # patches that go through a module at once, and no more
+LARGE = 1 << 25  # numbers of a picture's pixels, from which on memory is worth more than time
+_FORWARD = "forward"
+_PLAIN = (bool, int, float, str)
+
+_lock = threading.Lock()
+_here = threading.local()  # `.tried`: what this thread found, while it encodes a large picture
+
+
+class PieceForward:
+    """Stands in for `forward` of one module, for as many as encode a large picture now."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.users = module, 0
+        self.before = vars(module).get(_FORWARD)
+        # What `inspect` follows, too.
+        self.__wrapped__ = self.before or MethodType(type(module).forward, module)
+
+    def __call__(self, *args: object, **options: object) -> object:
+        """In pieces, where this thread encodes a large picture and the module can."""
+        forward: Forward = self.__wrapped__
+        if _found_here() is None or torch.is_grad_enabled():
+            return forward(*args, **options)
+        if type(self.module) is torch.nn.Embedding:
+            return _looked_up(forward, args, options)
+        call = RowCall.of(args, options)
+        if call is None or call.count * call.each <= BOUND:
+            return forward(*args, **options)
+        looks = _how(self.module, forward, call)
+        if looks is not None:
+            with contextlib.suppress(CannotCut):  # what the trial was too small to show
+                return in_pieces(forward, call, looks, piecewise.PIECE)
+        return forward(*args, **options)
+
+
+def _found_here() -> dict[object, bool | None] | None:
+    """What was tried for the large picture that this thread encodes; None where it does not."""
+    found: dict[object, bool | None] | None = vars(_here).get("tried")
+    return found
+
+
+@contextlib.contextmanager
+def tower_in_pieces(family: Family, pixels: Pixels) -> Iterator[None]:
+    """Encode this picture in this thread meanwhile, in pieces if it is large."""
+    modules = _modules(family, pixels)
+    before = _found_here()
+    put: list[PieceForward] = []
+    try:
+        for module in modules:
+            put.append(_put(module))
+        _here.tried = {} if put else None
+        yield
+    finally:
+        _here.tried = before
+        for forward in put:
+            _take_away(forward)
+
+
+def _modules(family: Family, pixels: Pixels) -> list[torch.nn.Module]:
+    """The modules of the tower that may be cut, if the picture is large."""
+    if all(tensor.numel() <= LARGE for tensor in pixels.tensors.values()):
+        return []
+    if not isinstance(family.model, torch.nn.Module) or torch.is_autocast_enabled("cpu"):
+        return []
+    parts = {id(p): p for part in tower_parts(family).values() for p in part.modules()}
+    if any(_is_compiled(part) for part in parts.values()):
+        return []
+    return [part for part in parts.values() if not _is_plain(part)]
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Compiled code passes by what stands on a module."""
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "dynamo_ctx"):
+        return True
+    return module._compiled_call_impl is not None
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Torch's own layers have their input and their output, and little in between."""
+    if type(module) is torch.nn.Embedding:
+        return False
+    own = type(module).__module__.startswith("torch.nn.")
+    return own and (not module._modules or isinstance(module, torch.nn.ModuleList))
+
+
+def _put(module: torch.nn.Module) -> PieceForward:
+    with _lock:
+        found = vars(module).get(_FORWARD)
+        forward = found if isinstance(found, PieceForward) else PieceForward(module)
+        forward.users += 1
+        vars(module)[_FORWARD] = forward
+        return forward
+
+
+def _take_away(forward: PieceForward) -> None:
+    with _lock:
+        forward.users -= 1
+        home = vars(forward.module)
+        if forward.users or home.get(_FORWARD) is not forward:
+            return
+        if forward.before is None:
+            del home[_FORWARD]
+        else:
+            home[_FORWARD] = forward.before
+
+
+def _looked_up(forward: Forward, args: tuple[object, ...], options: Mapping[str, object]) -> object:
+    """Several rows of an embedding for each patch, when they are needed."""
+    ids = args[0] if len(args) == 1 and not options else None
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) <= BOUND:
+        return forward(*args, **options)
+    if not hasattr(torch.Tensor, "_make_wrapper_subclass"):
+        return forward(ids)
+
+    def rows(a: int, b: int) -> torch.Tensor:
+        return torch.as_tensor(forward(ids[a:b]))
+
+    one = rows(0, 1)
+    if one.dim() != 3 or one.device.type != "cpu":
+        return forward(ids)
+    return LazyRows.of(torch.Size((len(ids), *one.shape[1:])), one.dtype, rows)
+
+
+# -- what may be cut -------------------------------------------------------------------------------
+
+
+def _how(module: torch.nn.Module, forward: Forward, call: RowCall) -> bool | None:
+    """Whether the rows of such a call look at each other; None where it cannot be cut."""
+    if _is_watched(module) or isinstance(module, PreTrainedModel):  # these give more than rows
+        return None
+    tried, kind = _found_here(), _kind(module, call)
+    if tried is None:
+        return None
+    if kind not in tried:
+        tried[kind] = _try(forward, call)
+    return tried[kind]
+
+
+def _is_watched(module: torch.nn.Module) -> bool:
+    """Whether a hook inside would see pieces where it expects the whole."""
+    inner = (part for part in module.modules() if part is not module)
+    return any(part._forward_hooks or part._forward_pre_hooks for part in inner)
+
+
+def _kind(module: torch.nn.Module, call: RowCall) -> object:
+    """All that a trial depends on: the code, the settings, and the form of weights and input."""
+    parts = tuple(_part(name, part) for name, part in module.named_modules())
+    weights = tuple((n, tuple(p.shape), p.dtype) for n, p in module.named_parameters())
+    windows = len(call.bounds) > 2
+    form = tuple((name, _form(value, call)) for name, value in _named(call))
+    return parts, weights, form, call.axis, call.each, windows, torch.get_num_threads()
+
+
+def _part(name: str, part: torch.nn.Module) -> object:
+    own = vars(part)
+    settings = tuple(
+        (key, value)
+        for key, value in own.items()
+        if isinstance(value, _PLAIN) and not key.startswith("_") and key != "layer_idx"
+    )
+    config = own.get("config")
+    forward = own.get(_FORWARD)
+    given = forward.before if isinstance(forward, PieceForward) else forward
+    attention = getattr(config, "_attn_implementation", None)
+    return name, type(part), type(part).forward, id(given) if given else 0, settings, attention
+
+
+def _named(call: RowCall) -> Iterator[tuple[object, object]]:
+    yield from enumerate(call.args)
+    yield from call.options.items()
+
+
+def _form(value: object, call: RowCall) -> object:
+    """What an argument looks like, whatever the size of the picture."""
+    if isinstance(value, torch.Tensor):
+        length = "bounds" if value.dim() == 1 else -1
+        sizes = tuple(length if size == call.count else size for size in value.shape)
+        return (sizes if value.is_floating_point() else value.dim(), value.dtype)
+    if type(value) in (tuple, list):
+        return tuple(_form(part, call) for part in value)  # type: ignore[attr-defined]
+    return (type(value), value) if isinstance(value, piecewise.PLAIN) else type(value)
+
+
+def _try(forward: Forward, call: RowCall) -> bool | None:
+    """Pieces against one pass, on noise."""
+    try:
+        trial = call.part(0, _trial_rows(call)).random()
+        with LookCount() as counting:
+            whole = trial.to(forward)
+        looks = counting.looks > 0
+        pieces = in_pieces(forward, trial, looks, piecewise.LEAST)
+        alike = same(whole, pieces) and not _is_shared(whole, trial.x)
+    except (CannotCut, RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+    return looks if alike else None
+
+
+def _trial_rows(call: RowCall) -> int:
+    """As many rows as make two pieces of different lengths, or as many tiles."""
+    if call.each > 1:
+        return min(call.count, 2 * -(-piecewise.LEAST // call.each) + 1)
+    enough = 2 * piecewise.LEAST + piecewise.LEAST * 17 // 32
+    if len(call.bounds) > 2:
+        return next(b for b in call.bounds if b >= min(enough, call.count))
+    return min(call.count, enough)
+
+
+def _is_shared(output: object, x: torch.Tensor) -> bool:
+    """A module that hands its input on has nothing to save."""
+    first = output[0] if isinstance(output, tuple) else output
+    return isinstance(first, torch.Tensor) and first.data_ptr() == x.data_ptr()
