@@ -6,6 +6,7 @@ one pass, and the rows that go through the language model are counted.
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ from test_exact import Catch
 from torch.nn import functional
 
 import keepsight as ks
+from keepsight.core import any_cut
 from keepsight.core.kernels import attention, linear, passes
 from keepsight.core.kernels.elementwise import evenly
-from keepsight.core.kernels.linear import Rows, rows_of
+from keepsight.core.kernels.linear import Rows, has_bfloat16, rows_of
 from keepsight.errors import InputError
 from keepsight.scheduler import Together
 
@@ -41,6 +43,8 @@ SHOWN = (
         "deepseek_vl",
         "ovis2",
     ),
+    *("glm4v_moe", "step3p7"),  # whose routers or gates ask for `x.sigmoid()`
+    "gemma4",  # some layers of which read the keys of others
 )
 KINDS = ("qwen3_vl", "sliding", "gemma3_sliding", "cohere2_vision")
 BY_BOUNDARIES = {
@@ -117,7 +121,7 @@ def test_all_families_are_in_one_of_the_lists_or_hold_by_themselves() -> None:
 # -- the promise -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", "internvl", *KINDS])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", "internvl", "gemma4", *KINDS])
 @BOTH
 def test_any_prefix_is_used_to_its_last_token(kind: str, dtype: torch.dtype) -> None:
     """Prompts that share a prefix of any length with one before run their own tokens only."""
@@ -216,7 +220,7 @@ def test_random_edits_forks_and_budgets(seed: int, kind: str) -> None:
 # -- together --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gemma4", *KINDS])
 @BOTH
 def test_decoded_together_is_decoded_alone(kind: str, dtype: torch.dtype) -> None:
     """Sampling with a seed included; who joins and leaves changes no bit."""
@@ -312,13 +316,12 @@ def test_entries_made_by_boundaries_are_of_another_namespace(tmp_path: Path) -> 
 
 @BOTH
 def test_packed_copies_follow_the_weights(dtype: torch.dtype) -> None:
-    import copy
-
     model, processor = build("qwen3_vl", dtype)
     model = copy.deepcopy(model)
     layer = model.get_decoder().layers[0].mlp.down_proj
     with ks.wrap(model, processor, pack=True) as vlm:
-        assert vlm.stats()["engine"]["packed_bytes"] > 0
+        packs = dtype == torch.float32 or has_bfloat16()
+        assert bool(vlm.stats()["engine"]["packed_bytes"]) == packs
         ids = ids_of(vlm, 40)
         before = logits_of(vlm, ids)
         changes = {
@@ -339,9 +342,9 @@ def test_packed_copies_follow_the_weights(dtype: torch.dtype) -> None:
 def test_wrap_packs_nothing_unasked_and_load_does() -> None:
     with wrapped("qwen3_vl") as vlm:
         assert vlm.stats()["engine"]["packed_bytes"] == 0
-    with ks.load("demo") as vlm:
+    with ks.load("demo", dtype="float32") as vlm:
         assert vlm.stats()["engine"]["packed_bytes"] > 0
-    with ks.load("demo", pack=False) as vlm:
+    with ks.load("demo", dtype="float32", pack=False) as vlm:
         assert vlm.stats()["engine"]["packed_bytes"] == 0
     with pytest.raises(InputError, match="pack="):
         wrapped("qwen3_vl", pack="often").__enter__()
@@ -466,6 +469,34 @@ def test_threads_that_share_numbers_leave_none_over(kind: str, three_threads: No
         assert torch.equal(logits_of(vlm, ids), logits_of(other, ids))
 
 
+@pytest.mark.tries_anew
+@pytest.mark.parametrize("act", [torch.nn.ELU(), torch.nn.Mish(), torch.nn.SiLU(inplace=True)])
+def test_activations_that_leave_numbers_over_are_found_out(
+    act: torch.nn.Module, three_threads: None
+) -> None:
+    """A short prompt of even widths has none; a long one that three threads share has."""
+    model, processor = build("qwen3_vl")
+    model = copy.deepcopy(model)
+    for layer in model.get_decoder().layers:
+        layer.mlp.act_fn = act
+    with ks.wrap(model, processor) as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "company" in engine["boundaries_because"]
+
+
+@pytest.mark.parametrize(("dtype", "power"), [(torch.float32, -0.5), (torch.bfloat16, 2)])
+def test_powers_that_are_functions_of_their_own_leave_nothing_over(
+    dtype: torch.dtype, power: float
+) -> None:
+    """As norms use them."""
+    numbers = torch.rand(997, dtype=dtype) + 0.1
+    assert any_cut._leaves_none("pow", [numbers, power])
+    assert not any_cut._leaves_none("pow", [numbers.float(), 1.7])
+    assert not any_cut._leaves_none("pow", [10000.0, numbers.float()])  # as frequencies are made
+    whole = numbers.pow(power)
+    assert all(torch.equal(numbers[:n].clone().pow(power), whole[:n]) for n in range(1, 70))
+
+
 @pytest.mark.parametrize("name", ["silu", "sigmoid", "gelu"])
 def test_a_function_of_numbers_does_not_depend_on_how_many_there_are(
     name: str, three_threads: None
@@ -526,8 +557,6 @@ def test_reports_and_verify_say_which_holds() -> None:
 @pytest.mark.tries_anew
 def test_adapters_of_other_shapes_are_tried_anew() -> None:
     """A shape that was not there when the kernels were tried is tried before it is used."""
-    import copy
-
     from peft import LoraConfig, inject_adapter_in_model
 
     model, processor = build("qwen3_vl")

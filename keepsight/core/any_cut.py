@@ -53,7 +53,12 @@ _PRODUCTS = {
     *("scaled_dot_product_attention", "_linear_pointwise", "_mkl_linear"),
 }
 # Functions of single numbers: those that are left over behind whole vectors come out otherwise.
-_UNEVEN = ("gelu", "silu", "sigmoid", "softplus", "rsqrt")
+_UNEVEN = {
+    *("gelu", "silu", "sigmoid", "softplus", "rsqrt", "elu", "celu", "mish", "pow", "exp2"),
+    *("sinh", "cosh", "atanh", "atan2", "logaddexp", "logaddexp2"),
+}
+_EVEN_POWERS = (0.5, 1, 2, 3, -1, -2)  # each of which is a function of its own
+_UNEVEN_HALVES = ("gelu", "rsqrt", "pow")  # in bfloat16
 _VECTOR = 64
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
@@ -226,7 +231,7 @@ class AnyCut:
         others: set[str] = set()
 
         def run(function: TorchFunction, given: Args, options: Record) -> object:
-            name = str(function).split(".")[1]  # such as aten.mm.default
+            name = str(function).split(".")[1].rstrip("_")  # such as aten.mm.default
             even = name in _UNEVEN and _leaves_none(name, given)
             product = name in _PRODUCTS and not _harmless(given)
             if not is_inside() and not even and (name in _UNEVEN or product):
@@ -344,9 +349,13 @@ def _harmless(args: Sequence[object]) -> bool:
 def _leaves_none(name: str, args: Sequence[object]) -> bool:
     """Whether no number of tokens leaves any over."""
     given = next(arg for arg in args if isinstance(arg, torch.Tensor))
-    if given.dtype == torch.float32 and name == "rsqrt":
+    power = args[1] if name == "pow" and isinstance(args[1], int | float) else None
+    if power in _EVEN_POWERS:
         return True
-    if given.dtype == torch.bfloat16 and name not in ("gelu", "rsqrt"):
+    root = name == "rsqrt" or power == -0.5
+    if given.dtype == torch.float32 and root:
+        return True
+    if given.dtype == torch.bfloat16 and name not in _UNEVEN_HALVES:
         return True
     return torch.get_num_threads() == 1 and given.numel() % (_VECTOR * TOKENS) == 0
 

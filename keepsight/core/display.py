@@ -21,7 +21,7 @@ def described(runtime: Runtime) -> str:
     kind = str(model.config.model_type)
     named = kind if short in ("", kind) else f"{short} ({kind})"
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"{named}, {dtype} on {model.device}"
+    return f"{named}, {dtype} on {model.device}{', closed' if runtime.closed else ''}"
 
 
 class DisplayedModel:

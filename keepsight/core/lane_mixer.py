@@ -48,6 +48,20 @@ class MixerLayer(LinearAttentionLayer):
         self.dtype, self.device = inputs.dtype, inputs.device
         self.is_conv_states_initialized[0] = self.has_previous_state[0] = True
 
+    def block(self, tokens: int) -> int | None:
+        """Where the block of the rule begins that is open (0 without a rule), if so many tokens
+        more lie in it and nothing of them is to be captured; else None."""
+        if self.ends or self._restored or self.inputs() is None:
+            return None
+        if self._open is None:
+            return 0
+        return self._open.block if self._open.stays_open(tokens) else None
+
+    @property
+    def sequence(self) -> OpenSequence | None:
+        """Where the sequence is in a rule, if there is one."""
+        return self._open
+
     def held(self, end: int | None = None) -> Tensors:
         """What a snapshot here holds, or one behind so many tokens of the last pass; not copied."""
         if end is not None:

@@ -6,6 +6,7 @@ A hub id that the Hub lacks or that nobody can ask it for, and a folder whose mo
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -18,6 +19,14 @@ from keepsight.errors import ModelError, UnsupportedModel
 PATIENCE = 2.0  # seconds for the Hub to say that it is there
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "adapter_config.json")
+_READERS = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
 _SENSES = re.compile("vision|visual|image|img|audio|video|pixel|mm_|encoder|thinker", re.IGNORECASE)
 
 
@@ -27,6 +36,7 @@ def check_hub(path: str, revision: str | None) -> None:
         return
     cached = huggingface_hub.try_to_load_from_cache(path, "config.json", revision=revision)
     if isinstance(cached, str):
+        check_folder_sees(os.path.dirname(cached), path)
         return
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ModelError(f"{path!r} is not in the cache of the Hub, and HF_HUB_OFFLINE is set")
@@ -57,7 +67,7 @@ def _asked(path: str, revision: str | None) -> Exception | None:
     return None
 
 
-def check_folder_sees(path: str) -> None:
+def check_folder_sees(path: str, name: str | None = None) -> None:
     """Refuse a folder whose files name a language model and nothing that sees.
 
     What is not plain from them is left to whoever loads the model."""
@@ -70,11 +80,14 @@ def check_folder_sees(path: str) -> None:
         kind, made = config["model_type"], config["architectures"]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    reads = isinstance(made, list) and all(
-        str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in made
-    )
-    if made and reads and "auto_map" not in config and not _SENSES.search(text):
+    reads = isinstance(made, list) and all(str(one).endswith(_READERS) for one in made)
+    if (
+        made
+        and reads
+        and "auto_map" not in config
+        and not _SENSES.search(text.replace("is_encoder_decoder", ""))
+    ):
         raise UnsupportedModel(
-            f"{path!r} has no vision tower: models of type {kind!r} only read text; name a "
+            f"{name or path!r} has no vision tower: models of type {kind!r} only read text; name a "
             "vision-language model"
         )

@@ -44,7 +44,8 @@ class Room(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _NotedKeys:
-    """What a layer gave out last: by these keys, a call of attention is known to be its own."""
+    """What a layer gave out: by these keys, a call of attention is known to be over its room, also
+    where a later layer has no keys of its own and asks for those (Gemma 4)."""
 
     keys: torch.Tensor
     layers: Sequence[Room]
@@ -94,12 +95,12 @@ class Attention:
 
     def __init__(self, seen: set[Heads], doubts: list[str]) -> None:
         self._seen, self._doubts = seen, doubts
-        self._held: _NotedKeys | None = None
+        self._held: dict[int, _NotedKeys] = {}
         self._masks: dict[tuple[object, ...], _Mask] = {}
 
     def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
         """Say in which rooms the keys lie that attention is asked for next."""
-        self._held = _NotedKeys(keys, layers)
+        self._held[id(keys)] = _NotedKeys(keys, layers)
 
     def __call__(
         self,
@@ -129,8 +130,8 @@ class Attention:
     ) -> list[tuple[torch.Tensor, torch.Tensor, int, int | None]]:
         """Keys and values of each sequence in whole blocks, how many of them there are, and of
         several sequences the first that each sees."""
-        held, found = self._held, []
-        if held is not None and held.keys is key:
+        held, found = self._held.get(id(key)), []
+        if held is not None:
             several = len(held.layers) > 1
             for layer in held.layers:
                 if layer.room_k is not None and layer.room_v is not None:

@@ -10,7 +10,7 @@ when it is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +80,20 @@ class OpenSequence:
         return GridState(self.state.clone(), self.rows.clone())
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that takes memory."""
-        return [self.state, self._room, self._keys, self._written]
+    def block(self) -> int:
+        """Where the block begins that is open."""
+        return self.count // BLOCK * BLOCK
+
+    def stays_open(self, count: int) -> bool:
+        """Whether so many rows more lie in the block that is open, and do not end its chunk."""
+        last = self.count + count - 1
+        return self._made and last + 1 < GRID and last // BLOCK * BLOCK == self.block
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it reads and writes."""
+        named = {"room": self._room, "keys": self._keys, "written": self._written}
+        return {"state": self.state, **named}
 
     def advance(
         self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
@@ -99,12 +110,21 @@ class OpenSequence:
 
     def _in_one_block(self, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """New rows of the block that is open; all before it are final."""
-        heads, before = self.heads, self.count
-        start, self.count = before // BLOCK * BLOCK, before + len(rows)
+        before = self.count
+        start, self.count = self.block, before + len(rows)
         self._room[before : self.count] = rows
-        block, total = slice(start, start + BLOCK), self._total(self._room)[0]
         asking = queries.new_zeros(BLOCK, queries.shape[1])
         asking[before - start : self.count - start] = queries
+        found, total = self._read_block(start, asking)
+        if self.count == GRID:
+            self.state = _next(self.state, self._keys, total, self._written)
+            self._clear()
+        return found[:, before - start : before - start + len(rows)].transpose(0, 1)
+
+    def _read_block(self, start: int, asking: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is read for each row of a block, and the decays of its chunk."""
+        heads, block = self.heads, slice(start, start + BLOCK)
+        total = self._total(self._room)[0]
         keys = _keys(heads, self._room[block], 1, BLOCK)
         self._keys[:, block] = keys[0]
         asked = _ask(
@@ -112,11 +132,7 @@ class OpenSequence:
         )
         read = asked.readers[0] @ self.state
         _write(self._written, asked.system[0], asked.values[0] - read[:, :BLOCK], start)
-        found = read[:, BLOCK:] + asked.scores[0] @ self._written
-        if self.count == GRID:
-            self.state = _next(self.state, self._keys, total, self._written)
-            self._clear()
-        return found[:, before - start : before - start + len(rows)].transpose(0, 1)
+        return read[:, BLOCK:] + asked.scores[0] @ self._written, total
 
     def _clear(self) -> None:
         self.count = 0
@@ -167,6 +183,31 @@ class OpenSequence:
             self._keys.copy_(keys[-1])
             self._written.copy_(written)
         return found.transpose(1, 2).flatten(0, 1)[before:count], states
+
+
+class PlacedSequence(OpenSequence):
+    """One that stays in a block, of which a tensor says which rows come next: for a recording."""
+
+    def __init__(
+        self,
+        heads: DeltaHeads,
+        tensors: Mapping[str, torch.Tensor],
+        start: int,
+        places: torch.Tensor,
+    ) -> None:
+        super().__init__(heads)
+        self.state, self._room = tensors["state"], tensors["room"]
+        self._keys, self._written = tensors["keys"], tensors["written"]
+        self._start, self._places = start, places
+
+    def advance(
+        self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, GridState]]:
+        """What is read for these rows."""
+        self._room[self._start : self._start + BLOCK].index_copy_(0, self._places, rows)
+        asking = queries.new_zeros(BLOCK, queries.shape[1])
+        found, _ = self._read_block(self._start, asking.index_copy_(0, self._places, queries))
+        return found.index_select(1, self._places).transpose(0, 1), {}
 
 
 def _rows_of(rows: torch.Tensor, chunks: int, size: int, heads: int) -> torch.Tensor:

@@ -128,6 +128,13 @@ def packs_weights() -> bool:
     return all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies in bfloat16; others are several times slower in it than in
+    float32, in stock code too."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is None or bool(supported())
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """A weight as its kernel reads it fastest."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 64)

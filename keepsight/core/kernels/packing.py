@@ -2,7 +2,7 @@
 
 A copy takes as much memory as its weight. It is made before the first pass that needs it, dropped
 when its weight may have changed, and none is made where memory is short: then weights are read as
-they are, which gives the same bits in more time.
+they are, which takes more time and may round otherwise, so it is tried and named on its own.
 """
 
 from __future__ import annotations

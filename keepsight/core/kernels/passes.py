@@ -1,9 +1,9 @@
 """Our kernels in the place of torch's own, in passes of ours and in no others.
 
 A model calls `torch.nn.functional.linear`, `scaled_dot_product_attention`, `silu` and `sigmoid` by
-name, and `grouped_mm` for experts, so these names are exchanged once in a process. What stands
-there asks whether the thread is in a pass of ours, and else calls torch's own function with the
-same arguments.
+name, the last also as a method, and `grouped_mm` for experts, so these names are exchanged once in
+a process. What stands there asks whether the thread is in a pass of ours, and else calls torch's
+own function with the same arguments.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from keepsight.core.kernels import attention
 from keepsight.core.kernels.delta import DeltaHeads
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Linears
-from keepsight.core.kernels.script import RecordedStep
+from keepsight.core.kernels.script import RecordedStep, StepSize
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
 _stock_grouped = functional.grouped_mm
 _stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
+_stock_sigmoid_of = torch.Tensor.sigmoid
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class Kernels:
     seen: set[attention.Heads] = field(default_factory=set)  # in which attention was asked for
     doubts: list[str] = field(default_factory=list)  # what was met that was not tried
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
-    steps: dict[tuple[int, int], RecordedStep] = field(default_factory=dict)  # by rows and tokens
+    steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
 
 
 @contextmanager
@@ -151,6 +152,13 @@ def _ours_or_stock_sigmoid(input: torch.Tensor, out: torch.Tensor | None) -> tor
     return _evened(_stock_sigmoid, input)
 
 
+def _sigmoid_of(self: torch.Tensor) -> torch.Tensor:
+    """As routers ask for it: `logits.sigmoid()`."""
+    if torch.compiler.is_compiling() or _call() is None:
+        return _stock_sigmoid_of(self)
+    return _evened(_stock_sigmoid_of, self)
+
+
 def _silu(input: torch.Tensor, inplace: bool = False) -> torch.Tensor:
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return _stock_silu(input, inplace)
@@ -230,5 +238,6 @@ def begin() -> None:
     functional.linear = _linear
     functional.grouped_mm = _grouped
     torch.sigmoid, functional.sigmoid = _sigmoid, _sigmoid_by_name
+    torch.Tensor.sigmoid = _sigmoid_of  # type: ignore[assignment, method-assign]
     functional.silu = _silu
     functional.scaled_dot_product_attention = _attention

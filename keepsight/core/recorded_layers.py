@@ -1,0 +1,346 @@
+"""What a recorded step is given of its lanes, and the empty lanes that it is recorded over.
+
+Each step gets the blocks of keys and values that its tokens see, their places in these blocks, and
+masks. Of a layer with a state of fixed size it gets that state, and the list writes into it where
+it lies; the last inputs of a convolution are written beside the old ones, and taken when the whole
+list has run. So a list that fails leaves nothing behind that the model would not write again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from keepsight.core.kernels import attention
+from keepsight.core.kernels.attention import BLOCK, STEP, Room
+from keepsight.core.kernels.delta import BLOCK as RULE_BLOCK
+from keepsight.core.kernels.delta import GRID, DeltaHeads, OpenSequence, PlacedSequence
+from keepsight.core.kernels.passes import attention_here
+from keepsight.core.kernels.recording import CannotRecord, Name
+from keepsight.core.lane_layer import LaneLayer, WindowLayer
+from keepsight.core.lane_mixer import MixerLayer
+from keepsight.core.state import Lane
+
+IDS, POSITIONS = ("ids", 0, None), ("positions", 0, None)
+_INPUTS, _NEXT, _ROWS = "inputs", "next inputs", ("rows", 0, None)
+_SCRATCH_ROWS = 11  # in its block, a scratch lane is so far, or at the block's beginning
+
+Given = dict[Name, torch.Tensor]
+Tokens = Sequence[Sequence[int]]
+
+
+class Decoded(Protocol):
+    """A sequence that decodes."""
+
+    lane: Lane
+    next_positions: torch.Tensor
+
+
+def layers_of(lane: Lane) -> dict[int, LaneLayer]:
+    """The layers of a lane with keys and values, by their numbers."""
+    found = {}
+    for index, layer in enumerate(lane.cache.layers):
+        if type(layer) in (LaneLayer, WindowLayer):
+            found[index] = layer
+        elif type(layer) is not MixerLayer:
+            raise CannotRecord(f"a layer keeps its state in a {type(layer).__name__}")
+    return found
+
+
+def mixers_of(lane: Lane) -> dict[int, MixerLayer]:
+    """Those with a state of fixed size."""
+    layers = enumerate(lane.cache.layers)
+    return {index: layer for index, layer in layers if type(layer) is MixerLayer}
+
+
+def open_block(runs: Sequence[Decoded], count: int) -> int | None:
+    """Where the blocks of the rules begin that are open: a list is for one such place. None where
+    a step does more than go on in them, and is the model's."""
+    mixers = mixers_of(runs[0].lane).values()
+    if len(runs) > 1:
+        return None if mixers else 0
+    begins = {mixer.block(count) for mixer in mixers}
+    if None in begins:
+        return None
+    rules = {mixer.sequence.block for mixer in mixers if mixer.sequence is not None}
+    return rules.pop() if rules else 0
+
+
+def blocks_of(lane: Lane) -> int:
+    """How many such places there are."""
+    has_rule = any(mixer.sequence is not None for mixer in mixers_of(lane).values())
+    return GRID // RULE_BLOCK if has_rule else 1
+
+
+# -- what a step is given --------------------------------------------------------------------------
+
+
+def given_to(
+    runs: Sequence[Decoded], tokens: Tokens, names: Collection[Name], copied: bool
+) -> Given:
+    """What a step is given anew; with `copied`, states that it writes into are copies."""
+    count = len(tokens[0])
+    given: Given = {IDS: torch.tensor(tokens)}
+    positions = [run.next_positions for run in runs]
+    together = positions[0] if len(runs) == 1 else torch.cat(positions, dim=-2)
+    given[POSITIONS] = together if count == 1 else together + torch.arange(count)
+    for row, run in enumerate(runs):
+        layers = layers_of(run.lane)
+        rooms = {index: layer.make_room(count) for index, layer in layers.items()}
+        _add_row(given, row, layers, rooms, run.lane.length, count, names)
+    for index, mixer in mixers_of(runs[0].lane).items():
+        inputs = mixer.inputs()
+        if inputs is None:
+            raise CannotRecord("a layer holds nothing yet")
+        given[_INPUTS, 0, index], given[_NEXT, 0, index] = inputs, torch.empty_like(inputs)
+        if mixer.sequence is not None:
+            for what, tensor in mixer.sequence.tensors.items():
+                given[what, 0, index] = tensor.clone() if copied else tensor
+            first = mixer.sequence.count - mixer.sequence.block
+            given.setdefault(_ROWS, torch.arange(first, first + count))
+    return given
+
+
+def advance(runs: Sequence[Decoded], given: Given, count: int) -> None:
+    """The list has run: the lanes hold its tokens."""
+    for run in runs:
+        for layer in layers_of(run.lane).values():
+            layer.advance(count)
+        for index, mixer in mixers_of(run.lane).items():
+            mixer.take(given[_NEXT, 0, index])
+            if mixer.sequence is not None:
+                mixer.sequence.count += count
+
+
+def written(runs: Sequence[Decoded], given: Given | None, count: int) -> list[torch.Tensor]:
+    """Keys and values of the tokens behind each sequence, and the states that changed with them:
+    with what a list was given, those that it made; else those of the model. Keys are copied."""
+    found = []
+    for run in runs:
+        start = run.lane.length
+        for layer in layers_of(run.lane).values():
+            rooms = [room for room in (layer.room_k, layer.room_v) if room is not None]
+            found += [room[:, :, start : start + count].clone() for room in rooms]
+        for index, mixer in mixers_of(run.lane).items():
+            inputs = given[_NEXT, 0, index] if given is not None else mixer.inputs()
+            states = {} if mixer.sequence is None else mixer.sequence.tensors
+            if given is not None:
+                states = {what: given[what, 0, index] for what in states}
+            found += [one for one in (inputs, *states.values()) if one is not None]
+    return found
+
+
+def _add_row(
+    given: Given,
+    row: int,
+    layers: Mapping[int, LaneLayer],
+    rooms: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+    length: int,
+    count: int,
+    names: Collection[Name] | None,
+) -> None:
+    """What one sequence needs: the blocks of its rooms that its new tokens see, their places in
+    these blocks, and who sees whom."""
+    end = -(-(length + count) // BLOCK) * BLOCK
+    begins: dict[object, int] = {}
+    for index, layer in layers.items():
+        keys, values = rooms[index]
+        begin = begins.get(layer.sight)
+        if begin is None:
+            begin = begins[layer.sight] = (layer.first_seen_by(length) or 0) // BLOCK * BLOCK
+            given["places", row, layer.sight] = torch.arange(length, length + count) - begin
+        given["k", row, index] = keys[:, :, begin:end]
+        given["v", row, index] = values[:, :, begin:end]
+    for name in names or ():
+        _, of, kind = name
+        if isinstance(kind, _Seen) and of == row:
+            layer = layers[kind.layer]
+            given[name] = _mask(layer, length, count, begins[layer.sight], end, kind)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """For whom a mask is: all layers that see what one of them does, in groups of queries."""
+
+    layer: int
+    group: int
+    dtype: torch.dtype
+
+
+def _mask(
+    layer: LaneLayer, length: int, count: int, begin: int, end: int, of: _Seen
+) -> torch.Tensor:
+    """Which keys of the blocks each new token sees, a row for each query of a group; rows that are
+    there for their number only see all."""
+    group, dtype = of.group, of.dtype
+    rows = -(-group * count // STEP) * STEP
+    values = torch.zeros(1, 1, rows, end - begin, dtype=dtype)
+    for number in range(count):
+        place = length + number
+        own = values[0, 0, number : group * count : count]
+        own[:, place + 1 - begin :] = -torch.inf
+        if (first := layer.first_seen_by(place)) is not None and first > begin:
+            own[:, : first - begin] = -torch.inf
+    return values
+
+
+# -- lanes that hold nothing -----------------------------------------------------------------------
+
+
+class Scratch:
+    """Lanes that hold nothing, like those of some sequences, to record a step of theirs over."""
+
+    def __init__(
+        self,
+        runs: Sequence[Decoded],
+        count: int,
+        heads: Collection[attention.Heads],
+        place: int,
+        claimed: int,
+    ) -> None:
+        layers, mixers = layers_of(runs[0].lane), mixers_of(runs[0].lane)
+        positions, rows = runs[0].next_positions, len(runs)
+        self.given: Given = {
+            IDS: torch.full((rows, count), place % 2),
+            POSITIONS: positions.new_zeros(*positions.shape[:-2], rows, count)
+            + torch.arange(place, place + count),
+        }
+        rooms = _rooms(layers)
+        groups = {(all_heads // keys, dtype) for all_heads, keys, _, dtype in heads}
+        sights = {layer.sight: index for index, layer in reversed(layers.items())}
+        for row in range(rows):
+            masks = [("mask", row, _Seen(i, *group)) for i in sights.values() for group in groups]
+            _add_row(self.given, row, layers, rooms, place, count, masks)
+        if mixers:
+            self.given[_ROWS] = torch.arange(count) + place % _SCRATCH_ROWS
+        self.attending = _Attending(self.given, rows, sights)
+        self.layers: list[_Layer | _Mixer] = [
+            _Layer(index, layers[index], self.given, rows, claimed)
+            if index in layers
+            else _Mixer(index, mixers[index], self.given)
+            for index in sorted([*layers, *mixers])
+        ]
+
+
+def _rooms(layers: Mapping[int, LaneLayer]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Rooms of two blocks; alike ones are one."""
+    memory: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def room(like: torch.Tensor | None) -> torch.Tensor:
+        if like is None:
+            raise CannotRecord("a layer holds nothing yet")
+        shape = (*like.shape[:2], 2 * BLOCK, like.shape[-1])
+        return memory.setdefault((*shape, like.dtype), like.new_zeros(shape))
+
+    return {index: (room(layer.room_k), room(layer.room_v)) for index, layer in layers.items()}
+
+
+class _Layer(LaneLayer):
+    """A layer of all lanes, while a step over them is recorded."""
+
+    def __init__(self, index: int, like: LaneLayer, given: Given, rows: int, claimed: int) -> None:
+        super().__init__()
+        self.index, self.like = index, like
+        self._given, self._rows, self._claimed = given, rows, claimed
+        self.is_initialized, self.is_sliding = True, like.is_sliding
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a row for each token into the room of each lane."""
+        for row in range(self._rows):
+            places = self._given["places", row, self.like.sight]
+            for what, states in (("k", key_states), ("v", value_states)):
+                self._given[what, row, self.index].index_copy_(2, places, states[row : row + 1])
+        here = attention_here()
+        if here is not None:
+            here.note(key_states, [self])
+        return key_states, value_states
+
+    def get_seq_length(self, *more: object, **options: object) -> int:
+        """Tokens that the lanes are said to hold."""
+        return self._claimed
+
+    def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
+        """As many, and those that come."""
+        return self._claimed + query_length, 0
+
+
+class _Mixer(MixerLayer):
+    """A layer with a state of fixed size, while a step is recorded."""
+
+    def __init__(self, index: int, like: MixerLayer, given: Given) -> None:
+        super().__init__()
+        self._index, self._given = index, given
+        inputs, sequence = like.inputs(), like.sequence
+        if inputs is None:
+            raise CannotRecord("a layer holds nothing yet")
+        for what in (_INPUTS, _NEXT):
+            given[what, 0, index] = torch.zeros_like(inputs)
+        self.has_previous_state[0] = True
+        if sequence is not None:
+            own = {what: torch.zeros_like(one) for what, one in sequence.tensors.items()}
+            given.update({(what, 0, index): tensor for what, tensor in own.items()})
+            rows = given[_ROWS]
+            self._placed = PlacedSequence(sequence.heads, own, sequence.block, rows)
+
+    def opened(self, heads: DeltaHeads) -> OpenSequence:
+        """The sequence that is recorded."""
+        return self._placed
+
+    def inputs(self) -> torch.Tensor:
+        """The last inputs of the convolution."""
+        return self._given[_INPUTS, 0, self._index]
+
+    def take(self, inputs: torch.Tensor) -> None:
+        """Write them beside the old ones."""
+        self._given[_NEXT, 0, self._index].copy_(inputs)
+
+
+class _Attending:
+    """Attention over rooms and masks that each step is given."""
+
+    def __init__(self, given: Given, rows: int, sights: dict[tuple[int, bool], int]) -> None:
+        self._given, self._count, self._sights = given, rows, sights
+        self._noted: dict[int, tuple[torch.Tensor, _Layer]] = {}
+
+    def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
+        """Say of which layer these keys are."""
+        if isinstance(layers[0], _Layer):
+            self._noted[id(keys)] = keys, layers[0]
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        if id(key) not in self._noted or (mask is not None and mask.shape[1:2] != (1,)):
+            raise CannotRecord("attention is asked for over other keys, or with a mask by head")
+        layer = self._noted[id(key)][1]
+        rows = [self._row(query[row : row + 1], row, layer, scale) for row in range(self._count)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _row(
+        self, query: torch.Tensor, row: int, layer: _Layer, scale: float | None
+    ) -> torch.Tensor:
+        """As `kernels.attention` goes over one lane."""
+        keys, values = (self._given[what, row, layer.index] for what in "kv")
+        _, heads, count, width = query.shape
+        seen = _Seen(self._sights[layer.like.sight], heads // keys.shape[1], query.dtype)
+        mask = self._given.get(("mask", row, seen))
+        if mask is None:
+            raise CannotRecord("its queries are grouped in another way than was tried")
+        rows = query.reshape(1, keys.shape[1], -1, width)
+        wanted = rows.shape[2]
+        if missing := -wanted % STEP:
+            rows = functional.pad(rows, (0, 0, 0, missing))
+        found = attention.plain(rows, keys, values, mask, scale)
+        return found[:, :, :wanted].reshape(1, heads, count, -1)
