@@ -215,8 +215,59 @@ KINDS: dict[str, Callable[[], Iterator[Request]]] = {
     "chats": lambda: (
         chat(json.dumps(f"Hello {n}, what is it?"), ', "max_tokens": 20') for n in itertools.count()
     ),
+    "chats under salts": lambda: (
+        chat(json.dumps("Hello, what is it?"), f', "max_tokens": 4, "cache_salt": "{n}"')
+        for n in itertools.count()
+    ),
+    "statistics under salts": lambda: (
+        get(f"/v1/cache/images?cache_salt={n}") for n in itertools.count()
+    ),
+    "files that are not there": lambda: (
+        get(f"/v1/files/file-{n:064x}") for n in itertools.count()
+    ),
+    "small uploads": lambda: (upload(10, n) for n in itertools.count()),
+    "lists of files": lambda: same(get("/v1/files")),
+    "responses": lambda: (
+        post(
+            "/v1/responses", f'{{"model": "demo", "input": "{n}", "max_output_tokens": 2}}'.encode()
+        )
+        for n in itertools.count()
+    ),
+    "responses that are not there": lambda: (
+        get(f"/v1/responses/resp_{n:032x}") for n in itertools.count()
+    ),
+    "resets": lambda: (
+        post("/v1/cache/reset", f'{{"cache_salt": "{n}"}}'.encode()) for n in itertools.count()
+    ),
+    "refused requests": lambda: same(post(CHAT, b'{"model": "another", "messages": []}')),
+    "pins": lambda: (
+        post(
+            "/v1/cache/pin",
+            json.dumps(
+                {"model": "demo", "messages": [{"role": "user", "content": f"Keep {n}"}]}
+            ).encode(),
+        )
+        for n in itertools.count()
+    ),
+    "prepared conversations": lambda: (
+        chat(json.dumps(f"Hello {n}"), f', "cache_salt": "{n}"', "/v1/prepare")
+        for n in itertools.count()
+    ),
 }
-CROWDS = {"slow connections": 500}  # connections at one time, of those kinds that need many
+CROWDS = {
+    "slow connections": 500,
+    "chats under salts": 16,
+    "statistics under salts": 64,
+    "files that are not there": 64,
+    "small uploads": 16,
+    "lists of files": 32,
+    "responses": 16,
+    "responses that are not there": 64,
+    "resets": 32,
+    "refused requests": 64,
+    "pins": 16,
+    "prepared conversations": 64,
+}  # connections at one time, of those kinds that need many
 
 
 # -- the two clients ---------------------------------------------------------------------------

@@ -151,6 +151,11 @@ def encoded(image: Any, kind: str = "PNG", **options: Any) -> bytes:
 # -- processes ---------------------------------------------------------------------------------
 
 
+def hear_interrupts() -> None:
+    """A shell makes what it starts in the background deaf to Ctrl-C, and all that these start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(script: str, *arguments: Any) -> subprocess.Popen[str]:
     """Python on its own, with this Keepsight; its output is read line by line."""
     return subprocess.Popen(
@@ -159,6 +164,7 @@ def start(script: str, *arguments: Any) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_interrupts,
     )
 
 

@@ -230,6 +230,13 @@ def test_responses_and_their_events(client: openai.OpenAI) -> None:
     short = client.responses.create(model="demo", input="Hello", max_output_tokens=1)
     assert short.status == "incomplete"
     assert short.incomplete_details.reason == "max_output_tokens"
+    plain = final.output_text
+    for more, told in (
+        ({"stop": [plain.split()[2]]}, plain.split(plain.split()[2])[0]),
+        ({"skip_special_tokens": False}, plain + "<|im_end|>"),
+    ):
+        found = client.responses.create(model="demo", input=items[:1], extra_body=more)
+        assert found.output_text == told, more
 
 
 # -- what is remembered ------------------------------------------------------------------------

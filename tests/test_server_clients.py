@@ -30,6 +30,7 @@ from keepsight.cli.app import app
 from keepsight.errors import Closed
 from keepsight.report import Piece
 from keepsight.scheduler import Ticket
+from keepsight.server import intake
 
 ROOT = Path(ks.__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -236,9 +237,11 @@ def test_a_closing_server_finishes_what_runs(server: Live) -> None:
 
 
 def test_a_second_signal_ends_streams_with_an_event(
-    server: Live, caplog: pytest.LogCaptureFixture
+    server: Live, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs is broken off at once, and each client is told; a traceback is for nobody."""
+    """What runs is broken off at once, and each client is told; a traceback is for nobody, also
+    where the rest of a refused body is waited for."""
+    monkeypatch.setattr(intake, "_QUIET", 3600.0)
     script = Scripted(*["word "] * 10_000, wait=0.01)
     with live(server.service.vlm, script) as closing:
         body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True}
@@ -256,8 +259,12 @@ def test_a_second_signal_ends_streams_with_an_event(
         while len(script.tickets) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        for _ in range(2):
+        closing.server.handle_exit(signal.SIGTERM, None)
+        with closing.raw() as half:
+            half.sendall(b"POST /v1/prepare HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert answered(half)[0] == 503
             closing.server.handle_exit(signal.SIGTERM, None)
+            assert half.recv(10) == b""
         for reader in readers:
             reader.join(30)
     assert [end["error"]["code"] for end in ends] == ["shutting_down"] * 2

@@ -46,3 +46,7 @@ def test_a_terminal_shows_short_lines_above_the_address(
     for word in ("POST /v1/chat/completions  200", "4/10 tokens", "1/2 images", "tempature?[2J"):
         assert word in lines[2]
     assert "  404  " in written(bad, "")[2]
+    file = {**bad, "path": "/page/main.js"}
+    assert "  404  " in written(file, "")[2] and "/page/" not in str(
+        written(file | {"status": 200}, "")
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import resource
 import socket
@@ -11,10 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import Live, Scripted, asked, live, png, scene, uri
+from server_harness import Live, Scripted, answered, asked, live, png, scene, uri
 
 import keepsight as ks
 from keepsight.report import Piece
+from keepsight.server import intake, running
 from keepsight.server.config import ApiKey
 
 KEYS = (
@@ -351,6 +353,36 @@ def test_a_refused_body_that_never_comes_is_not_waited_for(
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
+def test_a_refusal_comes_before_the_body_does(vlm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it may take: the rest is read behind it, and a short one costs no connection."""
+    with live(vlm, keys=(ApiKey("ann", "ann-key", requests_per_minute=1),)) as server:
+        monkeypatch.setattr(intake, "_QUIET", 3600.0)
+        body = b'{"model": "demo"}'
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        length = b"Content-Length: %d\r\n" % len(body)
+        known = b"Authorization: Bearer ann-key\r\n"
+        server.call("/v1/cache/explain", {}, headers=bearer("ann"))  # all that may be asked
+        for status, headers, keeps in (
+            (401, length, True),
+            (401, b"Transfer-Encoding: chunked\r\n", False),
+            (401, b"Content-Length: 2000000\r\n", False),
+            (401, length + b"Expect: 100-continue\r\n", True),
+            (429, length + known, True),
+            (503, length + known, True),
+        ):
+            server.service.draining = status == 503
+            with server.raw() as connection:
+                connection.settimeout(20)
+                connection.sendall(head + headers + b"\r\n" + body[:5])
+                answer = http.client.HTTPResponse(connection)
+                answer.begin()
+                assert answer.status == status and json.loads(answer.read())["error"]
+                assert (answer.getheader("connection") != "close") == keeps, headers
+                if keeps:
+                    connection.sendall(body[5:] + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                    assert answered(connection)[0] == (503 if status == 503 else 200)
+
+
 def test_ten_thousand_pictures_are_counted_before_one_is_read(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +428,21 @@ def test_who_only_keeps_connections_keeps_nobody_out(vlm: Any) -> None:
         finally:
             for connection in (*silent, half):
                 connection.close()
+
+
+def test_a_crowd_is_not_looked_through_for_each_that_comes(
+    vlm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Any] = []
+    owes = running.Connection._owes
+    monkeypatch.setattr(running.Connection, "_owes", lambda one: looked.append(one) or owes(one))
+    with live(vlm, Scripted("hi"), max_connections=100) as server:
+        crowd = [server.raw() for _ in range(300)]
+        assert server.chat(user("x"))[0] == 200
+        assert len(server.server.server_state.connections) <= 100 and len(looked) < 300
+        for connection in crowd:
+            connection.close()
+        _until(lambda: len(server.server.config.http_protocol_class.spoke) <= 1)
 
 
 def test_ten_thousand_messages(server: Live) -> None:

@@ -335,3 +335,16 @@ def test_uploads_on_a_slow_disk_hold_up_nothing_else(
             finally:
                 over.set()
             assert [done.result(60) for done in uses] == [200] * 12
+
+
+def test_small_files_are_counted_too() -> None:
+    """However small: each takes memory, and time of whoever counts."""
+    files = Files(1 << 30, 100.0, most=3)
+    ids = [files.put("ann", b"%d" % n, "a", "vision", None, None).id for n in range(3)]
+    files.put("ann", b"0", "a", "vision", None, None)  # one that is there already
+    with pytest.raises(ApiError, match="as many as there may be") as caught:
+        files.put("ann", b"4", "a", "vision", None, None)
+    assert caught.value.status == 413 and caught.value.code == "files_quota_exceeded"
+    files.put("bob", b"4", "a", "vision", None, None)
+    files.delete("ann", ids[0])
+    files.put("ann", b"4", "a", "vision", None, None)

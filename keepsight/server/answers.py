@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from keepsight.scheduler import Ticket, Together
 from keepsight.server.output_parser import OutputParser, OutputPiece, spoken_message
 from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
 from keepsight.server.threads import Threads, is_large
+from keepsight.server.turns import ThreadsInTurn
 
 T = TypeVar("T")
 
@@ -95,9 +96,9 @@ class SchedulerClient:
 
     def __init__(self, together: Together, threads: Threads) -> None:
         self.together, self._threads = together, threads
-        self._others = ThreadPoolExecutor(8, "keepsight-wait")  # no answer waits for these
-        self._counters = ThreadPoolExecutor(2, "keepsight-stats")  # nor do statistics
-        self._cache_threads = ThreadPoolExecutor(4, "keepsight-cache")  # may wait for a disk
+        self._others = ThreadsInTurn(8, "keepsight-wait")  # no answer waits for these
+        self._counters = ThreadsInTurn(2, "keepsight-stats")  # nor do statistics
+        self._cache_threads = ThreadsInTurn(4, "keepsight-cache")  # may wait for a disk
 
     async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
         """Hand in one choice; bad input and a full queue are refused here."""
@@ -164,22 +165,22 @@ class SchedulerClient:
 
     async def work(self, call: Callable[[], T]) -> T:
         """Something else that takes time and computes."""
-        return await asyncio.get_running_loop().run_in_executor(self._others, call)
+        return await self._others.run(call)
 
     async def change_cache(self, call: Callable[[], T]) -> T:
         """Pins and removals: they wait for disks, and whatever else is asked for does not."""
-        return await asyncio.get_running_loop().run_in_executor(self._cache_threads, call)
+        return await self._cache_threads.run(call)
 
     async def count(self, call: Callable[[], T]) -> T:
         """Statistics: they take a moment, and wait for nothing else that is asked for."""
-        return await asyncio.get_running_loop().run_in_executor(self._counters, call)
+        return await self._counters.run(call)
 
     def close(self, drain: float) -> None:
         """Let what runs finish."""
         self.together.close(drain)
         self._threads.close()
         for threads in (self._others, self._counters, self._cache_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
 
 
 def _cancel_late(future: Future[Ticket]) -> None:

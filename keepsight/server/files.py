@@ -18,6 +18,8 @@ from keepsight import digests
 from keepsight.server.errors import ApiError, invalid
 from keepsight.store.layout import CLOCK_SLACK
 
+_MOST = 10_000  # files of one tenant: each takes memory and time, however small it is
+
 
 @dataclass(frozen=True)
 class Upload:
@@ -126,8 +128,9 @@ class Files:
         ttl: float,
         clock: Callable[[], float] = time.time,
         contents: Contents | None = None,
+        most: int = _MOST,
     ) -> None:
-        self.budget, self._ttl, self._clock = budget, ttl, clock
+        self.budget, self._ttl, self._clock, self._most = budget, ttl, clock, most
         self._contents: Contents = InMemory() if contents is None else contents
         self._files = {(f.owner, f.id): f for f in self._contents.known()}
         self._lock = threading.Lock()  # of the list alone
@@ -166,7 +169,16 @@ class Files:
         return new
 
     def _check_room(self, owner: str, size: int, quota: int | None) -> None:
-        own = sum(f.nbytes for f in self._all() if f.owner == owner)
+        sizes = [f.nbytes for f in self._all() if f.owner == owner]
+        own = sum(sizes)
+        if len(sizes) >= self._most:
+            raise ApiError(
+                413,
+                f"there are {len(sizes)} files of this key already, as many as there may be; "
+                "delete some with DELETE /v1/files/ID",
+                param="file",
+                code="files_quota_exceeded",
+            )
         if quota is not None and own + size > quota:
             raise ApiError(
                 413,

@@ -17,6 +17,7 @@ requests = logging.getLogger("keepsight.server.requests")
 
 _ERASE = "\r\x1b[2K"  # the line of the cursor
 _YELLOW, _RED, _DIM, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
+_PAGE = "/page/"
 _SHOWN = 120  # characters of the names that a client sent
 
 
@@ -66,7 +67,14 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         return self._in(_RED if status >= 500 else _YELLOW if status >= 400 else "", short(request))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line where the last one was, and that one below it."""
+        """Write a line where the last one was, and that one below it.
+
+        The page's own files are two dozen lines each time it is opened: those that went well are
+        left out here, and stand in the log that programs read.
+        """
+        request = getattr(record, "request", None)
+        if request and request["path"].startswith(_PAGE) and (request["status"] or 500) < 400:
+            return
         try:
             self.stream.write(f"{_ERASE}{self.format(record)}\n{self._last()}")
             self.flush()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import re
 import time
 import traceback
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,10 +27,12 @@ from keepsight.server import log
 from keepsight.server.callers import Caller, account_from
 from keepsight.server.errors import ApiError, from_error
 from keepsight.server.hosts import host_of, is_loopback, is_own_name
-from keepsight.server.pace import FairPace, Pace
+from keepsight.server.intake import BodyIntake, announced_by, is_long
+from keepsight.server.pace import FairPace
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.schema import ChatRequest
 from keepsight.server.site import FILES
+from keepsight.server.turns import account
 from keepsight.server.unused import HEADER, Unused
 
 if TYPE_CHECKING:
@@ -42,11 +46,6 @@ _ANSWERS = {"/v1/chat/completions", "/v1/responses", "/v1/prepare"}  # what the 
 _READING = 60.0
 _LAST_WORDS = 1.0  # seconds for a client that does not read, when the server ends
 _EVENTS = b"text/event-stream"
-_DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens
-_QUIET = 1.0  # seconds without a byte, after which a refused body is waited for no longer
-_AT_ONCE = 1 << 20  # bytes of a body that come as fast as they can
-_BYTES_A_SECOND = 64 << 20  # of all larger ones, while others are served: taking them in costs time
-_BODIES_HELD = 8  # times the largest body, of all requests together
 
 
 @dataclass
@@ -130,8 +129,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
         self._app, self._service = app, service
         self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}
-        self._held = 0
-        self._pace = Pace(_BYTES_A_SECOND)
+        self._bodies = BodyIntake(service)
         self._answering = 0
         self._turns = FairPace(lambda: self._answering > 0)
 
@@ -162,7 +160,7 @@ class RequestMiddleware:
                 log.note(visit.record())
 
     async def _through(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
-        started = complete = False
+        started = complete = read = False
 
         async def send_on(message: Message) -> None:
             nonlocal started, complete
@@ -182,19 +180,17 @@ class RequestMiddleware:
             await send(message)
 
         async def receive_on() -> Message:
+            nonlocal read
             message = await receive()
             visit.gone |= message["type"] == "http.disconnect" and not complete
+            read |= not message.get("more_body", False)
             return message
 
         try:
-            try:
-                self._admit(scope, visit)
-            except ApiError:
-                await self._discard(receive)
-                raise
+            self._admit(scope, visit)
             if not visit.answers:
                 await self._turn(scope, visit)
-            body = await self._body(receive, visit, _announced(scope))
+            body = await self._bodies.whole(receive_on, announced_by(scope))
             visit.size = len(body)
             try:
                 more = {"visit": visit, "threads": self._service.threads}
@@ -204,7 +200,7 @@ class RequestMiddleware:
                 async with asyncio.timeout(seconds):
                     await self._app(_as_get(scope), _replayed(body, receive_on), send_on)
             finally:
-                self._held -= len(body)
+                self._bodies.done(body)
         except asyncio.CancelledError:
             # Where not even the engine's end has ended it, the server ends it, and it says why.
             if not self._service.draining or visit.gone or (started and not visit.streams):
@@ -220,7 +216,9 @@ class RequestMiddleware:
                 error = ApiError(504, text, code="timeout")
             problem = to_api_error(error, visit)
             if not started and not visit.gone:
-                await respond(send_on, problem)
+                waits = not read and problem.status != 408  # for which enough was waited
+                rest = functools.partial(self._bodies.discard, receive_on) if waits else None
+                await respond(send_on, problem, rest, is_long(announced_by(scope)))
 
     async def _turn(self, scope: Scope, visit: Visit) -> None:
         """Wait until it is the client's turn, while answers of others are being made."""
@@ -242,6 +240,7 @@ class RequestMiddleware:
             return
         shown = headers.get(b"authorization", b"").decode("latin-1")
         visit.caller = self._service.callers.find(shown or None, _host(scope))
+        account.set(visit.caller.account)
         if path.startswith("/v1/") and scope["method"] == "POST":
             visit.caller.admit()
 
@@ -271,55 +270,6 @@ class RequestMiddleware:
             text = "requests from pages of other sites are not allowed; see --allow-origin"
             raise ApiError(403, text, code="origin_not_allowed")
 
-    async def _body(self, receive: Receive, visit: Visit, announced: int) -> bytes:
-        """The whole body, within its limits of size and time. `announced`: how long it will be, as
-        far as its client says."""
-        most = self._service.config.bytes("max_body")
-        parts: list[bytes] = []
-        size, more = 0, True
-        try:
-            if announced > most:
-                raise _too_large(most)
-            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        visit.gone = True
-                        raise ApiError(400, "the client hung up", code="hung_up")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    self._held += len(parts[-1])
-                    more = message.get("more_body", False)
-                    if size > _AT_ONCE and self._service.active > 1:
-                        await self._pace.wait(len(parts[-1]))
-                    if size > most:
-                        raise _too_large(most)
-                    if self._held > _BODIES_HELD * most:
-                        raise ApiError(503, "too many large requests", code="busy", retry_after=2)
-        except BaseException as error:
-            self._held -= size
-            parts.clear()
-            if isinstance(error, TimeoutError):
-                text = "the body took too long to arrive"
-                raise ApiError(408, text, code="body_timeout") from None
-            if more and not visit.gone and isinstance(error, ApiError):
-                await self._discard(receive)
-            raise
-        return b"".join(parts)
-
-    async def _discard(self, receive: Receive) -> None:
-        """Read on for a while: most clients listen to no answer before all is sent. One that sends
-        nothing more may be listening."""
-        left = _DISCARDED * self._service.config.bytes("max_body")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
-                while left > 0:
-                    async with asyncio.timeout(_QUIET):
-                        message = await receive()
-                    left -= len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        return
-
 
 def _shown_path(scope: Scope, known: set[str]) -> str:
     """The path for logs and metrics: ids are left out, and what is no route is one label."""
@@ -339,21 +289,8 @@ def _host(scope: Scope) -> str:
     return str(host)
 
 
-def _announced(scope: Scope) -> int:
-    text = dict(scope["headers"]).get(b"content-length", b"0")
-    return int(text) if text.isdigit() else 0  # which the protocol has checked
-
-
 def _closing() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the body is larger than {most} bytes; upload pictures to /v1/files, or make them smaller",
-        code="body_too_large",
-    )
 
 
 def _as_get(scope: Scope) -> Scope:
@@ -381,15 +318,24 @@ async def last_event(send: Send, problem: ApiError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def respond(send: Send, problem: ApiError) -> None:
-    """An error as a response."""
+async def respond(
+    send: Send,
+    problem: ApiError,
+    rest: Callable[[], Awaitable[None]] | None = None,
+    long: bool = False,
+) -> None:
+    """An error as a response, whole before the rest of the body is waited for. After a long body
+    the connection is not kept."""
     body = json.dumps(problem.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body))}
-    if problem.status in (408, 413):
-        headers["connection"] = "close"  # the rest of the body is not read
+    if problem.status in (408, 413) or (rest is not None and long):
+        headers["connection"] = "close"  # not all of the body may be read
     if problem.status == 401:
         headers["www-authenticate"] = "Bearer"
     headers |= problem.headers()
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": problem.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": rest is not None})
+    if rest is not None:
+        await rest()
+        await send({"type": "http.response.body", "body": b""})

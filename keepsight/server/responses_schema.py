@@ -123,7 +123,9 @@ NAMED: dict[str, str] = {
 }
 ResponsesRequest.NOT_HONOURED = frozenset((*UNSUPPORTED, *NAMED))
 _SAME = (
-    "model", "temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls",
+    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "stop", "skip_special_tokens",
     "service_tier", "user", "safety_identifier", "prompt_cache_key", "cache_salt",
     "chat_template_kwargs", "keepsight", "min_tokens", "ignore_eos", "stop_token_ids",
     "reasoning", "reasoning_effort", "thinking", "enable_thinking", *PixelLimits.model_fields,

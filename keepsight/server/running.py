@@ -11,9 +11,10 @@ import contextlib
 import logging
 import socket
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import h11
 import uvicorn
@@ -133,26 +134,30 @@ class Connection(H11Protocol):
 
     idle = 75.0  # seconds
     most = 4096
+    spoke: ClassVar[OrderedDict[Connection, None]]  # all of a server; who spoke last is last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Watch it; where there are too many, one of them goes."""
         super().connection_made(transport)
         self._seen: object = None
-        self._heard = self.loop.time()
+        self.spoke[self] = None
         if len(self.connections) > self.most:
             self._make_room()
         self._watch = self.loop.call_later(self.idle, self._look)
 
     def data_received(self, data: bytes) -> None:
-        """Note that it came, and when."""
-        self._heard = self.loop.time()
+        """Note that it came."""
+        if self in self.spoke:
+            self.spoke.move_to_end(self)
         super().data_received(data)
 
     def _make_room(self) -> None:
         """Close the connection that has kept silent longest of those whose clients are to speak;
-        where there is none, this one. So idle connections cannot keep other clients out."""
-        owing = [one for one in self.connections if isinstance(one, Connection) and one._owes()]
-        min(owing, key=lambda one: one._heard, default=self).transport.close()
+        where there is none, this one. So idle connections cannot keep other clients out, nor make
+        the server look through all of them."""
+        silent = next((one for one in self.spoke if one._owes()), self)
+        del self.spoke[silent]
+        silent.transport.close()
 
     def _owes(self) -> bool:
         """Whether nothing can happen here before more comes."""
@@ -163,6 +168,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop watching."""
+        self.spoke.pop(self, None)
         if hasattr(self, "_watch"):
             self._watch.cancel()
         super().connection_lost(exc)
@@ -181,7 +187,7 @@ def make_server(service: Service) -> Server:
     """A server that is ready to run."""
     config = service.config
     limits = {"idle": config.seconds("idle_timeout"), "most": config.max_connections}
-    protocol = type("Connection", (Connection,), limits)
+    protocol = type("Connection", (Connection,), {**limits, "spoke": OrderedDict()})
     settings = uvicorn.Config(
         build(service),
         host=config.host,

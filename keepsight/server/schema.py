@@ -213,6 +213,13 @@ class AnswerOptions(PromptOptions):
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Unit | None = None
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    min_p: Unit | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: Stop | None = None
+    skip_special_tokens: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
@@ -261,15 +268,8 @@ class ChatRequest(Rendering, AnswerOptions):
 
     NOT_HONOURED: ClassVar[frozenset[str]] = frozenset((*UNSUPPORTED, *NAMED))
 
-    min_p: Unit | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: Stop | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    skip_special_tokens: bool | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None

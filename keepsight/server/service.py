@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,6 +35,7 @@ from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.sampling import sampling
 from keepsight.server.served_model import ServedModel
 from keepsight.server.threads import LARGE_BODY, LARGE_TEXT, RenderedMessages, Threads
+from keepsight.server.turns import ThreadsInTurn
 from keepsight.server.unused import Unused, is_empty
 from keepsight.server.uploads import contents_for
 
@@ -68,8 +68,8 @@ class Service:
         self.metrics.watch(lambda: vlm.stats(), together.stats)
         self.draining = False
         # These mostly wait for other servers, so they have threads of their own.
-        self._fetching = ThreadPoolExecutor(32, "keepsight-fetch")
-        self._with_files = ThreadPoolExecutor(8, "keepsight-files")  # and these for a disk
+        self._fetching = ThreadsInTurn(32, "keepsight-fetch")
+        self._with_files = ThreadsInTurn(8, "keepsight-files")  # and these for a disk
 
     # -- from bodies to asks ---------------------------------------------------------------------
 
@@ -112,14 +112,14 @@ class Service:
 
         origin = origin_of(messages)
         if origin is BodyOrigin.ELSEWHERE:
-            return await asyncio.get_running_loop().run_in_executor(self._fetching, work)
+            return await self._fetching.run(work)
         if origin is BodyOrigin.DISK:
             return await self.with_files(work)
         return await self.threads.run(work, large=visit.size > LARGE_BODY)
 
     async def with_files(self, call: Callable[[], T]) -> T:
         """Something with uploads or other files: it waits for a disk, and nothing else does."""
-        return await asyncio.get_running_loop().run_in_executor(self._with_files, call)
+        return await self._with_files.run(call)
 
     def _check_names(self, messages: list[schema.ChatMessage], unused: Unused) -> None:
         """Report names of speakers that the template does not show the model."""
@@ -254,7 +254,7 @@ class Service:
         """Let what runs finish, and let go of everything."""
         self.scheduler.close(self.config.seconds("drain"))
         for threads in (self._fetching, self._with_files):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
 
 
 def _too_long(seconds: float) -> ApiError:

@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 from keepsight.kinds import Record
+from keepsight.server.turns import ThreadsInTurn
 
 T = TypeVar("T")
 
@@ -47,14 +48,14 @@ class Threads:
     def __init__(self, active: Callable[[], int]) -> None:
         """`active`: how many requests are being served."""
         self._active = active
-        self._small = ThreadPoolExecutor(_SMALL, "keepsight-small")
+        self._small = ThreadsInTurn(_SMALL, "keepsight-small")
         few = min(_MOST_LARGE, max(1, (os.cpu_count() or 1) // 2))
-        self._large = ThreadPoolExecutor(few, "keepsight-large", _give_way)
+        self.large = ThreadsInTurn(few, "keepsight-large", _give_way)
         self._own = threading.local()
 
     def submit(self, work: Callable[[], T], large: bool = False) -> Future[T]:
         """Do it in some thread."""
-        return self._large.submit(self._rested, work) if large else self._small.submit(work)
+        return self.large.submit(lambda: self._rested(work)) if large else self._small.submit(work)
 
     async def run(self, work: Callable[[], T], large: bool = False) -> T:
         """The result of it, which the event loop waits for."""
@@ -74,8 +75,8 @@ class Threads:
 
     def close(self) -> None:
         """Begin nothing more."""
-        for threads in (self._small, self._large):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._small, self.large):
+            threads.close()
 
 
 def _give_way() -> None:

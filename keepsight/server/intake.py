@@ -1,0 +1,109 @@
+"""Taking in the bodies of requests: within their limits, and what is done with those not wanted.
+
+A refusal is sent at once. Most clients listen to nothing before they have sent all they have, so
+what still comes is read for a while behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from starlette.types import Receive, Scope
+
+from keepsight.server.errors import ApiError
+from keepsight.server.pace import Pace
+
+if TYPE_CHECKING:
+    from keepsight.server.service import Service
+
+_DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens
+_QUIET = 1.0  # seconds without a byte, after which a refused body is waited for no longer
+_AT_ONCE = 1 << 20  # bytes of a body that come as fast as they can
+_BYTES_A_SECOND = 64 << 20  # of all larger ones, while others are served: taking them in costs time
+_BODIES_HELD = 8  # times the largest body, of all requests together
+
+
+class BodyIntake:
+    """All bodies that are held, or still come."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._held = 0
+        self._pace = Pace(_BYTES_A_SECOND)
+
+    async def whole(self, receive: Receive, announced: int | None) -> bytes:
+        """A body within its limits of size and time. `announced`: how long it will be, as far as
+        its client says. Whoever gets it says when it is `done` with."""
+        most = self._service.config.bytes("max_body")
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            if announced is not None and announced > most:
+                raise _too_large(most)
+            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the client hung up", code="hung_up")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._held += len(parts[-1])
+                    more = message.get("more_body", False)
+                    if size > _AT_ONCE and self._service.active > 1:
+                        await self._pace.wait(len(parts[-1]))
+                    if size > most:
+                        raise _too_large(most)
+                    if self._held > _BODIES_HELD * most:
+                        raise ApiError(503, "too many large requests", code="busy", retry_after=2)
+        except BaseException as error:
+            self._held -= size
+            parts.clear()
+            if isinstance(error, TimeoutError):
+                text = "the body took too long to arrive"
+                raise ApiError(408, text, code="body_timeout") from None
+            raise
+        return b"".join(parts)
+
+    def done(self, body: bytes) -> None:
+        """A body is not held any more."""
+        self._held -= len(body)
+
+    async def discard(self, receive: Receive) -> None:
+        """Read on for a while what nobody wants. A client that sends nothing more listens."""
+        left = _DISCARDED * self._service.config.bytes("max_body")
+        try:
+            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
+                while left > 0:
+                    async with asyncio.timeout(_QUIET):
+                        message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return
+        except asyncio.CancelledError:
+            if not self._service.draining:  # else the server ends, and all has been said
+                raise
+
+
+def announced_by(scope: Scope) -> int | None:
+    """How long a body will be, as far as its client says; None where it comes in chunks."""
+    headers = dict(scope["headers"])
+    if b"transfer-encoding" in headers:
+        return None
+    text = headers.get(b"content-length", b"0")
+    return int(text) if text.isdigit() else 0  # which the protocol has checked
+
+
+def is_long(announced: int | None) -> bool:
+    """Whether the rest of a body is not worth keeping a connection for."""
+    return announced is None or announced > _AT_ONCE
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {most} bytes; upload pictures to /v1/files, or make them smaller",
+        code="body_too_large",
+    )

@@ -1,0 +1,106 @@
+"""Threads that clients take in turn, so that nobody's work waits for all that somebody else wants.
+
+Work waits in a line for each account, and the lines take turns. No account has all threads at a
+time: who sends much leaves a quarter of them for the work of others that comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+# Whose request is being served here; tasks that a request begins inherit it.
+account: ContextVar[str] = ContextVar("account", default="the server itself")
+
+
+class ThreadsInTurn:
+    """So many threads, for all accounts together."""
+
+    def __init__(self, count: int, name: str, begin: Callable[[], None] | None = None) -> None:
+        self._pool = ThreadPoolExecutor(count, name, begin)
+        self._most = max(1, count - max(1, count // 4))  # threads of one account at a time
+        self._lines: dict[str, deque[_Work]] = {}  # the account next in turn first
+        self._running: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Do it in some thread, when it is the turn of the account that asks."""
+        work = _Work(call)
+        with self._lock:
+            self._pool.submit(self._do_some)  # raises where all is over
+            self._lines.setdefault(account.get(), deque()).append(work)
+        return work.future
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """The result of it, which the event loop waits for."""
+        return await asyncio.wrap_future(self.submit(call))
+
+    @property
+    def waiting(self) -> int:
+        """How much waits for a thread."""
+        with self._lock:
+            return sum(map(len, self._lines.values()))
+
+    def _do_some(self) -> None:
+        """Work while there is some that may begin. What may not begin now, because its account has
+        all the threads it may have, is begun by the first of those that is done."""
+        whose = self._next(None)
+        while whose is not None:
+            whose = self._next(whose)
+
+    def _next(self, done: str | None) -> str | None:
+        """Do what is next; the account that it was for. `done`: whose work ended before."""
+        with self._lock:
+            if done is not None:
+                self._running[done] -= 1
+                if not self._running[done]:
+                    del self._running[done]
+            may = (name for name in self._lines if self._running[name] < self._most)
+            whose = next(may, None)
+            if whose is None:
+                return None
+            line = self._lines.pop(whose)
+            work = line.popleft()
+            if line:
+                self._lines[whose] = line  # behind all others
+            self._running[whose] += 1
+        work.do()
+        return whose
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            left = [work for line in self._lines.values() for work in line]
+            self._lines.clear()
+        for work in left:
+            work.future.cancel()
+
+
+class _Work(Generic[T]):
+    """One call that waits. Nothing of it is held when nobody wants it any more."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._call: Callable[[], T] | None = call
+        self.future.add_done_callback(self._forget)
+
+    def do(self) -> None:
+        """Call it, unless it was cancelled."""
+        call = self._call
+        if call is None or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(call())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+    def _forget(self, _: Future[T]) -> None:
+        self._call = None
