@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image, ImageChops, ImageStat
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -109,7 +112,11 @@ def test_a_chat_takes_paths_edits_retries_and_removes(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "begins"),
-    [("KITTY_WINDOW_ID", "1", "\x1b_Ga=T"), ("TERM_PROGRAM", "iTerm.app", "\x1b]1337;File=")],
+    [
+        ("KITTY_WINDOW_ID", "1", "\x1b_Ga=T"),
+        ("TERM_PROGRAM", "iTerm.app", "\x1b]1337;File="),
+        ("TERM", "foot", '\x1bPq"1;1;128;128#'),
+    ],
 )
 def test_thumbnails_are_drawn_as_the_terminal_can(
     name: str, value: str, begins: str, monkeypatch: pytest.MonkeyPatch
@@ -129,3 +136,46 @@ def test_thumbnails_are_drawn_as_the_terminal_can(
     assert shown(force_terminal=True, no_color=True) == ""
     monkeypatch.setenv(name, value)
     assert shown(force_terminal=True).startswith(begins)
+
+
+def test_sixels_are_the_picture_dot_by_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read back as a terminal reads them: colours by their numbers, six dots in a character."""
+    for other in ("KITTY_WINDOW_ID", "TERM_PROGRAM", "TMUX", "NO_COLOR"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("TERM", "foot")
+    picture = Scene.of(color="red", shape="circle", size=(96, 64), seed=1).draw()
+    file = io.StringIO()
+    show_thumbnail(picture, Console(file=file, width=80, force_terminal=True))
+    drawn, palette = Image.new("RGB", picture.size), {}
+    x, top, colour = 0, 0, (0, 0, 0)
+    body = file.getvalue().removeprefix('\x1bPq"1;1;96;64').removesuffix("\x1b\\\n")
+    for number, made, mark in re.findall(r"#(\d+)(;2;\d+;\d+;\d+)?|([?-~$-])", body):
+        if made:
+            palette[number] = tuple(round(int(one) * 2.55) for one in made.split(";")[2:])
+        elif number:
+            colour = palette[number]
+        elif mark in "$-":
+            x, top = 0, top + 6 * (mark == "-")
+        else:
+            dots = [row for row in range(6) if (ord(mark) - 63) >> row & 1]
+            for row in dots:
+                drawn.putpixel((x, top + row), colour)
+            x += 1
+    off = ImageChops.difference(drawn, picture)
+    assert max(ImageStat.Stat(off).mean) < 4
+
+
+def test_a_dropped_file_that_is_no_picture_is_not_sent(folder: Path) -> None:
+    Path("my notes.txt").write_text("a note")
+    for line in ("my notes.txt", f"'{folder}/my notes.txt'", f"file://{folder}/my%20notes.txt"):
+        with pytest.raises(InputError, match="my notes.txt is not a picture"):
+            split_pictures(line)
+    assert split_pictures("What says my notes.txt?") == ([], "What says my notes.txt?")
+
+
+def test_one_question_takes_a_pdf_and_a_folder(folder: Path) -> None:
+    Image.open("a.png").save("paper.pdf")
+    words = ["ask", "paper.pdf", "two words", "Compare the pictures.", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["usage"]["images"] == 2

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from hostile import hear_interrupts
 from huggingface_hub import constants
 
 from keepsight.cli.line_editor import completions
@@ -46,13 +49,28 @@ class Terminal:
         }
         command = [sys.executable, "-c", _SCRIPT, how]
         self.child = subprocess.Popen(
-            command, stdin=inner, stdout=inner, stderr=inner, env=environment, close_fds=True
+            command,
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=environment,
+            close_fds=True,
+            preexec_fn=hear_interrupts,
         )
         os.close(inner)
         self.text = ""
 
     def write(self, text: str) -> None:
         os.write(self.end, text.encode())
+
+    def interrupt(self, words: str) -> None:
+        """As Ctrl-C, until the words come: one that falls between a prompt and its reading is heard
+        with the next key only."""
+        for _ in range(30):
+            self.child.send_signal(signal.SIGINT)
+            with contextlib.suppress(AssertionError):
+                self.until(words, 2)
+                break
 
     def until(self, words: str, seconds: float = 60) -> None:
         """Read until the words have come."""
@@ -85,6 +103,13 @@ def test_a_terminal_takes_lines_commands_and_the_end(how: str) -> None:
         terminal.until("ASKED 'What is it?'")
         terminal.write("/imags\r")
         terminal.until("did you mean /images?")
+        terminal.until(">")
+        if how == "edited":
+            terminal.write("half a line\x03")
+            terminal.until("/exit or Ctrl-D ends the chat")
+        else:  # the child has no terminal of its own that would make a signal of it
+            terminal.interrupt("/exit or Ctrl-D ends the chat")
+        terminal.until(">")
         terminal.write("/exit\r")
         terminal.until("ENDED")
     finally:

@@ -156,6 +156,15 @@ REFUSED = {
     ("ask", "none.png", "What?"): "none.png: no image can be read there",
     ("ask", "p.png", "What?", "-m", "demo-hybird"): "did you mean demo-hybrid?",
     ("ask", "p.png", "What?", "-m", "./none"): "there is no such folder",
+    ("ask", "notes.txt", "What?"): "notes.txt is not an image in a format that is opened here",
+    ("verify", "--image", "notes.sight"): "notes.sight: not a Keepsight file",
+    ("ask", "p.png", "What?", "--weights", "int8"): "name one with store= (--store on the",
+    ("verify", "demo", "--runtime", "onnx"): "which needs a folder to lie in",
+    ("chat", "--runtime", "onnx", "--store", "memory://x"): "which needs a folder to lie in",
+    ("serve", "demo", "--runtime", "torch", "--weights", "int8"): "runs in ONNX Runtime or",
+    ("ask", "p.png", "What?", "-m", "bert"): "has no vision tower: models of type 'bert'",
+    ("chat", "some/reader"): "'some/reader' has no vision tower: models of type 'gpt2'",
+    ("chat", "demo", "--store", "full/new"): "nothing can be made in full (No such file",
     ("chat", "text"): "'text' has no vision tower: models of type 'gpt2' only read text",
     ("chat", "some/model"): "is not on this machine and the Hub cannot be reached",
     ("export", "some/model", "--to", "x"): "the Hub cannot be reached",
@@ -178,14 +187,26 @@ def test_what_is_not_there_is_said_before_pytorch_is_imported(tmp_path: Path) ->
     the system's answer about the shut folder is replaced, and so are the Hub and PyTorch's name."""
     picture = tmp_path / "p.png"
     Image.new("RGB", (64, 64)).save(picture)
-    (tmp_path / "notes.txt").write_text("a note")
+    for name in ("notes.txt", "notes.sight"):
+        (tmp_path / name).write_text("a note")
     (tmp_path / "shut").mkdir()
-    (tmp_path / "text").mkdir()
-    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
-    (tmp_path / "text" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "full").mkdir()
+    gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    bert = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "is_encoder_decoder": False}
+    cached = tmp_path / "hub" / "models--some--reader"
+    for folder, config in (("text", gpt2), ("bert", bert), (cached / "snapshots" / "0", gpt2)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0")
     script = (
         "import importlib.metadata as m, importlib.util as u, json, os, sys\n"
         "access, find, version = os.access, u.find_spec, m.version\n"
+        "make, missing = os.mkdir, FileNotFoundError(2, 'No such file or directory')\n"
+        "def mkdir(path, *more):\n"
+        "    if os.path.dirname(path) == 'full': raise missing\n"
+        "    make(path, *more)\n"
+        "os.mkdir = mkdir\n"
         "os.access = lambda path, how: str(path) != 'shut' and access(path, how)\n"
         "u.find_spec = lambda name, *a: None if name == 'gcsfs' else find(name, *a)\n"
         "m.version = lambda name: '2.0+cpu' if name == 'torch' else version(name)\n"
@@ -243,3 +264,18 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     last = json.loads(text.splitlines()[-1])
     assert last["images"] == 3
     assert last["encoded"] <= 1
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_slow_dtype_is_told_on_a_terminal(
+    slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from keepsight.cli import options
+    from keepsight.core.kernels import linear
+
+    monkeypatch.setattr(linear, "has_bfloat16", lambda: not slow)
+    monkeypatch.setattr(options, "_LARGE", 1)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    for dtype, told in (("auto", slow), ("float32", False)):
+        options.load("demo", dtype=dtype).close()
+        assert ("--dtype float32" in capsys.readouterr().err) == told

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from exported_models import exported_by_command
 from exported_models import folder as checkpoint
-from hostile import ROOT, finished, start
+from hostile import ROOT, finished, hear_interrupts, start
 from server_harness import Process
 from typer.testing import CliRunner
 
@@ -73,7 +73,9 @@ def keepsight(folder: Path, *words: str) -> subprocess.Popen[str]:
     """The real command, in a folder."""
     command = [sys.executable, "-m", "keepsight", *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, stdout=pipe, stderr=pipe, text=True, preexec_fn=hear_interrupts
+    )
 
 
 def run(*words: str, given: str | None = None, code: int = 0) -> Any:
@@ -269,6 +271,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_that_a_tracer_swallows_ends_it_before_the_next_step() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background shells have none
     with export._ending_tidily() as go_on:
         go_on()
         with contextlib.suppress(KeyboardInterrupt):

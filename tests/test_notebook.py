@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,9 @@ def test_displays_are_short_and_escaped(demo: Any) -> None:
     assert "&lt;b&gt;shortly" in page and "<b>" not in page and "[image 1, " in page
     assert "reused" in reply.report._repr_html_() and "<details>" in reply._repr_html_()
     assert demo.model.config.model_type in repr(demo)
+    assert re.fullmatch(
+        r"<Medium image, \d+ tokens, key \w{12}…>", repr(chat.messages[1]["content"][0]["image"])
+    )
     reply.text = "<script>"
     assert "<script>" not in reply._repr_html_()
 

@@ -41,6 +41,7 @@ from keepsight.cli.options import (
     Tenant,
     TopP,
     Weights,
+    check_how,
     check_images,
     decoding,
     load,
@@ -145,10 +146,11 @@ def ask(
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     with load(model, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
-        from keepsight.cli.chat import open_image  # start-up time: while the line moves
+        from keepsight.cli.typed_pictures import pictures_at  # start-up time: while the line moves
         from keepsight.core.render import user_message
 
-        messages = [user_message(question, [open_image(name) for name in images])]
+        opened = [picture for name in images for _, picture in pictures_at(name)]
+        messages = [user_message(question, opened)]
         if as_json:
             reply = vlm.chat(messages, **options)
             usage, report_dict = vars(reply.usage), reply.report.to_dict()
@@ -274,14 +276,15 @@ def verify(
     """Cold against warm, and against stock Transformers, on your own model and images."""
     check_images(image or [])
     name = one_model(named, model)
+    check_how(name, runtime, weights, store)
     import random
 
     with loading_line("PyTorch"):
-        from keepsight.cli.chat import open_image
+        from keepsight.cli.typed_pictures import pictures_at
         from keepsight.core.verify import certify
         from keepsight.demo.scene import Scene
 
-    images: list[str | Package | Image] = [open_image(name) for name in image or []]
+    images: list[str | Package | Image] = [p for n in image or [] for _, p in pictures_at(n)]
     images = images or [Scene(random.Random(seed)).draw() for seed in (1, 2)]
     question = prompt or "Describe the picture."
     pixels = (min_pixels, max_pixels)
@@ -306,19 +309,24 @@ def families(as_json: Json = False) -> None:
     with loading_line("PyTorch"):
         from keepsight.models.families import SUPPORTED
 
-    rows = {
-        name: (f"{family.__module__}.{family.__name__}", _about(family))
+    rows = [
+        {
+            "model_type": name,
+            "reuses": family.reuse,
+            "family": f"{family.__module__}.{family.__name__}",
+            "about": _about(family),
+        }
         for name, family in sorted(SUPPORTED.items())
-    }
+    ]
     if as_json:
-        json_line(
-            [{"model_type": n, "family": f, "about": about} for n, (f, about) in rows.items()]
-        )
+        json_line(rows)
         return
-    shown = table("model type", "served by", "about")
-    for name, (family, about) in rows.items():
-        shown.add_row(name, family.removeprefix("keepsight."), about)
+    shown = table("model type", "reuses", "served by")
+    for row in rows:
+        short = row["family"].removeprefix("keepsight.models.families.")
+        shown.add_row(row["model_type"], row["reuses"], short)
     console().print(shown)
+    console().print("--json says what each family is about", style="dim")
 
 
 def _about(family: type[Family]) -> str:

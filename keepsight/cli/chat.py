@@ -24,7 +24,6 @@ from keepsight.cli.terminal import plain, report_table
 from keepsight.cli.thumbnails import show_thumbnail
 from keepsight.cli.typed_pictures import open_pictures, split_pictures
 from keepsight.errors import InputError, KeepsightError
-from keepsight.formats.package import Package
 from keepsight.kinds import Options
 from keepsight.media.medium import Medium
 from keepsight.system import private_files
@@ -35,11 +34,6 @@ if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
 _PROMPT = "> "
-
-
-def open_image(name: str) -> str | Package:
-    """What the library takes for an image named on a command line; `.sight` files are packages."""
-    return Package.load(name) if name.lower().endswith(".sight") else name
 
 
 @dataclass
@@ -86,7 +80,7 @@ class Shell:
                 self.console.print()
                 return
             except KeyboardInterrupt:
-                self.console.print()
+                self._say("\n/exit or Ctrl-D ends the chat")
                 continue
             if not interactive and not line:
                 return

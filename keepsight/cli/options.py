@@ -7,6 +7,7 @@ only where a model is loaded.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,13 +16,23 @@ import typer
 
 from keepsight.cli.loading_line import loading_line
 from keepsight.cli.model_names import check_model
+from keepsight.cli.show_kind import MANIFEST, check_shown
 from keepsight.errors import ImageError, InputError, UnsupportedInput
 from keepsight.kinds import Options, Record
+from keepsight.system.optional import optional
 from keepsight.system.places import check_device, check_store_writable
-from keepsight.system.words import check_dtype, check_runtime, check_weights
+from keepsight.system.words import (
+    check_dtype,
+    check_export_place,
+    check_runtime,
+    check_together,
+    check_weights,
+)
 
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
+
+_LARGE = 50_000_000  # parameters, from which on it matters how fast a dtype is
 
 
 def refused_by(check: Callable[[str], None]) -> Callable[[str | None], str | None]:
@@ -120,10 +131,36 @@ def one_model(named: str | None, option: str | None) -> str:
 
 
 def check_images(names: Iterable[str]) -> None:
-    """Refuse an image file that is not there, before anything slow is imported."""
+    """Refuse a file that is not there or is no picture, before anything slow is imported."""
     for name in names:
-        if not re.match("[a-z]{2,}:", name, re.IGNORECASE) and not Path(name).exists():
+        if re.match("[a-z]{2,}:", name, re.IGNORECASE):
+            continue
+        path = Path(name)
+        if not path.exists():
             raise ImageError(f"{name}: no image can be read there (No such file or directory)")
+        if path.suffix.lower() == ".sight":
+            check_shown(path)
+        elif path.suffix.lower() == ".pdf":
+            optional("pypdfium2", "pdf")
+        elif path.is_file():
+            _check_picture(path, name)
+
+
+def _check_picture(path: Path, name: str) -> None:
+    from keepsight.media import pictures  # start-up time: it imports Pillow
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ImageError(f"{name}: no image can be read there ({error.strerror})") from None
+    pictures.size_of(data, name)
+
+
+def check_how(model: str, runtime: str | None, weights: str | None, store: str | None) -> None:
+    """Refuse a runtime or weights that cannot be had together, or nowhere; an export has both."""
+    check_together(runtime, weights)
+    if not (Path(model).expanduser() / MANIFEST).is_file():
+        check_export_place(runtime, weights, store)
 
 
 def load(
@@ -139,6 +176,7 @@ def load(
 ) -> VLM:
     """The model that the options speak of; on a terminal a line moves until it is there."""
     check_model(model)
+    check_how(model, options.get("runtime"), options.get("weights"), store)
     with loading_line(model):
         from transformers import logging
 
@@ -153,7 +191,27 @@ def load(
         options |= {"store": store or "", "remote": remote or "", "tenant": tenant}
         if options.get("runtime") or options.get("weights"):
             options["tell"] = lambda line: typer.echo(line, err=True)
-        return ks.load(model, dtype=dtype, device_map=device_map, **options)
+        vlm = ks.load(model, dtype=dtype, device_map=device_map, **options)
+    if dtype == "auto" and sys.stderr.isatty():
+        _warn_of_slow_dtype(vlm)
+    return vlm
+
+
+def _warn_of_slow_dtype(vlm: VLM) -> None:
+    """Say what makes a model that is no demo several times slower than it could be here."""
+    import torch
+
+    from keepsight.core.kernels.linear import has_bfloat16  # start-up time
+
+    model = vlm.model
+    if model.dtype != torch.bfloat16 or model.device.type != "cpu" or has_bfloat16():
+        return
+    if model.num_parameters() >= _LARGE:
+        typer.echo(
+            "this CPU has no instructions for bfloat16: prompts and pictures are several times "
+            "faster with --dtype float32, which takes twice the memory",
+            err=True,
+        )
 
 
 def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, int]:

@@ -6,9 +6,11 @@ commands need not import what the server needs. A flag that is given wins over t
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib.util
 import inspect
+import io
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -181,9 +183,24 @@ def _loaded(settings: ModelSettings) -> VLM:
 
 
 def some_picture() -> str:
-    """A picture for the line to try: the example where it lies here, else a name to replace."""
-    found = (name for name in ("picture.png", "examples/picture.png") if os.path.isfile(name))
-    return next(found, "picture.png")
+    """A picture in base64 for the line to try: the shell reads the example where it lies here; else
+    a red disc, so that the line works as pasted."""
+    for name in ("picture.png", "examples/picture.png"):
+        if os.path.isfile(name):
+            return f"""'"$(base64 < {name} | tr -d '\\n')"'"""
+    return _disc()
+
+
+def _disc(side: int = 96) -> str:
+    from PIL import Image, ImageDraw  # start-up time
+
+    picture = Image.new("P", (side, side), 0)
+    picture.putpalette([255, 255, 255, 220, 40, 40])
+    edge = side // 4
+    ImageDraw.Draw(picture).ellipse((edge, edge, side - edge, side - edge), fill=1)
+    written = io.BytesIO()
+    picture.save(written, "PNG", optimize=True, bits=1)
+    return base64.b64encode(written.getvalue()).decode()
 
 
 def _say(name: str, config: ServerConfig, port: int) -> str:
@@ -198,8 +215,7 @@ def _say(name: str, config: ServerConfig, port: int) -> str:
     typer.echo(
         f"  curl http://{host}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json'"
         f""" -d '{{"model": "{shown}", "messages": [{{"role": "user", "content": [{{"type": """
-        """"image_url", "image_url": {"url": "data:image/png;base64,'"$(base64 < """
-        f"""{some_picture()} | tr"""
-        """ -d '\\n')"'"}}, {"type": "text", "text": "What is in the picture?"}]}]}'"""
+        """"image_url", "image_url": {"url": "data:image/png;base64,"""
+        f"""{some_picture()}"}}}}, {{"type": "text", "text": "What is in the picture?"}}]}}]}}'"""
     )
     return where

@@ -10,7 +10,8 @@ from pathlib import Path
 from keepsight.errors import InputError, NotKeepsightFile
 
 _HEADER = 8  # bytes that say how long the record is, before its first brace
-_PARTS = ("keepsight.json", "graphs")  # of an export, whole or damaged
+MANIFEST = "keepsight.json"  # of an export
+_PARTS = (MANIFEST, "graphs")  # of an export, whole or damaged
 
 
 def check_shown(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Draws a small picture in a terminal: kitty's and iTerm's protocols, colour blocks elsewhere.
+"""Draws a small picture in a terminal: by kitty's or iTerm's protocol, sixel, or colour blocks.
 
 Where colours cannot be seen, in a pipe or with NO_COLOR, nothing is drawn.
 """
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _COLUMNS = 16
 _PIXELS = 256  # the longer side of what is sent to a terminal
+_SIXELS = 128  # the same for sixel, which is drawn dot by dot
+_COLOURS = 64
+_WITH_SIXEL = ("foot", "mlterm", "contour", "yaft", "xterm-sixel")  # as TERM
 _CHUNK = 4096  # characters that kitty takes at once
 
 
@@ -30,7 +33,7 @@ def show_thumbnail(picture: Image, console: Console) -> None:
     if protocol is None:
         console.print(thumbnail(picture, _COLUMNS))
         return
-    sent = _kitty(_png(picture)) if protocol == "kitty" else _iterm(_png(picture))
+    sent = {"kitty": _kitty, "iterm": _iterm, "sixel": _sixel}[protocol](picture)
     console.file.write(sent + "\n")
     console.file.flush()
 
@@ -44,7 +47,11 @@ def _protocol() -> str | None:
         "xterm-ghostty",
     ):
         return "kitty"
-    return "iterm" if os.environ.get("TERM_PROGRAM") in ("iTerm.app", "WezTerm") else None
+    program = os.environ.get("TERM_PROGRAM")
+    if program in ("iTerm.app", "WezTerm"):
+        return "iterm"
+    sixel = program == "mintty" or os.environ.get("TERM", "").startswith(_WITH_SIXEL)
+    return "sixel" if sixel else None
 
 
 def _png(picture: Image) -> str:
@@ -55,7 +62,8 @@ def _png(picture: Image) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _kitty(data: str) -> str:
+def _kitty(picture: Image) -> str:
+    data = _png(picture)
     chunks = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
     first = f"a=T,f=100,c={_COLUMNS},q=2,"
     return "".join(
@@ -64,5 +72,27 @@ def _kitty(data: str) -> str:
     )
 
 
-def _iterm(data: str) -> str:
+def _iterm(picture: Image) -> str:
+    data = _png(picture)
     return f"\x1b]1337;File=inline=1;width={_COLUMNS};preserveAspectRatio=1:{data}\x07"
+
+
+def _sixel(picture: Image) -> str:
+    """Bands of six rows; in each, for every colour in it, which of the six dots have it."""
+    small = picture.convert("RGB")
+    small.thumbnail((_SIXELS, _SIXELS))
+    width, height = small.size
+    reduced = small.quantize(_COLOURS)
+    palette = reduced.getpalette() or []
+    dots = reduced.tobytes()
+    out = [f'\x1bPq"1;1;{width};{height}']
+    for colour in sorted(set(dots)):
+        shares = (round(part * 100 / 255) for part in palette[3 * colour : 3 * colour + 3])
+        out.append(f"#{colour};2;{';'.join(map(str, shares))}")
+    for top in range(0, height, 6):
+        band: dict[int, bytearray] = {}
+        for at in range(top * width, min(top + 6, height) * width):
+            row, x = divmod(at, width)
+            band.setdefault(dots[at], bytearray(b"?" * width))[x] += 1 << (row - top)
+        out.append("$".join(f"#{colour}{bits.decode()}" for colour, bits in band.items()) + "-")
+    return "".join(out) + "\x1b\\"

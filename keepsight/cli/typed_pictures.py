@@ -51,6 +51,7 @@ def split_pictures(line: str) -> tuple[list[str], str]:
     """
     if _is_picture(_path_of(line), alone=True):  # a dropped path with spaces
         return [_path_of(line)], ""
+    _check_not_a_file(_path_of(line))
     found: list[str] = []
     text = ""
     end = 0
@@ -79,6 +80,12 @@ def _split_word(word: str, leading: bool) -> tuple[str | None, str]:
     if os.sep in path and Path(path).suffix.lower() in SUFFIXES:
         raise InputError(f"{path}: there is no such picture; nothing was sent")
     return None, ""
+
+
+def _check_not_a_file(path: str) -> None:
+    """Refuse a dropped file that is no picture: the model would be asked about its name."""
+    if "\0" not in path and os.path.isfile(path):
+        raise InputError(f"{path} is not a picture that is opened here; nothing was sent")
 
 
 def _is_picture(path: str, alone: bool) -> bool:
@@ -113,7 +120,11 @@ def _file_name(path: str) -> str:
 
 def open_pictures(name: str) -> list[tuple[str, str | Package | Image]]:
     """What the library takes for a typed name, each with the name to show: one, or several."""
-    path = _path_of(name)
+    return pictures_at(_path_of(name))
+
+
+def pictures_at(path: str) -> list[tuple[str, str | Package | Image]]:
+    """The same for a path as it is on disk."""
     if os.path.isdir(path):
         files = sorted(p for p in Path(path).iterdir() if p.suffix.lower() in SUFFIXES - {".pdf"})
         _bound(path, len(files))

@@ -44,7 +44,7 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import DeviceMap, Dtype, Options, Record
 from keepsight.models import loading
 from keepsight.runtimes.manifest import Manifest, is_export, read
-from keepsight.system.words import check_runtime, check_weights
+from keepsight.system.words import check_export_place, check_together
 from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,13 @@ class Wanted:
     @property
     def store(self) -> Path | None:
         """The folder of the store, where one was named."""
+        return Path(self._named).expanduser() if self._named else None
+
+    @property
+    def _named(self) -> str | None:
         named = self.options.get("store")
         given = named if named is not None else os.environ.get("KEEPSIGHT_STORE")
-        return Path(given).expanduser() if given else None
+        return os.fspath(given) if given else None
 
     def in_torch(self, other: Options = _AS_GIVEN) -> VLM:
         """The checkpoint itself."""
@@ -110,12 +114,8 @@ class Wanted:
     @property
     def place(self) -> Path:
         """The folder of all exports."""
-        if self.store is None:
-            raise InputError(
-                "a runtime other than torch runs an export, which needs a folder to lie in: name "
-                "one with store=, or make the export with `keepsight export` and load its folder"
-            )
-        return self.store / _FOLDER
+        check_export_place("onnx", None, self._named)
+        return Path(self._named or "").expanduser() / _FOLDER
 
     @functools.cached_property
     def checkpoint(self) -> str:
@@ -155,7 +155,7 @@ def load(
     each step of what takes long.
     """
     name = os.fspath(name)
-    _check_words(runtime, weights)
+    check_together(runtime, weights)
     check_options(options)
     wanted = Wanted(name, weights, device_map, dtype, revision, vision, options, tell)
     path = loading.model_path(name)
@@ -172,18 +172,6 @@ def load(
     weights = weights or ("as loaded" if chosen == TORCH else "float32")
     found.chosen_runtime = {"name": chosen, "weights": weights, "because": why}
     return found
-
-
-def _check_words(runtime: str | None, weights: str | None) -> None:
-    if runtime is not None:
-        check_runtime(runtime)
-    if weights is not None:
-        check_weights(weights)
-    if weights is not None and runtime == TORCH:
-        raise UnsupportedInput(
-            f"weights={weights!r} runs in ONNX Runtime or OpenVINO: name runtime='onnx', "
-            "'openvino' or 'auto', or load a checkpoint that is quantised already"
-        )
 
 
 def _check_export(path: str, runtime: str | None, weights: str | None) -> None:

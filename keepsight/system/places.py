@@ -77,6 +77,21 @@ def check_store_writable(address: str | os.PathLike[str]) -> None:
             f"{text} cannot be a store: {there} cannot be written by this user; name another "
             "folder, or leave the store out"
         )
+    _check_can_hold(there, text)
+
+
+def _check_can_hold(there: Path, text: str) -> None:
+    """Refuse where no folder can be made: of some places, such as /proc, the system says that they
+    can be written, and means something else."""
+    tried = there / f".keepsight-{os.getpid()}"
+    try:
+        tried.mkdir()
+        tried.rmdir()
+    except OSError as error:
+        raise StoreError(
+            f"{text} cannot be a store: nothing can be made in {there} "
+            f"({error.strerror or error}); name another folder, or leave the store out"
+        ) from None
 
 
 def _nearest(path: Path) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from keepsight.errors import InputError, UnknownOption
+from keepsight.errors import InputError, UnknownOption, UnsupportedInput
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 RUNTIMES = ("torch", "onnx", "openvino", "mlx", "auto")
@@ -41,6 +41,30 @@ def check_weights(name: str) -> None:
     if name not in WEIGHTS:
         known = ", ".join(map(repr, WEIGHTS))
         raise InputError(f"weights={name!r} is not known; known: {known}")
+
+
+def check_together(runtime: str | None, weights: str | None) -> None:
+    """Refuse a runtime or weights that there are not, and narrow weights where none can run."""
+    if runtime is not None:
+        check_runtime(runtime)
+    if weights is not None:
+        check_weights(weights)
+    if weights is not None and runtime == "torch":
+        raise UnsupportedInput(
+            f"weights={weights!r} runs in ONNX Runtime or OpenVINO: name runtime='onnx', "
+            "'openvino' or 'auto', or load a checkpoint that is quantised already"
+        )
+
+
+def check_export_place(runtime: str | None, weights: str | None, store: str | None) -> None:
+    """Refuse an export that has no folder to lie in."""
+    wanted = runtime in EXPORTS or (weights is not None and runtime in (None, "auto"))
+    if wanted and (not store or "://" in store):
+        raise InputError(
+            "a runtime other than torch runs an export, which needs a folder to lie in: name one "
+            "with store= (--store on the command line), or make the export with `keepsight export` "
+            "and load its folder"
+        )
 
 
 def check_export_words(runtime: str, quantised: str | None) -> None:
