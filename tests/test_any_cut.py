@@ -236,12 +236,13 @@ def test_decoded_together_is_decoded_alone(kind: str, dtype: torch.dtype) -> Non
         with together:
             asked = list(enumerate(zip(chats, counts, strict=True)))
             catches = [Catch() for _ in chats]
-            tickets = [
-                together.submit(
-                    c, max_new_tokens=n, seed=i, logits_processor=[catches[i]], **options
-                )
-                for i, (c, n) in asked
-            ]
+            with vlm.runtime.lock:  # nothing is computed until all have come
+                tickets = [
+                    together.submit(
+                        c, max_new_tokens=n, seed=i, logits_processor=[catches[i]], **options
+                    )
+                    for i, (c, n) in asked
+                ]
             replies = [ticket.result().tokens for ticket in tickets]
             assert together.stats()["rows_per_pass"] > 1.2
         for i, (chat, count) in asked:
