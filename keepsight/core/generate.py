@@ -212,7 +212,7 @@ def _prompts(
     rows = [row[keep] for row, keep in zip(all_ids, mask, strict=True)]
     _check_placeholders(runtime, tensors, np.concatenate(rows))
     waiting: dict[str, list[Medium]] = {kind: [] for kind in family.placeholders}
-    for pixels in _split(runtime, tensors, rows):
+    for pixels in split_media(runtime, tensors, rows):
         waiting[pixels.modality].append(vision.name_pixels(pixels))
     prompts, used = [], dict.fromkeys(waiting, 0)
     for i, row in enumerate(rows):
@@ -231,7 +231,8 @@ def _prompts(
     return prompts
 
 
-def _split(runtime: Runtime, tensors: Inputs, rows: list[np.ndarray]) -> list[Pixels]:
+def split_media(runtime: Runtime, tensors: Inputs, rows: list[np.ndarray]) -> list[Pixels]:
+    """The media in a processor's tensors; what no processor makes is refused."""
     try:
         return runtime.family.split(tensors, rows)
     except KeepsightError:

@@ -23,6 +23,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from keepsight.core.generate import Generated, GenerateRequest, request, run
 from keepsight.core.runtime import Runtime
 from keepsight.core.sampling import DEFAULT_GENERATE_TOKENS, check_length, sampler
+from keepsight.core.stock_features import pixels_in, with_features
 from keepsight.core.stock_forward import InstalledForward
 from keepsight.errors import Forked, InputError, KeepsightError, ModelError, UnsupportedInput
 from keepsight.kinds import Options
@@ -43,6 +44,8 @@ _STOCK_ONLY: dict[str, tuple[object, ...]] = {
     "custom_generate": (None,),
     "inputs_embeds": (None,),  # without ids upstream lays positions out in another way
 }
+# With these a call of stock code lays its prompt out in ways of its own.
+_AS_PIXELS = ("custom_generate", "inputs_embeds", "past_key_values", "mm_encoder_outputs")
 _CALLERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _OURS = ("exact", "seed", "stop", "tenant", "skip_special_tokens", "max_tokens")
 _Ref = weakref.ReferenceType["InstalledGenerate"]
@@ -164,19 +167,47 @@ class InstalledGenerate:
         self._mine.report = self._latest = report
 
     def _stock(self, why: str, args: tuple[object, ...], options: Options) -> object:
-        """The model's own `generate`, in turns with ours: both use the model's own state."""
+        """The model's own `generate`, in turns with ours: both use the model's own state. It gets
+        remembered features in place of pixels where it can use them."""
+        notes = [f"handed to the model's own generate: {why}"]
         with _turn(self._runtime):
+            try:
+                args, options, report = self._with_features(args, options)
+            except KeepsightError as error:
+                report = Report(notes=[f"its pictures went as pixels: {error}"])
+            except TypeError:  # arguments that the signature does not take
+                report = Report()
             found = self.stock(*args, **options)
-        self._note(Report(notes=[f"handed to the model's own generate: {why}"]))
+        report.notes[:0] = notes
+        self._note(report)
         return found
+
+    def _with_features(
+        self, args: tuple[object, ...], options: Options
+    ) -> tuple[tuple[object, ...], Options, Report]:
+        """The same call with features in place of pixels; refuses what cannot be served so."""
+        runtime = self._runtime
+        given = self._given(args, options)
+        if given.get("inputs") is not None and given.get("input_ids") is None:
+            given["input_ids"] = given.pop("inputs")
+        if not pixels_in(runtime.family, given):
+            return args, options, Report()
+        for name in _AS_PIXELS:
+            if given.get(name) is not None:
+                raise UnsupportedInput(f"{name} is the caller's own")
+        stage = "the model's own generate"
+        return (), *with_features(runtime, self._tenant, given, stage, True)
+
+    def _given(self, args: tuple[object, ...], options: Options) -> Options:
+        """The arguments of a call by name; a TypeError where the signature does not take them."""
+        given: Options = dict(self._signature.bind(*args, **options).arguments)
+        return given | given.pop("kwargs", {})
 
     def _asked(self, args: tuple[object, ...], options: Options) -> GenerateRequest:
         """The request, checked to its last option; raises where it is not ours to serve."""
         runtime = self._runtime
         runtime.require_answers()
-        bound = self._signature.bind(*args, **options)
-        given: Options = dict(bound.arguments)
-        given |= given.pop("kwargs", {})
+        given = self._given(args, options)
         inputs = given.pop("inputs", None)
         for name, harmless in _STOCK_ONLY.items():
             if not any(given.get(name) is value for value in harmless):

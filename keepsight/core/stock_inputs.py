@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from keepsight.core.runtime import Runtime
+from keepsight.core.stock_features import repeatable
 from keepsight.kinds import Inputs, Record
 from keepsight.prefix.prompt import Prompt
 
@@ -24,5 +25,5 @@ def stock_inputs(
     inputs |= {name: tensor.to(device) for name, tensor in more.items()}
     if prompt.media and features:
         parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
-        inputs |= family.feature_inputs(parts, ids)
+        inputs |= repeatable(family, parts, ids)
     return inputs
