@@ -201,7 +201,8 @@ class InstalledGenerate:
     def _given(self, args: tuple[object, ...], options: Options) -> Options:
         """The arguments of a call by name; a TypeError where the signature does not take them."""
         given: Options = dict(self._signature.bind(*args, **options).arguments)
-        return given | given.pop("kwargs", {})
+        given |= given.pop("kwargs", {})
+        return given
 
     def _asked(self, args: tuple[object, ...], options: Options) -> GenerateRequest:
         """The request, checked to its last option; raises where it is not ours to serve."""
