@@ -18,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from PIL import Image
@@ -209,6 +209,9 @@ class Scripted:
 
     def named(self, messages: Any, tenant: str, learn: bool = False) -> Any:
         return messages
+
+    def beside(self, account: str) -> Any:
+        return nullcontext()
 
     def submit(self, messages: Any, **options: Any) -> Ticket:
         if self.busy:

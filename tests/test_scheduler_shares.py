@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,13 @@ from hypothesis import strategies as st
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight.core.call import Call
 from keepsight.core.lane_batch import LaneBatch
+from keepsight.core.turn import Turn
 from keepsight.errors import Busy
 from keepsight.scheduler import Ticket, Together
 from keepsight.scheduler.admission import Admission
+from keepsight.scheduler.guests import Guests
 from keepsight.scheduler.shares import Shares
 from keepsight.system.accounts import under_salt
 
@@ -72,7 +78,7 @@ def test_who_comes_is_not_paid_for_having_been_away() -> None:
         shares.spend(["greedy"], 0.1)
     shares.enter("small")
     assert shares.is_held_back("greedy")
-    shares.spend(["small"], 0.2)
+    shares.spend(["small"], 0.4)
     assert shares.is_held_back("greedy") is False
 
 
@@ -85,7 +91,7 @@ def test_who_asks_for_little_does_not_wait_for_a_large_piece_of_others() -> None
     for _ in range(3):  # its prompt and two tokens, together less than one step of the twelve
         shares.spend(["small"], 0.01)
         assert shares.is_held_back("greedy")
-    shares.spend(["small"], 0.2)
+    shares.spend(["small"], 0.4)
     assert not shares.is_held_back("greedy")
 
 
@@ -99,7 +105,127 @@ def test_nobody_is_held_back_for_good() -> None:
         if not shares.is_held_back("greedy"):
             shares.spend(["greedy"] * 2, 0.1)
             went += 1
-    assert 60 <= went <= 70  # 0.15 each, beside 10 of the small one
+    assert 30 <= went <= 35  # 0.3 each, beside 10 of the small one
+
+
+def test_time_beside_the_model_is_charged_to_who_asks_for_much() -> None:
+    shares = Shares()
+    for account in ("greedy", "greedy", "small"):
+        shares.enter(account)
+    shares.spend_beside("greedy", 0.1)
+    shares.spend_beside("small", 0.1)
+    shares.spend(["small"], 0.2)
+    assert shares.is_held_back("greedy")  # its 0.3 against 0.2
+    shares.spend(["small"], 0.2)
+    assert not shares.is_held_back("greedy")
+
+
+# -- other work with the model --------------------------------------------------------------------
+
+
+class Visits:
+    """Other work of accounts, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.shares, self.admission = Shares(), Admission(1)
+        self.guests = Guests(self.shares, self.admission)
+        self.inside: list[str] = []
+        self.ends: dict[str, threading.Event] = {}
+        self.threads: list[threading.Thread] = []
+
+    def come(self, account: str, number: int = 0) -> str:
+        name = f"{account} {number}"
+        begun, self.ends[name] = len(self.guests._came), threading.Event()
+
+        def work() -> None:
+            with self.guests.turn(account):
+                self.inside.append(name)
+                self.ends[name].wait(20)
+
+        self.threads.append(threading.Thread(target=work, daemon=True))
+        self.threads[-1].start()
+        until(lambda: len(self.guests._came) == begun + 1)
+        return name
+
+    def go(self, name: str) -> None:
+        left = len(self.guests._left)
+        self.ends[name].set()
+        until(lambda: len(self.guests._left) == left + 1)
+
+    def look(self, count: int) -> list[str]:
+        """Who has had a turn, once so many have."""
+        self.guests.look()
+        until(lambda: len(self.inside) >= count)
+        return self.inside
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_account_has_one_other_work_at_a_time() -> None:
+    visits = Visits()
+    first, second = visits.come("greedy", 0), visits.come("greedy", 1)
+    visits.come("small")
+    assert sorted(visits.look(2)) == [first, "small 0"]
+    visits.guests.look()
+    assert visits.guests._waiting[0].account == "greedy"
+    visits.go(first)
+    assert visits.look(3)[-1] == second
+
+
+def test_other_work_waits_for_who_asks_for_little() -> None:
+    visits = Visits()
+    for number in range(3):
+        visits.come("greedy", number)
+    visits.shares.enter("small")
+    visits.look(0)
+    visits.guests.look()
+    assert not visits.inside and len(visits.guests._waiting) == 3
+    visits.shares.spend(["small"], 0.01)
+    visits.look(1)
+    visits.shares.leave("small")
+    for number in range(3):
+        visits.go(f"greedy {number}")
+        visits.look(min(number + 2, 3))
+    visits.guests.look()
+    assert len(visits.inside) == 3
+    assert not (visits.shares.under_way or visits.shares._spent or visits.guests._inside)
+
+
+def test_what_other_work_took_is_charged() -> None:
+    visits = Visits()
+    names = [visits.come("greedy", number) for number in range(3)]
+    visits.look(1)
+    visits.go(names[0])
+    visits.guests.look()
+    assert visits.shares._spent["greedy"] > 0
+
+
+def test_other_work_takes_no_place_of_requests() -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm, max_running=1) as together:
+        for account in ("a", "b", "b"):
+            together._line.shares.enter(account)
+        for account in ("a", "c"):
+            ticket = submit(together, "Little.", None, 2, account=account)
+            assert ticket.done.wait(20)
+
+
+def test_other_work_needs_no_scheduler_that_is_there() -> None:
+    visits = Visits()
+    visits.come("greedy", 0)
+    visits.admission.close(0.0)
+    until(lambda: visits.inside == ["greedy 0"])
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        with Together(vlm) as together:
+            with together.beside("a"):
+                assert together._guests._inside
+            until(lambda: not together._guests._inside)
+        with together.beside("a"):
+            pass
 
 
 # -- a scheduler under one who asks for much ------------------------------------------------------
@@ -122,6 +248,47 @@ def test_a_small_chat_is_answered_before_the_long_ones_of_another(grain: int | N
         begun.wait(20)
         submit(together, "Little.", "small", 4, on_done=lambda t: order.append("small")).result()
         assert order[0] == "small"
+
+
+def test_all_that_the_model_does_for_a_request_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    real = {name: getattr(Turn, name) for name in ("begin", "keep_decoded")}
+
+    def slow(name: str, seconds: float) -> Callable[..., Any]:
+        def method(self: Turn, *given: Any, **more: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return real[name](self, *given, **more)
+
+        return method
+
+    monkeypatch.setattr(Turn, "begin", slow("begin", 8.0))
+    monkeypatch.setattr(Turn, "keep_decoded", slow("keep_decoded", 64.0))
+    clock = SimpleNamespace(perf_counter=lambda: now, thread_time=time.thread_time)
+    monkeypatch.setattr("keepsight.scheduler.scheduler.time", clock)
+    charged: list[float] = []
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        shares = together._line.shares
+        monkeypatch.setattr(shares, "spend", lambda accounts, seconds: charged.append(seconds))
+        submit(together, "Little.", None, 4).result()
+    assert sum(charged) == 72.0
+
+
+def test_text_is_made_ready_while_others_have_the_model() -> None:
+    with ks.wrap(*build("qwen3_vl")) as vlm, Together(vlm) as together:
+        submit(together, "Little.", None, 2).result()
+        ready: list[Any] = []
+
+        def receive() -> None:
+            call = Call.of(dict(GREEDY), vlm.tenant)
+            chat = [turn("Little.")]
+            ready.append(together._reception.receive(chat, call, Ticket(), True, 0.0))
+
+        with vlm.runtime.lock:
+            thread = threading.Thread(target=receive, daemon=True)
+            thread.start()
+            thread.join(20)
+            assert ready
 
 
 def test_salts_are_no_accounts_of_their_own() -> None:

@@ -194,7 +194,7 @@ class Runtime:
     def vision_of(self, tenant: str) -> Vision:
         """The names and packages of one tenant; another's cannot be seen through it. One that is
         not known yet is made, and for that the caller must have the model."""
-        known = self._visions.get(tenant)
+        known = self.known_vision_of(tenant)
         if known is not None:
             return known
         self._make_room_for(tenant)
@@ -207,6 +207,10 @@ class Runtime:
         vision.tower.about = self._about()
         self._visions[tenant] = vision
         return vision
+
+    def known_vision_of(self, tenant: str) -> Vision | None:
+        """The same where it is known, in any thread; it may be out of date."""
+        return self._visions.get(tenant)
 
     def _make_room_for(self, tenant: str) -> None:
         """Whoever may name tenants may name any number: the one longest unheard of is let go. What

@@ -38,7 +38,7 @@ class Admission:
         self._bell = threading.Condition()  # reentrant: the collector may ring it, see `abandon`
         self._serves: object = None  # whom it belongs to, while somebody is inside
         self._came: list[Request] = []
-        self._hung_up = self._closed = self._stopped = False
+        self._hung_up = self._rung = self._closed = self._stopped = False
         self._number = self.in_flight = 0
         self._inside: Counter[str] = Counter()  # by account
         self._several = False  # whether two accounts were ever inside together
@@ -93,17 +93,28 @@ class Admission:
             self._hung_up = True
             self._bell.notify_all()
 
+    def ring(self) -> None:
+        """There is something to look at that is no request."""
+        with self._bell:
+            self._rung = True
+            self._bell.notify_all()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nobody is served any more."""
+        return self._stopped
+
     def wait(self, active: bool, quiet: float | None) -> Arrivals:
         """Until there is something to do, or no request has been inside for `quiet` seconds."""
 
         def something() -> bool:
-            return bool(active or self._came or self._hung_up or self._stopped)
+            return bool(active or self._came or self._hung_up or self._rung or self._stopped)
 
         with self._bell:
             while not (asked := something()) and not self._is_quiet(quiet):
                 self._bell.wait(self._until(quiet))
             news = Arrivals(asked, self._came, self._hung_up, self._stopped)
-            self._came, self._hung_up = [], False
+            self._came, self._hung_up, self._rung = [], False, False
             return news
 
     def _is_quiet(self, seconds: float | None) -> bool:

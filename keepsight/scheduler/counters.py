@@ -37,6 +37,11 @@ class Counts:
         if outcome == "finished":
             self._seconds += 0.2 * (seconds - self._seconds)
 
+    def refuse(self, ahead: int, places: int) -> float:
+        """Count one that was refused; when it may come again."""
+        self.refused += 1
+        return self.wait(ahead, places)
+
     def wait(self, ahead: int, places: int) -> float:
         """Seconds until one of so many requests ahead has probably left its place."""
         return max(1.0, self._seconds * (1 + ahead // max(1, places)))

@@ -60,6 +60,7 @@ class Request:
     number: int = 0
     passed: int = 0  # tokens of work done for others since it last had its turn
     ready: float = field(default_factory=time.perf_counter)  # when it began to wait
+    made_in: float = 0.0  # seconds of a processor that making it ready has taken
     work: Iterator[int] | None = None
     sampler: SequenceSampler | None = None
     detokenizer: Detokenizer | None = None
@@ -181,7 +182,7 @@ class Intake:
         again need not."""
         order = PromptOrder(self._vlm, messages, Call(True, tenant, {}, {}))
         order.look(self._renderer)
-        if learn:
+        if learn and order.media:
             with self._vlm.runtime.lock:
                 order.learn()
         return with_media(messages, order.media)
@@ -214,6 +215,10 @@ class PromptOrder:
         clean, given = parse_messages(self.messages)
         renderer.lengths.check(clean, self.call.template)  # before anything of theirs is opened
         renderer.refuse_unseen(given)
+        known = None if given else self._vlm.runtime.known_vision_of(self.call.tenant)
+        if known is not None:  # text alone need not wait for the model: it is compared at the begin
+            self.bound = known.namer.bound
+            return
         with self._vlm.runtime.lock:
             self._vlm.runtime.refresh(self.call.exact, self.call.tenant)
             vision = self._vision

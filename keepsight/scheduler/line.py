@@ -41,8 +41,8 @@ class Line:
         counts = self.shares.under_way
         least = min((counts[one.account] for one in self.waiting), default=0)
         able = [one for one in self.waiting if counts[one.account] == least]
-        beside = least == 0 and len(counts) == 1
-        if not able or counts.total() >= self._most + beside:
+        beside = least == 0 and len({one.account for one in self._begun}) == 1
+        if not able or len(self._begun) >= self._most + beside:
             return None
         request = next_of(able)
         if not self._fits(request):

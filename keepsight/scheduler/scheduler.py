@@ -26,6 +26,7 @@ from keepsight.report import Piece, Report
 from keepsight.scheduler.admission import Admission, Arrivals, begin_serving, closed
 from keepsight.scheduler.counters import Counts
 from keepsight.scheduler.decoding import Decoding
+from keepsight.scheduler.guests import Guests
 from keepsight.scheduler.intake import Follow, Intake, Request
 from keepsight.scheduler.line import Line
 from keepsight.scheduler.policy import (
@@ -85,6 +86,8 @@ class Together:
         self._ahead = PrefillAhead(vlm, self._reception.render, self.counts)
         self._admission = Admission(max_running + max_waiting)
         self._line = Line(self._sizes, self._decoding, max_running, self._budget)
+        self._guests = Guests(self._line.shares, self._admission)
+        self.beside = self._guests.turn  # for other work with the model, in any thread
         self._rounds = 0
         release_team()  # from here on another thread computes
         self._thread = begin_serving(self, self._admission)
@@ -183,8 +186,9 @@ class Together:
         self._take_place(account)
         try:
             self._vlm.runtime.require_answers()
+            begun = time.thread_time()
             request = self._reception.receive(messages, call, ticket, sample, asked)
-            request.account = account
+            request.account, request.made_in = account, time.thread_time() - begun
             request.follow = follow if self._pause is not None else None
             ticket.awake_with(self._admission.hang_up)
             self._admission.bring(request)
@@ -197,10 +201,7 @@ class Together:
         if not self._thread.is_alive():
             raise closed()
 
-        def wait() -> float:
-            self.counts.refused += 1
-            return self.counts.wait(self.max_waiting, self.max_running)
-
+        wait = partial(self.counts.refuse, self.max_waiting, self.max_running)
         self._admission.take_place(wait, self, account)
 
     # -- the thread that has the model -----------------------------------------------------------
@@ -218,6 +219,7 @@ class Together:
             self._ahead.clear()
             return False
         try:
+            self._guests.look()
             if news.asked:
                 self._round(news.hung_up)
             else:
@@ -249,10 +251,12 @@ class Together:
     def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
         """An error of one request ends that one, whatever it is."""
         with self._vlm.runtime.lock:
+            begun = time.perf_counter()
             try:
                 work(request)
             except Exception as error:
                 self._end(request, error)
+            self._line.shares.spend([request.account], time.perf_counter() - begun)
 
     # -- admitting -------------------------------------------------------------------------------
 
@@ -262,6 +266,7 @@ class Together:
             self._guarded(request, self._begin)
 
     def _begin(self, request: Request) -> None:
+        self._line.shares.spend_beside(request.account, request.made_in)
         request.turn.begin(sample=request.room > 0)
         request.tokens = len(request.turn.prompt)
         request.ticket.prompt_ids = request.turn.prompt.ids
@@ -280,9 +285,8 @@ class Together:
             turn.finish()
             request.count_restart()
             self._begin(request)
-        before, begun = turn.done_tokens, time.perf_counter()
+        before = turn.done_tokens
         tokens = next(request.work, 0) if request.work is not None else 0
-        self._line.shares.spend([request.account], time.perf_counter() - begun)
         if tokens and turn.done_tokens == before:
             counts.towers += 1  # what follows is the chunk that it was for
         elif tokens:
@@ -314,7 +318,8 @@ class Together:
         tokens = {run: request.token for run, request in self._line.running.items()}
         resting = {run for run, request in self._line.running.items() if request in held}
         found = list(self._decoding.step(tokens, self._answer_of, resting))
-        spent = 1e3 * (time.perf_counter() - begun)
+        taken = time.perf_counter()
+        spent = 1e3 * (taken - begun)
         self._line.shares.spend([self._line.running[run].account for run, _ in found], spent / 1e3)
         self.counts.steps += 1
         self.counts.took(len(found))
@@ -328,6 +333,8 @@ class Together:
                 self._take(request, logits)
             except Exception as error:
                 self._end(request, error)
+            before, taken = taken, time.perf_counter()
+            self._line.shares.spend([request.account], taken - before)
 
     def _answer_of(self, run: Run) -> list[int]:
         return self._line.running[run].turn.generated

@@ -2,9 +2,9 @@
 
 Whoever has one request under way is never held back. An account with several waits while another
 one has had less of the model's time, since both have had work: its requests together get no more
-than one request gets. Beside a single request it waits until that one has had as much as it would
-have had behind its next piece of work, which is never broken off: who asks for little is answered
-first. Salts of one tenant are one account.
+than one request gets. Beside a single request it gets a third of what that one gets, and waits
+until that one has had as much as it would have had behind its next piece of work, which is never
+broken off: who asks for little is answered first. Salts of one tenant are one account.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-# What the time of an account with several requests counts. A piece of work is never broken off, so
-# with equal shares who asks for little would wait for more than half of the time.
-_SEVERAL = 1.5
+# What the time of an account with several requests counts. A piece of work is never broken off, and
+# many requests cost the interpreter time beside the model too: with equal shares who asks for
+# little would wait for more than half of the time.
+_SEVERAL = 3.0
 
 
 class Shares:
@@ -47,6 +48,12 @@ class Shares:
                 had = weight * seconds * count / len(accounts)
                 self._spent[account] += had
                 self._piece[account] = max(had, 0.9 * self._piece.get(account, 0.0))
+
+    def spend_beside(self, account: str, seconds: float) -> None:
+        """Time of a processor that was taken from everybody, beside the model's. One request at a
+        time is not charged for it."""
+        if self.under_way[account] > 1:
+            self._spent[account] += _SEVERAL * seconds
 
     def is_held_back(self, account: str) -> bool:
         """Whether an account with several requests has had as much as another one, or more."""

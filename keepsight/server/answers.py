@@ -21,7 +21,7 @@ from keepsight.scheduler import Ticket, Together
 from keepsight.server.output_parser import OutputParser, OutputPiece, spoken_message
 from keepsight.server.sampling import Recorder, Sampling, TokenLogprob
 from keepsight.server.threads import Threads, is_large
-from keepsight.server.turns import ThreadsInTurn
+from keepsight.server.turns import ThreadsInTurn, account
 
 T = TypeVar("T")
 
@@ -168,7 +168,18 @@ class SchedulerClient:
         return await self._others.run(call)
 
     async def change_cache(self, call: Callable[[], T]) -> T:
-        """Pins and removals: they wait for disks, and whatever else is asked for does not."""
+        """Pins and removals: they wait for disks, and whatever else is asked for does not. Their
+        time with the model is shared by accounts, as that of requests is."""
+        whose = account.get()
+
+        def in_turn() -> T:
+            with self.together.beside(whose):
+                return call()
+
+        return await self._cache_threads.run(in_turn)
+
+    async def flush(self, call: Callable[[], T]) -> T:
+        """Something that waits for a disk, and needs no model."""
         return await self._cache_threads.run(call)
 
     async def count(self, call: Callable[[], T]) -> T:

@@ -191,7 +191,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
             raise ApiError(403, "flushing is of everybody: it needs an administrator's key")
         stored = service.vlm.runtime.store is not None
         try:
-            await service.scheduler.change_cache(service.vlm.flush)
+            await service.scheduler.flush(service.vlm.flush)
         except StoreError as error:
             raise ApiError(503, str(error), code="not_written") from error
         return {"object": "cache.flush", "stored": stored}
