@@ -287,3 +287,29 @@ def test_calls_whose_rows_cannot_be_told() -> None:
     assert call is not None and call.bounds == (0, 2, 6)
     with pytest.raises(piecewise.CannotCut, match="as many columns"):
         call.part(0, 2)
+
+
+def test_stats_and_reports_say_what_ran_in_pieces() -> None:
+    """Of a picture of many patches; a small one, and features that are known, have no note."""
+    family, pixels = packed("qwen3_vl")
+    grid = torch.tensor([[1, HIGH, WIDE]])
+
+    def answer(vlm: ks.VLM, text: int) -> list[str]:
+        ids = torch.tensor([[3, *[6] * (HIGH * WIDE // 4), 4, text]])
+        tensors = {**pixels.tensors, "image_grid_thw": grid, "input_ids": ids}
+        how: dict[str, Any] = {"max_new_tokens": 1, "return_dict_in_generate": True}
+        notes: list[str] = vlm.generate(**tensors, **how).report.notes
+        return notes
+
+    with ks.wrap(family.model, build("qwen3_vl")[1]) as vlm:
+        assert not vlm.ask(picture(1), "What?", max_new_tokens=1).report.notes
+        before = vlm.stats()["features"]
+        assert before["in_pieces"] == 0 and before["tower_parts"] == {"cut": [], "whole": []}
+        (note,) = answer(vlm, 9)
+        parts = [f"Qwen3VLVision{name}" for name in ("Block", "PatchEmbed", "PatchMerger")]
+        whole = "Qwen3VLVisionRotaryEmbedding saw it whole"
+        assert note == f"medium 0: the tower ran {', '.join(parts)} in pieces; {whole}"
+        after = vlm.stats()["features"]
+        assert after["in_pieces"] == 1 and after["encoded"] == 2
+        assert after["tower_parts"]["cut"] == parts
+        assert not answer(vlm, 10) and vlm.stats()["features"]["in_pieces"] == 1

@@ -52,6 +52,7 @@ _OF_OTHER_MEDIA = (
     "input_features",
     "feature_attention_mask",
 )
+_GRID = "image_grid_thw"
 _OWN = ("exact", "streamer", "return_dict_in_generate")
 
 
@@ -255,7 +256,7 @@ def _place(
             raise PlaceholderMismatch(f"there are more {kind} placeholders than {kind}s")
         count = media[len(placed)].tokens
         found = _runs(spots[:count])
-        one_run = family.mrope and kind == "image"
+        one_run = family.mrope and _GRID in family.tensor_inputs and kind == "image"
         if len(spots) < count or (one_run and len(found) > 1):
             raise PlaceholderMismatch(
                 f"{kind} {number + len(placed)} has {count} tokens, its placeholders are not one "
@@ -286,8 +287,9 @@ def _check_placeholders(runtime: Runtime, tensors: Inputs, flat: np.ndarray) -> 
             f"input_ids has video placeholders; video is not supported for "
             f"{runtime.model.config.model_type}"
         )
-    if family.mrope and "pixel_values" in tensors and "image_grid_thw" not in tensors:
-        raise InputError("pixel_values came without image_grid_thw")
+    gridded = family.mrope and _GRID in family.tensor_inputs
+    if gridded and "pixel_values" in tensors and _GRID not in tensors:
+        raise InputError(f"pixel_values came without {_GRID}")
 
 
 def _check_claims(

@@ -30,7 +30,7 @@ from keepsight.core.state import Shape
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Processor, Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.features import COUNTS, Vision
+from keepsight.media.features import Vision, feature_stats
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
 from keepsight.models.compiled import Compiled
@@ -389,10 +389,8 @@ class Runtime:
 
     def _feature_stats(self, tenant: str | None) -> Record:
         of = list(self._visions) if tenant is None else [tenant]
-        counts = dict.fromkeys(COUNTS, 0)
-        for vision in filter(None, map(self._visions.get, of)):  # who is not known is not made so
-            counts = {name: counts[name] + n for name, n in vision.counts.items()}
-        return {**self.caches.stats(tenant), **counts}
+        known = filter(None, map(self._visions.get, of))  # who is not known is not made so
+        return {**self.caches.stats(tenant), **feature_stats(known)}
 
     def check(self) -> None:
         """Raise AssertionError where bytes are miscounted or a law of the tree is broken."""

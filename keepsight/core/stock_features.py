@@ -59,6 +59,8 @@ def with_features(
     parts: list[tuple[Package, int, int]] = []
     for number, (medium, start, end) in enumerate(_placed(media, spots)):
         package, where = vision.package(medium)
+        if note := vision.note(number, package, where):
+            report.notes.append(note)
         parts.append((package, 0, medium.tokens))
         about = (medium.modality, start, end, "computed", stage)
         report.segments.append(Segment(*about, number, where, key=medium.key))

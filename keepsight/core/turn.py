@@ -295,8 +295,9 @@ class Turn:
             self._others.add(medium)  # asked now: soon the store has ours too
         with self._stage("encode"):
             package, where = self._vision.package(shown, lambda: self._may_keep(shown.key))
-        if medium not in self._sources and where != "tower":
-            self._note_making(medium, package)
+        note = self._vision.note(medium, package, where)
+        if medium not in self._sources and note:
+            self._notes[medium] = note
         self._sources.setdefault(medium, where)
         return package
 
@@ -304,12 +305,6 @@ class Turn:
         """Whether features may be remembered: not of a deleted picture, nor of a changed model."""
         barred = self._runtime.prefixes.is_barred(self.run.node, key, self.run.since)
         return not barred and not self.out_of_date()
-
-    def _note_making(self, medium: int, package: Package) -> None:
-        """The report says where features are of another's making, which the caller allowed."""
-        if elsewhere := self._vision.differences(package):
-            kept = "" if package.packed is None else f"; kept as {package.codec}"
-            self._notes[medium] = f"features of medium {medium} made elsewhere: {elsewhere}{kept}"
 
     def _step(self, token: int) -> torch.Tensor:
         if self._run is None:

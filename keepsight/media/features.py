@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from keepsight import digests
 from keepsight.errors import FileError, ImageError, UnsupportedInput, WrongIdentity
@@ -23,11 +23,21 @@ from keepsight.media.tower import Tower
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import films_by_step
 from keepsight.models.families.tower_absent import LEFT_OUT
+from keepsight.models.tower_pieces import TowerParts
 from keepsight.store import About, Store
 
 _FILMS = 8  # of which the names of the steps are remembered
 _COUNTED = {"tower": "encoded", "memory": "memory"}  # from where, for films
-COUNTS = ("named", "encoded", "memory", "disk", "preprocessed")
+COUNTS = ("named", "encoded", "in_pieces", "memory", "disk", "preprocessed")
+
+
+def feature_stats(visions: Iterable[Vision]) -> Record:
+    """How often what was done for some tenants, and which parts of a tower ran in pieces."""
+    counts, parts = dict.fromkeys(COUNTS, 0), TowerParts()
+    for vision in visions:
+        counts = {name: counts[name] + n for name, n in vision.counts.items()}
+        parts.add(vision.parts)
+    return {**counts, "tower_parts": parts.to_dict()}
 
 
 class Vision:
@@ -50,6 +60,7 @@ class Vision:
         self._store, self._accept = store, accept_features
         self._tenant, self._ttl = tenant, ttl
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
+        self.parts = TowerParts()  # of all passes for large pictures
         self._steps: dict[str, tuple[FilmStep, ...]] = {}  # of films named lately, by feature id
         self._shared = True
 
@@ -171,6 +182,14 @@ class Vision:
         note = self._store.note("made", medium.identity)
         return note is not None and note.get("feature_id") != medium.feature_id
 
+    def note(self, number: int, package: Package, where: str) -> str:
+        """What a report says of how features were made, if that is out of the way."""
+        if where == "tower":
+            return f"medium {number}: {self.tower.parts}" if self.tower.parts.cut else ""
+        kept = "" if package.packed is None else f"; kept as {package.codec}"
+        elsewhere = self.differences(package)
+        return elsewhere and f"features of medium {number} made elsewhere: {elsewhere}{kept}"
+
     def differences(self, package: Package) -> str:
         """In what a package's making differs from ours, for people; empty when in nothing."""
         there, here = package.provenance, self.tower.making.of(package.modality)
@@ -262,6 +281,7 @@ class Vision:
             start = time.perf_counter()
             self.require([film])
             made = self.tower.encode_steps(film, known)
+            self._note_parts()
             self._remember(made, 1e3 * (time.perf_counter() - start), keep)
         steps = [known[step.feature_id] for step in film.steps]
         return self.tower.join(film, steps), where
@@ -322,7 +342,13 @@ class Vision:
             return self._film(medium, lambda: False)[0]
         self.require([medium])
         self._counts["encoded"] += 1
-        return self.tower.encode(medium)
+        package = self.tower.encode(medium)
+        self._note_parts()
+        return package
+
+    def _note_parts(self) -> None:
+        self._counts["in_pieces"] += bool(self.tower.parts.cut)
+        self.parts.add(self.tower.parts)
 
     def encode(self, image: object) -> Package:
         """The package of an image in any form, with the prompt text the processor gives it."""

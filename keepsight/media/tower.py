@@ -17,7 +17,7 @@ from keepsight.media.naming import Namer
 from keepsight.models.blindfold import refuse_blindfolded
 from keepsight.models.families import Family, Pixels
 from keepsight.models.families.qwen_vl import steps_of
-from keepsight.models.tower_pieces import tower_in_pieces
+from keepsight.models.tower_pieces import TowerParts, tower_in_pieces
 
 
 class Tower:
@@ -28,6 +28,7 @@ class Tower:
         self._caches, self._tenant = caches, tenant
         self.making = Making()
         self.about: Record = {}  # for people: what every package says of its model
+        self.parts = TowerParts()  # of the pass before
 
     def encode(self, medium: Medium) -> Package:
         """The features of a medium, computed now."""
@@ -96,7 +97,7 @@ class Tower:
 
     def _run(self, pixels: Pixels) -> tuple[Tensors, str]:
         try:
-            with torch.no_grad(), tower_in_pieces(self._family, pixels):
+            with torch.no_grad(), tower_in_pieces(self._family, pixels) as self.parts:
                 return self._family.encode(pixels)
         except (torch.OutOfMemoryError, TowerRan):
             raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,36 @@ _FORWARD = "forward"
 _PLAIN = (bool, int, float, str)
 
 _lock = threading.Lock()
-_here = threading.local()  # `.tried`: what this thread found, while it encodes a large picture
+# `.tried`: what this thread found, while it encodes a large picture; `.parts`: what it ran how
+_here = threading.local()
+
+
+@dataclass
+class TowerParts:
+    """Which parts of a tower, by their classes, large pictures went through in pieces, and which
+    saw all rows of one at once."""
+
+    cut: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
+    seen: int = 0  # calls that were noted, to tell the innermost part that ran whole
+
+    def note(self, module: torch.nn.Module, cut: bool) -> None:
+        """One call of a part, with more rows than go through it at once elsewhere."""
+        self.seen += 1
+        (self.cut if cut else self.whole).add(type(module).__name__)
+
+    def add(self, other: TowerParts) -> None:
+        """Those of another picture too."""
+        self.cut |= other.cut
+        self.whole |= other.whole
+
+    def to_dict(self) -> dict[str, list[str]]:
+        """Plain data for people and JSON."""
+        return {"cut": sorted(self.cut), "whole": sorted(self.whole)}
+
+    def __str__(self) -> str:
+        whole = f"; {', '.join(sorted(self.whole))} saw it whole" if self.whole else ""
+        return f"the tower ran {', '.join(sorted(self.cut))} in pieces{whole}"
 
 
 class PieceForward:
@@ -56,11 +86,18 @@ class PieceForward:
         call = RowCall.of(args, options)
         if call is None or call.count * call.each <= BOUND:
             return forward(*args, **options)
+        parts: TowerParts = _here.parts
         looks = _how(self.module, forward, call)
         if looks is not None:
             with contextlib.suppress(CannotCut):  # what the trial was too small to show
-                return in_pieces(forward, call, looks, piecewise.PIECE)
-        return forward(*args, **options)
+                found = in_pieces(forward, call, looks, piecewise.PIECE)
+                parts.note(self.module, cut=True)
+                return found
+        before = parts.seen
+        found = forward(*args, **options)
+        if parts.seen == before:  # nothing inside was noted
+            parts.note(self.module, cut=False)
+        return found
 
 
 def _found_here() -> dict[object, bool | None] | None:
@@ -70,18 +107,18 @@ def _found_here() -> dict[object, bool | None] | None:
 
 
 @contextlib.contextmanager
-def tower_in_pieces(family: Family, pixels: Pixels) -> Iterator[None]:
-    """Encode this picture in this thread meanwhile, in pieces if it is large."""
+def tower_in_pieces(family: Family, pixels: Pixels) -> Iterator[TowerParts]:
+    """Encode this picture in this thread meanwhile, in pieces if it is large: gives which parts."""
     modules = _modules(family, pixels)
-    before = _found_here()
+    before, parts = (_found_here(), vars(_here).get("parts")), TowerParts()
     put: list[PieceForward] = []
     try:
         for module in modules:
             put.append(_put(module))
-        _here.tried = {} if put else None
-        yield
+        _here.tried, _here.parts = {} if put else None, parts
+        yield parts
     finally:
-        _here.tried = before
+        _here.tried, _here.parts = before
         for forward in put:
             _take_away(forward)
 
