@@ -72,3 +72,8 @@ class TestMiniCPMFine(FamilyTests):
 
     def make_model(self) -> tuple[Any, Any]:
         return build("minicpmv4_6_fine")
+
+
+class TestMiniCpmCanvas(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("minicpmv4_7")

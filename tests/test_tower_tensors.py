@@ -54,19 +54,17 @@ TAKES: dict[str, set[str]] = {
     "qwen3_omni_moe_thinker": _PLAIN | _TABLE,
     "minicpmv4_6": {"position_ids"} | _WINDOWS,
     "minicpmv4_6_fine": {"position_ids"} | _WINDOWS,
+    "minicpmv4_7": {"position_ids"} | _WINDOWS,
+    "glmga": _PLAIN,
+    "hyperclovax_vision_v2": _PLAIN | _WINDOWS,
+    "exaone4_5": _PLAIN | _WINDOWS,
+    "lfm3_vl": _PLAIN,
+    "cohere_compass": _PLAIN | _TABLE,
+    "cosmos3_edge": {"cu_seqlens"},
+    "hunyuan_vl": {"cu_seqlens"},
 }
-NONE = (
-    "llava",
-    "internvl",
-    "llava_next",
-    "llava_onevision",
-    "mistral3",
-    "idefics3",
-    "smolvlm",
-    "lfm2_vl",
-    "gemma3",
-    "gemma4",
-)
+# Mllama keeps its media beside the sequence, and has no such tensors at all.
+NONE = [kind for kind in models.ALL if kind not in TAKES and kind != "mllama"]
 
 
 def family(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Family, Any]:
@@ -344,15 +342,27 @@ def test_a_family_hears_the_same(kind: str, dtype: torch.dtype) -> None:
 
 # Families whose attention runs in windows are compiled with `eager` attention: with `sdpa`, each
 # window's length is compared with 1 inside the graph.
-WINDOWED = {"qwen2_5_vl", "qwen2_5_omni_thinker", "minicpmv4_6"}
+WINDOWED = {
+    *("qwen2_5_vl", "qwen2_5_omni_thinker", "minicpmv4_6", "minicpmv4_7"),
+    *("hyperclovax_vision_v2", "exaone4_5"),
+}
 # Where a picture's attention falls into parts, the exporter's patches run all parts of equal length
 # as a batch; without them their number would be fixed.
 PARTED = {*WINDOWED, "qwen2_5_omni"}
-RAGGED = {"qwen2_5_vl", "qwen2_5_omni_thinker"}  # windows at the rim may be smaller
+RAGGED = {
+    "qwen2_5_vl",
+    "qwen2_5_omni_thinker",
+    "hyperclovax_vision_v2",
+    "exaone4_5",
+}  # windows at the rim may be smaller
 GRIDS = ((1, 4, 8), (1, 8, 8), (1, 12, 4))
 # What the installed Transformers cannot: the way, the family, the error.
 CANNOT = {
     ("compile", "video_llama_3"): "Could not guard on data-dependent expression",
+    ("compile", "cosmos3_edge"): "Could not guard on data-dependent expression",
+    ("export", "cosmos3_edge"): "Could not guard on data-dependent expression",
+    ("compile", "hunyuan_vl"): "Pending unbacked symbols",
+    ("export", "hunyuan_vl"): r"Cannot call numel\(\) on tensor with symbolic sizes",
     ("export", "video_llama_3"): r"Cannot call numel\(\) on tensor with symbolic sizes",
 }
 _QUICK = ("qwen3_vl",)
@@ -520,7 +530,8 @@ def test_anybody_may_ask_for_them() -> None:
     assert all(map(torch.equal, found.pooler_output, wanted.pooler_output))
     by_name = ks.tower_tensors(model, {"video_grid_thw": torch.tensor([[2, 4, 8]])}, "cpu")
     assert by_name["cu_seqlens"].tolist() == [0, 32, 64]
-    assert ks.tower_tensors(models.build("llava")[0], grids) == {}
+    for kind in ("llava", "mllama"):
+        assert ks.tower_tensors(models.build(kind)[0], grids) == {}
     for wrong in ([1, 4, 8], [[1, 4]], [[1.0, 4.0, 8.0]], [[1, 0, 8]], "abc", []):
         with pytest.raises(InputError, match="grids"):
             ks.tower_tensors(model, wrong)  # type: ignore[arg-type]

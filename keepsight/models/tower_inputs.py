@@ -27,8 +27,13 @@ def tower_tensors(
     """
     given = dict(grids) if isinstance(grids, Mapping) else {"image_grid_thw": _rows(grids)}
     where = model.device if device is None else device
+    family = family_of(model)
+    if not hasattr(
+        family, "tower_tensors"
+    ):  # media beside the sequence: nothing follows from grids
+        return {}
     try:
-        return family_of(model).tower_tensors.of(given, where)
+        return family.tower_tensors.of(given, where)
     except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         shapes = {name: tuple(getattr(value, "shape", ())) for name, value in given.items()}
         raise InputError(

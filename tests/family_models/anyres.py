@@ -358,7 +358,7 @@ _LINEAR = {
 }
 
 
-def _minicpm(mode: str = "16x") -> tuple[Any, Any, Any]:
+def _minicpm(mode: str = "16x", version: str = "4_6") -> tuple[Any, Any, Any]:
     """A picture, then its slices; every image bears a number that its place in the prompt gives."""
     from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
         MiniCPMV4_6ImageProcessorPil,
@@ -375,7 +375,15 @@ def _minicpm(mode: str = "16x") -> tuple[Any, Any, Any]:
         "image_id_end_token": "</image_id>",
     }
     tokenizer = tokenizer_with(names)
-    config = transformers.MiniCPMV4_6Config(
+    marks = {
+        f"{name}_id": _id(tokenizer, names[f"{name}_token"])
+        for name in ("image_start", "image_end", "slice_start", "slice_end")
+        if version == "4_7"
+    }
+    config_class = getattr(transformers, f"MiniCPMV{version}Config")
+    config = config_class(
+        **marks,
+        **({"newline_id": tokenizer.encode("\n")[0]} if marks else {}),
         vision_config={**_TOWER, "image_size": 64, "patch_size": 4},
         text_config={**TEXT, **_LINEAR},
         insert_layer_id=0,
@@ -390,13 +398,19 @@ def _minicpm(mode: str = "16x") -> tuple[Any, Any, Any]:
         max_slice_nums=2,
         downsample_mode=mode,
     )
-    processor = processor_of("MiniCPMV4_6Processor", image_processor, tokenizer, "<|image_pad|>")
-    return transformers.MiniCPMV4_6ForConditionalGeneration, config, processor
+    kind = f"MiniCPMV{version}"
+    processor = processor_of(f"{kind}Processor", image_processor, tokenizer, "<|image_pad|>")
+    return getattr(transformers, f"{kind}ForConditionalGeneration"), config, processor
 
 
 def _minicpm_fine() -> tuple[Any, Any, Any]:
     """Four times the tokens for the same patches: the merger within the tower is left out."""
     return _minicpm("4x")
+
+
+def _minicpm_canvas() -> tuple[Any, Any, Any]:
+    """The same on a canvas of three axes of positions."""
+    return _minicpm(version="4_7")
 
 
 BUILDERS: dict[str, Builder] = {
@@ -412,4 +426,5 @@ BUILDERS: dict[str, Builder] = {
     "lfm2_vl": _lfm2_vl,
     "minicpmv4_6": _minicpm,
     "minicpmv4_6_fine": _minicpm_fine,
+    "minicpmv4_7": _minicpm_canvas,
 }

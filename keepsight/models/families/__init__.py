@@ -23,6 +23,7 @@ from keepsight.models.families.internvl import InternVL
 from keepsight.models.families.lfm3_vl import Lfm3Vl
 from keepsight.models.families.llama4 import Llama4
 from keepsight.models.families.llava_next import LlavaNext
+from keepsight.models.families.minicpmv4_7 import MiniCpmV47
 from keepsight.models.families.mistral3 import Mistral3
 from keepsight.models.families.mlcd import Mlcd
 from keepsight.models.families.mllama import Mllama
@@ -84,6 +85,7 @@ SUPPORTED: dict[str, type[Family]] = {
     "smolvlm": Idefics3,
     "lfm2_vl": Lfm2Vl,
     "minicpmv4_6": MiniCpmV,
+    "minicpmv4_7": MiniCpmV47,
     "mlcd_vision_model": Mlcd,
     "gemma3": Gemma3,
     "gemma4": Gemma4,

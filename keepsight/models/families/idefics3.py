@@ -291,6 +291,10 @@ class MiniCpmV(Marked):
 
     names = ("pixel_values", "target_sizes")
 
+    def patches_of_a_token(self) -> int:
+        """How many patches the tower and its projector merge into one token."""
+        return 4 if self.model.config.downsample_mode == "4x" else 16
+
     def preprocess(
         self, processor: MiniCPMV4_6Processor, image: Decoded, options: Options
     ) -> Pixels:
@@ -317,7 +321,7 @@ class MiniCpmV(Marked):
                 f"got {tuple(pixels.shape)} and {tuple(sizes.shape)}"
             )
         patches = sizes.long().prod(-1)
-        side = 4 if self.model.config.downsample_mode == "4x" else 16
+        side = self.patches_of_a_token()
         cell = int(side**0.5)
         if int(sizes.min()) < 1 or (sizes % cell).any():
             raise InputError(
