@@ -363,7 +363,9 @@ class Runtime:
     def stats(self, tenant: str | None = None) -> Record:
         """Bytes and counts per tier: of everyone, or of one tenant alone. Safe in any thread and
         without the lock: these are counters in memory, and no disk is waited for."""
-        stats = {"features": self._feature_stats(tenant)}
+        of = list(self._visions) if tenant is None else [tenant]
+        known = filter(None, map(self._visions.get, of))  # who is not known is not made so
+        stats = {"features": {**self.caches.stats(tenant), **feature_stats(known)}}
         if tenant is not None:
             stats["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
             return {**stats, "store": _stats_of(self.store_of(tenant))}
@@ -386,11 +388,6 @@ class Runtime:
             **self._any_cut.stats(),
         }
         return {**stats, "store": _stats_of(self.store)}
-
-    def _feature_stats(self, tenant: str | None) -> Record:
-        of = list(self._visions) if tenant is None else [tenant]
-        known = filter(None, map(self._visions.get, of))  # who is not known is not made so
-        return {**self.caches.stats(tenant), **feature_stats(known)}
 
     def check(self) -> None:
         """Raise AssertionError where bytes are miscounted or a law of the tree is broken."""
