@@ -81,7 +81,7 @@ def test_making_a_request_ready_makes_no_room_for_tenants(vlm: Any) -> None:
 
     def forgetful(*given: Any) -> Any:
         """While it looks, so many other tenants come that this one is let go of."""
-        vlm.runtime._visions.pop("x", None)
+        vlm.runtime.visions.pop("x", None)
         return look(*given)
 
     namer.look = forgetful

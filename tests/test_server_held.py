@@ -105,12 +105,12 @@ def test_any_salts_pins_and_statistics_take_nothing_from_anybody(
     monkeypatch.setattr("keepsight.core.runtime.MAX_TENANTS", 2)
     key = prepared(locked, 73, "ann")
     assert act(locked, "pin", "ann", key)[0] == 200
-    known = set(locked.service.vlm.runtime._visions)
+    known = set(locked.service.vlm.runtime.visions)
     for n in range(20):
         for path in ("stats", "images"):
             query = f"/v1/cache/{path}?cache_salt=number{n}"
             assert locked.call(query, headers=bearer("bob"))[0] == 200
-    assert set(locked.service.vlm.runtime._visions) == known
+    assert set(locked.service.vlm.runtime.visions) == known
     for n in range(6):
         body = {**about(74), "cache_salt": f"number{n}"}
         assert locked.call("/v1/prepare", body, headers=bearer("bob"))[0] == 200

@@ -424,11 +424,11 @@ def test_asking_for_statistics_of_a_tenant_makes_nothing_of_it(
     demo_parts: dict[str, Any],
 ) -> None:
     with ks.wrap(*demo_parts["demo"], grain=16) as vlm:
-        known = set(vlm.runtime._visions)
+        known = set(vlm.runtime.visions)
         for number in range(5):
             told = vlm.stats(f"nobody {number}")["features"]
             assert told["encoded"] == told["packages"] == 0
-        assert set(vlm.runtime._visions) == known
+        assert set(vlm.runtime.visions) == known
 
 
 # -- a disk that is slow -----------------------------------------------------------------------

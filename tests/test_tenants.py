@@ -166,7 +166,7 @@ def test_any_number_of_tenants_may_be_named(monkeypatch: pytest.MonkeyPatch) -> 
             ask(vlm, tenant=tenant)
         assert ask(vlm, tenant="d").usage.cached_tokens > 0
         assert ask(vlm, tenant="a").usage.cached_tokens == 0
-        assert len(vlm.runtime._visions) <= 3 and len(vlm.runtime.tree.roots) <= 3
+        assert len(vlm.runtime.visions) <= 3 and len(vlm.runtime.tree.roots) <= 3
         for n in range(20):  # whoever sends a salt names one, so nothing may be left of each
             ask(vlm, tenant=f"number {n}")
         tree = vlm.runtime.tree
@@ -187,8 +187,8 @@ def test_salts_give_way_to_salts_of_the_same_tenant_alone(
         vlm.pin(picture(3), tenant=others[-1])
         for n in range(10):
             ask(vlm, tenant=under_salt("ann", str(n)))
-        known = [name for name in vlm.runtime._visions if account_of(name) == "ann"]
-        assert len(known) == 1 + 3 and set(others) <= set(vlm.runtime._visions)
+        known = [name for name in vlm.runtime.visions if account_of(name) == "ann"]
+        assert len(known) == 1 + 3 and set(others) <= set(vlm.runtime.visions)
         for tenant in others:
             assert ask(vlm, tenant=tenant).usage.cached_tokens > 0
         for n in (8, 9):

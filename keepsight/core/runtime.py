@@ -92,7 +92,7 @@ class Runtime:
         self._ttl = None if settings.ttl is None else parse_seconds(settings.ttl)
         self.image_options = image_options(processor, dict(settings.image_options))
         self.caches = MediaCaches.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
-        self._visions: OrderedDict[str, Vision] = OrderedDict()  # the latest refreshed is last
+        self.visions: OrderedDict[str, Vision] = OrderedDict()  # the latest refreshed is last
         self.tree = self._tree(model)
         shape = Shape.of(model)
         self.prefixes: PrefixCache = self.tree if prefixes is None else prefixes
@@ -194,34 +194,28 @@ class Runtime:
     def vision_of(self, tenant: str) -> Vision:
         """The names and packages of one tenant; another's cannot be seen through it. One that is
         not known yet is made, and for that the caller must have the model."""
-        known = self.known_vision_of(tenant)
-        if known is not None:
+        if (known := self.visions.get(tenant)) is not None:
             return known
         self._make_room_for(tenant)
-        store = self.store_of(tenant)
+        store, settings = self.store_of(tenant), self.settings
         kept = (self.caches.aliases, self.caches.downloads_of(tenant))
         how = (self.family, self.processor, self.image_options)
         namer = Namer(*how, store, *kept, tenant, self._ttl)
-        accept, codec = self.settings.accept_features, self.settings.feature_codec
-        vision = Vision(self.family, namer, self.caches, store, accept, tenant, self._ttl, codec)
+        making = (settings.accept_features, tenant, self._ttl, settings.feature_codec)
+        self.visions[tenant] = vision = Vision(self.family, namer, self.caches, store, *making)
         vision.tower.about = self._about()
-        self._visions[tenant] = vision
         return vision
-
-    def known_vision_of(self, tenant: str) -> Vision | None:
-        """The same where it is known, in any thread; it may be out of date."""
-        return self._visions.get(tenant)
 
     def _make_room_for(self, tenant: str) -> None:
         """Whoever may name tenants may name any number: the one longest unheard of is let go. What
         a tenant has under salts gives way to other salts of the same tenant only, and
         what is pinned is never evicted."""
         if tenant != (account := account_of(tenant)):
-            own = [name for name in self._visions if name != account == account_of(name)]
+            own = [name for name in self.visions if name != account == account_of(name)]
             while len(own) >= MAX_SALTS:
                 self._let_go_of_one(own, "salts of one key")
         else:
-            plain = [name for name in self._visions if name == account_of(name)]
+            plain = [name for name in self.visions if name == account_of(name)]
             while len(plain) >= MAX_TENANTS:
                 self._let_go_of_one(plain, "tenants")
 
@@ -237,7 +231,7 @@ class Runtime:
         names.remove(oldest)
         self.tree.let_go_of(oldest)
         self.engine.answers.clear(oldest)
-        self._visions.pop(oldest).clear()
+        self.visions.pop(oldest).clear()
         kept = {n: made for n, made in self.made_under.items() if made.tenant != oldest}
         self.made_under = kept
 
@@ -275,7 +269,7 @@ class Runtime:
         now = self._now()
         provenance, shared = self._provenance(now), not weights.vision_is_private
         self.vision_of(tenant).bind(weights.vision, weights.settings, provenance, shared)
-        self._visions.move_to_end(tenant)
+        self.visions.move_to_end(tenant)
         making = self._making(now)
         self.engine.bind(making)
         if self._any_cut.asked:
@@ -356,15 +350,15 @@ class Runtime:
         """Forget all in memory, of everyone or of one tenant; no turn under way brings it back."""
         self.engine.clear(tenant)
         self.tree.clear(tenant)
-        for name, vision in self._visions.items():
+        for name, vision in self.visions.items():
             if tenant in (None, name):
                 vision.clear()
 
     def stats(self, tenant: str | None = None) -> Record:
         """Bytes and counts per tier: of everyone, or of one tenant alone. Safe in any thread and
         without the lock: these are counters in memory, and no disk is waited for."""
-        of = list(self._visions) if tenant is None else [tenant]
-        known = filter(None, map(self._visions.get, of))  # who is not known is not made so
+        of = list(self.visions) if tenant is None else [tenant]
+        known = filter(None, map(self.visions.get, of))  # who is not known is not made so
         stats = {"features": {**self.caches.stats(tenant), **feature_stats(known)}}
         if tenant is not None:
             stats["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}

@@ -215,7 +215,7 @@ class PromptOrder:
         clean, given = parse_messages(self.messages)
         renderer.lengths.check(clean, self.call.template)  # before anything of theirs is opened
         renderer.refuse_unseen(given)
-        known = None if given else self._vlm.runtime.known_vision_of(self.call.tenant)
+        known = None if given else self._vlm.runtime.visions.get(self.call.tenant)
         if known is not None:  # text alone need not wait for the model: it is compared at the begin
             self.bound = known.namer.bound
             return
