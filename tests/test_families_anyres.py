@@ -77,3 +77,8 @@ class TestMiniCPMFine(FamilyTests):
 class TestMiniCpmCanvas(FamilyTests):
     def make_model(self) -> tuple[Any, Any]:
         return build("minicpmv4_7")
+
+
+class TestMiniCpmOcr(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("minicpm_ocr")

@@ -58,3 +58,8 @@ class TestCompass(FamilyTests):
 class TestCosmos(FamilyTests):
     def make_model(self) -> tuple[Any, Any]:
         return build("cosmos3_edge")
+
+
+class TestCosmosOmni(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("cosmos3_omni")

@@ -55,6 +55,8 @@ TAKES: dict[str, set[str]] = {
     "minicpmv4_6": {"position_ids"} | _WINDOWS,
     "minicpmv4_6_fine": {"position_ids"} | _WINDOWS,
     "minicpmv4_7": {"position_ids"} | _WINDOWS,
+    "minicpm_ocr": {"position_ids"} | _WINDOWS,
+    "cosmos3_omni": _PLAIN | _TABLE,
     "glmga": _PLAIN,
     "hyperclovax_vision_v2": _PLAIN | _WINDOWS,
     "exaone4_5": _PLAIN | _WINDOWS,
@@ -343,7 +345,7 @@ def test_a_family_hears_the_same(kind: str, dtype: torch.dtype) -> None:
 # Families whose attention runs in windows are compiled with `eager` attention: with `sdpa`, each
 # window's length is compared with 1 inside the graph.
 WINDOWED = {
-    *("qwen2_5_vl", "qwen2_5_omni_thinker", "minicpmv4_6", "minicpmv4_7"),
+    *("qwen2_5_vl", "qwen2_5_omni_thinker", "minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
     *("hyperclovax_vision_v2", "exaone4_5"),
 }
 # Where a picture's attention falls into parts, the exporter's patches run all parts of equal length

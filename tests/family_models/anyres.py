@@ -375,19 +375,21 @@ def _minicpm(mode: str = "16x", version: str = "4_6") -> tuple[Any, Any, Any]:
         "image_id_end_token": "</image_id>",
     }
     tokenizer = tokenizer_with(names)
-    marks = {
+    marks: dict[str, Any] = {
         f"{name}_id": _id(tokenizer, names[f"{name}_token"])
         for name in ("image_start", "image_end", "slice_start", "slice_end")
         if version == "4_7"
     }
-    config_class = getattr(transformers, f"MiniCPMV{version}Config")
+    kind = f"MiniCPM{version if version == 'Ocr' else f'V{version}'}"
+    config_class = getattr(transformers, f"{kind}Config")
+    if version == "Ocr":
+        marks["tie_word_embeddings"] = False
     config = config_class(
         **marks,
-        **({"newline_id": tokenizer.encode("\n")[0]} if marks else {}),
+        **({"newline_id": tokenizer.encode("\n")[0]} if version == "4_7" else {}),
         vision_config={**_TOWER, "image_size": 64, "patch_size": 4},
         text_config={**TEXT, **_LINEAR},
         insert_layer_id=0,
-        image_size=64,
         downsample_mode=mode,
         image_token_id=_id(tokenizer, "<|image_pad|>"),
         video_token_id=_id(tokenizer, "<|video_pad|>"),
@@ -398,7 +400,6 @@ def _minicpm(mode: str = "16x", version: str = "4_6") -> tuple[Any, Any, Any]:
         max_slice_nums=2,
         downsample_mode=mode,
     )
-    kind = f"MiniCPMV{version}"
     processor = processor_of(f"{kind}Processor", image_processor, tokenizer, "<|image_pad|>")
     return getattr(transformers, f"{kind}ForConditionalGeneration"), config, processor
 
@@ -406,6 +407,11 @@ def _minicpm(mode: str = "16x", version: str = "4_6") -> tuple[Any, Any, Any]:
 def _minicpm_fine() -> tuple[Any, Any, Any]:
     """Four times the tokens for the same patches: the merger within the tower is left out."""
     return _minicpm("4x")
+
+
+def _minicpm_ocr() -> tuple[Any, Any, Any]:
+    """Its image processor wants torchvision; that of 4.6 gives tensors of the same form."""
+    return _minicpm(version="Ocr")
 
 
 def _minicpm_canvas() -> tuple[Any, Any, Any]:
@@ -427,4 +433,5 @@ BUILDERS: dict[str, Builder] = {
     "minicpmv4_6": _minicpm,
     "minicpmv4_6_fine": _minicpm_fine,
     "minicpmv4_7": _minicpm_canvas,
+    "minicpm_ocr": _minicpm_ocr,
 }

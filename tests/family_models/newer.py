@@ -307,6 +307,29 @@ def _cosmos3_edge() -> tuple[Any, Any, Any]:
     return _model("Cosmos3Edge"), config, processor
 
 
+def _cosmos3_omni() -> tuple[Any, Any, Any]:
+    """The half that sees and reads; a hub folder has a processor of Qwen3-VL."""
+    tokenizer = tokenizer_with()
+    rope = {**MROPE, "mrope_interleaved": True}
+    vision = {**_PACKED, "depth": 3, "model_type": "qwen3_vl_vision"}
+    config = transformers.Cosmos3OmniConfig(
+        text_config={
+            **TEXT,
+            "model_type": "qwen3_vl_text",
+            "head_dim": 16,
+            "rope_parameters": rope,
+        },
+        vision_config={
+            **vision,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        **_ids(tokenizer, _VISION_TOKENS),
+    )
+    processor = processor_of("Qwen3VLProcessor", _patches(16), tokenizer, _PACKED_IMAGE)
+    return _model("Cosmos3Omni"), config, processor
+
+
 def _hunyuan_vl() -> tuple[Any, Any, Any]:
     names = {"image_token": "<image>", "image_start_token": "<ims>", "image_end_token": "<ime>"}
     tokenizer = tokenizer_with({**names, "image_newline_token": "<imn>"})
@@ -350,6 +373,7 @@ BUILDERS: dict[str, Builder] = {
     "lfm3_vl": _lfm3_vl,
     "cohere_compass": _cohere_compass,
     "cosmos3_edge": _cosmos3_edge,
+    "cosmos3_omni": _cosmos3_omni,
     "hunyuan_vl": _hunyuan_vl,
 }
 
