@@ -30,6 +30,7 @@ class BodyIntake:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._held = 0
+        self._incomplete: set[asyncio.Timeout] = set()  # of bodies that still come
         self._pace = Pace(_BYTES_A_SECOND)
 
     async def whole(self, receive: Receive, announced: int | None) -> bytes:
@@ -38,10 +39,12 @@ class BodyIntake:
         most = self._service.config.bytes("max_body")
         parts: list[bytes] = []
         size, more = 0, True
+        limit = asyncio.timeout(self._service.config.seconds("body_timeout"))
         try:
             if announced is not None and announced > most:
                 raise _too_large(most)
-            async with asyncio.timeout(self._service.config.seconds("body_timeout")):
+            async with limit:
+                self._incomplete.add(limit)
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -59,11 +62,22 @@ class BodyIntake:
         except BaseException as error:
             self._held -= size
             parts.clear()
+            if isinstance(error, TimeoutError) and self._service.draining:
+                raise closing() from None
             if isinstance(error, TimeoutError):
                 text = "the body took too long to arrive"
                 raise ApiError(408, text, code="body_timeout") from None
             raise
+        finally:
+            self._incomplete.discard(limit)
         return b"".join(parts)
+
+    def refuse_incomplete(self) -> None:
+        """The server closes: what has not come by now is not waited for."""
+        now = asyncio.get_running_loop().time()
+        for limit in self._incomplete:
+            if not limit.expired():
+                limit.reschedule(now)
 
     def done(self, body: bytes) -> None:
         """A body is not held any more."""
@@ -85,6 +99,11 @@ class BodyIntake:
         except asyncio.CancelledError:
             if not self._service.draining:  # else the server ends, and all has been said
                 raise
+
+
+def closing() -> ApiError:
+    """The refusal of whoever comes while the server closes."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 def announced_by(scope: Scope) -> int | None:

@@ -27,7 +27,7 @@ from keepsight.server import log
 from keepsight.server.callers import Caller, account_from
 from keepsight.server.errors import ApiError, from_error
 from keepsight.server.hosts import host_of, is_loopback, is_own_name
-from keepsight.server.intake import BodyIntake, announced_by, is_long
+from keepsight.server.intake import announced_by, closing, is_long
 from keepsight.server.pace import FairPace
 from keepsight.server.responses_schema import ResponsesRequest
 from keepsight.server.schema import ChatRequest
@@ -129,7 +129,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
         self._app, self._service = app, service
         self._paths = {re.sub(r"\{[^}]*\}", "{id}", path) for path in paths}
-        self._bodies = BodyIntake(service)
+        self._bodies = service.bodies
         self._answering = 0
         self._turns = FairPace(lambda: self._answering > 0)
 
@@ -192,6 +192,7 @@ class RequestMiddleware:
                 await self._turn(scope, visit)
             body = await self._bodies.whole(receive_on, announced_by(scope))
             visit.size = len(body)
+            self._service.admitted += 1
             try:
                 more = {"visit": visit, "threads": self._service.threads}
                 scope.setdefault("state", {}).update(more)
@@ -200,6 +201,7 @@ class RequestMiddleware:
                 async with asyncio.timeout(seconds):
                     await self._app(_as_get(scope), _replayed(body, receive_on), send_on)
             finally:
+                self._service.admitted -= 1
                 self._bodies.done(body)
         except asyncio.CancelledError:
             # Where not even the engine's end has ended it, the server ends it, and it says why.
@@ -208,7 +210,7 @@ class RequestMiddleware:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS):
                     await (last_event if started else respond)(
-                        send_on, to_api_error(_closing(), visit)
+                        send_on, to_api_error(closing(), visit)
                     )
         except Exception as error:
             if isinstance(error, TimeoutError):
@@ -232,7 +234,7 @@ class RequestMiddleware:
     def _admit(self, scope: Scope, visit: Visit) -> None:
         path = scope["path"]
         if self._service.draining and path not in _WHILE_CLOSING:
-            raise _closing()
+            raise closing()
         headers = dict(scope["headers"])
         self._refuse_other_names(headers)
         self._refuse_other_sites(scope["method"], headers)
@@ -287,10 +289,6 @@ def _host(scope: Scope) -> str:
     """The address of the client, as far as a trusted proxy or the connection says."""
     host, _ = scope.get("client") or ("", 0)
     return str(host)
-
-
-def _closing() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 def _as_get(scope: Scope) -> Scope:

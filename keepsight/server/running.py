@@ -1,7 +1,7 @@
 """Listening: a model loaded and warmed, a socket, and an orderly end.
 
-On SIGTERM what runs may finish, within the time that draining is given; new requests are told to
-come again. A second signal ends at once.
+On SIGTERM what was admitted may finish, within the time that draining is given; new requests, and
+those whose bodies still come, are told to come again. A second signal ends at once.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Server(uvicorn.Server):
         while not self.should_exit:
             await self.on_tick(0)
             if self._service.draining and closing is None:
+                self._service.bodies.refuse_incomplete()
                 closing = asyncio.create_task(self._close_soon())
             await asyncio.sleep(_POLL)
         sweeping.cancel()
@@ -121,12 +122,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def _done_within(self, seconds: float) -> bool:
-        """Whether all requests are done within so many seconds."""
+        """Whether all requests that were admitted are done within so many seconds. Refusals, and
+        clients that still send what is refused, are not waited for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.server_state.tasks:
+                while self._service.admitted:
                     await asyncio.sleep(_POLL)
-        return not self.server_state.tasks
+        return not self._service.admitted
 
 
 class Connection(H11Protocol):

@@ -26,6 +26,7 @@ from keepsight.server.config import ServerConfig
 from keepsight.server.content import MessageReader
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.files import Files
+from keepsight.server.intake import BodyIntake
 from keepsight.server.metrics import Metrics
 from keepsight.server.middleware import Visit
 from keepsight.server.origins import BodyOrigin, origin_of
@@ -53,6 +54,8 @@ class Service:
         self.vlm, self.config = vlm, config
         self.model = ServedModel(vlm, config.model_name or name)
         self.active = 0  # requests that are being served
+        self.admitted = 0  # those of them that have come whole
+        self.bodies = BodyIntake(self)
         self.threads = Threads(lambda: self.active)
         self.scheduler = SchedulerClient(together, self.threads)
         contents = contents_for(vlm.runtime.store)
