@@ -191,18 +191,7 @@ class RequestMiddleware:
             if not visit.answers:
                 await self._turn(scope, visit)
             body = await self._bodies.whole(receive_on, announced_by(scope))
-            visit.size = len(body)
-            self._service.admitted += 1
-            try:
-                more = {"visit": visit, "threads": self._service.threads}
-                scope.setdefault("state", {}).update(more)
-                # Answers have a limit of their own; this one is for clients that do not read.
-                seconds = self._service.config.seconds("request_timeout") + _READING
-                async with asyncio.timeout(seconds):
-                    await self._app(_as_get(scope), _replayed(body, receive_on), send_on)
-            finally:
-                self._service.admitted -= 1
-                self._bodies.done(body)
+            await self._served(scope, visit, body, receive_on, send_on)
         except asyncio.CancelledError:
             # Where not even the engine's end has ended it, the server ends it, and it says why.
             if not self._service.draining or visit.gone or (started and not visit.streams):
@@ -221,6 +210,23 @@ class RequestMiddleware:
                 waits = not read and problem.status != 408  # for which enough was waited
                 rest = functools.partial(self._bodies.discard, receive_on) if waits else None
                 await respond(send_on, problem, rest, is_long(announced_by(scope)))
+
+    async def _served(
+        self, scope: Scope, visit: Visit, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        """A request that is admitted and whole, through the application."""
+        visit.size = len(body)
+        self._service.admitted += 1
+        try:
+            more = {"visit": visit, "threads": self._service.threads}
+            scope.setdefault("state", {}).update(more)
+            # Answers have a limit of their own; this one is for clients that do not read.
+            seconds = self._service.config.seconds("request_timeout") + _READING
+            async with asyncio.timeout(seconds):
+                await self._app(_as_get(scope), _replayed(body, receive), send)
+        finally:
+            self._service.admitted -= 1
+            self._bodies.done(body)
 
     async def _turn(self, scope: Scope, visit: Visit) -> None:
         """Wait until it is the client's turn, while answers of others are being made."""
