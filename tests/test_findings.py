@@ -83,12 +83,12 @@ def test_another_machine_and_other_code_try_anew(
 def test_a_kernel_that_no_longer_agrees_is_found_out(
     tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note says that any number of rows gives equal bits, and now odd numbers do not."""
+    """The note says which numbers of rows give equal bits, and now none do."""
     ask(tmp_path, pack=False)
     plain = linear._plain
 
     def restless(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        order = torch.arange(rows.shape[-1]).roll(len(rows))
+        order = torch.randperm(rows.shape[-1])
         return plain(rows[..., order], weight[:, order], bias)
 
     monkeypatch.setattr(linear, "_plain", restless)
@@ -97,8 +97,13 @@ def test_a_kernel_that_no_longer_agrees_is_found_out(
     assert not engine["any_cut"] and "depend on their rows" in engine["boundaries_because"]
 
 
+SHAPE = [8, 8, "torch.float32", False, False]
+NONSENSE = [None, 7, [[1]], [["x"] * 8], [[0, 8, "torch.int8", 1, 1, 1, 1, 512]]]
+NONSENSE += [[[*SHAPE, 3, 1, 512]], [SHAPE], [[*SHAPE, 1, 1]]]
+
+
 @pytest.mark.parametrize("field", ["rows", "heads", "names", "packing", "why"])
-@pytest.mark.parametrize("value", [None, 7, [[1]], [["x"] * 7], [[0, 8, "torch.int8", 1, 1, 1, 1]]])
+@pytest.mark.parametrize("value", NONSENSE)
 def test_a_note_that_says_nonsense_is_as_none(
     field: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

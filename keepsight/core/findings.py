@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from keepsight import digests
-from keepsight.core.kernels.linear import Linears, Packed, Rows, Shape
+from keepsight.core.kernels.linear import CANDIDATES, Linears, Packed, Rows, Shape
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import Record
 from keepsight.store.contract import Store
@@ -86,15 +86,18 @@ def _key(name: str) -> str:
 def _lines(rules: Rules) -> list[list[object]]:
     lines = []
     for (out, width, dtype, biased, packed), rule in rules.items():
-        own = [None, None] if rule is None else [rule.least, rule.step]
+        own = [None] * 3 if rule is None else [rule.least, rule.step, rule.most]
         lines.append([out, width, str(dtype), biased, packed, *own])
     return sorted(lines, key=str)
 
 
 def _rules(lines: list[list[object]]) -> Rules:
     found: Rules = {}
-    for out, width, dtype, biased, packed, least, step in lines:
-        rule = None if least is None or step is None else Rows(_count(least), _count(step))
+    for out, width, dtype, biased, packed, least, step, most in lines:
+        own = (least, step, most)
+        rule = None if own == (None, None, None) else Rows(*map(_count, own))
+        if rule is not None and rule not in CANDIDATES:
+            raise ValueError(f"{rule} is no rule")
         shape = (_count(out), _count(width), _DTYPES[str(dtype)], bool(biased), bool(packed))
         found[shape] = rule
     return found

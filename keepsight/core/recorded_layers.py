@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from keepsight.core.kernels import attention
-from keepsight.core.kernels.attention import BLOCK, STEP, Room
+from keepsight.core.kernels.attention import BLOCK, Room, step_of
 from keepsight.core.kernels.delta import BLOCK as RULE_BLOCK
 from keepsight.core.kernels.delta import GRID, DeltaHeads, OpenSequence, PlacedSequence
 from keepsight.core.kernels.passes import attention_here
@@ -168,6 +168,7 @@ class _Seen:
 
     layer: int
     group: int
+    step: int  # the number of rows is a multiple of it
     dtype: torch.dtype
 
 
@@ -177,7 +178,7 @@ def _mask(
     """Which keys of the blocks each new token sees, a row for each query of a group; rows that are
     there for their number only see all."""
     group, dtype = of.group, of.dtype
-    rows = -(-group * count // STEP) * STEP
+    rows = -(-group * count // of.step) * of.step
     values = torch.zeros(1, 1, rows, end - begin, dtype=dtype)
     for number in range(count):
         place = length + number
@@ -210,7 +211,7 @@ class Scratch:
             + torch.arange(place, place + count),
         }
         rooms = _rooms(layers)
-        groups = {(all_heads // keys, dtype) for all_heads, keys, _, dtype in heads}
+        groups = {(all_ // keys, step_of(wide, dtype), dtype) for all_, keys, wide, dtype in heads}
         sights = {layer.sight: index for index, layer in reversed(layers.items())}
         for row in range(rows):
             masks = [("mask", row, _Seen(i, *group)) for i in sights.values() for group in groups]
@@ -334,13 +335,14 @@ class _Attending:
         """As `kernels.attention` goes over one lane."""
         keys, values = (self._given[what, row, layer.index] for what in "kv")
         _, heads, count, width = query.shape
-        seen = _Seen(self._sights[layer.like.sight], heads // keys.shape[1], query.dtype)
+        group, step = heads // keys.shape[1], step_of(width, query.dtype)
+        seen = _Seen(self._sights[layer.like.sight], group, step, query.dtype)
         mask = self._given.get(("mask", row, seen))
         if mask is None:
             raise CannotRecord("its queries are grouped in another way than was tried")
         rows = query.reshape(1, keys.shape[1], -1, width)
         wanted = rows.shape[2]
-        if missing := -wanted % STEP:
+        if missing := -wanted % step:
             rows = functional.pad(rows, (0, 0, 0, missing))
-        found = attention.plain(rows, keys, values, mask, scale)
+        found = attention.plain(rows.contiguous(), keys, values, mask, scale)
         return found[:, :, :wanted].reshape(1, heads, count, -1)

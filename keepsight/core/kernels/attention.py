@@ -3,7 +3,7 @@
 The kernel reads keys in blocks of 512 and treats a block that is cut off in another way than a
 whole one. So keys and values lie in rooms of whole blocks, zeros behind the end, and a mask of
 numbers says which of them a row sees. Queries that share keys are laid side by side as rows; there
-are always a multiple of four of them.
+are always a multiple of four of them, or of more where heads are wide.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.nn import functional
 _plain = functional.scaled_dot_product_attention
 BLOCK = 512  # keys that the kernel reads at a time
 _QUERIES = 256  # of one call, so that keys that none of them sees are not read
-STEP = 4  # rows of queries
+_STEPS = ((80, 4), (160, 8))  # rows of queries, for heads of float32 up to a width
+_WIDE_STEP = 16
 _TRIED = 1100  # keys of a trial
 _PIECES = (
     *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (300, 301), (509, 514), (511, 512), (512, 513)),
@@ -29,6 +30,14 @@ _AMPLIFIED = 3e4  # scores of a trial are the rounding of sums: so much, and the
 
 
 Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width and dtype
+
+
+def step_of(width: int, dtype: torch.dtype) -> int:
+    """The number of rows of queries is a multiple of it: with fewer, products of wide rows of
+    float32 go another way on processors with AVX-512."""
+    if dtype != torch.float32:
+        return _STEPS[0][1]
+    return next((step for most, step in _STEPS if width <= most), _WIDE_STEP)
 
 
 class Room(Protocol):
@@ -154,17 +163,17 @@ class Attention:
         scale: float | None,
     ) -> torch.Tensor:
         _, heads, count, width = query.shape
-        group = heads // keys.shape[1]
+        group, step = heads // keys.shape[1], step_of(width, query.dtype)
         pieces = []
         for start in range(0, count, _QUERIES):
             stop = min(start + _QUERIES, count)
             rows = query[:, :, start:stop].reshape(1, keys.shape[1], -1, width)
             wanted = rows.shape[2]
-            seen = self._mask(mask, sees_all, count, start, stop, length, group, query.dtype)
-            if missing := -wanted % STEP:
+            seen = self._mask(mask, sees_all, count, start, stop, length, group, step, query.dtype)
+            if missing := -wanted % step:
                 rows = functional.pad(rows, (0, 0, 0, missing))
             seen_keys, seen_values = (x[:, :, seen.begin : seen.end] for x in (keys, values))
-            found = plain(rows, seen_keys, seen_values, seen.values, scale)
+            found = plain(rows.contiguous(), seen_keys, seen_values, seen.values, scale)
             pieces.append(found[:, :, :wanted].reshape(1, heads, stop - start, -1))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
@@ -177,13 +186,14 @@ class Attention:
         stop: int,
         length: int,
         group: int,
+        step: int,
         dtype: torch.dtype,
     ) -> _Mask:
-        name = (id(given), sees_all, count, start, length, group, dtype)
+        name = (id(given), sees_all, count, start, length, group, step, dtype)
         known = self._masks.get(name)
         if known is None or known.given is not given:
             known = self._masks[name] = _make_mask(
-                given, sees_all, count, start, stop, length, group, dtype
+                given, sees_all, count, start, stop, length, group, step, dtype
             )
         return known
 
@@ -196,6 +206,7 @@ def _make_mask(
     stop: int,
     length: int,
     group: int,
+    step: int,
     dtype: torch.dtype,
 ) -> _Mask:
     begin = 0
@@ -211,7 +222,7 @@ def _make_mask(
     else:
         values, begin, end = _of_given(given, start, stop, length, dtype)
     values = values.repeat(group, 1)
-    if missing := -len(values) % STEP:
+    if missing := -len(values) % step:
         values = functional.pad(values, (0, 0, 0, missing))
     return _Mask(given, values[None, None], begin, end)
 

@@ -24,7 +24,8 @@ def evenly(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torc
     missing = _fill(count, width, torch.get_num_threads()) - count
     if missing:
         inputs = tuple(functional.pad(one, (0, 0, 0, missing)) for one in inputs)
-    return function(*inputs)[:count]
+    # Numbers that lie apart are computed one by one, all of them.
+    return function(*(one.contiguous() for one in inputs))[:count]
 
 
 def _fill(count: int, width: int, threads: int) -> int:

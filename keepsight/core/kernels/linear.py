@@ -2,12 +2,14 @@
 
 A library chooses its kernel by the number of rows, and another kernel adds in another order. Which
 numbers of rows give the same bits is found by trying; a call with fewer is filled up to the next
-such number. Packed weights, where there are any, are also read faster.
+such number, one with many goes in several calls, so that none is used that was not tried.
+Packed weights, where there are any, are also read faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,32 +17,58 @@ import torch
 from torch.nn import functional
 
 _plain = functional.linear
-OFFSETS = (0, 1, 37)
-_ROWS = 512  # of the pass that others are compared with
-_SAMPLE = (*range(1, 34), 40, 48, 63, 64, 65, 100, 127, 128, 200, 256, 300, 384, 475)
-_LARGE_SAMPLE = (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 24, 33, 64, 100, 200, 257)
+_ROWS = 512  # of one call at most: kernels of large matrices choose another order again
+# The numbers of rows that are used, and no others: with 11 rows, twelve are computed.
+COUNTS = (*range(1, 9), *range(12, 33, 4), *range(64, _ROWS + 1, 32))
+_FEW = 32  # rows, which are tried at more places
+_NARROW = 32  # numbers that are added
+_TINY, _PLAIN = 2**-18, 3  # a factor, and one row of so many
 _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
-_LARGE = 1 << 22  # weights, from which on fewer numbers of rows are tried
 
 Shape = tuple[int, int, torch.dtype, bool, bool]  # out, in, dtype, with a bias, packed
+OfRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Numbers of rows that give equal bits: at least `least`, and a multiple of `step`."""
+    """Numbers of rows that give equal bits: at least `least`, a multiple of `step`, in calls of
+    `most` at most."""
 
     least: int = 1
     step: int = 1
+    most: int = _ROWS
 
     def fill(self, rows: int) -> int:
-        """The smallest such number that has room."""
-        return max(self.least, -(-rows // self.step) * self.step)
+        """The smallest such number that has room, of those that are used; for one call."""
+        return _filled(self.least, self.step, rows)
+
+    @property
+    def counts(self) -> list[int]:
+        """All that are used."""
+        return [c for c in COUNTS if self.least <= c <= self.most and c % self.step == 0]
+
+    def run(self, function: OfRows, rows: torch.Tensor) -> torch.Tensor:
+        """A function of rows, of as many as one likes."""
+        count = len(rows)
+        if count > self.most:
+            return torch.cat([self.run(function, piece) for piece in rows.split(self.most)])
+        missing = self.fill(count) - count
+        if missing:
+            return function(functional.pad(rows, (0, 0, 0, missing)))[:count]
+        return function(rows)
 
 
-# The last two are for layers of few numbers: with few rows, these go another way altogether.
+@functools.cache
+def _filled(least: int, step: int, rows: int) -> int:
+    return next(c for c in COUNTS if c >= max(least, rows) and c % step == 0)
+
+
+# Rows that read weights only, then those that add to the work of a token. With many rows, another
+# kernel may come than with few, and the largest numbers are left out first.
+_SMALL = ((1, 1), (2, 1), (4, 1), (4, 4), (8, 8), (16, 16))
 CANDIDATES = (
-    *(Rows(), Rows(2), Rows(4), Rows(4, 4), Rows(8, 8), Rows(16, 16)),
-    *(Rows(32), Rows(128)),
+    *(Rows(least, step, most) for most in (_ROWS, _ROWS // 2) for least, step in _SMALL),
+    *(Rows(32), Rows(64), Rows(128), Rows(64, 64, 64)),
 )
 
 
@@ -67,17 +95,13 @@ class Linears:
         rule = self._rule(weight, bias, known)
         if rule is None or input.dtype != weight.dtype:
             return _plain(input, weight, bias)
-        flat = input.reshape(-1, input.shape[-1])
-        count = flat.shape[0]
-        missing = rule.fill(count) - count
-        if missing:
-            flat = functional.pad(flat, (0, 0, 0, missing))
+        # Rows that lie side by side, as they were tried: others may go another way.
+        flat = input.reshape(-1, input.shape[-1]).contiguous()
         if known is not None:
-            result = run_packed(flat, known.tensor, bias)
+            packed = known.tensor
+            result = rule.run(lambda rows: run_packed(rows, packed, bias), flat)
         else:
-            result = _plain(flat, weight, bias)
-        if missing:
-            result = result[:count]
+            result = rule.run(lambda rows: _plain(rows, weight, bias), flat)
         return result.view(*input.shape[:-1], weight.shape[0])
 
     def grouped(self, rows: torch.Tensor, weights: torch.Tensor, ends: list[int]) -> torch.Tensor:
@@ -152,29 +176,39 @@ def rows_of(shape: Shape) -> Rows | None:
     out, width, dtype, biased, packed = shape
     generator = torch.Generator().manual_seed(out * 31 + width)
     weight, inputs = _telling(out, width, dtype, generator)
-    bias = torch.zeros(out, dtype=dtype) if biased else None
+    bias = torch.randn(out, generator=generator).mul(_TINY).to(dtype) if biased else None
     tensor = pack(weight) if packed else weight
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         return run_packed(rows, tensor, bias) if packed else _plain(rows, tensor, bias)
 
-    wanted = run(inputs)
-    sample = _SAMPLE if out * width < _LARGE else _LARGE_SAMPLE
-    known: dict[int, bool] = {}
+    wanted = {most: _in_calls(run, inputs, most) for most in {rule.most for rule in CANDIDATES}}
+    known: dict[tuple[int, int], bool] = {}
 
-    def equal(count: int) -> bool:
-        if count not in known:
-            known[count] = all(
-                torch.equal(run(inputs[at : at + count].clone()), wanted[at : at + count])
-                for at in OFFSETS
-                if at + count <= _ROWS
+    def equal(count: int, most: int) -> bool:
+        if (count, most) not in known:
+            known[count, most] = all(
+                torch.equal(run(inputs[at : at + count].clone()), wanted[most][at : at + count])
+                for at in _places(count, width)
             )
-        return known[count]
+        return known[count, most]
 
     for rule in CANDIDATES:
-        if all(equal(rule.fill(count)) for count in sample):
+        if all(equal(count, rule.most) for count in rule.counts):
             return rule
     return None
+
+
+def _in_calls(run: OfRows, inputs: torch.Tensor, most: int) -> torch.Tensor:
+    return torch.cat([run(piece) for piece in inputs.split(most)])
+
+
+def _places(count: int, width: int) -> Iterable[int]:
+    """Where so many rows are cut out, to be compared. Short sums seldom show their order."""
+    last = _ROWS - count
+    if count > _FEW:
+        return (last // 2,)
+    return range(0, last, 5) if width <= _NARROW else (0, 1, 37, last)
 
 
 def rows_agree(linears: Linears, layer: torch.nn.Linear) -> bool:
@@ -196,11 +230,14 @@ def _telling(
     in another order differ in nearly every number, also where results are rounded to few digits.
     They have all digits of their type: a product that is exact hides whether it was rounded before
     it was added, which is all that differs where sums are short (adapters of a low rank)."""
-    half = width // 2
+    half, odd = width // 2, width % 2
     order = torch.randperm(half, generator=generator)
-    left = torch.randn(out, half, generator=generator).to(dtype)
-    rows = torch.randn(_ROWS, half, generator=generator).to(dtype)
-    odd = (0, width - 2 * half)
-    weight = functional.pad(torch.cat([left, -left[:, order]], dim=1), odd)
-    inputs = functional.pad(torch.cat([rows, rows[:, order]], dim=1), odd)
-    return weight, inputs
+    left = torch.randn(out, half, generator=generator)
+    rows = torch.randn(_ROWS, half, generator=generator)
+    # What has no other to cancel it is as small as what rounding leaves of the rest.
+    alone = torch.randn(out, odd, generator=generator), torch.randn(_ROWS, odd, generator=generator)
+    weight = torch.cat([left, -left[:, order], alone[0]], dim=1)
+    inputs = torch.cat([rows, rows[:, order], alone[1] * (_TINY if half else 1)], dim=1)
+    # Some sums are of numbers as they come: short ones of two products look alike in any order.
+    inputs[::_PLAIN] = torch.randn(inputs[::_PLAIN].shape, generator=generator)
+    return weight.to(dtype), inputs.to(dtype)

@@ -1,0 +1,135 @@
+"""The kernels by which any cut gives the same bits: what is tried is what is used, and shows it.
+
+Libraries are replaced by some that round otherwise where a machine at hand does not.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import build
+from test_any_cut import ids_of, logits_of, wrapped
+from torch.nn import functional
+
+import keepsight as ks
+from keepsight.core.kernels import attention, linear
+from keepsight.core.kernels.elementwise import evenly
+from keepsight.core.kernels.linear import Linears, rows_of
+
+plain = linear._plain
+SHAPE = (64, 64, torch.float32, False, False)
+
+
+def in_another_order(rows: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+    return plain(rows.flip(-1), weight.flip(-1), bias)
+
+
+@pytest.mark.tries_anew
+def test_numbers_of_rows_that_were_not_tried_are_not_used(monkeypatch: Any) -> None:
+    """A kernel may add in another order for numbers of rows of which nobody knows."""
+    sizes: set[int] = set()
+
+    def counting(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        sizes.add(len(rows))
+        return plain(rows, weight, bias)
+
+    monkeypatch.setattr(linear, "_plain", counting)
+    with torch.inference_mode():
+        rule = rows_of(SHAPE)
+        assert rule is not None
+        tried = set(sizes)
+        layer, weight = Linears(tried={SHAPE: rule}), torch.randn(64, 64)
+        for count in [*range(1, 530), 1000, 1024, 2048, 5000]:
+            assert len(layer(torch.randn(count, 64), weight, None)) == count
+    assert sizes == tried
+
+
+@pytest.mark.tries_anew
+@pytest.mark.parametrize("odd", [range(513, 10_000), range(300, 400), range(1, 40)])
+def test_a_kernel_for_many_rows_that_adds_in_another_order(monkeypatch: Any, odd: range) -> None:
+    """As processors have that multiply matrices in tiles: a long prompt and its last words."""
+
+    def moody(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        if len(rows) in odd:
+            return in_another_order(rows, weight, bias)
+        return plain(rows, weight, bias)
+
+    monkeypatch.setattr(linear, "_plain", moody)
+    with torch.inference_mode():
+        layer = Linears()
+        weight, rows = torch.randn(64, 64), torch.randn(1300, 64)
+        whole = layer(rows, weight, None)
+        for count in (1, 7, 45, 290, 310, 399, 512, 600, 1299):
+            for piece, wanted in zip(rows.split(count), whole.split(count), strict=True):
+                assert torch.equal(layer(piece.clone(), weight, None), wanted)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("biased", [False, True])
+def test_short_sums_show_their_order(width: int, biased: bool) -> None:
+    """As adapters of a low rank have them. The last product, and a bias, are part of a sum."""
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = linear._telling(64, width, torch.float32, generator)
+    bias = torch.randn(64, generator=generator) * (linear._TINY if biased else 0)
+    parts = [rows[:, i, None] * weight[None, :, i] for i in range(width)] + [bias.expand(512, 64)]
+    there = sum(parts[1:], parts[0])
+    if width + biased > 2:
+        back = sum(reversed(parts[:-1]), parts[-1])
+        assert not torch.equal(there, back)
+    assert bool((weight != 0).all()) and bool((rows != 0).all())
+
+
+@pytest.mark.tries_anew
+def test_rows_that_do_not_lie_side_by_side(monkeypatch: Any) -> None:
+    """Such as a convolution leaves; they are computed as those that were tried."""
+
+    def picky(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        if not rows.is_contiguous():
+            return in_another_order(rows, weight, bias)
+        return plain(rows, weight, bias)
+
+    monkeypatch.setattr(linear, "_plain", picky)
+    with torch.inference_mode():
+        weight, rows = torch.randn(64, 64), torch.randn(64, 96)
+        layer, wanted = Linears(), plain(rows.T.contiguous(), weight, None)
+        assert torch.equal(layer(rows.T, weight, None), wanted)
+        apart = torch.randn(2, 512, 3)[0, :, 1:2]
+        wanted = evenly(functional.silu, apart.contiguous())
+        assert torch.equal(evenly(functional.silu, apart), wanted)
+
+
+@pytest.mark.parametrize("width", [96, 128, 256])
+def test_wide_heads_in_float32_have_rows_enough(width: int) -> None:
+    """With few rows, processors with AVX-512 add products of wide rows in another order."""
+    assert attention.attention_rows_are_equal((4, 2, width, torch.float32), windows=True)
+    assert attention.step_of(width, torch.float32) >= 8
+    assert attention.step_of(64, torch.float32) == attention.step_of(width, torch.bfloat16) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prompt_and_its_pieces(dtype: torch.dtype) -> None:
+    """Layers of some hundred numbers, and more rows than are tried at once."""
+    with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as other:
+        ids = ids_of(vlm, 1400)
+        for shared in (9, 300, 700, 1399):
+            logits_of(vlm, ids[:, :shared])
+        assert torch.equal(logits_of(vlm, ids), logits_of(other, ids))
+
+
+def test_adapters_of_rank_three() -> None:
+    """Their rows are filled up where one row alone comes out otherwise."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model, processor = build("qwen3_vl", torch.bfloat16)
+    model = copy.deepcopy(model)
+    config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    inject_adapter_in_model(config, model.get_decoder())
+    model.eval()
+    with ks.wrap(model, processor) as vlm, ks.wrap(model, processor) as other:
+        ids = ids_of(vlm, 90)
+        for shared in (1, 2, 40, 41, 89):
+            logits_of(vlm, ids[:, :shared])
+        assert torch.equal(logits_of(vlm, ids), logits_of(other, ids))
