@@ -379,7 +379,7 @@ def _check_family(family: Family) -> None:
     kind = family.model.config.model_type
     if kind in _NOT_SHOWN:
         raise UnsupportedInput(f"{kind} is not trained from packages: {_NOT_SHOWN[kind]}")
-    if not family.proven or not family.answers or not family.feeds_stock:
+    if not family.proven or family.packages_only or not family.feeds_stock:
         raise UnsupportedInput(f"{kind} is not trained from packages: no test has shown it")
 
 

@@ -161,7 +161,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         family = family_of(model)
         self.model, self.processor = model, family.processor(processor)
         processor = self.processor
-        check_processor(processor, family.answers)
+        check_processor(processor, not family.packages_only)
         chosen = RuntimeSettings(image_options=tuple((image_options or {}).items()), **settings)
         chosen.check()
         kept = chosen_store(
@@ -174,15 +174,15 @@ class VLM(DisplayedModel, AsyncAnswers):
         weights = Weights(model, family)
         if not family.proven:
             settle(model, family, processor, weights)
-        elif newer_than_tested() and family.answers:
+        elif newer_than_tested() and not family.packages_only:
             try_again(model, family, processor, weights)
         renderer = None
-        if processor is not None and family.answers:
+        if processor is not None and not family.packages_only:
             renderer = Renderer(family, processor, chat_template)
         own = files is not None
         self.runtime = Runtime(model, family, processor, weights, chosen, kept, renderer, owned=own)
         self._fingerprint(files)
-        if self.runtime.store is not None and family.answers:
+        if self.runtime.store is not None and not family.packages_only:
             self.runtime.engine.snapshot_pattern()  # now: no turn after a restart pays for it
 
     def _fingerprint(self, files: str | None) -> None:

@@ -1,4 +1,4 @@
-"""A vision tower without a language model: packages as from any other, and no answers."""
+"""Towers alone, and a model that draws: packages as from any other, and no answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from family_models.rarer import glm_image
 from model_parts import picture, wake
 
 import keepsight as ks
@@ -61,3 +62,60 @@ def test_it_answers_nothing(mlcd: tuple[Any, Any]) -> None:
         ):
             with pytest.raises(UnsupportedInput, match="vision tower"):
                 call()
+
+
+def drawing(processor: Any, *prompts: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    """What the processor makes of prompts that want a picture drawn after some others."""
+    texts = [
+        processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "image"}] * len(pictures)}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for pictures in prompts
+    ]
+    pictures = [picture for pictures in prompts for picture in pictures]
+    options = {"target_h": 64, "target_w": 64, "padding": True, "return_tensors": "pt"}
+    return dict(processor(text=texts, images=pictures, **options))
+
+
+def test_a_model_that_draws_looks_at_a_picture_once() -> None:
+    """Stock draws, and keeps the positions of what it draws; the tower has run before."""
+    model, processor = glm_image()
+    processor.tokenizer.padding_side = "left"
+    a, b, c = picture(1), picture(2, 160, 96), picture(3)
+    asked = [drawing(processor, (a,)), drawing(processor, (a, b)), drawing(processor, (b,), (c,))]
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    wanted = [model.generate(**inputs, **how) for inputs in asked]
+    assert not torch.equal(wanted[2][0, -6:], wanted[2][1, -6:])
+    with ks.installed(model, processor) as vlm:
+        packages = vlm.encode([a, b, c])
+        with vlm.blindfold():
+            for inputs, stock in zip(asked, wanted, strict=True):
+                assert torch.equal(model.generate(**inputs, **how), stock)
+                assert "a model that draws" in vlm.report().notes[0]
+    for package, one in zip(packages, (a, b, c), strict=True):
+        inputs = drawing(processor, (one,))
+        with torch.no_grad():
+            (features,) = model.model.get_image_features(
+                inputs["pixel_values"], inputs["image_grid_thw"][:1]
+            ).pooler_output
+        assert torch.equal(package.tensors["features"], features.flatten(1).T)
+
+
+def test_what_is_drawn_is_refused_by_name() -> None:
+    model, processor = glm_image()
+    inputs = drawing(processor, (picture(1),))
+    with ks.wrap(model, processor) as vlm:
+        for call in (
+            lambda: vlm.ask(picture(1), "Draw it."),
+            lambda: vlm.generate(**inputs),
+            lambda: vlm.inputs([]),
+            lambda: vlm.session(),
+        ):
+            with pytest.raises(UnsupportedInput, match="a model that draws"):
+                call()
+    few = {**inputs, "image_grid_thw": inputs["image_grid_thw"][:1]}
+    with ks.installed(model, processor) as vlm:
+        with pytest.raises(Exception, match=r"."):
+            model.generate(**few, max_new_tokens=2)

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from model_parts import TEXT, wake
+from family_models.rarer import glm_image
+from model_parts import wake
 from transformers import DynamicCache, StaticCache
 from transformers.exporters import exporter_dynamo  # noqa: F401  registers its patches
 from transformers.exporters.utils import apply_patches
@@ -355,38 +356,12 @@ def test_a_tower_alone_is_one_graph() -> None:
         close(program(pixel_values=pixels).last_hidden_state, wanted)
 
 
-def glm_image() -> Any:
-    """A tiny one; Keepsight refuses the family, upstream's forward is looked at all the same."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    config = transformers.GlmImageConfig(
-        text_config={
-            **TEXT,
-            "vocab_size": 576,
-            "vision_vocab_size": 64,
-            "rope_parameters": rope,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-            "intermediate_size": 64,
-            "image_size": 128,
-        },
-        vq_config={"embed_dim": 16, "num_embeddings": 64, "latent_channels": 32},
-        image_token_id=500,
-        image_start_token_id=501,
-        image_end_token_id=502,
-    )
-    torch.manual_seed(0)
-    model = transformers.GlmImageForConditionalGeneration(config).eval()
-    wake(model)
-    return model
-
-
 def glm_image_call(model: Any, down: int, across: int) -> tuple[Call, list[torch.Tensor]]:
     """Ids and positions of a prompt around one picture, and the picture's features."""
     count = down * across
-    ids = torch.tensor([[5, 501, *[500] * count, 502, 7, 8, 9, 501]])
+    config = model.config
+    begin, end = config.image_start_token_id, config.image_end_token_id
+    ids = torch.tensor([[5, begin, *[config.image_token_id] * count, end, 7, 8, 9, begin]])
     positions = torch.arange(ids.shape[1])[None, None].expand(3, 1, -1)
     torch.manual_seed(count)
     pixels = torch.randn(count, 3 * 16 * 16)
@@ -397,7 +372,7 @@ def glm_image_call(model: Any, down: int, across: int) -> tuple[Call, list[torch
 
 def test_glm_image_steps_in_one_graph_and_cannot_look_in_one() -> None:
     """Its prefill counts picture tokens with an `if`; a step with positions given is one graph."""
-    model = glm_image()
+    model, _ = glm_image()
     call, features = glm_image_call(model, 4, 4)
     pictured = {**call, "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=features)}}
     with pytest.raises(Exception, match="Data-dependent branching"):

@@ -86,7 +86,7 @@ class AnyCut:
         self._model, self._family, self._engine = model, family, engine
         self._weights = weights
         # A caller who names a grain wants boundaries.
-        self.asked = settings.grain is None and family.answers
+        self.asked = settings.grain is None and not family.packages_only
         self.before = Finding(None, "" if self.asked else _CHOSEN)
         pack = owned if settings.pack == "auto" else bool(settings.pack)
         self.packing = Packing(pack and self.asked, sparing=settings.pack == "auto")

@@ -106,7 +106,7 @@ class Runtime:
         self.rule = self._boundaries = Rule(grain, ends, *kind)
         self._any_cut = AnyCut(model, family, self.engine, weights, settings, owned, store)
         self.finding = self._any_cut.before
-        self._compiled = Compiled(model, family.answers)
+        self._compiled = Compiled(model, not family.packages_only)
         self._compiled.gather()
         self._quantised = Quantised(model)
         self._quantised.check()
@@ -133,10 +133,10 @@ class Runtime:
     def require_answers(self) -> None:
         """Refuse a call that needs a language model, where there is none."""
         self.require_open()
-        if not self.family.answers:
+        if what := self.family.packages_only:
             raise UnsupportedInput(
-                f"{self.model.config.model_type} is a vision tower without a language model: it "
-                "makes packages, with encode(), and answers nothing"
+                f"{self.model.config.model_type} is {what}: here it makes packages, with encode(), "
+                "and answers nothing"
             )
 
     def close(self) -> None:

@@ -157,7 +157,7 @@ def _leave_out(model: PreTrainedModel) -> None:
 
 def _proven_family(model: PreTrainedModel) -> Family:
     family = family_of(thinking(model))
-    if not family.proven or not family.answers:
+    if not family.proven or family.packages_only:
         raise UnsupportedModel(
             f"model type {model.config.model_type!r} cannot be loaded without its tower: no test "
             "has shown that its answers are exact from packages alone; load it whole"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
-from model_parts import TEXT, processor_of, tokenizer_with
+from model_parts import TEXT, processor_of, tokenizer_with, wake
 
 from family_models import Builder
 from family_models.grids import _GLM_ROPE, _GLM_TOKENS, _GLM_VISION, _ids
@@ -232,6 +233,45 @@ def _deepseek_ocr2() -> tuple[Any, Any, Any]:
         "DeepseekOcr2Processor", images, tokenizer, "<image>", patch_size=4, downsample_ratio=4
     )
     return _model("DeepseekOcr2"), config, processor
+
+
+def glm_image() -> tuple[Any, Any]:
+    """Model and processor of a type that draws: packages, and no answers."""
+    names = {
+        "image_token": "<img>",
+        "image_start_token": "<imb>",
+        "image_end_token": "<ime>",
+        "grid_bos_token": "<sop>",
+        "grid_eos_token": "<eop>",
+    }
+    tokenizer = tokenizer_with(names)
+    tokenizer.bos_token = "<imb>"
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = transformers.GlmImageConfig(
+        text_config={
+            **TEXT,
+            "vocab_size": 576,
+            "vision_vocab_size": 64,
+            "rope_parameters": rope,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "image_size": 128,
+        },
+        vq_config={"embed_dim": 16, "num_embeddings": 64, "latent_channels": 32},
+        **_ids(tokenizer, {k: v for k, v in names.items() if k.startswith("image")}),
+    )
+    torch.manual_seed(0)
+    model = transformers.GlmImageForConditionalGeneration(config).eval()
+    wake(model)
+    size = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
+    patches = {"patch_size": 16, "temporal_patch_size": 1, "merge_size": 1, "size": size}
+    images = _pil("glm_image", "GlmImageImageProcessorPil", **patches)
+    processor = processor_of("GlmImageProcessor", images, tokenizer, "<imb><img><ime>")
+    return model, processor
 
 
 BUILDERS: dict[str, Builder] = {

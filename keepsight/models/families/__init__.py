@@ -16,6 +16,7 @@ from keepsight.models.families.cast import Cast
 from keepsight.models.families.ernie4_5_vl_moe import Ernie45VLMoe
 from keepsight.models.families.gemma3 import Gemma3, Gemma4
 from keepsight.models.families.glm4v import Glm4v
+from keepsight.models.families.glm_image import GlmImage
 from keepsight.models.families.got_ocr2 import GotOcr2
 from keepsight.models.families.hunyuan_vl import HunyuanVL
 from keepsight.models.families.idefics3 import Idefics2, Idefics3, Lfm2Vl, MiniCpmV
@@ -36,7 +37,7 @@ from keepsight.models.families.qwen_omni import QwenOmni
 from keepsight.models.families.qwen_vl import QwenVL
 from keepsight.models.families.step3p7 import DeepseekOcr2, Step3p7
 
-__all__ = ["REFUSED", "SUPPORTED", "Family", "Pixels", "family_of"]
+__all__ = ["SUPPORTED", "Family", "Pixels", "family_of"]
 
 SUPPORTED: dict[str, type[Family]] = {
     "qwen2_vl": QwenVL,
@@ -89,19 +90,12 @@ SUPPORTED: dict[str, type[Family]] = {
     "minicpmv4_7": MiniCpmV47,
     "minicpm_ocr": MiniCpmV,
     "mlcd_vision_model": Mlcd,
+    "glm_image": GlmImage,
     "gemma3": Gemma3,
     "gemma4": Gemma4,
     "paligemma": PaliGemma,
     "molmo2": Molmo2,
     "mllama": Mllama,
-}
-
-# Known, looked at, and left out.
-REFUSED: dict[str, str] = {
-    "glm_image": (
-        "it draws pictures: the positions of what it draws are kept on the model between calls, so "
-        "no remembered prefix can be continued exactly; use it without Keepsight"
-    ),
 }
 
 # Where the tower decides how images come: Pixtral 12B is a LLaVA.
@@ -116,8 +110,6 @@ def family_of(model: PreTrainedModel) -> Family:
         raise UnsupportedModel(
             f"{model_type} thinks and talks; wrap the part that thinks: ks.wrap(model.thinker, ...)"
         )
-    if model_type in REFUSED:
-        raise UnsupportedModel(f"model type {model_type!r}: {REFUSED[model_type]}")
     if model_type not in SUPPORTED:
         family = Cast(model)
         family.proven = False

@@ -69,7 +69,7 @@ class Family:
     reuse = "prefix"
     proven = True  # False for a type that no test has shown exact: core/probe.py tries it first
     feeds_stock = True  # whether stock `generate` takes features, so that `vlm.inputs` can give any
-    answers = True  # False for a vision tower alone: packages, and no prompt they stand in
+    packages_only = ""  # what a model is that makes packages, and answers no prompt of ours
     decodes_together = True  # False where a row of a padded batch is not what it is alone
     decodes_as_prefilled = True  # False where some decoded tokens go another way through the model
     sees_whole_media = False  # whether the tokens of one medium attend to each other both ways

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Mlcd(Family):
     """`last_hidden_state` of one image; there is no prompt it could stand in."""
 
-    answers = False
+    packages_only = "a vision tower without a language model"
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.core = model, model

@@ -69,6 +69,8 @@ NOTES |= {
     "_last_compile_config",
     "_previous_max_cache_length",
 }
+# What GLM-Image notes of the picture that stock `generate` draws; we draw none.
+NOTES |= {"_cached_decode_position_ids", "_prefill_len"}
 # Who calls `generate` of a live model is no part of any forward pass.
 NOTES |= {"generate"}
 OUR_HOOK = "keepsight.blindfold"  # a forward pre-hook of ours that only watches

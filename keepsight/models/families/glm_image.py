@@ -1,0 +1,75 @@
+"""GLM-Image: looks at pictures, and draws one. Its features are ours, what it draws is stock's.
+
+Its language model has words for input only: all that it gives are tokens of the picture it draws,
+whose positions it keeps on the model between calls. So nothing is answered here, and no prefix
+remembered; stock `generate` is handed features for the pictures to look at. A processor's grids
+hold a row more for each prompt, of the picture to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.errors import PlaceholderMismatch
+from keepsight.formats.package import Package
+from keepsight.kinds import Record
+from keepsight.models.families.base import Family
+from keepsight.models.families.pixels import Part, Pixels, own
+
+_GRIDS = "image_grid_thw"
+
+
+class GlmImage(Family):
+    """Patches on a grid, one row of features for each."""
+
+    packages_only = (
+        "a model that draws: its answers are tokens of a picture, whose positions it keeps between "
+        "calls"
+    )
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self._encoder_inputs = {"pixel_values", _GRIDS}
+
+    def split_tensors(
+        self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
+    ) -> list[Pixels]:
+        """The pictures to look at: of each prompt the first grids, as far as placeholders go."""
+        if tensors.get("pixel_values") is None:
+            return []
+        given, seen = tensors[_GRIDS].tolist(), []
+        for ids in rows:
+            left = int((ids == self.image_token_id).sum())
+            while left > 0 and given:
+                grid = given.pop(0)
+                seen.append(grid)
+                left -= self._tokens_of(grid)
+            if left or not given:
+                raise PlaceholderMismatch(
+                    f"{_GRIDS} has no row for each picture of a prompt and one for what is drawn"
+                )
+            given.pop(0)  # the picture to draw
+        return super().split_tensors({**tensors, _GRIDS: torch.tensor(seen)}, rows)
+
+    def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
+        device = self.model.device
+        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
+        output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
+        return {"features": own(output.pooler_output[0].flatten(1).T)}, "list"
+
+    def feature_width(self) -> int:
+        return int(self.model.config.vision_config.hidden_size)
+
+    def encoder_outputs(self, parts: Sequence[Part]) -> Record:
+        """Channels first, on the grid of each picture, as upstream's quantiser takes them."""
+        return {"image": SimpleNamespace(pooler_output=[self._on_grid(p) for p, _, _ in parts])}
+
+    def _on_grid(self, package: Package) -> torch.Tensor:
+        (grid,) = torch.tensor(package.grid[_GRIDS]).tolist()
+        features = package.tensors["features"].to(self.model.device, self.model.dtype)
+        return features.T.reshape(-1, *grid[1:]).contiguous()
