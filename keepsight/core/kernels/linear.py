@@ -19,7 +19,7 @@ from torch.nn import functional
 _plain = functional.linear
 _ROWS = 512  # of one call at most: kernels of large matrices choose another order again
 # The numbers of rows that are used, and no others: with 11 rows, twelve are computed.
-COUNTS = (*range(1, 9), *range(12, 33, 4), *range(64, _ROWS + 1, 32))
+COUNTS: tuple[int, ...] = (*range(1, 9), *range(12, 33, 4), *range(64, _ROWS + 1, 32))
 _FEW = 32  # rows, which are tried at more places
 _NARROW = 32  # numbers that are added
 _TINY, _PLAIN = 2**-18, 3  # a factor, and one row of so many
@@ -40,7 +40,8 @@ class Rows:
 
     def fill(self, rows: int) -> int:
         """The smallest such number that has room, of those that are used; for one call."""
-        return _filled(self.least, self.step, rows)
+        found: int = _filled(self.least, self.step, rows)
+        return found
 
     @property
     def counts(self) -> list[int]:
@@ -60,7 +61,7 @@ class Rows:
 
 @functools.cache
 def _filled(least: int, step: int, rows: int) -> int:
-    return next(c for c in COUNTS if c >= max(least, rows) and c % step == 0)
+    return min(c for c in COUNTS if c >= max(least, rows) and c % step == 0)
 
 
 # Rows that read weights only, then those that add to the work of a token. With many rows, another
