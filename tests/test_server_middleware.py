@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import resource
@@ -9,15 +10,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from server_harness import Live, Scripted, answered, asked, live, png, scene, uri
+from uvicorn.server import ServerState
 
 import keepsight as ks
 from keepsight.report import Piece
 from keepsight.server import intake, running
-from keepsight.server.config import ApiKey
+from keepsight.server.config import ApiKey, ServerConfig
 
 KEYS = (
     ApiKey("ann", "ann-key"),
@@ -443,6 +446,53 @@ def test_a_crowd_is_not_looked_through_for_each_that_comes(
         for connection in crowd:
             connection.close()
         _until(lambda: len(server.server.config.http_protocol_class.spoke) <= 1)
+
+
+class Transport:
+    """What a connection needs of its transport."""
+
+    closed = False
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_crowd_that_comes_at_once_is_looked_at_once(
+    vlm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are taken in before the loop hears that any of them was closed: none is looked at twice,
+    no more stay than may, and those who are being answered stay."""
+    looked: list[Any] = []
+    owes = running.Connection._owes
+    monkeypatch.setattr(running.Connection, "_owes", lambda one: looked.append(one) or owes(one))
+    service = SimpleNamespace(config=ServerConfig(max_connections=10))
+    monkeypatch.setattr(running, "build", lambda service: None)
+    config = running.make_server(service).config  # type: ignore[arg-type]
+    config.load()
+
+    async def crowd(count: int, busy: int) -> list[Transport]:
+        sockets, state = [Transport() for _ in range(count)], ServerState()
+        for number, one in enumerate(sockets):
+            connection = config.http_protocol_class(config, state, {})  # type: ignore[operator]
+            connection.connection_made(one)
+            if number < busy:
+                connection.cycle = SimpleNamespace(response_complete=False)
+        config.http_protocol_class.spoke.clear()  # type: ignore[union-attr]
+        return sockets
+
+    sockets = asyncio.run(crowd(1000, busy=4))
+    stay = [number for number, one in enumerate(sockets) if not one.closed]
+    assert stay == [0, 1, 2, 3, *range(994, 1000)]
+    assert len(looked) <= 1000 + 4 * 990  # those who are being answered are looked at each time
+    looked.clear()
+    sockets = asyncio.run(crowd(1000, busy=10))
+    assert [number for number, one in enumerate(sockets) if not one.closed] == [*range(10)]
 
 
 def test_ten_thousand_messages(server: Live) -> None:
