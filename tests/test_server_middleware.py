@@ -710,6 +710,20 @@ def test_rates_and_quotas(locked: Live) -> None:
     assert refusal(upload(locked, "small", b"y" * 500), 413)["code"] == "files_quota_exceeded"
 
 
+def test_a_key_has_an_equal_part_of_the_room_for_files(vlm: Any) -> None:
+    """Two keys of one tenant have one part; who has a limit of its own has that one."""
+    keys = (*KEYS, ApiKey("wide", "wide-key", files_bytes=900), ApiKey("ann2", "x", tenant="ann"))
+    with live(vlm, Scripted("hi"), keys=keys, files_budget=1800) as server:  # 300 for each of six
+        for who, most in (("ann", 300), ("bob", 300), ("wide", 900)):
+            refused = refusal(upload(server, who, b"x" * (most + 1)), 413)
+            assert refused["code"] == "files_quota_exceeded" and str(most) in refused["message"]
+            assert upload(server, who, b"x" * most)[0] == 200
+            refusal(upload(server, who, b"y"), 413)
+    with live(vlm, Scripted("hi"), files_budget=1800) as server:  # nobody is told apart
+        assert upload(server, "ann", b"x" * 1800)[0] == 200
+        assert refusal(upload(server, "ann", b"y"), 413)["code"] == "files_full"
+
+
 def test_other_websites_may_not_ask_unless_allowed(vlm: Any, server: Live) -> None:
     headers = {"origin": "http://evil", "access-control-request-method": "POST"}
     path = "/v1/chat/completions"

@@ -109,7 +109,7 @@ class ApiKey:
     admin: StrictBool = False  # may see and reset what belongs to every tenant
     requests_per_minute: StrictInt | None = None
     tokens_per_minute: StrictInt | None = None
-    files_bytes: StrictInt | StrictStr | None = None  # of uploads; None: the server's own limit
+    files_bytes: StrictInt | StrictStr | None = None  # of uploads; None: an equal part of them all
 
     def __post_init__(self) -> None:
         if not self.name or not self.key:

@@ -65,8 +65,9 @@ def routes(service: Service) -> APIRouter:
         caller = visit_of(request).who()
         form = await _form(request)
         data, name = await _file(form)
+        quota = _quota(caller, service)
         upload: Upload = await service.with_files(
-            lambda: files.put(caller.tenant, data, name, _purpose(form), _ttl(form), _quota(caller))
+            lambda: files.put(caller.tenant, data, name, _purpose(form), _ttl(form), quota)
         )
         return upload.as_json()
 
@@ -186,6 +187,9 @@ def _ttl(form: FormData) -> float | None:
     return float(text)
 
 
-def _quota(caller: Caller) -> int | None:
-    key = caller.key
-    return None if key is None or key.files_bytes is None else parse_bytes(key.files_bytes)
+def _quota(caller: Caller, service: Service) -> int | None:
+    """How many bytes of uploads a key may have: its own limit, else an equal part of them all."""
+    if caller.key is None:
+        return None
+    own = caller.key.files_bytes
+    return service.files.budget // max(1, service.owners) if own is None else parse_bytes(own)

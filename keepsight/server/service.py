@@ -63,9 +63,9 @@ class Service:
             config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
         )
         self.bindings = Bindings()
-        owners = len({key.whose for key in config.keys})
+        self.owners = len({key.whose for key in config.keys})  # among whom budgets are divided
         budget, ttl = config.bytes("responses_budget"), config.seconds("file_ttl")
-        self.responses = ResponseStore(budget, ttl, owners, largest=config.bytes("max_body"))
+        self.responses = ResponseStore(budget, ttl, self.owners, largest=config.bytes("max_body"))
         self.callers = Callers(config.keys)
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)
