@@ -73,6 +73,13 @@ class TestGemma4Vision(FamilyTests):
         return build("gemma4_vision")
 
 
+class TestGemma4Unified(FamilyTests):
+    nests_images = True
+
+    def make_model(self) -> tuple[Any, Any]:
+        return build("gemma4_unified")
+
+
 # Of its processor, when numpy asks whether it must copy a tensor.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 class TestPaliGemma(FamilyTests):

@@ -12,7 +12,7 @@ from family_models.rarer import glm_image
 from model_parts import picture, wake
 
 import keepsight as ks
-from keepsight.errors import UnsupportedInput
+from keepsight.errors import ModelError, UnsupportedInput
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +119,11 @@ def test_what_is_drawn_is_refused_by_name() -> None:
     with ks.installed(model, processor) as vlm:
         with pytest.raises(Exception, match=r"."):
             model.generate(**few, max_new_tokens=2)
+
+
+def test_a_folder_of_such_a_model_says_how_to_load_it(tmp_path: Path) -> None:
+    """Upstream's own message goes on with the names of all types that there are."""
+    glm_image()[0].save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no GlmImage among them; load it with a class") as refused:
+        ks.load(tmp_path)
+    assert "Aria" not in str(refused.value)

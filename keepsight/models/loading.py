@@ -9,6 +9,7 @@ import difflib
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from keepsight.models.partial_processor import partial_processor
 from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
+_UNKNOWN_TYPE = re.compile(r"Unrecognized configuration class <class '[\w.]*?(\w+)Config'>")
 Rows = list[list[str | int | None]]  # of files: name, size, times and inode of each
 
 
@@ -77,9 +79,15 @@ def named_refusal(path: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, AssertionError, RuntimeError) as error:
         if isinstance(error, KeepsightError):
             raise
-        raise ModelError(
-            f"{path!r} cannot be loaded as an image-text-to-text model: {error}"
-        ) from error
+        why = str(error)
+        if unknown := _UNKNOWN_TYPE.match(why):  # upstream goes on with the names of all types
+            why = (
+                f"Transformers has no {unknown[1]} among them; load it with a class of its own, "
+                "and hand it to ks.wrap(model, processor)"
+            )
+        raise ModelError(f"{path!r} cannot be loaded as an image-text-to-text model: {why}") from (
+            error
+        )
 
 
 def thinking(model: PreTrainedModel) -> PreTrainedModel:

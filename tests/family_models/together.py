@@ -151,6 +151,40 @@ def _gemma4_vision() -> tuple[Any, Any, Any]:
     )
 
 
+def _gemma4_unified() -> tuple[Any, Any, Any]:
+    """Patches enter without a tower. Its image processor wants torchvision; that of Gemma 4 gives
+    tensors of the same form where it pools nothing."""
+    from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    tokenizer = tokenizer_with(_GEMMA4_TOKENS)
+    processor = processor_of(
+        "Gemma4UnifiedProcessor",
+        Gemma4ImageProcessorPil(patch_size=16, pooling_kernel_size=1, max_soft_tokens=70),
+        tokenizer,
+        "<|image|>",
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+    )
+    names = ("boi_token", "eoi_token", "image_token", "boa_token", "audio_token")
+    ids = {f"{n}_id": tokenizer.convert_tokens_to_ids(_GEMMA4_TOKENS[n]) for n in names}
+    layers = ["sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma4UnifiedConfig(
+        text_config={**TEXT, "head_dim": 16, "sliding_window": 24, "layer_types": layers},
+        vision_config={
+            "patch_size": 8,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 64,
+            "mm_posemb_size": 64,
+            "output_proj_dims": 64,
+        },
+        audio_config=None,
+        video_token_id=processor.video_token_id,
+        tie_word_embeddings=False,
+        **ids,
+    )
+    return transformers.Gemma4UnifiedForConditionalGeneration, config, processor
+
+
 def _paligemma(two: bool = False) -> tuple[Any, Any, Any]:
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -327,6 +361,7 @@ BUILDERS: dict[str, Builder] = {
     "gemma3_crops": _gemma3_crops,
     "gemma4": _gemma4_causal,
     "gemma4_vision": _gemma4_vision,
+    "gemma4_unified": _gemma4_unified,
     "paligemma": _paligemma,
     "paligemma2": _paligemma2,
     "molmo2": _molmo2,

@@ -14,7 +14,7 @@ from keepsight.models.families.aya_vision import AyaVision, Cohere2Vision
 from keepsight.models.families.base import Family
 from keepsight.models.families.cast import Cast
 from keepsight.models.families.ernie4_5_vl_moe import Ernie45VLMoe
-from keepsight.models.families.gemma3 import Gemma3, Gemma4
+from keepsight.models.families.gemma3 import Gemma3, Gemma4, Gemma4Unified
 from keepsight.models.families.glm4v import Glm4v
 from keepsight.models.families.glm_image import GlmImage
 from keepsight.models.families.got_ocr2 import GotOcr2
@@ -93,6 +93,7 @@ SUPPORTED: dict[str, type[Family]] = {
     "glm_image": GlmImage,
     "gemma3": Gemma3,
     "gemma4": Gemma4,
+    "gemma4_unified": Gemma4Unified,
     "paligemma": PaliGemma,
     "molmo2": Molmo2,
     "mllama": Mllama,

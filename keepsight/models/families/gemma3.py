@@ -81,13 +81,23 @@ class Gemma4(Gemma3):
             return []
         if places is None:
             raise PlaceholderMismatch("pixel_values came without image_position_ids")
-        pool = self.model.config.vision_config
         media = []
         for row, place in zip(pixels.split(1), places.split(1), strict=True):
             patches = int((place != -1).all(-1).sum())
             processed = {"pixel_values": row, "image_position_ids": place}
-            media.append(self._pixels(processed, (patches // pool.pooling_kernel_size**2,)))
+            media.append(self._pixels(processed, (patches // self.patches_of_a_token(),)))
         return media
+
+    def patches_of_a_token(self) -> int:
+        """How many patches the tower pools into one token."""
+        return int(self.model.config.vision_config.pooling_kernel_size) ** 2
+
+
+class Gemma4Unified(Gemma4):
+    """Without a tower: each patch is a token (Gemma 4 Unified)."""
+
+    def patches_of_a_token(self) -> int:
+        return 1
 
 
 def _row(types: np.ndarray) -> torch.Tensor:
