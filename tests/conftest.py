@@ -80,7 +80,7 @@ def _equal_models_are_tried_once(
     if request.node.get_closest_marker("tries_anew"):
         return
     from keepsight.core.any_cut import AnyCut
-    from keepsight.core.kernels import linear, packing
+    from keepsight.core.kernels import attention, linear, packing
     from keepsight.core.kernels.passes import Kernels
 
     try_model, try_shape = AnyCut._try, linear.rows_of
@@ -94,10 +94,14 @@ def _equal_models_are_tried_once(
             found = try_model(self, tried)
             if found.kernels is None:
                 return found
-            trials[key] = found, dict(found.kernels.linears.rows), set(found.kernels.seen)
+            rows = found.kernels.query_rows
+            query_rows = rows.windows, dict(rows.steps)
+            trials[key] = found, dict(found.kernels.linears.rows), query_rows
             return found
-        found, rows, seen = trials[key]
-        kernels = Kernels(linear.Linears(lambda: self.packing.packed), set(seen))
+        found, rows, query_rows = trials[key]
+        kernels = Kernels(
+            linear.Linears(lambda: self.packing.packed), attention.QueryRows(*query_rows)
+        )
         kernels.linears.rows.update(rows)
         return dataclasses.replace(found, kernels=kernels)
 

@@ -427,6 +427,38 @@ def test_a_machine_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
 
 
 @pytest.mark.tries_anew
+@BOTH
+def test_a_matrix_unit_that_takes_few_rows_in_one_way_is_given_few(
+    dtype: torch.dtype, monkeypatch: Any
+) -> None:
+    """More than 32 rows are added in several orders, by their number: calls are made in parts."""
+    plain = linear._plain
+
+    def by_number(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        count = rows.shape[:-1].numel()
+        if count > 32 and count % 3:
+            return plain(rows.flip(-1), weight.flip(-1), bias)
+        if count > 32:
+            order = torch.arange(rows.shape[-1]).roll(rows.shape[-1] // 2)
+            return plain(rows[..., order], weight[:, order], bias)
+        padded = functional.pad(rows.reshape(count, -1), (0, 0, 0, 128 - count))
+        return plain(padded, weight, bias)[:count].view(*rows.shape[:-1], -1)
+
+    monkeypatch.setattr(linear, "_plain", by_number)
+    with torch.inference_mode():
+        rule = rows_of((64, 64, dtype, False, False))
+        assert rule is not None and rule.most == 32
+    with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as own:
+        assert vlm.stats()["engine"]["any_cut"]
+        ids = ids_of(vlm, 150)
+        wanted = logits_of(own, ids)
+        for cut in (1, 40, 149):
+            logits_of(vlm, ids[:, :cut])
+        assert torch.equal(logits_of(vlm, ids), wanted)
+        assert rows(vlm) == 150
+
+
+@pytest.mark.tries_anew
 def test_attention_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
     plain = attention._plain
 
@@ -444,6 +476,7 @@ def test_attention_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
 def test_products_of_its_own_are_found_out(monkeypatch: Any) -> None:
     """A model that multiplies matrices beside its linear layers is not shown exact."""
     model, processor = build("qwen3_vl")
+    model = copy.deepcopy(model)  # what is put back stays on the module, as somebody's own
     layer = model.get_decoder().layers[0]
     forward = layer.mlp.forward
     monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) + x @ torch.eye(x.shape[-1]))

@@ -15,7 +15,7 @@ from test_any_cut import ids_of, logits_of, wrapped
 from torch.nn import functional
 
 import keepsight as ks
-from keepsight.core.kernels import attention, linear
+from keepsight.core.kernels import linear
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Linears, rows_of
 
@@ -99,14 +99,6 @@ def test_rows_that_do_not_lie_side_by_side(monkeypatch: Any) -> None:
         apart = torch.randn(2, 512, 3)[0, :, 1:2]
         wanted = evenly(functional.silu, apart.contiguous())
         assert torch.equal(evenly(functional.silu, apart), wanted)
-
-
-@pytest.mark.parametrize("width", [96, 128, 256])
-def test_wide_heads_in_float32_have_rows_enough(width: int) -> None:
-    """With few rows, processors with AVX-512 add products of wide rows in another order."""
-    assert attention.attention_rows_are_equal((4, 2, width, torch.float32), windows=True)
-    assert attention.step_of(width, torch.float32) >= 8
-    assert attention.step_of(64, torch.float32) == attention.step_of(width, torch.bfloat16) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -47,7 +47,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("h", [4, 8])
 def test_a_tower_sees_one_step_of_a_film_at_a_time(kind: str, h: int) -> None:
-    """The whole film in one pass gives bit for bit what its steps give, in passes of their own."""
+    """The whole film in one pass gives what its steps give, in passes of their own: bit for bit
+    whatever the other steps show, and up to rounding whatever their number, since a matrix product
+    may add in another order for another number of rows."""
     core, script = Script(kind).model.base_model, film(kind, [1, 2, 3], h)
     pixels = script.inputs()["pixel_values_videos"]
 
@@ -59,9 +61,14 @@ def test_a_tower_sees_one_step_of_a_film_at_a_time(kind: str, h: int) -> None:
         return [out.pooler_output[0], *(level[0] for level in levels)]
 
     whole = towers(pixels, 3)
+    others = towers(film(kind, [1, 8, 9], h).inputs()["pixel_values_videos"], 3)
     alone = [towers(part, 1) for part in pixels.chunk(3)]
     for level, one in enumerate(whole):
-        assert torch.equal(one, torch.cat([each[level] for each in alone]))
+        rows = len(one) // 3
+        assert torch.equal(one[:rows], others[level][:rows])
+        assert not torch.allclose(one[rows:], others[level][rows:])
+        each = torch.cat([step[level] for step in alone])
+        torch.testing.assert_close(one, each, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [*QWEN, *GLM[:1]])

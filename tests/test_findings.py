@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_a_note_that_says_nonsense_is_as_none(
 
 def test_what_only_this_process_can_know_is_not_noted(tmp_path: Path, trials: list[str]) -> None:
     model, processor = build("qwen3_vl")
+    model = copy.deepcopy(model)
     model.get_decoder().layers[0].register_forward_hook(lambda *given: None)
     with ks.wrap(model, processor, store=tmp_path) as vlm:
         vlm.chat(LOOK, max_new_tokens=1)

@@ -22,7 +22,7 @@ from keepsight.core import findings
 from keepsight.core.engine import Engine, Run
 from keepsight.core.findings import Finding, Rules
 from keepsight.core.kernels import mixers
-from keepsight.core.kernels.attention import attention_rows_are_equal
+from keepsight.core.kernels.attention import STEP, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
 from keepsight.core.kernels.linear import Linears, rows_agree
 from keepsight.core.kernels.packing import Packing
@@ -211,13 +211,16 @@ class AnyCut:
         return digests.digest("shapes", shapes)
 
     def _try(self, tried: Rules) -> Finding:
-        kernels = Kernels(Linears(lambda: self.packing.packed, tried))
+        linears = Linears(lambda: self.packing.packed, tried)
+        kernels = Kernels(linears, QueryRows("sliding" in self._engine.shape.kinds))
         try:
             with quiet(self._model):
                 if why := self._fails(kernels):
                     return Finding(None, why)
                 rows = kernels.linears.rows.items()
                 names = sorted(f"{name}: {rule}" for name, rule in rows)
+                steps = kernels.query_rows.steps.items()
+                names += sorted(f"{heads}: {step}" for heads, step in steps if step != STEP)
                 if self._engine.shape.has_states:
                     names.append(f"states on a grid of {GRID}, in blocks of {BLOCK}")
                 return Finding(kernels, "", tuple(names))
@@ -246,10 +249,7 @@ class AnyCut:
             )
         if doubts := self._doubts(kernels):
             return doubts[0]
-        for heads in kernels.seen:
-            if not attention_rows_are_equal(heads, "sliding" in self._engine.shape.kinds):
-                return f"attention of {heads[0]} heads of {heads[2]} depends on its rows"
-        if not kernels.seen:
+        if not kernels.query_rows.steps:
             return "its attention is computed by functions of its own"
         if why := self._mixers_fail(kernels, ids):
             return why

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from keepsight import digests
+from keepsight.core.kernels.attention import STEPS, Heads, QueryRows
 from keepsight.core.kernels.linear import CANDIDATES, Linears, Packed, Rows, Shape
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import Record
@@ -59,9 +60,8 @@ def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]
         packing, why = _rules(note["packing"]), _text(note["why"])
         if why:
             return Noted(Finding(None, why), packing)
-        kernels = Kernels(Linears(packed))
+        kernels = Kernels(Linears(packed), QueryRows(bool(note["windows"]), _steps(note["heads"])))
         kernels.linears.rows.update(_rules(note["rows"]))
-        kernels.seen.update((int(q), int(k), int(w), _DTYPES[d]) for q, k, w, d in note["heads"])
         names = tuple(_text(one) for one in note["names"])
     except (KeyError, TypeError, ValueError):
         return None
@@ -75,7 +75,9 @@ def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> N
     found = finding.kernels
     note: Record = {"why": finding.why, "names": list(finding.names), "packing": _lines(packing)}
     note["rows"] = [] if found is None else _lines(found.linears.rows)
-    note["heads"] = [] if found is None else sorted([*h[:3], str(h[3])] for h in found.seen)
+    known = QueryRows() if found is None else found.query_rows
+    note["windows"] = known.windows
+    note["heads"] = sorted([*h[:3], str(h[3]), step] for h, step in known.steps.items())
     store.put_note(_KIND, _key(name), note)
 
 
@@ -100,6 +102,15 @@ def _rules(lines: list[list[object]]) -> Rules:
             raise ValueError(f"{rule} is no rule")
         shape = (_count(out), _count(width), _DTYPES[str(dtype)], bool(biased), bool(packed))
         found[shape] = rule
+    return found
+
+
+def _steps(lines: list[list[object]]) -> dict[Heads, int | None]:
+    found: dict[Heads, int | None] = {}
+    for heads, keys, width, dtype, step in lines:
+        found[_count(heads), _count(keys), _count(width), _DTYPES[str(dtype)]] = _count(step)
+        if step not in STEPS:
+            raise ValueError(f"{step!r} is no number of rows")
     return found
 
 

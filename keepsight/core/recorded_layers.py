@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from keepsight.core.kernels import attention
-from keepsight.core.kernels.attention import BLOCK, Room, step_of
+from keepsight.core.kernels.attention import BLOCK, QueryRows, Room
 from keepsight.core.kernels.delta import BLOCK as RULE_BLOCK
 from keepsight.core.kernels.delta import GRID, DeltaHeads, OpenSequence, PlacedSequence
 from keepsight.core.kernels.passes import attention_here
@@ -168,8 +168,8 @@ class _Seen:
 
     layer: int
     group: int
-    step: int  # the number of rows is a multiple of it
     dtype: torch.dtype
+    step: int  # of what number the rows are a multiple
 
 
 def _mask(
@@ -199,7 +199,7 @@ class Scratch:
         self,
         runs: Sequence[Decoded],
         count: int,
-        heads: Collection[attention.Heads],
+        query_rows: QueryRows,
         place: int,
         claimed: int,
     ) -> None:
@@ -211,14 +211,18 @@ class Scratch:
             + torch.arange(place, place + count),
         }
         rooms = _rooms(layers)
-        groups = {(all_ // keys, step_of(wide, dtype), dtype) for all_, keys, wide, dtype in heads}
+        groups = {
+            (heads // keys, dtype, step)
+            for (heads, keys, _, dtype), step in query_rows.steps.items()
+            if step is not None
+        }
         sights = {layer.sight: index for index, layer in reversed(layers.items())}
         for row in range(rows):
             masks = [("mask", row, _Seen(i, *group)) for i in sights.values() for group in groups]
             _add_row(self.given, row, layers, rooms, place, count, masks)
         if mixers:
             self.given[_ROWS] = torch.arange(count) + place % _SCRATCH_ROWS
-        self.attending = _Attending(self.given, rows, sights)
+        self.attending = _Attending(self.given, rows, sights, query_rows)
         self.layers: list[_Layer | _Mixer] = [
             _Layer(index, layers[index], self.given, rows, claimed)
             if index in layers
@@ -305,8 +309,11 @@ class _Mixer(MixerLayer):
 class _Attending:
     """Attention over rooms and masks that each step is given."""
 
-    def __init__(self, given: Given, rows: int, sights: dict[tuple[int, bool], int]) -> None:
+    def __init__(
+        self, given: Given, rows: int, sights: dict[tuple[int, bool], int], query_rows: QueryRows
+    ) -> None:
         self._given, self._count, self._sights = given, rows, sights
+        self._query_rows = query_rows
         self._noted: dict[int, tuple[torch.Tensor, _Layer]] = {}
 
     def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
@@ -335,10 +342,12 @@ class _Attending:
         """As `kernels.attention` goes over one lane."""
         keys, values = (self._given[what, row, layer.index] for what in "kv")
         _, heads, count, width = query.shape
-        group, step = heads // keys.shape[1], step_of(width, query.dtype)
-        seen = _Seen(self._sights[layer.like.sight], group, step, query.dtype)
-        mask = self._given.get(("mask", row, seen))
-        if mask is None:
+        step = self._query_rows.of((heads, keys.shape[1], width, query.dtype))
+        mask = None
+        if step is not None:
+            sight, group = self._sights[layer.like.sight], heads // keys.shape[1]
+            mask = self._given.get(("mask", row, _Seen(sight, group, query.dtype, step)))
+        if step is None or mask is None:
             raise CannotRecord("its queries are grouped in another way than was tried")
         rows = query.reshape(1, keys.shape[1], -1, width)
         wanted = rows.shape[2]

@@ -184,7 +184,7 @@ def _run_over(
     claimed: int,
 ) -> Recording:
     """A recorded step over lanes that hold nothing."""
-    scratch = Scratch(runs, count, kernels.seen, place, claimed)
+    scratch = Scratch(runs, count, kernels.query_rows, place, claimed)
     cache = DynamicCache(config=model.config)
     cache.layers = list(scratch.layers)
 

@@ -2,13 +2,13 @@
 
 The kernel reads keys in blocks of 512 and treats a block that is cut off in another way than a
 whole one. So keys and values lie in rooms of whole blocks, zeros behind the end, and a mask of
-numbers says which of them a row sees. Queries that share keys are laid side by side as rows; there
-are always a multiple of four of them, or of more where heads are wide.
+numbers says which of them a row sees. Queries that share keys are laid side by side as rows, filled
+up to a multiple of a number that is found by trying: it differs between processors and widths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +18,8 @@ from torch.nn import functional
 _plain = functional.scaled_dot_product_attention
 BLOCK = 512  # keys that the kernel reads at a time
 _QUERIES = 256  # of one call, so that keys that none of them sees are not read
-_STEPS = ((80, 4), (160, 8))  # rows of queries, for heads of float32 up to a width
-_WIDE_STEP = 16
+STEP = 4  # rows of queries, where no other number was found
+STEPS = (STEP, 8, 16, 32, 64)
 _TRIED = 1100  # keys of a trial
 _PIECES = (
     *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (300, 301), (509, 514), (511, 512), (512, 513)),
@@ -30,14 +30,6 @@ _AMPLIFIED = 3e4  # scores of a trial are the rounding of sums: so much, and the
 
 
 Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width and dtype
-
-
-def step_of(width: int, dtype: torch.dtype) -> int:
-    """The number of rows of queries is a multiple of it: with fewer, products of wide rows of
-    float32 go another way on processors with AVX-512."""
-    if dtype != torch.float32:
-        return _STEPS[0][1]
-    return next((step for most, step in _STEPS if width <= most), _WIDE_STEP)
 
 
 class Room(Protocol):
@@ -99,11 +91,26 @@ class Attending(Protocol):
         """`scaled_dot_product_attention` over sequences that each have a room."""
 
 
+class QueryRows:
+    """Of what number the rows of queries are a multiple, by kind of attention: found when a kind
+    is met. `windows`: whether layers see the last keys only."""
+
+    def __init__(self, windows: bool = False, steps: Mapping[Heads, int | None] | None = None):
+        self.windows = windows
+        self.steps: dict[Heads, int | None] = dict(steps or {})
+
+    def of(self, heads: Heads) -> int | None:
+        """That number, or None where rows depend on their company whatever it is."""
+        if heads not in self.steps:
+            self.steps[heads] = _step_of(heads, self.windows)
+        return self.steps[heads]
+
+
 class Attention:
     """The attention of one pass; layers that see the same share their masks."""
 
-    def __init__(self, seen: set[Heads], doubts: list[str]) -> None:
-        self._seen, self._doubts = seen, doubts
+    def __init__(self, query_rows: QueryRows, doubts: list[str]) -> None:
+        self._query_rows, self._doubts = query_rows, doubts
         self._held: dict[int, _NotedKeys] = {}
         self._masks: dict[tuple[object, ...], _Mask] = {}
 
@@ -124,14 +131,19 @@ class Attention:
         if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
             self._doubts.append("attention has a mask of its own for each head")
             return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
-        self._seen.add((query.shape[1], key.shape[1], query.shape[-1], query.dtype))
+        heads = (query.shape[1], key.shape[1], query.shape[-1], query.dtype)
+        step = self._query_rows.of(heads)
+        if step is None:
+            self._doubts.append(f"attention of {heads[0]} heads of {heads[2]} depends on its rows")
+            step = STEP
         rows = []
         for row, (keys, values, length, first) in enumerate(self._rooms(key, value)):
             own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
             if first is not None:  # the mask is that of the longest lane
                 own = _behind(first, length)
             sees_all = own is None and not causal and query.shape[-2] > 1
-            rows.append(self._row(query[row : row + 1], keys, values, length, own, sees_all, scale))
+            one = query[row : row + 1]
+            rows.append(self._row(one, keys, values, length, own, sees_all, scale, step))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _rooms(
@@ -161,15 +173,16 @@ class Attention:
         mask: torch.Tensor | None,
         sees_all: bool,
         scale: float | None,
+        step: int,
     ) -> torch.Tensor:
         _, heads, count, width = query.shape
-        group, step = heads // keys.shape[1], step_of(width, query.dtype)
+        group = heads // keys.shape[1]
         pieces = []
         for start in range(0, count, _QUERIES):
             stop = min(start + _QUERIES, count)
             rows = query[:, :, start:stop].reshape(1, keys.shape[1], -1, width)
             wanted = rows.shape[2]
-            seen = self._mask(mask, sees_all, count, start, stop, length, group, step, query.dtype)
+            seen = self._mask(mask, sees_all, count, start, stop, length, group, query.dtype, step)
             if missing := -wanted % step:
                 rows = functional.pad(rows, (0, 0, 0, missing))
             seen_keys, seen_values = (x[:, :, seen.begin : seen.end] for x in (keys, values))
@@ -186,14 +199,14 @@ class Attention:
         stop: int,
         length: int,
         group: int,
-        step: int,
         dtype: torch.dtype,
+        step: int,
     ) -> _Mask:
-        name = (id(given), sees_all, count, start, length, group, step, dtype)
+        name = (id(given), sees_all, count, start, length, group, dtype, step)
         known = self._masks.get(name)
         if known is None or known.given is not given:
             known = self._masks[name] = _make_mask(
-                given, sees_all, count, start, stop, length, group, step, dtype
+                given, sees_all, count, start, stop, length, group, dtype, step
             )
         return known
 
@@ -206,8 +219,8 @@ def _make_mask(
     stop: int,
     length: int,
     group: int,
-    step: int,
     dtype: torch.dtype,
+    step: int,
 ) -> _Mask:
     begin = 0
     if given is None:
@@ -251,9 +264,10 @@ def _of_given(
     return rows[:, begin:end].contiguous(), begin, end
 
 
-def attention_rows_are_equal(heads: Heads, windows: bool = False) -> bool:
-    """Whether rows of this kind of attention come out the same in any company, over lanes of any
-    length: in one call, in pieces, and one by one; with `windows`, where they see the last keys."""
+def _step_of(heads: Heads, windows: bool) -> int | None:
+    """Of what number rows of this kind of attention have to be a multiple to come out the same in
+    any company, over lanes of any length: in one call, in pieces, and one by one; with `windows`,
+    where they see the last keys too."""
     queries, keys, width, dtype = heads
     generator = torch.Generator().manual_seed(queries * 31 + width)
 
@@ -266,18 +280,26 @@ def attention_rows_are_equal(heads: Heads, windows: bool = False) -> bool:
 
     # Products cancel, but for what rounding leaves of them.
     query, key, value = noise(queries, 1), noise(keys, -1), noise(keys, 1)
-    return all(
-        _pieces_are_equal(query, key, value, seen)
-        for seen in (None, *(_WINDOWS if windows else ()))
-    )
+    for step in STEPS:
+        rows = QueryRows(windows, {heads: step})
+        if all(
+            _pieces_are_equal(query, key, value, seen, rows)
+            for seen in (None, *(_WINDOWS if windows else ()))
+        ):
+            return step
+    return None
 
 
 def _pieces_are_equal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    rows: QueryRows,
 ) -> bool:
-    wanted = _over(query, key, value, 0, _TRIED, window)
+    wanted = _over(query, key, value, 0, _TRIED, window, rows)
     return all(
-        torch.equal(_over(query, key, value, start, stop, window), wanted[:, :, start:stop])
+        torch.equal(_over(query, key, value, start, stop, window, rows), wanted[:, :, start:stop])
         for start, stop in _PIECES
     )
 
@@ -289,6 +311,7 @@ def _over(
     start: int,
     stop: int,
     window: int | None,
+    rows: QueryRows,
 ) -> torch.Tensor:
     """Some rows of queries over the keys up to the last of them, or over a window of these."""
     own = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
@@ -296,4 +319,4 @@ def _over(
     if window is not None:
         back = torch.arange(start, stop)[:, None] - torch.arange(stop)[None]
         mask = ((back >= 0) & (back < window))[None, None]
-    return Attention(set(), [])(*own, mask, mask is None, _AMPLIFIED)
+    return Attention(rows, [])(*own, mask, mask is None, _AMPLIFIED)

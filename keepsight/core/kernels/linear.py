@@ -69,6 +69,7 @@ def _filled(least: int, step: int, rows: int) -> int:
 _SMALL = ((1, 1), (2, 1), (4, 1), (4, 4), (8, 8), (16, 16))
 CANDIDATES = (
     *(Rows(least, step, most) for most in (_ROWS, _ROWS // 2) for least, step in _SMALL),
+    *(Rows(most=_FEW), Rows(2, 2, _FEW)),  # matrix units (AMX) take so few in one way
     *(Rows(32), Rows(64), Rows(128), Rows(64, 64, 64)),
 )
 

@@ -35,7 +35,7 @@ class Kernels:
     """The kernels of one model."""
 
     linears: Linears = field(default_factory=Linears)
-    seen: set[attention.Heads] = field(default_factory=set)  # in which attention was asked for
+    query_rows: attention.QueryRows = field(default_factory=attention.QueryRows)
     doubts: list[str] = field(default_factory=list)  # what was met that was not tried
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
@@ -50,7 +50,8 @@ def running(kernels: Kernels | None, recorded: attention.Attending | None = None
         return
     before = vars(_here).get("call")
     kernels.mixers.clear()
-    _here.call = _Pass(kernels, recorded or attention.Attention(kernels.seen, kernels.doubts))
+    own = recorded or attention.Attention(kernels.query_rows, kernels.doubts)
+    _here.call = _Pass(kernels, own)
     try:
         yield
     finally:

@@ -1,0 +1,108 @@
+"""How many rows of queries attention is asked for at a time: found by trying, kind by kind.
+
+Processors differ: on some, rows of wide heads come out the same in multiples of eight or sixteen
+only. Both are made up here, whatever this machine does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, picture, turn
+from test_recorded_steps import at_once, by_the_model, logits, some_ids, steps
+
+import keepsight as ks
+from keepsight.core.kernels import attention
+from keepsight.core.kernels.attention import QueryRows
+from keepsight.scheduler import Together
+
+pytestmark = pytest.mark.tries_anew
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+CHATS = [[turn("What is it?", picture(1))], [turn("Only words here. " * 30)]]
+__all__ = ["at_once"]
+
+
+def picky(multiple: int, widths: tuple[int, ...] = ()) -> Any:
+    """A kernel that adds in another order where rows are no multiple of a number."""
+    plain = attention._plain
+
+    def run(query: Any, key: Any, value: Any, attn_mask: Any, scale: Any) -> torch.Tensor:
+        told_apart = not widths or query.shape[-1] in widths
+        if told_apart and query.shape[-2] % multiple:
+            query, key = query.flip(-1), key.flip(-1)
+        return plain(query, key, value, attn_mask=attn_mask, scale=scale)
+
+    return run
+
+
+@pytest.mark.parametrize("multiple", [8, 16, 32])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "sliding"])
+def test_rows_are_filled_up_to_what_gives_equal_bits(
+    kind: str, multiple: int, monkeypatch: pytest.MonkeyPatch, at_once: None, tmp_path: Path
+) -> None:
+    """Prefilled in one pass, in pieces, decoded by the model and by lists, alone and together."""
+    monkeypatch.setattr(attention, "_plain", picky(multiple))
+    model, processor = build(kind)
+    with by_the_model(), ks.wrap(model, processor) as vlm:
+        assert vlm.stats()["engine"]["any_cut"]
+        kernels = vlm.runtime.finding.kernels
+        assert kernels is not None and set(kernels.query_rows.steps.values()) == {multiple}
+        wanted = [logits(vlm, some_ids(count)) for count in (40, 507)]
+        alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
+        assert vlm.verify(CHATS[0]).equal
+    with ks.wrap(model, processor, store=tmp_path) as vlm, Together(vlm) as together:
+        with vlm.runtime.lock:
+            asked = [together.submit(chat, **GREEDY) for chat in CHATS]
+        assert [one.result().tokens for one in asked] == alone
+        found = [logits(vlm, some_ids(count)) for count in (40, 507)]
+        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+        assert any(step.ran for step in steps(vlm).values())
+    with ks.wrap(model, processor, store=tmp_path) as vlm:  # what was found is in the store
+        assert vlm.chat(CHATS[0], **GREEDY).tokens == alone[0]
+        kernels = vlm.runtime.finding.kernels
+        assert kernels is not None and set(kernels.query_rows.steps.values()) == {multiple}
+
+
+def test_where_no_number_does_boundaries_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, flipped = attention._plain, picky(4096)
+
+    def by_size(query: Any, *args: Any, **options: Any) -> torch.Tensor:
+        return (flipped if query.shape[-2] < 200 else plain)(query, *args, **options)
+
+    monkeypatch.setattr(attention, "_plain", by_size)
+    with ks.wrap(*build("qwen3_vl")) as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "attention of" in engine["boundaries_because"]
+
+
+def test_each_kind_of_attention_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of one model may have heads of two widths, with masks of their own."""
+    monkeypatch.setattr(attention, "_plain", picky(32, widths=(64,)))
+    rows = QueryRows()
+    wide, narrow = rows.of((4, 2, 64, torch.float32)), rows.of((4, 2, 16, torch.float32))
+    assert wide == 32 and narrow is not None
+    calls: list[tuple[int, int]] = []
+    plain = attention._plain
+
+    def counted(query: Any, key: Any, value: Any, attn_mask: Any, scale: Any) -> torch.Tensor:
+        assert query.shape[-2] == attn_mask.shape[-2]
+        calls.append((query.shape[-1], query.shape[-2]))
+        return plain(query, key, value, attn_mask=attn_mask, scale=scale)
+
+    monkeypatch.setattr(attention, "_plain", counted)
+    one = attention.Attention(rows, [])
+    for width in (16, 64):
+        query, key = torch.randn(1, 4, 1, width), torch.randn(1, 2, 40, width)
+        one(query, key, key, None, True, None)
+    assert calls == [(16, narrow), (64, 32)]
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_real_widths_hold_here(width: int, dtype: torch.dtype) -> None:
+    """As checkpoints have them: if this fails, models of this width run by boundaries here."""
+    for queries, keys in ((8, 2), (4, 4)):
+        assert QueryRows().of((queries, keys, width, dtype)) is not None
