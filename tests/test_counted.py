@@ -259,8 +259,19 @@ def test_template_options_are_remembered_by_their_digest(demo: Any) -> None:
     subject = ServedModel(demo, "demo")
     subject.thinks = True
     for number in range(100):
-        subject.opens_thinking({"enable_thinking": "x" * 100_000 + str(number)})
+        subject.opens_thinking({"enable_thinking": "x" * 100_000 + str(number)}, "ann")
     assert sum(map(sys.getsizeof, subject._opened)) < 20_000
+
+
+def test_no_time_tells_which_template_options_another_tenant_has(
+    demo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, rendered = ServedModel(demo, "demo"), list[Any]()
+    subject.thinks = True
+    monkeypatch.setattr(subject, "_prompt", lambda asked, options: rendered.append(options) or "")
+    for tenant in ("ann", "ann", "bob", "bob"):
+        subject.opens_thinking({"enable_thinking": "a secret"}, tenant)
+    assert len(rendered) == 2  # the first time of each
 
 
 def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) -> None:

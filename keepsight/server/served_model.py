@@ -122,11 +122,12 @@ class ServedModel:
                     self._named[role] = True
             return self._named[role]
 
-    def opens_thinking(self, template: Options) -> bool:
-        """Whether the template itself opens a thought at the start of an answer."""
+    def opens_thinking(self, template: Options, tenant: str) -> bool:
+        """Whether the template itself opens a thought at the start of an answer. It is remembered
+        for a tenant alone: another one could measure whether somebody had the same options."""
         if not self.thinks:
             return False
-        key = digests.digest("template options", template)  # which may be texts of any length
+        key = digests.digest("template options", tenant, template)  # which may be long texts
         with self._lock:
             if key not in self._opened:
                 if len(self._opened) >= _MOST_KINDS:

@@ -153,7 +153,7 @@ class Service:
             template,
             tools_of(body.tools) if use_tools else None,
             one_call=body.parallel_tool_calls is False,
-            thinking=not continued and self.model.opens_thinking(template),
+            thinking=not continued and self.model.opens_thinking(template, tenant),
             thinks=self.model.thinks,
             choices=body.n or 1,
             notes=(*notes, *visit.unused.notes()),
