@@ -57,9 +57,9 @@ class Admission:
             if self._closed:
                 raise closed()
             self._several |= bool(self._inside) and account not in self._inside
-            kept = self._places // _FOR_OTHERS + 1 if self._several and self._places > 1 else 0
+            reserved = self._places // _FOR_OTHERS + 1 if self._several and self._places > 1 else 0
             full = self.in_flight >= self._places
-            if full or self._inside[account] >= self._places - kept:
+            if full or self._inside[account] >= self._places - reserved:
                 raise Busy(self.in_flight, wait())
             self.in_flight += 1
             self._inside[account] += 1

@@ -70,14 +70,14 @@ class Request:
     keeps_lane: bool = False  # decoded state is remembered (`exact=False`)
     order: PromptOrder | None = None  # what was asked, for who makes the next turn ready
     follow: Follow | None = None
-    said: list[str] = field(default_factory=list)  # the answer so far
+    texts: list[str] = field(default_factory=list)  # the answer so far
 
     def close(self) -> None:
         """End its work, whatever its state."""
         if self.work is not None:
             self.work.close()  # type: ignore[attr-defined]
 
-    def keep_what_stands(self) -> None:
+    def keep_decoded(self) -> None:
         """Remember a prompt and an answer as far as they came, where they are exact anywhere."""
         if self.turn.begun and self.turn.rule.any_cut:
             self.turn.keep_decoded()

@@ -50,7 +50,7 @@ class Follower:
     turn: Turn | None = None
     work: Iterator[int] | None = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Of its lane and of its path; what was prefilled stays remembered."""
         turn, work, self.turn, self.work = self.turn, self.work, None, None
         try:
@@ -81,7 +81,7 @@ class PrefillAhead:
 
     def _follow(self, request: Request) -> None:
         order, node = request.order, request.turn.reached
-        message = request.follow("".join(request.said)) if request.follow is not None else None
+        message = request.follow("".join(request.texts)) if request.follow is not None else None
         if node.terminal and node.parent is not None:
             node = node.parent
         if message is None or order is None or not node.end or not order.call.exact:
@@ -103,7 +103,7 @@ class PrefillAhead:
                 going_on = False
             if not going_on:
                 self._followers.remove(follower)
-                _let_go(follower)
+                _release(follower)
 
     def put_aside(self) -> None:
         """Somebody asks: lanes and paths are theirs."""
@@ -111,7 +111,7 @@ class PrefillAhead:
         if begun:
             with self._vlm.runtime.lock:
                 for follower in begun:
-                    _let_go(follower)
+                    _release(follower)
 
     def clear(self) -> None:
         """Forget who might go on."""
@@ -153,10 +153,10 @@ class PrefillAhead:
         return self._render([*follower.messages, behind], follower.media, follower.call)
 
 
-def _let_go(follower: Follower) -> None:
+def _release(follower: Follower) -> None:
     """Whatever it runs into, those who ask now have nothing to do with it."""
     try:
-        follower.let_go()
+        follower.release()
     except Exception:
         logger.exception("not all that was held for a next turn could be let go of")
 

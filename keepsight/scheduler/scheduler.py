@@ -345,7 +345,7 @@ class Together:
             raise Closed("this request has not begun to decode")
         request.token = request.sampler.take(logits)
         piece = Piece(request.detokenizer.push(request.token), request.token)
-        request.said.append(piece.text)
+        request.texts.append(piece.text)
         request.ticket.put(piece)
         # Upstream's criterion misses some stop strings that end inside of a token.
         over = request.sampler.over or request.detokenizer.stopped
@@ -363,7 +363,7 @@ class Together:
             reason = "stop"
         self._leave(request, ended=True)
         turn.keep_decoded()
-        request.said.append(text)
+        request.texts.append(text)
         if request.follow is not None:
             self._ahead.follow(request)
         turn.finish()
@@ -381,11 +381,11 @@ class Together:
     ) -> None:
         """Everything of a request is let go of, however it ends."""
         with self._vlm.runtime.lock:
-            leave, keep = partial(self._leave, request), request.keep_what_stands
+            leave, keep = partial(self._leave, request), request.keep_decoded
             first = (leave, keep) if outcome == "cancelled" else (leave,)
-            for let_go in (*first, request.close, request.turn.finish):
+            for release in (*first, request.close, request.turn.finish):
                 try:
-                    let_go()
+                    release()
                 except Exception as failure:  # it is off every list by then, and has to end
                     logger.exception("not all that a request held could be let go of")
                     error = error or failure

@@ -74,7 +74,7 @@ class ScoredToken:
 class Delta:
     """What one step added to an answer."""
 
-    said: list[OutputPiece] = field(default_factory=list)
+    pieces: list[OutputPiece] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     end: AnswerEnd | None = None
@@ -233,11 +233,11 @@ class AnswerStream:
         return 0 if self._ticket.prompt_ids is None else len(self._ticket.prompt_ids)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What is said, step by step."""
+        """The answer, step by step."""
         try:
             while isinstance(piece := await self._arrived.get(), Piece):
                 delta = self._delta(piece)
-                if delta.said or delta.scored or delta.end or self._ask.shows_tokens:
+                if delta.pieces or delta.scored or delta.end or self._ask.shows_tokens:
                     yield delta
             if piece.error is not None:
                 raise piece.error
@@ -252,9 +252,9 @@ class AnswerStream:
             self._reasoning += self._speech.thinking
             if self._recorder is not None:
                 delta.scored.append(ScoredToken(*self._recorder.take(piece.token)))
-        delta.said += self._kept(self._speech.push(piece.text))
+        delta.pieces += self._allowed(self._speech.push(piece.text))
         if piece.usage is not None and piece.report is not None:
-            delta.said += self._kept(self._speech.finish())
+            delta.pieces += self._allowed(self._speech.finish())
             reason = "tool_calls" if self._calls else piece.finish_reason or "stop"
             seconds = time.perf_counter() - self._begun
             piece.report.notes += self._ask.notes
@@ -262,9 +262,9 @@ class AnswerStream:
             delta.end = AnswerEnd(reason, piece.usage, piece.report, self._reasoning, seconds)
         return delta
 
-    def _kept(self, said: Iterable[OutputPiece]) -> list[OutputPiece]:
+    def _allowed(self, pieces: Iterable[OutputPiece]) -> list[OutputPiece]:
         answers = []
-        for one in said:
+        for one in pieces:
             self._calls += one.kind == "call"
             if one.kind != "call" or self._calls == 1 or not self._ask.one_call:
                 answers.append(one)

@@ -111,13 +111,13 @@ class ChatResponse:
         async for number, delta in self._deltas():
             choice = self._choices[number]
             choice.scored += [self._scored(s) for s in delta.scored]
-            for said in delta.said:
-                if said.kind == "call":
-                    choice.calls.append(_call(said))
-                elif said.kind == "thought":
-                    choice.thought += said.text
+            for piece in delta.pieces:
+                if piece.kind == "call":
+                    choice.calls.append(_call(piece))
+                elif piece.kind == "thought":
+                    choice.thought += piece.text
                 else:
-                    choice.text += said.text
+                    choice.text += piece.text
         choices = [
             {
                 "index": number,
@@ -142,7 +142,7 @@ class ChatResponse:
         started: set[int] = set()
         first_chunk = True
         async for number, delta in self._deltas():
-            parts = [_part(said, self._choices[number]) for said in delta.said]
+            parts = [_part(piece, self._choices[number]) for piece in delta.pieces]
             if number not in started:
                 started.add(number)
                 first = parts.pop(0) if parts else {"content": ""}
@@ -246,16 +246,16 @@ def guessed_of(usages: list[Usage]) -> Record:
     return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": asked - right}
 
 
-def _call(said: OutputPiece) -> Record:
-    function = {"name": said.name, "arguments": said.text}
-    return {"id": said.id, "type": "function", "function": function}
+def _call(piece: OutputPiece) -> Record:
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"id": piece.id, "type": "function", "function": function}
 
 
-def _part(said: OutputPiece, choice: ChatChoice) -> Record:
-    """What is said, as the delta of a chunk."""
-    if said.kind == "thought":
-        return {"reasoning_content": said.text}
-    if said.kind == "text":
-        return {"content": said.text}
-    choice.calls.append(_call(said))
+def _part(piece: OutputPiece, choice: ChatChoice) -> Record:
+    """A piece, as the delta of a chunk."""
+    if piece.kind == "thought":
+        return {"reasoning_content": piece.text}
+    if piece.kind == "text":
+        return {"content": piece.text}
+    choice.calls.append(_call(piece))
     return {"tool_calls": [{"index": len(choice.calls) - 1, **choice.calls[-1]}]}

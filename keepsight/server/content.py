@@ -101,12 +101,12 @@ class MessageReader:
             made["content"] = [*shown, *made["content"]]
         if message.role == "tool" and message.tool_call_id is None:
             raise invalid(f"{place}.tool_call_id", "a tool's message needs its tool_call_id")
-        said = {
+        more = {
             "name": message.name,
             "tool_call_id": message.tool_call_id,
             "reasoning_content": message.thought() or parts.thought_in(message.content),
         }
-        for name, value in said.items():
+        for name, value in more.items():
             if value is not None:
                 made[name] = sound(value, f"{place}.{name}")
         if message.tool_calls:

@@ -88,8 +88,8 @@ class Fetcher:
             connection.close()
 
     def _read(self, response: http.client.HTTPResponse, url: str) -> bytes:
-        said = response.getheader("Content-Length") or ""
-        if said.isascii() and said.isdigit() and int(said) > self.max_bytes:
+        length = response.getheader("Content-Length") or ""
+        if length.isascii() and length.isdigit() and int(length) > self.max_bytes:
             raise _problem(f"{_shown(url)} is larger than {self.max_bytes} bytes")
         parts: list[bytes] = []
         size = 0

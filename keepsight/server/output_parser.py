@@ -118,10 +118,10 @@ class OutputParser:
 
 def spoken_message(speech: OutputParser, text: str, most_calls: int | None = None) -> Record:
     """A whole answer as templates want it in a history: without its thoughts."""
-    said = [*speech.push(text), *speech.finish()]
-    words = "".join(one.text for one in said if one.kind == "text")
+    pieces = [*speech.push(text), *speech.finish()]
+    words = "".join(one.text for one in pieces if one.kind == "text")
     message: Message = {"role": "assistant", "content": [{"type": "text", "text": words}]}
-    calls = [one for one in said if one.kind == "call"][:most_calls]
+    calls = [one for one in pieces if one.kind == "call"][:most_calls]
     if calls:
         message["tool_calls"] = [
             {

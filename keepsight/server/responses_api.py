@@ -165,9 +165,9 @@ class ResponseWriter:
         if end is None:
             raise ApiError(500, "the answer ended without its measurements", code="internal_error")
         status = "incomplete" if end.reason == "length" else "completed"
-        yield self._event(f"response.{status}", response=await self._kept(status, end))
+        yield self._event(f"response.{status}", response=await self._stored(status, end))
 
-    async def _kept(self, status: str, end: AnswerEnd) -> Record:
+    async def _stored(self, status: str, end: AnswerEnd) -> Record:
         """The whole response, kept where it is to be before its client hears of its end."""
         body, responses = self._body, self._service.responses
         keeps = body.store is not False and responses.share > 0
@@ -188,15 +188,15 @@ class ResponseWriter:
 
     def _said(self, delta: Delta) -> Iterator[Event]:
         scored = [scored_of(s, self._service) for s in delta.scored]
-        for said in delta.said:
-            if said.kind == "call":
+        for piece in delta.pieces:
+            if piece.kind == "call":
                 yield from self._close("completed")
-                yield from self._call(said)
+                yield from self._call(piece)
                 continue
-            if self._open != said.kind:
+            if self._open != piece.kind:
                 yield from self._close("completed")
-                yield from self._begin(said.kind)
-            yield self._grow(said, scored)
+                yield from self._begin(piece.kind)
+            yield self._grow(piece, scored)
             scored = []
 
     def _begin(self, kind: str) -> Iterator[Event]:
@@ -212,13 +212,13 @@ class ResponseWriter:
         place = self._place()
         yield self._event("response.content_part.added", **place, part=_content(kind, "", []))
 
-    def _grow(self, said: OutputPiece, scored: list[Record]) -> Event:
-        self._output[-1]["content"][0]["text"] += said.text
-        if said.kind == "thought":
-            return self._event("response.reasoning_text.delta", **self._place(), delta=said.text)
+    def _grow(self, piece: OutputPiece, scored: list[Record]) -> Event:
+        self._output[-1]["content"][0]["text"] += piece.text
+        if piece.kind == "thought":
+            return self._event("response.reasoning_text.delta", **self._place(), delta=piece.text)
         self._scored += scored
         return self._event(
-            "response.output_text.delta", **self._place(), delta=said.text, logprobs=scored
+            "response.output_text.delta", **self._place(), delta=piece.text, logprobs=scored
         )
 
     def _close(self, status: str) -> Iterator[Event]:
@@ -235,12 +235,12 @@ class ResponseWriter:
         yield self._event("response.output_item.done", **self._spot(), item=item)
         self._open = None
 
-    def _call(self, said: OutputPiece) -> Iterator[Event]:
+    def _call(self, piece: OutputPiece) -> Iterator[Event]:
         item = {
             "type": "function_call",
             "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": said.id,
-            "name": said.name,
+            "call_id": piece.id,
+            "name": piece.name,
             "arguments": "",
             "status": "in_progress",
         }
@@ -248,9 +248,9 @@ class ResponseWriter:
         spot = {**self._spot(), "item_id": item["id"]}
         yield self._event("response.output_item.added", **self._spot(), item=dict(item))
         name = "response.function_call_arguments"
-        yield self._event(f"{name}.delta", **spot, delta=said.text)
-        item |= {"arguments": said.text, "status": "completed"}
-        yield self._event(f"{name}.done", **spot, arguments=said.text, name=said.name)
+        yield self._event(f"{name}.delta", **spot, delta=piece.text)
+        item |= {"arguments": piece.text, "status": "completed"}
+        yield self._event(f"{name}.done", **spot, arguments=piece.text, name=piece.name)
         yield self._event("response.output_item.done", **self._spot(), item=item)
 
     def _spot(self) -> dict[str, int]:

@@ -250,23 +250,23 @@ def _append(made: list[schema.ChatMessage], item: Item, thought: str | None, pla
     """An item as a message; calls of tools join the answer that made them."""
     if isinstance(item, ResultItem):
         content = item.output if isinstance(item.output, str) else _parts(item.output)
-        said = schema.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
-        made.append(said.called(place, f"{place}.output"))
+        message = schema.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
+        made.append(message.called(place, f"{place}.output"))
     elif isinstance(item, CallItem):
         function = schema.CalledFunction(name=item.name, arguments=item.arguments)
         call = schema.ToolCall(id=item.call_id, function=function)
         if made and made[-1].role == "assistant" and thought is None:
             made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
         else:
-            said = schema.ChatMessage(
+            message = schema.ChatMessage(
                 role="assistant", tool_calls=[call], reasoning_content=thought
             )
-            made.append(said.called(place, f"{place}.content"))
+            made.append(message.called(place, f"{place}.content"))
     elif isinstance(item, MessageItem):
         content = item.content if isinstance(item.content, str) else _parts(item.content)
         reasoning = thought if item.role == "assistant" else None
-        said = schema.ChatMessage(role=item.role, content=content, reasoning_content=reasoning)
-        made.append(said.called(place, f"{place}.content"))
+        message = schema.ChatMessage(role=item.role, content=content, reasoning_content=reasoning)
+        made.append(message.called(place, f"{place}.content"))
 
 
 def _parts(given: Sequence[Part]) -> list[parts.Part]:

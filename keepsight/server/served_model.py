@@ -112,10 +112,10 @@ class ServedModel:
         """Whether the template renders the name of who speaks, in messages of a role."""
         with self._lock:
             if role not in self._named:
-                said = {"role": role, "content": [{"type": "text", "text": "x"}]}
-                asked = {"role": "user", "content": said["content"]}
-                around = [asked, said, asked] if role == "assistant" else [said, asked]
-                named = [{**m, "name": "quandary"} if m is said else m for m in around]
+                message = {"role": role, "content": [{"type": "text", "text": "x"}]}
+                asked = {"role": "user", "content": message["content"]}
+                around = [asked, message, asked] if role == "assistant" else [message, asked]
+                named = [{**m, "name": "quandary"} if m is message else m for m in around]
                 try:
                     self._named[role] = "quandary" in self._prompt(named, {})
                 except MessagesError:  # not in this way; who knows in which

@@ -126,12 +126,12 @@ class Service:
 
     def _check_names(self, messages: list[schema.ChatMessage], unused: Unused) -> None:
         """Report names of speakers that the template does not show the model."""
-        for number, said in enumerate(messages):
-            role = "system" if said.role == "developer" else said.role
-            named = said.name is not None and role != "tool"  # which has the id of its call
+        for number, message in enumerate(messages):
+            role = "system" if message.role == "developer" else message.role
+            named = message.name is not None and role != "tool"  # which has the id of its call
             if named and not self.model.places_name(role):
                 why = "the chat template of this model has no place for the names of speakers"
-                unused.add(f"{said.places(number)[0]}.name", why)
+                unused.add(f"{message.places(number)[0]}.name", why)
 
     async def ask(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
         """All that a body asks for, or a refusal of what cannot be had."""
