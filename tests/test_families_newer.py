@@ -63,3 +63,8 @@ class TestCosmos(FamilyTests):
 class TestCosmosOmni(FamilyTests):
     def make_model(self) -> tuple[Any, Any]:
         return build("cosmos3_omni")
+
+
+class TestMuse(FamilyTests):
+    def make_model(self) -> tuple[Any, Any]:
+        return build("muse_glimmer")

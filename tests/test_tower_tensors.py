@@ -57,6 +57,7 @@ TAKES: dict[str, set[str]] = {
     "minicpmv4_7": {"position_ids"} | _WINDOWS,
     "minicpm_ocr": {"position_ids"} | _WINDOWS,
     "cosmos3_omni": _PLAIN | _TABLE,
+    "muse_glimmer": _PLAIN | _WINDOWS | _TABLE | {"pixel_shuffle_index"},
     "glmga": _PLAIN,
     "hyperclovax_vision_v2": _PLAIN | _WINDOWS,
     "exaone4_5": _PLAIN | _WINDOWS,

@@ -18,7 +18,10 @@ from keepsight.errors import ImageError, InputError, PlaceholderMismatch
 
 START, END, IMAGE, VIDEO = 3, 4, 6, 7
 GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")  # videos are written with image placeholders
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GLM)
+KINDS = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("cosmos3_omni", *GLM),
+)
 
 
 class Script:

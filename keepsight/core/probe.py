@@ -256,11 +256,12 @@ def _noise(seed: int, size: tuple[int, int]) -> Image.Image:
 
 
 def _stock(model: PreTrainedModel, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    tensors = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            tensors[name] = tensor.to(model.dtype)
-    logits: tuple[torch.Tensor, ...] = model.generate(**tensors, **_OPTIONS).logits
+    given = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            dtype = model.dtype if value.is_floating_point() else value.dtype
+            given[name] = value.to(model.device, dtype)
+    logits: tuple[torch.Tensor, ...] = model.generate(**given, **_OPTIONS).logits
     return logits
 
 

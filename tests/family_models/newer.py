@@ -330,6 +330,33 @@ def _cosmos3_omni() -> tuple[Any, Any, Any]:
     return _model("Cosmos3Omni"), config, processor
 
 
+def _muse_glimmer() -> tuple[Any, Any, Any]:
+    """Its image processor wants torchvision; that of Qwen2-VL gives tensors of the same form."""
+    names = {
+        "image_token": "<|patch|>",
+        "video_token": "<|video|>",
+        "image_start_token": "<|image_start|>",
+        "image_end_token": "<|image_end|>",
+    }
+    tokenizer = tokenizer_with(names)
+    config = transformers.MuseGlimmerConfig(
+        text_config={**TEXT, "head_dim": 16, "sliding_window": 24},
+        vision_config={
+            "patch_size": 14,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        out_hidden_size=128,
+        projector_hidden_size=64,
+        image_token_id=_id(tokenizer, "<|patch|>"),
+        video_token_id=_id(tokenizer, "<|video|>"),
+    )
+    processor = processor_of("MuseGlimmerProcessor", _patches(14), tokenizer, "<|patch|>")
+    return _model("MuseGlimmer"), config, processor
+
+
 def _hunyuan_vl() -> tuple[Any, Any, Any]:
     names = {"image_token": "<image>", "image_start_token": "<ims>", "image_end_token": "<ime>"}
     tokenizer = tokenizer_with({**names, "image_newline_token": "<imn>"})
@@ -375,6 +402,7 @@ BUILDERS: dict[str, Builder] = {
     "cosmos3_edge": _cosmos3_edge,
     "cosmos3_omni": _cosmos3_omni,
     "hunyuan_vl": _hunyuan_vl,
+    "muse_glimmer": _muse_glimmer,
 }
 
 # Types that are refused, in words.

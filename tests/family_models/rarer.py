@@ -274,6 +274,41 @@ def glm_image() -> tuple[Any, Any]:
     return model, processor
 
 
+def _granite_docling() -> tuple[Any, Any, Any]:
+    tags = {f"tag_{r}{c}": f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 4)}
+    names = {"image_token": "<image>", "fake": "<fake_token_around_image>", "all": "<global-img>"}
+    tokenizer = tokenizer_with({**names, **tags})
+    multipliers = {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 0.25,
+    }
+    config = transformers.GraniteDoclingConfig(
+        text_config={**TEXT, **multipliers},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "image_size": 32,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "scale_factor": 2,
+            "deepstack_visual_indexes": [0, 1],
+            "use_fine_route": False,
+        },
+        image_token_id=_id(tokenizer, "<image>"),
+        tie_word_embeddings=False,
+    )
+    size = {"height": 32, "width": 32}
+    images = _pil("granite_docling", "GraniteDoclingImageProcessorPil", size=size, max_patches=3)
+    processor = processor_of(
+        "GraniteDoclingProcessor", images, tokenizer, "<image>", image_seq_len=16
+    )
+    return _model("GraniteDocling"), config, processor
+
+
 BUILDERS: dict[str, Builder] = {
     "hyperclovax_vision_v2": _hyperclovax,
     "glmga": _glmga,
@@ -286,4 +321,5 @@ REFUSED: dict[str, Builder] = {
     "glm5_next": _glm5_next,
     "granite4_vision": _granite4_vision,
     "minimax_m3_vl": _minimax_m3,
+    "granite_docling": _granite_docling,
 }

@@ -73,6 +73,7 @@ SUPPORTED: dict[str, type[Family]] = {
     "exaone4_5": QwenVL,
     "hyperclovax_vision_v2": QwenVL,
     "lfm3_vl": Lfm3Vl,
+    "muse_glimmer": Family,
     "cohere_compass": QwenVL,
     "cosmos3_edge": QwenVL,
     "cosmos3_omni": QwenVL,

@@ -73,8 +73,7 @@ class Family:
     decodes_together = True  # False where a row of a padded batch is not what it is alone
     decodes_as_prefilled = True  # False where some decoded tokens go another way through the model
     sees_whole_media = False  # whether the tokens of one medium attend to each other both ways
-    # Ids that close a medium whose framing tokens are seen by those before them: a boundary stands
-    # behind the first of these, not behind the last placeholder.
+    # Ids that close a medium whose frame is seen from inside: a boundary stands behind the first.
     media_ends: frozenset[int] = frozenset()
     beside_the_tower: tuple[str, ...] = ()  # parts that forward runs on features that it is given
     also_takes: tuple[str, ...] = ()  # tensors of a processor beside what the encoder itself takes
@@ -302,7 +301,8 @@ class Family:
 
     def merge_size(self) -> int:
         """How many patches a side become one token."""
-        return int(self.model.config.vision_config.spatial_merge_size)
+        vision = self.model.config.vision_config
+        return int(getattr(vision, "spatial_merge_size", None) or vision.merge_size)
 
     def levels(self) -> int:
         """How many levels of features the tower gives beside its last (deepstack)."""
