@@ -21,7 +21,7 @@ from test_exact import Catch
 from torch.nn import functional
 
 import keepsight as ks
-from keepsight.core import any_cut
+from keepsight.core import doubtful
 from keepsight.core.kernels import attention, linear, passes
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Rows, has_bfloat16, rows_of
@@ -524,9 +524,11 @@ def test_powers_that_are_functions_of_their_own_leave_nothing_over(
 ) -> None:
     """As norms use them."""
     numbers = torch.rand(997, dtype=dtype) + 0.1
-    assert any_cut._leaves_none("pow", [numbers, power])
-    assert not any_cut._leaves_none("pow", [numbers.float(), 1.7])
-    assert not any_cut._leaves_none("pow", [10000.0, numbers.float()])  # as frequencies are made
+    assert doubtful.leaves_none("pow", [numbers, power], 46)
+    assert not doubtful.leaves_none("pow", [numbers.float(), 1.7], 46)
+    assert not doubtful.leaves_none(
+        "pow", [10000.0, numbers.float()], 46
+    )  # as frequencies are made
     whole = numbers.pow(power)
     assert all(torch.equal(numbers[:n].clone().pow(power), whole[:n]) for n in range(1, 70))
 

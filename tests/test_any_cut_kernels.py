@@ -125,3 +125,36 @@ def test_adapters_of_rank_three() -> None:
         for shared in (1, 2, 40, 41, 89):
             logits_of(vlm, ids[:, :shared])
         assert torch.equal(logits_of(vlm, ids), logits_of(other, ids))
+
+
+OF_ITS_OWN = {
+    "einsum": lambda x: torch.einsum("bij,jk->bik", x, torch.eye(x.shape[-1])),
+    "tensordot": lambda x: torch.tensordot(x, torch.eye(x.shape[-1]), 1),
+    "inner": lambda x: torch.inner(x, torch.eye(x.shape[-1])),
+    "selu": lambda x: functional.selu(x[..., 1:]).repeat(1, 1, 2)[..., : x.shape[-1]],
+    "glu": lambda x: functional.glu(torch.cat([x, x], -1)[..., 1:-1].contiguous()).repeat(1, 1, 2)[
+        ..., : x.shape[-1]
+    ],
+    "expit": lambda x: torch.special.expit(x[..., 1:]).repeat(1, 1, 2)[..., : x.shape[-1]],
+    "complex": lambda x: (
+        torch.view_as_real(torch.view_as_complex(x[..., 2:].reshape(*x.shape[:2], -1, 2)) * 1.1j)
+        .flatten(2)
+        .repeat(1, 1, 2)[..., : x.shape[-1]]
+    ),
+    "scaled": lambda x: torch.add(x[..., 1:], x[..., 1:], alpha=0.3).repeat(1, 1, 2)[
+        ..., : x.shape[-1]
+    ],
+}
+
+
+@pytest.mark.tries_anew
+@pytest.mark.parametrize("name", OF_ITS_OWN)
+def test_functions_that_are_made_of_others_are_taken_apart(name: str, monkeypatch: Any) -> None:
+    """A product, or a function that leaves numbers over, under a name of its own."""
+    model, processor = build("qwen3_vl")
+    layer = model.get_decoder().layers[0]
+    forward = layer.mlp.forward
+    monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) + OF_ITS_OWN[name](x))
+    with ks.wrap(model, processor) as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "company" in engine["boundaries_because"]

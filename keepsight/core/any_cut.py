@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight import digests
-from keepsight.core import findings
+from keepsight.core import doubtful, findings
 from keepsight.core.engine import Engine, Run
 from keepsight.core.findings import Finding, Rules
 from keepsight.core.kernels import mixers
@@ -26,15 +26,13 @@ from keepsight.core.kernels.attention import STEP, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
 from keepsight.core.kernels.linear import Linears, rows_agree
 from keepsight.core.kernels.packing import Packing
-from keepsight.core.kernels.passes import Kernels, is_inside
+from keepsight.core.kernels.passes import Kernels
 from keepsight.core.lane_batch import LaneBatch
 from keepsight.core.settings import RuntimeSettings
 from keepsight.core.state import Lane
 from keepsight.kinds import Record
-from keepsight.models import upstream
 from keepsight.models.families import Family
 from keepsight.models.no_gradients import quiet
-from keepsight.models.upstream import Args, TorchFunction
 from keepsight.models.weights import Weights
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt, Rule
@@ -45,26 +43,10 @@ CUTS = (1, 4, 9, 24, 45)  # where it is cut
 _TOKENS_ON_A_GRID = 145  # of the prompt, where layers compute tokens in chunks
 _CUTS_ON_A_GRID = (*CUTS, *range(46, 68), 80, 81, 127, 129, 144)
 _NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the logits' scale: ours and stock
-# Products of matrices, whose rows may depend on the rows beside them.
-_PRODUCTS = {
-    *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "matmul", "linear", "_grouped_mm"),
-    *("convolution", "_convolution", "conv1d", "cumsum", "cumprod", "logcumsumexp"),
-    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math"),
-    *("scaled_dot_product_attention", "_linear_pointwise", "_mkl_linear"),
-}
-# Functions of single numbers: those that are left over behind whole vectors come out otherwise.
-_UNEVEN = {
-    *("gelu", "silu", "sigmoid", "softplus", "rsqrt", "elu", "celu", "mish", "pow", "exp2"),
-    *("sinh", "cosh", "atanh", "atan2", "logaddexp", "logaddexp2"),
-}
-_EVEN_POWERS = (0.5, 1, 2, 3, -1, -2)  # each of which is a function of its own
-_UNEVEN_HALVES = ("gelu", "rsqrt", "pow")  # in bfloat16
-_VECTOR = 64
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
 # Layers all of whose keys a lane can hold, and those whose states are computed on a grid.
 _SHOWN = ("full", "sliding", "none", "linear")
-_EXACT = 1 << 24  # whole numbers up to here are sums of float32
 _MOST = 8  # environments whose findings are remembered
 
 
@@ -232,16 +214,7 @@ class AnyCut:
         """What shows that bits depend on something else; empty where nothing does."""
         ids = self._ids()
         others: set[str] = set()
-
-        def run(function: TorchFunction, given: Args, options: Record) -> object:
-            name = str(function).split(".")[1].rstrip("_")  # such as aten.mm.default
-            even = name in _UNEVEN and _leaves_none(name, given)
-            product = name in _PRODUCTS and not _harmless(given)
-            if not is_inside() and not even and (name in _UNEVEN or product):
-                others.add(name)
-            return function(*given, **options)
-
-        with upstream.watched(run):
+        with doubtful.noted_in(others, len(ids)):
             wanted = self._states(kernels, ids, ())
         if others:
             return (
@@ -335,30 +308,3 @@ def _all_states(lane: Lane) -> list[torch.Tensor]:
 
 def _equal(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _harmless(args: Sequence[object]) -> bool:
-    """Whether a product has nothing to add: columns times rows, as rotary positions are made; or
-    adds whole numbers, which is exact in any order."""
-    given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    sizes = [arg.shape for arg in given]
-    outer = len(sizes) == 2 and len(sizes[0]) > 1 and sizes[0][-1] == 1
-    return outer or (len(given) == 1 and _counts(given[0]))
-
-
-def _leaves_none(name: str, args: Sequence[object]) -> bool:
-    """Whether no number of tokens leaves any over."""
-    given = next(arg for arg in args if isinstance(arg, torch.Tensor))
-    power = args[1] if name == "pow" and isinstance(args[1], int | float) else None
-    if power in _EVEN_POWERS:
-        return True
-    root = name == "rsqrt" or power == -0.5
-    if given.dtype == torch.float32 and root:
-        return True
-    if given.dtype == torch.bfloat16 and name not in _UNEVEN_HALVES:
-        return True
-    return torch.get_num_threads() == 1 and given.numel() % (_VECTOR * TOKENS) == 0
-
-
-def _counts(given: torch.Tensor) -> bool:
-    return bool((given == given.round()).all()) and float(given.abs().sum()) < _EXACT
