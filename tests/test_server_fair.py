@@ -70,11 +70,14 @@ def until(true: Any) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("path", ["/v1/prepare", "/v1/cache/pin"])
-def test_many_long_preparations_hold_up_nobody(vlm: Any, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [("/v1/prepare", {}), ("/v1/cache/pin", {}), ("/v1/cache/pin", {"pinned": False})],
+)
+def test_many_long_preparations_hold_up_nobody(vlm: Any, path: str, more: Any) -> None:
     script = Long()
     with live(vlm, script) as server:
-        answers = begun(server, path, {"messages": HELLO}, 12)
+        answers = begun(server, path, {"messages": HELLO, **more}, 12)
         until(lambda: len(script.prepared) == 12)
         assert server.chat({"messages": HELLO})[0] == 200
         assert server.call("/metrics")[0] == 200 and not answers

@@ -124,9 +124,9 @@ def _add_held(router: APIRouter, service: Service) -> None:
             work = functools.partial(_pin_images, service, pinned=body.pinned)
             keys = (await _on_images(service, body, body.images, request, work))[1]
         else:
-            # In turn with others, not at their cost.
+            # In turn with others, not at their cost; unpinning looks at the whole path too.
             prefill = functools.partial(service.prepare, account=visit_of(request).who().account)
-            first = prefill if body.pinned and not body.pictures_only else None
+            first = None if body.pictures_only else prefill
             keys = (await _on_held(service, body, request, keep, first, True))[1]
         return {"object": "cache.pin", "pinned": body.pinned, "images": keys}
 
