@@ -20,7 +20,7 @@ HOW: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llama4"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llama4", "minicpmv4_7", "muse_glimmer"])
 def test_float16_is_exact_and_near_stock(kind: str) -> None:
     model, processor = build(kind, torch.float16)
     with ks.wrap(model, processor) as vlm:
