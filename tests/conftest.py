@@ -95,7 +95,7 @@ def _equal_models_are_tried_once(
             if found.kernels is None:
                 return found
             rows = found.kernels.query_rows
-            query_rows = rows.windows, dict(rows.steps)
+            query_rows = rows.windows, dict(rows.fillings)
             trials[key] = found, dict(found.kernels.linears.rows), query_rows
             return found
         found, rows, query_rows = trials[key]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from models import build, picture, turn
-from test_recorded_steps import at_once, by_the_model, logits, some_ids, steps
+from test_recorded_steps import BOTH, at_once, by_the_model, logits, some_ids, steps
 
 import keepsight as ks
 from keepsight.core.kernels import attention
-from keepsight.core.kernels.attention import QueryRows
+from keepsight.core.kernels.attention import Filling, QueryRows
 from keepsight.scheduler import Together
 
 pytestmark = pytest.mark.tries_anew
@@ -38,6 +38,12 @@ def picky(multiple: int, widths: tuple[int, ...] = ()) -> Any:
     return run
 
 
+def fillings(vlm: ks.VLM) -> set[Filling | None]:
+    kernels = vlm.runtime.finding.kernels
+    assert kernels is not None
+    return set(kernels.query_rows.fillings.values())
+
+
 @pytest.mark.parametrize("multiple", [8, 16, 32])
 @pytest.mark.parametrize("kind", ["qwen3_vl", "sliding"])
 def test_rows_are_filled_up_to_what_gives_equal_bits(
@@ -48,8 +54,7 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
     model, processor = build(kind)
     with by_the_model(), ks.wrap(model, processor) as vlm:
         assert vlm.stats()["engine"]["any_cut"]
-        kernels = vlm.runtime.finding.kernels
-        assert kernels is not None and set(kernels.query_rows.steps.values()) == {multiple}
+        assert fillings(vlm) == {Filling(multiple)}
         wanted = [logits(vlm, some_ids(count)) for count in (40, 507)]
         alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
         assert vlm.verify(CHATS[0]).equal
@@ -62,15 +67,44 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
         assert any(step.ran for step in steps(vlm).values())
     with ks.wrap(model, processor, store=tmp_path) as vlm:  # what was found is in the store
         assert vlm.chat(CHATS[0], **GREEDY).tokens == alone[0]
-        kernels = vlm.runtime.finding.kernels
-        assert kernels is not None and set(kernels.query_rows.steps.values()) == {multiple}
+        assert fillings(vlm) == {Filling(multiple)}
+
+
+@BOTH
+def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, at_once: None
+) -> None:
+    """As some processors with AVX2: any two numbers of rows may be added in two orders, so blocks
+    of one number lie side by side as sequences of a batch do."""
+    plain = attention._plain
+
+    def counting(query: Any, key: Any, value: Any, attn_mask: Any, scale: Any) -> torch.Tensor:
+        turn_by = query.shape[-2] // 16 % query.shape[-1]
+        query, key = query.roll(turn_by, -1), key.roll(turn_by, -1)
+        return plain(query, key, value, attn_mask=attn_mask, scale=scale)
+
+    monkeypatch.setattr(attention, "_plain", counting)
+    model, processor = build("qwen3_vl", dtype)
+    with by_the_model(), ks.wrap(model, processor) as vlm:
+        assert {how.apart for how in fillings(vlm) if how is not None} == {True}
+        wanted = [logits(vlm, some_ids(count)) for count in (40, 507, 700)]
+        alone = [vlm.chat(chat, **GREEDY).tokens for chat in CHATS]
+    with ks.wrap(model, processor) as vlm, Together(vlm) as together:
+        logits(vlm, some_ids(700)[:, :300], 1)
+        found = [logits(vlm, some_ids(count)) for count in (40, 507, 700)]
+        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+        with vlm.runtime.lock:
+            asked = [together.submit(chat, **GREEDY) for chat in CHATS]
+        assert [one.result().tokens for one in asked] == alone
+        assert any(step.ran for step in steps(vlm).values())
 
 
 def test_where_no_number_does_boundaries_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, flipped = attention._plain, picky(4096)
 
     def by_size(query: Any, *args: Any, **options: Any) -> torch.Tensor:
-        return (flipped if query.shape[-2] < 200 else plain)(query, *args, **options)
+        seen = query.shape[0] * query.shape[-2]
+        return (flipped if seen < 200 else plain)(query, *args, **options)
 
     monkeypatch.setattr(attention, "_plain", by_size)
     with ks.wrap(*build("qwen3_vl")) as vlm:
@@ -83,7 +117,7 @@ def test_each_kind_of_attention_has_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention, "_plain", picky(32, widths=(64,)))
     rows = QueryRows()
     wide, narrow = rows.of((4, 2, 64, torch.float32)), rows.of((4, 2, 16, torch.float32))
-    assert wide == 32 and narrow is not None
+    assert wide == Filling(32) and narrow is not None
     calls: list[tuple[int, int]] = []
     plain = attention._plain
 
@@ -97,7 +131,7 @@ def test_each_kind_of_attention_has_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     for width in (16, 64):
         query, key = torch.randn(1, 4, 1, width), torch.randn(1, 2, 40, width)
         one(query, key, key, None, True, None)
-    assert calls == [(16, narrow), (64, 32)]
+    assert calls == [(16, narrow.step), (64, 32)]
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 256])

@@ -22,7 +22,7 @@ from keepsight.core import doubtful, findings
 from keepsight.core.engine import Engine, Run
 from keepsight.core.findings import Finding, Rules
 from keepsight.core.kernels import mixers
-from keepsight.core.kernels.attention import STEP, QueryRows
+from keepsight.core.kernels.attention import USUAL, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
 from keepsight.core.kernels.linear import Linears, rows_agree
 from keepsight.core.kernels.packing import Packing
@@ -201,8 +201,8 @@ class AnyCut:
                     return Finding(None, why)
                 rows = kernels.linears.rows.items()
                 names = sorted(f"{name}: {rule}" for name, rule in rows)
-                steps = kernels.query_rows.steps.items()
-                names += sorted(f"{heads}: {step}" for heads, step in steps if step != STEP)
+                fillings = kernels.query_rows.fillings.items()
+                names += sorted(f"{heads}: {how}" for heads, how in fillings if how != USUAL)
                 if self._engine.shape.has_states:
                     names.append(f"states on a grid of {GRID}, in blocks of {BLOCK}")
                 return Finding(kernels, "", tuple(names))
@@ -222,7 +222,7 @@ class AnyCut:
             )
         if doubts := self._doubts(kernels):
             return doubts[0]
-        if not kernels.query_rows.steps:
+        if not kernels.query_rows.fillings:
             return "its attention is computed by functions of its own"
         if why := self._mixers_fail(kernels, ids):
             return why

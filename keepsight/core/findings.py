@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from keepsight import digests
-from keepsight.core.kernels.attention import STEPS, Heads, QueryRows
+from keepsight.core.kernels.attention import FILLINGS, Filling, Heads, QueryRows
 from keepsight.core.kernels.linear import CANDIDATES, Linears, Packed, Rows, Shape
 from keepsight.core.kernels.passes import Kernels
 from keepsight.kinds import Record
@@ -60,7 +60,8 @@ def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]
         packing, why = _rules(note["packing"]), _text(note["why"])
         if why:
             return Noted(Finding(None, why), packing)
-        kernels = Kernels(Linears(packed), QueryRows(bool(note["windows"]), _steps(note["heads"])))
+        query_rows = QueryRows(bool(note["windows"]), _fillings(note["heads"]))
+        kernels = Kernels(Linears(packed), query_rows)
         kernels.linears.rows.update(_rules(note["rows"]))
         names = tuple(_text(one) for one in note["names"])
     except (KeyError, TypeError, ValueError):
@@ -77,7 +78,8 @@ def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> N
     note["rows"] = [] if found is None else _lines(found.linears.rows)
     known = QueryRows() if found is None else found.query_rows
     note["windows"] = known.windows
-    note["heads"] = sorted([*h[:3], str(h[3]), step] for h, step in known.steps.items())
+    fillings = [(heads, how) for heads, how in known.fillings.items() if how is not None]
+    note["heads"] = sorted([*h[:3], str(h[3]), how.step, how.apart] for h, how in fillings)
     store.put_note(_KIND, _key(name), note)
 
 
@@ -105,12 +107,13 @@ def _rules(lines: list[list[object]]) -> Rules:
     return found
 
 
-def _steps(lines: list[list[object]]) -> dict[Heads, int | None]:
-    found: dict[Heads, int | None] = {}
-    for heads, keys, width, dtype, step in lines:
-        found[_count(heads), _count(keys), _count(width), _DTYPES[str(dtype)]] = _count(step)
-        if step not in STEPS:
-            raise ValueError(f"{step!r} is no number of rows")
+def _fillings(lines: list[list[object]]) -> dict[Heads, Filling]:
+    found = {}
+    for heads, keys, width, dtype, step, apart in lines:
+        how = Filling(_count(step), apart is True)
+        found[_count(heads), _count(keys), _count(width), _DTYPES[str(dtype)]] = how
+        if how not in FILLINGS:
+            raise ValueError(f"{how} is no filling")
     return found
 
 

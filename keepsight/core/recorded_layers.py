@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from keepsight.core.kernels import attention
-from keepsight.core.kernels.attention import BLOCK, QueryRows, Room
+from keepsight.core.kernels.attention import BLOCK, Filling, QueryRows, Room
 from keepsight.core.kernels.delta import BLOCK as RULE_BLOCK
 from keepsight.core.kernels.delta import GRID, DeltaHeads, OpenSequence, PlacedSequence
 from keepsight.core.kernels.passes import attention_here
@@ -169,7 +169,7 @@ class _Seen:
     layer: int
     group: int
     dtype: torch.dtype
-    step: int  # of what number the rows are a multiple
+    filling: Filling
 
 
 def _mask(
@@ -178,7 +178,7 @@ def _mask(
     """Which keys of the blocks each new token sees, a row for each query of a group; rows that are
     there for their number only see all."""
     group, dtype = of.group, of.dtype
-    rows = -(-group * count // of.step) * of.step
+    rows = of.filling.fill(group * count)
     values = torch.zeros(1, 1, rows, end - begin, dtype=dtype)
     for number in range(count):
         place = length + number
@@ -212,9 +212,9 @@ class Scratch:
         }
         rooms = _rooms(layers)
         groups = {
-            (heads // keys, dtype, step)
-            for (heads, keys, _, dtype), step in query_rows.steps.items()
-            if step is not None
+            (heads // keys, dtype, filling)
+            for (heads, keys, _, dtype), filling in query_rows.fillings.items()
+            if filling is not None
         }
         sights = {layer.sight: index for index, layer in reversed(layers.items())}
         for row in range(rows):
@@ -342,16 +342,16 @@ class _Attending:
         """As `kernels.attention` goes over one lane."""
         keys, values = (self._given[what, row, layer.index] for what in "kv")
         _, heads, count, width = query.shape
-        step = self._query_rows.of((heads, keys.shape[1], width, query.dtype))
+        filling = self._query_rows.of((heads, keys.shape[1], width, query.dtype))
         mask = None
-        if step is not None:
+        if filling is not None:
             sight, group = self._sights[layer.like.sight], heads // keys.shape[1]
-            mask = self._given.get(("mask", row, _Seen(sight, group, query.dtype, step)))
-        if step is None or mask is None:
+            mask = self._given.get(("mask", row, _Seen(sight, group, query.dtype, filling)))
+        if filling is None or mask is None:
             raise CannotRecord("its queries are grouped in another way than was tried")
         rows = query.reshape(1, keys.shape[1], -1, width)
         wanted = rows.shape[2]
-        if missing := -wanted % step:
+        if missing := filling.fill(wanted) - wanted:
             rows = functional.pad(rows, (0, 0, 0, missing))
-        found = attention.plain(rows.contiguous(), keys, values, mask, scale)
+        found = attention.plain(rows, keys, values, mask, scale, filling)
         return found[:, :, :wanted].reshape(1, heads, count, -1)

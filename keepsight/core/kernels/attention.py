@@ -3,7 +3,8 @@
 The kernel reads keys in blocks of 512 and treats a block that is cut off in another way than a
 whole one. So keys and values lie in rooms of whole blocks, zeros behind the end, and a mask of
 numbers says which of them a row sees. Queries that share keys are laid side by side as rows, filled
-up to a multiple of a number that is found by trying: it differs between processors and widths.
+up to a multiple of a number that is found by trying: it differs between processors and widths. On
+some they are computed in blocks of so many, side by side as sequences of a batch are.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from torch.nn import functional
 _plain = functional.scaled_dot_product_attention
 BLOCK = 512  # keys that the kernel reads at a time
 _QUERIES = 256  # of one call, so that keys that none of them sees are not read
-STEP = 4  # rows of queries, where no other number was found
-STEPS = (STEP, 8, 16, 32, 64)
 _TRIED = 1100  # keys of a trial
 _PIECES = (
     *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (300, 301), (509, 514), (511, 512), (512, 513)),
@@ -30,6 +29,23 @@ _AMPLIFIED = 3e4  # scores of a trial are the rounding of sums: so much, and the
 
 
 Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width and dtype
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Rows of queries are a multiple of `step`; `apart`: no call has more than so many, but for
+    those that the kernel computes one by one."""
+
+    step: int = 4
+    apart: bool = False
+
+    def fill(self, rows: int) -> int:
+        """The smallest such number that has room."""
+        return -(-rows // self.step) * self.step
+
+
+USUAL = Filling()
+FILLINGS = (*map(Filling, (4, 8, 16, 32, 64)), *(Filling(step, True) for step in (16, 8, 32, 4)))
 
 
 class Room(Protocol):
@@ -68,9 +84,18 @@ def plain(
     value: torch.Tensor,
     mask: torch.Tensor,
     scale: float | None,
+    filling: Filling,
 ) -> torch.Tensor:
-    """Torch's own, over whole blocks of keys."""
-    return _plain(query, key, value, attn_mask=mask, scale=scale)
+    """Torch's own, over whole blocks of keys, for rows that were filled up."""
+    _, heads, count, width = query.shape
+    if not filling.apart or count == filling.step:
+        return _plain(query.contiguous(), key, value, attn_mask=mask, scale=scale)
+    blocks = count // filling.step
+    query = query.reshape(heads, blocks, filling.step, width).transpose(0, 1).contiguous()
+    key, value = (one.expand(blocks, -1, -1, -1) for one in (key, value))
+    mask = mask.reshape(blocks, 1, filling.step, -1)
+    found = _plain(query, key, value, attn_mask=mask, scale=scale)
+    return found.transpose(0, 1).reshape(1, heads, count, width)
 
 
 class Attending(Protocol):
@@ -92,18 +117,20 @@ class Attending(Protocol):
 
 
 class QueryRows:
-    """Of what number the rows of queries are a multiple, by kind of attention: found when a kind
-    is met. `windows`: whether layers see the last keys only."""
+    """How rows of queries are filled up, by kind of attention: found when a kind is met.
+    `windows`: whether layers see the last keys only."""
 
-    def __init__(self, windows: bool = False, steps: Mapping[Heads, int | None] | None = None):
+    def __init__(
+        self, windows: bool = False, fillings: Mapping[Heads, Filling | None] | None = None
+    ) -> None:
         self.windows = windows
-        self.steps: dict[Heads, int | None] = dict(steps or {})
+        self.fillings: dict[Heads, Filling | None] = dict(fillings or {})
 
-    def of(self, heads: Heads) -> int | None:
-        """That number, or None where rows depend on their company whatever it is."""
-        if heads not in self.steps:
-            self.steps[heads] = _step_of(heads, self.windows)
-        return self.steps[heads]
+    def of(self, heads: Heads) -> Filling | None:
+        """How, or None where rows depend on their company whatever is done."""
+        if heads not in self.fillings:
+            self.fillings[heads] = _filling_of(heads, self.windows)
+        return self.fillings[heads]
 
 
 class Attention:
@@ -132,10 +159,10 @@ class Attention:
             self._doubts.append("attention has a mask of its own for each head")
             return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
         heads = (query.shape[1], key.shape[1], query.shape[-1], query.dtype)
-        step = self._query_rows.of(heads)
-        if step is None:
+        filling = self._query_rows.of(heads)
+        if filling is None:
             self._doubts.append(f"attention of {heads[0]} heads of {heads[2]} depends on its rows")
-            step = STEP
+            filling = USUAL
         rows = []
         for row, (keys, values, length, first) in enumerate(self._rooms(key, value)):
             own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
@@ -143,7 +170,7 @@ class Attention:
                 own = _behind(first, length)
             sees_all = own is None and not causal and query.shape[-2] > 1
             one = query[row : row + 1]
-            rows.append(self._row(one, keys, values, length, own, sees_all, scale, step))
+            rows.append(self._row(one, keys, values, length, own, sees_all, scale, filling))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _rooms(
@@ -173,7 +200,7 @@ class Attention:
         mask: torch.Tensor | None,
         sees_all: bool,
         scale: float | None,
-        step: int,
+        filling: Filling,
     ) -> torch.Tensor:
         _, heads, count, width = query.shape
         group = heads // keys.shape[1]
@@ -182,11 +209,12 @@ class Attention:
             stop = min(start + _QUERIES, count)
             rows = query[:, :, start:stop].reshape(1, keys.shape[1], -1, width)
             wanted = rows.shape[2]
-            seen = self._mask(mask, sees_all, count, start, stop, length, group, query.dtype, step)
-            if missing := -wanted % step:
+            step, dtype = filling.step, query.dtype
+            seen = self._mask(mask, sees_all, count, start, stop, length, group, dtype, step)
+            if missing := filling.fill(wanted) - wanted:
                 rows = functional.pad(rows, (0, 0, 0, missing))
             seen_keys, seen_values = (x[:, :, seen.begin : seen.end] for x in (keys, values))
-            found = plain(rows.contiguous(), seen_keys, seen_values, seen.values, scale)
+            found = plain(rows, seen_keys, seen_values, seen.values, scale, filling)
             pieces.append(found[:, :, :wanted].reshape(1, heads, stop - start, -1))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
@@ -264,8 +292,8 @@ def _of_given(
     return rows[:, begin:end].contiguous(), begin, end
 
 
-def _step_of(heads: Heads, windows: bool) -> int | None:
-    """Of what number rows of this kind of attention have to be a multiple to come out the same in
+def _filling_of(heads: Heads, windows: bool) -> Filling | None:
+    """How rows of this kind of attention have to be filled up to come out the same in
     any company, over lanes of any length: in one call, in pieces, and one by one; with `windows`,
     where they see the last keys too."""
     queries, keys, width, dtype = heads
@@ -280,13 +308,13 @@ def _step_of(heads: Heads, windows: bool) -> int | None:
 
     # Products cancel, but for what rounding leaves of them.
     query, key, value = noise(queries, 1), noise(keys, -1), noise(keys, 1)
-    for step in STEPS:
-        rows = QueryRows(windows, {heads: step})
+    for filling in FILLINGS:
+        rows = QueryRows(windows, {heads: filling})
         if all(
             _pieces_are_equal(query, key, value, seen, rows)
             for seen in (None, *(_WINDOWS if windows else ()))
         ):
-            return step
+            return filling
     return None
 
 
