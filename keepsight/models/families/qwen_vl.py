@@ -26,7 +26,7 @@ VIDEO = ("pixel_values_videos", "video_grid_thw")
 # Types whose towers are shown (tests/test_films.py) to see one step in time of a film at a time.
 _BY_STEP = {
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
+    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "cosmos3_omni"),
 }
 
 
