@@ -152,6 +152,7 @@ OF_ITS_OWN = {
 def test_functions_that_are_made_of_others_are_taken_apart(name: str, monkeypatch: Any) -> None:
     """A product, or a function that leaves numbers over, under a name of its own."""
     model, processor = build("qwen3_vl")
+    model = copy.deepcopy(model)  # what is put back stays on the module, as somebody's own
     layer = model.get_decoder().layers[0]
     forward = layer.mlp.forward
     monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) + OF_ITS_OWN[name](x))

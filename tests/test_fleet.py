@@ -37,7 +37,7 @@ from keepsight.export.engines.serving import Binding, Serving
 from keepsight.formats import engine_inputs
 from keepsight.formats.package import Package
 from keepsight.models import loading
-from keepsight.models.families import REFUSED, SUPPORTED
+from keepsight.models.families import SUPPORTED
 from keepsight.store import open_store
 
 VLLM = os.environ.get("KEEPSIGHT_VLLM_PYTHON")
@@ -147,7 +147,7 @@ def test_packed_features_are_handed_over_as_floats() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", sorted(SUPPORTED | REFUSED))
+@pytest.mark.parametrize("model_type", sorted(SUPPORTED))
 def test_every_family_is_taken_or_refused_by_name(model_type: str) -> None:
     pack = package_of(model_type)
     for engine, hand in (("vLLM", engines.to_vllm), ("SGLang", engines.to_sglang)):
@@ -161,7 +161,7 @@ def test_every_family_is_taken_or_refused_by_name(model_type: str) -> None:
 
 
 def test_tables_name_only_families_that_exist() -> None:
-    known = set(SUPPORTED | REFUSED)
+    known = set(SUPPORTED)
     for table in ("_VLLM", "_VLLM_REFUSES", "_SGLANG", "_SGLANG_REFUSES"):
         assert set(getattr(engine_inputs, table)) <= known, table
     assert not set(engine_inputs._VLLM) & set(engine_inputs._VLLM_REFUSES)

@@ -45,9 +45,9 @@ def soon_more_than(server: Client, messages: list[dict[str, Any]], before: int) 
 
 
 def test_a_real_server_does_it_by_itself() -> None:
-    with ks.load("demo", grain=16) as vlm, live(vlm) as server:  # which prefills nothing ahead
+    with ks.load("demo") as vlm, live(vlm) as server:  # which prefills nothing ahead
         without = remembered(server, answered(server))
-    with served("--grain", "16") as server:
+    with served() as server:
         then = answered(server)
         assert soon_more_than(server, then, without)
         reply = server.chat({"messages": then, "max_tokens": 16})[1]
@@ -57,14 +57,14 @@ def test_a_real_server_does_it_by_itself() -> None:
 
 @pytest.mark.parametrize(("more", "waits"), [({}, 1), ({"n": 2}, 0)])
 def test_of_several_choices_none_is_followed(more: dict[str, Any], waits: int) -> None:
-    with ks.load("demo", grain=16) as vlm, Together(vlm, ahead=60.0) as together:
+    with ks.load("demo") as vlm, Together(vlm, ahead=60.0) as together:
         with live(vlm, together) as server:
             answered(server, **more)
             assert len(together._ahead) == waits
 
 
 def test_another_salt_knows_nothing_of_it() -> None:
-    with ks.load("demo", grain=16) as vlm, Together(vlm, ahead=0.0) as together:
+    with ks.load("demo") as vlm, Together(vlm, ahead=0.0) as together:
         with live(vlm, together) as server:
             then = answered(server, cache_salt="one")
             end = time.monotonic() + SOON

@@ -33,8 +33,8 @@ Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width an
 
 @dataclass(frozen=True)
 class Filling:
-    """Rows of queries are a multiple of `step`; `apart`: no call has more than so many, but for
-    those that the kernel computes one by one."""
+    """Rows of queries are filled up to a multiple of `step`. `apart`: each `step` of them is a
+    sequence of its own in a batch, so that the kernel never sees another number of rows."""
 
     step: int = 4
     apart: bool = False
