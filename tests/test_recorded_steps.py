@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from models import ALL, build, built, picture, turn
+from models import ALL, built, picture, turn
 
 import keepsight as ks
 from keepsight.core import recorded_steps
@@ -23,6 +24,13 @@ LONG = [turn("Look at this. " + "word " * 500, picture(1))]  # over a block of k
 TALK = [[turn("What is it?", picture(1))], LONG, [turn("And these?", picture(2), picture(3))]]
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+
+
+@functools.cache
+def build(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Models that no other file has used: some tests leave a hook or a method on theirs, and such
+    a model is not recorded."""
+    return built(ALL[kind], dtype)
 
 
 @pytest.fixture
