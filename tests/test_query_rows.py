@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import picture, turn
-from test_recorded_steps import BOTH, at_once, build, by_the_model, logits, some_ids
+from test_recorded_steps import BOTH, at_once, build, by_the_model, logits, some_ids, steps
 
 import keepsight as ks
 from keepsight.core.kernels import attention
@@ -64,6 +64,7 @@ def test_rows_are_filled_up_to_what_gives_equal_bits(
         assert [one.result().tokens for one in asked] == alone
         found = [logits(vlm, some_ids(count)) for count in (40, 507)]
         assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+        assert any(step.ran for step in steps(vlm).values()), steps(vlm)
     with ks.wrap(model, processor, store=tmp_path) as vlm:  # what was found is in the store
         assert vlm.chat(CHATS[0], **GREEDY).tokens == alone[0]
         assert fillings(vlm) == {Filling(multiple)}
@@ -95,6 +96,7 @@ def test_a_kernel_that_counts_rows_is_given_as_many_each_time(
         with vlm.runtime.lock:
             asked = [together.submit(chat, **GREEDY) for chat in CHATS]
         assert [one.result().tokens for one in asked] == alone
+        assert any(step.ran for step in steps(vlm).values()), steps(vlm)
 
 
 def test_where_no_number_does_boundaries_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -178,6 +179,21 @@ def test_a_list_that_gives_other_bits_is_dropped(
         assert torch.equal(logits(vlm, some_ids(40)), wanted)
         said = {"error": "no such operation"}.get(what, "other bits")
         assert said in steps(vlm)[1, 1, 32 if hybrid else 0].given_up
+
+
+def test_hooks_that_only_hand_out_what_passes_keep_nothing_from_being_recorded(
+    at_once: None,
+) -> None:
+    """Transformers leaves such hooks on a model that was once asked for its hidden states."""
+    model, processor = copy.deepcopy(build("qwen3_vl"))
+    with torch.no_grad():
+        model(input_ids=some_ids(5), output_hidden_states=True)
+    assert model.get_decoder().layers[0]._forward_hooks
+    with by_the_model(), ks.wrap(*build("qwen3_vl")) as vlm:
+        wanted = logits(vlm, some_ids(40))
+    with ks.wrap(model, processor) as vlm:
+        assert torch.equal(logits(vlm, some_ids(40)), wanted)
+        assert steps(vlm)[1, 1, 0].ran
 
 
 def test_a_hook_that_comes_later_is_asked_at_each_step(at_once: None) -> None:

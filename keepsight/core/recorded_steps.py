@@ -24,6 +24,7 @@ from keepsight.core.kernels.script import RecordedStep, can_script, scripted
 from keepsight.core.recorded_layers import IDS, POSITIONS, Decoded, Scratch, Tokens
 from keepsight.kinds import Inputs
 from keepsight.models.families import Family
+from keepsight.models.fingerprint.difference import is_silent
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,8 @@ def _refuse_watchers(model: PreTrainedModel, family: Family) -> None:
         forward = type(module).forward
         homes = {base.__module__ for base in type(module).__mro__}
         foreign = "forward" in vars(module) or getattr(forward, "__module__", None) not in homes
-        if foreign or module._forward_hooks or module._forward_pre_hooks:
+        hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+        if foreign or not all(is_silent(*hook) for hook in hooks):
             raise CannotRecord(f"{name or 'the model'} has a hook, or a method of somebody's own")
     if any(vars(torch.nn.modules.module).get(name) for name in _HOOKS_ON_ALL):
         raise CannotRecord("all modules have a hook")

@@ -128,7 +128,7 @@ class Difference:
     def _hooks(self, home: Record, name: str, flags: tuple[str, ...], path: str) -> Iterator[Plain]:
         for key, hook in home[name].items():
             how = tuple(flag for flag in flags if key in home[flag])
-            if key == OUR_HOOK or _is_silent(hook):
+            if is_silent(key, hook):
                 continue
             proof = only_looks(hook, _HANDED_BACK.get((name, how), -1))
             if proof is not None:
@@ -208,7 +208,10 @@ def _is_ours(value: object) -> bool:
     return str(named.__module__).startswith("keepsight.")
 
 
-def _is_silent(hook: object) -> bool:
+def is_silent(key: object, hook: object) -> bool:
+    """Whether a hook changes nothing of what passes: one of ours, or one that hands it out."""
+    if key == OUR_HOOK:
+        return True
     function = hook.__func__ if type(hook) is MethodType else hook
     if type(function) is not FunctionType or not functions.is_library(function):
         return False
