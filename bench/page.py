@@ -38,8 +38,8 @@ words mean, is in [bench/README.md](../bench/README.md).
   where a model is computed by boundaries.
 - **tokens**: whether the greedy tokens equal stock's. In bfloat16 that is not promised; there,
   *warm = cold bit for bit* is the guard.
-- Figures of other engines were recorded elsewhere, on the machine that `keepsight/bench/rivals.py`
-  names, and are quoted, not measured.
+- Figures of other engines were recorded elsewhere, on the machine that
+  `keepsight/bench/ambitions.py` names, and are quoted, not measured.
 """
 
 

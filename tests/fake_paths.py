@@ -153,3 +153,17 @@ def spliced(whole: Prompt, keep: int, more: Prompt) -> Prompt:
         whole.media[:kept] + more.media,
         whole.ranges[:kept] + moved,
     )
+
+
+def evictable_bytes(tree: Tree) -> int:
+    """Bytes of memory that nothing holds."""
+    return tree.device.nbytes + tree.host.nbytes - tree.held_bytes()
+
+
+def demote(tree: Tree, nbytes: int) -> int:
+    """Move at least so many bytes off the device if that many are evictable; the bytes moved."""
+    start = tree.device.nbytes
+    while start - tree.device.nbytes < nbytes and (part := tree.device.least()) is not None:
+        tree._lower(part, tree._demote if tree.host_budget else tree._drop)
+    tree.settle()
+    return start - tree.device.nbytes

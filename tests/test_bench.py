@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bench import page
 from keepsight import bench
-from keepsight.bench import ambitions, checkpoints, machine, options, rivals, suite, tables
+from keepsight.bench import ambitions, checkpoints, machine, options, suite, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.contestants import Answer, agreement
 from keepsight.bench.measure import Round, guard
@@ -148,7 +148,7 @@ def test_an_ambition_is_judged_by_the_worst_turn(result: dict[str, Any]) -> None
 
 def test_recorded_figures_are_judged_against_the_best_of_them() -> None:
     step = {"name": "T2", "keepsight_ms": 84.0, "stock_ms": 1700.0, "stock_over_keepsight": 20.2}
-    (row,) = rivals.compare("qwen3_vl", "float32", [step])
+    (row,) = ambitions.compare("qwen3_vl", "float32", [step])
     assert (row["best"], row["best_ms"], row["best_over_keepsight"]) == ("llama-server", 168, 2.0)
 
 

@@ -20,10 +20,9 @@ from PIL import Image
 import keepsight as ks
 from keepsight.errors import ImageError, MediaChanged
 from keepsight.formats.package import storage_bytes
-from keepsight.media.caches import MediaCaches
-from keepsight.media.downloads import Downloads
+from keepsight.media.caches import Downloads, MediaCaches
 from keepsight.server.served_model import ServedModel
-from keepsight.store import SharedMemoryCache, sizes
+from keepsight.store import SharedMemoryCache, priority
 from keepsight.store.tally import StoreCounters
 from keepsight.system.accounts import under_salt
 
@@ -275,7 +274,7 @@ def test_no_time_tells_which_template_options_another_tenant_has(
 
 
 def test_counts_are_kept_of_the_latest_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes.trim, "__defaults__", (10,))
+    monkeypatch.setattr(priority.trim, "__defaults__", (10,))
     tally = StoreCounters()
     for number in range(100):
         tally.count(f"tenant {number}", "hits")

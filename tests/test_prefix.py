@@ -21,6 +21,7 @@ from fake_paths import (
     Token,
     build,
     counted,
+    evictable_bytes,
     expect_values,
     fake_fixed,
     fake_kv,
@@ -43,7 +44,8 @@ from hypothesis.stateful import (
 
 from keepsight import digests
 from keepsight.formats import tensorfile
-from keepsight.prefix import prompt, tombstones
+from keepsight.prefix import node as nodes
+from keepsight.prefix import prompt
 from keepsight.prefix.match import Known, Match
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt
@@ -140,7 +142,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(0, 4000))
     def evict(self, nbytes: int) -> None:
-        before, evictable = self.tree.nbytes, self.tree.evictable_bytes()
+        before, evictable = self.tree.nbytes, evictable_bytes(self.tree)
         freed = self.tree.evict(nbytes)
         assert before - self.tree.nbytes == freed >= min(nbytes, evictable)
         self.lost |= freed > 0
@@ -148,7 +150,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.tree.clear()
-        assert self.tree.evictable_bytes() == 0
+        assert evictable_bytes(self.tree) == 0
         assert not list(self.tree.nodes())
         for seen in self.seen.values():
             seen.clear()
@@ -291,7 +293,7 @@ def test_what_is_held_stays_whatever_the_budget() -> None:
     tree.budget = 0
     tree.fit()
     tree.check()
-    assert tree.nbytes == tree.held_bytes() > 0 and tree.evictable_bytes() == 0
+    assert tree.nbytes == tree.held_bytes() > 0 and evictable_bytes(tree) == 0
     expect_values(match.node, held, fixed=True)
     tree.clear()
     expect_values(match.node, held, fixed=True)
@@ -378,7 +380,7 @@ def test_tombstones_are_remembered_and_at_last_forgotten(
     assert tree.known("n", whole) == Known(7, False, evicted_from=0)
     assert found(tree, whole).length == 0
     tree.check()
-    monkeypatch.setattr(tombstones, bound, 0)
+    monkeypatch.setattr(nodes, bound, 0)
     tree.evict(1)
     assert tree.known("n", whole).until == 0 and list(tree.nodes()) == []
     assert len(tree.tombstones) == tree.tombstones.nbytes == 0

@@ -16,8 +16,7 @@ import keepsight as ks
 from keepsight.core import recorded_steps
 from keepsight.core.kernels.recording import CannotRecord, record
 from keepsight.core.kernels.script import RecordedStep, StepSize, scripted
-from keepsight.models.private import PrivateApi
-from keepsight.models.script_api import FUNCTION
+from keepsight.models.private import FUNCTION, PrivateApi
 from keepsight.scheduler import Together
 
 RECORDED = ("qwen3_vl", "sliding", "gemma3_sliding", "cohere2_vision", "glm4v", "idefics3", "llava")

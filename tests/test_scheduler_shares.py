@@ -21,8 +21,7 @@ from keepsight.core.turn import Turn
 from keepsight.errors import Busy
 from keepsight.scheduler import Ticket, Together
 from keepsight.scheduler.admission import Admission
-from keepsight.scheduler.guests import Guests
-from keepsight.scheduler.shares import Shares
+from keepsight.scheduler.shares import Guests, Shares
 from keepsight.system.accounts import under_salt
 
 GREEDY = {"do_sample": False}

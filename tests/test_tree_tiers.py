@@ -17,6 +17,8 @@ from fake_paths import (
     RULE,
     SHORT_RUN,
     build,
+    demote,
+    evictable_bytes,
     expect_values,
     fake_fixed,
     fake_kv,
@@ -38,12 +40,11 @@ from hypothesis.stateful import (
 import keepsight as ks
 from keepsight import digests
 from keepsight.errors import InputError, PinsFull
-from keepsight.prefix import prompt, tier
+from keepsight.prefix import prompt, residency, tier
 from keepsight.prefix.match import Known
-from keepsight.prefix.node import DEVICE, HOST, Node
+from keepsight.prefix.node import DEVICE, HOST, Node, Part
 from keepsight.prefix.prompt import Prompt
 from keepsight.prefix.residency import Residency
-from keepsight.prefix.transfer import Carrier
 from keepsight.prefix.tree import Tree
 from keepsight.store import NOTHING, About
 from keepsight.system.accounts import under_salt
@@ -281,7 +282,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(0, 3000))
     def evict(self, nbytes: int) -> None:
         total = self.tree.device.nbytes + self.tree.host.nbytes
-        evictable = self.tree.evictable_bytes()
+        evictable = evictable_bytes(self.tree)
         freed = self.tree.evict(nbytes)
         assert total - self.tree.device.nbytes - self.tree.host.nbytes == freed
         assert freed >= min(nbytes, evictable)
@@ -289,7 +290,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(0, 3000))
     def demote(self, nbytes: int) -> None:
         free = self.tree.device.nbytes - self.tree.device.held
-        assert self.tree.demote(nbytes) >= min(nbytes, free)
+        assert demote(self.tree, nbytes) >= min(nbytes, free)
 
     @rule()
     def settle(self) -> None:
@@ -391,13 +392,13 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is carried between the tiers from here on."""
     seen: list[str] = []
     for name in ("out", "back"):
-        carry = getattr(Carrier, name)
+        copy = getattr(residency, f"copy_{name}")
 
-        def told(self: Carrier, part: Any, name: str = name, carry: Any = carry) -> Any:
+        def noted(part: Part, name: str = name, copy: Any = copy) -> Any:
             seen.append(name)
-            return carry(self, part)
+            return copy(part)
 
-        monkeypatch.setattr(Carrier, name, told)
+        monkeypatch.setattr(residency, f"copy_{name}", noted)
     return seen
 
 
@@ -408,7 +409,7 @@ def test_what_falls_out_of_the_device_comes_back_bit_for_bit(has_fixed: bool) ->
     Turn(tree, whole).run()
     assert found(tree, whole).tier == "memory"
     total = tree.nbytes
-    assert tree.demote(HUGE) == total == tree.host.nbytes and tree.nbytes == 0
+    assert demote(tree, HUGE) == total == tree.host.nbytes and tree.nbytes == 0
     assert set(lies(tree).values()) == {HOST}
     tree.check()
     match = found(tree, whole)
@@ -427,7 +428,7 @@ def test_the_beginning_of_a_path_never_lies_farther_than_its_end() -> None:
     Turn(tree, build("11.22.12.21.1")).run()
     seen = []
     while tree.nbytes:
-        tree.demote(1)
+        demote(tree, 1)
         tree.check()
         seen.append([tier for _, tier in sorted(lies(tree).items())])
     assert seen == [["memory"] * n + ["host"] * (5 - n) for n in (4, 3, 2, 1, 0)]
@@ -535,7 +536,7 @@ def test_no_eviction_walks_through_the_tree(monkeypatch: pytest.MonkeyPatch) -> 
         for number in range(20):
             Turn(tree, build([*f"{number:09b}".replace("0", "A"), ".", "1"])).run()
             tree.evict(1)
-            tree.stats(), tree.held_bytes(), tree.evictable_bytes()
+            tree.stats(), tree.held_bytes(), evictable_bytes(tree)
     assert next(orders) < 3000  # not hundreds for each
     tree.check()
 
@@ -710,7 +711,7 @@ def test_an_image_is_forgotten_with_all_that_stands_on_it() -> None:
         tree.root(space, tenant)
         for letters in ("11.A2.22.1", "11.B2.22.1", "11.a2.21.1"):
             Turn(tree, build(letters), space).run()
-    tree.demote(tree.nbytes // 2)
+    demote(tree, tree.nbytes // 2)
     theirs = tree.bytes_of("b")
     lanes = []
     tree.on_forget = lambda: lanes.append("cleared")
@@ -819,7 +820,7 @@ def test_the_farthest_tier_is_named_and_evicted_means_gone_everywhere() -> None:
     Turn(tree, whole).run()
     digest = found(tree, whole).node.digest
     assert found(tree, whole).tier == "memory"
-    tree.demote(1)
+    demote(tree, 1)
     assert found(tree, whole).tier == "host"
     tree.evict(HUGE)
     assert found(tree, whole).tier == "remote"
@@ -855,7 +856,7 @@ def test_an_answer_from_the_host_tier_is_the_same(demo_parts: Any, name: str) ->
         tree.host_budget = HUGE
         messages = [{"role": "user", "content": "Say something about shapes. " * 5}]
         wanted = vlm.chat(messages, max_new_tokens=4)
-        tree.demote(tree.nbytes)
+        demote(tree, tree.nbytes)
         vlm.runtime.engine.lanes.clear()
         assert tree.nbytes == 0 < tree.host.nbytes
         longer = [*messages, {"role": "assistant", "content": "Yes."}, *messages]

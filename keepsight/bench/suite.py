@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 import keepsight
-from keepsight.bench import ambitions, extremes, machine, rivals, tables
+from keepsight.bench import ambitions, extremes, machine, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.measure import Bench, Say, quiet_heap, run_workload
 from keepsight.bench.options import QUICK, SCALES, WORKLOADS, Scale
@@ -116,7 +116,7 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, 
     if peers:
         # The recorded figures belong to the small checkpoints and to pictures of 672x672.
         same = options.model is None and options.size == "small" and scale.peers == 672
-        run["peers"] = rivals.compare(shape if same else "", dtype, peers[0])
+        run["peers"] = ambitions.compare(shape if same else "", dtype, peers[0])
     # They are about pictures of the usual size; a short look says nothing about them.
     run["ambitions"] = [] if options.scale == "quick" else ambitions.judge(run)
     return run

@@ -6,13 +6,73 @@ URLs gave, and names. The budget of the caller is for the first three; names hav
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from keepsight.errors import MediaChanged
 from keepsight.formats.package import Package
-from keepsight.kinds import Record
-from keepsight.media.downloads import Downloads
+from keepsight.kinds import Decoded, Record
+from keepsight.media import sources
+from keepsight.media.sources import Source
 from keepsight.models.families import Pixels
 from keepsight.store import MemoryCache, SharedMemoryCache
+
+_LONGEST = 4096  # characters of a URL that is remembered
+
+
+class Downloads:
+    """What URLs gave to one tenant; safe in several threads, in memory of all tenants together.
+
+    A URL is resolved once: what came is named by its digest. Where its bytes have gone and it has
+    to be decoded, it is fetched again and compared with its name.
+    """
+
+    def __init__(
+        self,
+        bytes_of: SharedMemoryCache[bytes],
+        names: SharedMemoryCache[str],
+        tenant: str = "",
+        fetch: Callable[[str], bytes] = sources.fetch,
+    ) -> None:
+        self._bytes, self._names, self._tenant, self._fetch = bytes_of, names, tenant, fetch
+
+    def get(self, url: str) -> bytes:
+        """What a URL gives, from memory or from there."""
+        data = self._bytes.get(self._tenant, url)
+        if data is None:
+            data = self._fetch(url)
+            if len(url) <= _LONGEST:
+                self._bytes.put(self._tenant, url, data)
+        return data
+
+    def source(self, url: str) -> Source:
+        """The picture behind a URL."""
+        known = self._names.get(self._tenant, url)
+        fresh = [] if known is not None else [self.get(url)]
+        name = sources.file_name(fresh[0]) if known is None else known
+        if known is None and len(url) <= _LONGEST:
+            self._names.put(self._tenant, url, name)
+
+        def decode() -> Decoded:
+            return sources.decode_bytes(self._same(url, name, fresh), url)
+
+        return Source(name, decode, url, fresh, file=sources.file_label(url))
+
+    def _same(self, url: str, name: str, fresh: list[bytes]) -> bytes:
+        """The bytes that were named."""
+        first = next(iter(fresh), None)
+        data = self.get(url) if first is None else first
+        if sources.file_name(data) != name:
+            if self._names.get(self._tenant, url) == name:
+                self._names.pop(self._tenant, url)
+            raise MediaChanged(f"{url} gives something else than when it was named; ask again")
+        return data
+
+    def clear(self) -> None:
+        """Forget what all URLs gave."""
+        self._bytes.clear(self._tenant)
+        self._names.clear(self._tenant)
+
 
 _ALIASES = 64 << 20  # bytes of the names of media, of all tenants together
 _NAMES = 16 << 20  # of the names of URLs, and of the contents of packages that were given out

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from keepsight import digests
 from keepsight.errors import ImageError, KeepsightError, UnsupportedInput
 from keepsight.kinds import Clip, Decoded, Options, Processor, Record
+from keepsight.media.caches import Downloads
 from keepsight.media.clips import open_clip
-from keepsight.media.downloads import Downloads
 from keepsight.media.medium import PROCESSORS, entry_of, is_entry, is_plain, without_arrays
 from keepsight.media.sources import Source, open_source
 from keepsight.media.video_files import chooser

@@ -1,6 +1,6 @@
-"""One private thing of Transformers or torch, as a row of `upstream`.
+"""One private thing of Transformers or torch, as a row of `upstream`, and a row of its own.
 
-It says where the thing is, what it is for, and what is done without it.
+A row says where the thing is, what it is for, and what is done without it.
 """
 
 from __future__ import annotations
@@ -50,3 +50,11 @@ class PrivateApi:
             return getattr(importlib.import_module(module), name, None)
         except ImportError:
             return None
+
+
+FUNCTION = PrivateApi(
+    "torch._C",
+    "_create_function_from_graph",
+    "to run recorded steps",
+    without="each step runs the model's own code",
+)

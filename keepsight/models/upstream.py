@@ -23,8 +23,8 @@ from torch._ops import OpOverload
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.kinds import Decoded, Inputs, Options, Processor, Record
+from keepsight.models.private import FUNCTION as FUNCTION
 from keepsight.models.private import PrivateApi
-from keepsight.models.script_api import FUNCTION as FUNCTION
 from keepsight.models.tested import refuse_unknown
 
 TorchFunction = OpOverload

@@ -9,6 +9,7 @@ again, and a model that is as it was before has the fingerprint that it had befo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 
 from keepsight import digests
 from keepsight.errors import UnreadableWeights
-from keepsight.models import adapters
 from keepsight.models.families import Family
 from keepsight.models.families.tower_absent import (
     AbsentTower,
@@ -64,7 +64,7 @@ class Weights:
             moved = self._watch.moved() | self._restless
             if not moved and not self._code.moved():
                 return False
-        if adapters.settle(self._model) and self._watch is not None:
+        if settle(self._model) and self._watch is not None:
             moved |= self._watch.moved()
         self._watch = None  # until all of it is described
         self._describe(moved, remembered)
@@ -301,3 +301,16 @@ def _persistent(
     for name, tensor in named:
         if id(tensor) not in derived:
             yield name, tensor
+
+
+def settle(model: torch.nn.Module) -> bool:
+    """Unmerge adapters of PEFT that are switched off; whether there were any. PEFT does so in the
+    next pass, and what was read of the weights before it would no longer be true."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return False
+    layers = [m for m in model.modules() if isinstance(m, tuners.BaseTunerLayer)]
+    waiting = [layer for layer in layers if layer.disable_adapters and layer.merged]
+    for layer in waiting:
+        layer.unmerge()
+    return bool(waiting)

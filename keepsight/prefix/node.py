@@ -1,8 +1,8 @@
-"""One stretch of a path between two boundaries, and what is remembered of it.
+"""One stretch of a path between two boundaries, what is remembered of it, and indexes of nodes.
 
-A node compares: ids and spans in full, never digests alone, so that a hit is a hit. It knows its
-parent and its children, and has two parts: the rows of its stretch and the state at its end. What
-is kept, in which tier, and what is let go of is the tree's business.
+A node compares ids and spans in full, never digests alone. It knows its parent and its children,
+and has two parts: the rows of its stretch and the state at its end. What is kept, in which tier,
+and what is evicted is decided by the tree.
 """
 
 from __future__ import annotations
@@ -271,3 +271,85 @@ def _code(ids: np.ndarray, spans: Sequence[Span]) -> bytes:
         end = min(span.end, len(code))
         code[span.start : end] = base + span.offset + np.arange(end - span.start)
     return code.tobytes()
+
+
+_LATEST = 4  # of the namespaces that know a path; one is enough for a reason
+
+
+class Paths:
+    """Nodes by tenant and by the digest of their path, whatever their namespace. A root has the
+    empty path. So a report can name other weights as the reason for a miss without a walk through
+    all namespaces: a training leaves one with every step."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[str, str], dict[Node, None]] = {}
+
+    def add(self, node: Node) -> None:
+        """Enter a node that can be reached from now on."""
+        self._nodes.setdefault((node.home.tenant, node.path), {})[node] = None
+
+    def discard(self, node: Node) -> None:
+        """Remove a node, if it is here."""
+        place = (node.home.tenant, node.path)
+        nodes = self._nodes.get(place, {})
+        nodes.pop(node, None)
+        if not nodes:
+            self._nodes.pop(place, None)
+
+    def elsewhere(self, path: str, home: Home) -> list[Node]:
+        """The latest nodes on a path in other namespaces of the same tenant."""
+        found: list[Node] = []
+        for node in reversed(self._nodes.get((home.tenant, path), {})):
+            if node.home is not home:
+                found.append(node)
+                if len(found) == _LATEST:
+                    break
+        return found
+
+    def __len__(self) -> int:
+        return sum(len(nodes) for nodes in self._nodes.values())
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._nodes.get((node.home.tenant, node.path), {})
+
+
+MAX_NODES, MAX_BYTES = 20_000, 32 << 20
+_OVERHEAD = 1024  # bytes of a node beside its ids
+
+
+class Tombstones:
+    """Nodes without content, the oldest first, so that a report can say `evicted` and not `new`.
+    Their number and bytes are bounded; `forget` is called with each that is dropped."""
+
+    def __init__(self, forget: Callable[[Node], None]) -> None:
+        self._forget = forget
+        self._sizes: dict[Node, int] = {}
+        self.nbytes = 0
+
+    def note(self, node: Node) -> None:
+        """Take a node in as the youngest, if there is nothing else to it."""
+        if node.is_ghost:
+            self.discard(node)
+            self._sizes[node] = size = node.ids.nbytes + _OVERHEAD
+            self.nbytes += size
+
+    def discard(self, node: Node) -> None:
+        """Remove a node, if it is here."""
+        self.nbytes -= self._sizes.pop(node, 0)
+
+    def prune(self) -> None:
+        """Forget the oldest until the rest is within bounds. One that was filled again stays."""
+        while len(self._sizes) > MAX_NODES or self.nbytes > MAX_BYTES:
+            node = next(iter(self._sizes))
+            self.discard(node)
+            if node.is_ghost:
+                self._forget(node)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def check(self) -> None:
+        """The sum must be that of what is here."""
+        true = sum(node.ids.nbytes + _OVERHEAD for node in self._sizes)
+        if not self.nbytes == sum(self._sizes.values()) == true:
+            raise AssertionError(f"tombstones: counted {self.nbytes}, there are {true}")

@@ -21,12 +21,20 @@ from collections.abc import Callable, Iterator
 from keepsight.errors import InputError
 from keepsight.formats.package import storage_bytes
 from keepsight.prefix.invariants import audit
-from keepsight.prefix.node import DEVICE, HOST, NOWHERE, Home, Node, Part, Received, Tensors
-from keepsight.prefix.paths import Paths
+from keepsight.prefix.node import (
+    DEVICE,
+    HOST,
+    NOWHERE,
+    Home,
+    Node,
+    Part,
+    Paths,
+    Received,
+    Tensors,
+    Tombstones,
+)
 from keepsight.prefix.pins import check_room, set_pinned
-from keepsight.prefix.tier import Tier
-from keepsight.prefix.tombstones import Tombstones
-from keepsight.prefix.transfer import Carrier
+from keepsight.prefix.tier import Tier, copy_back, copy_out
 from keepsight.store import Store, usefulness
 
 MAX_BARRED = 10_000  # images deleted while turns of one namespace are in flight
@@ -60,7 +68,7 @@ class Residency:
         self.receive: Callable[[Tensors, Tensors | None], Received | None] = lambda r, f: (r, f)
         # The engine's idle lanes hold copies of what is forgotten here.
         self.on_forget: Callable[[], None] = lambda: None
-        self._carrier, self._now = Carrier(), clock
+        self._now = clock
         self._clock, self._number = itertools.count(1), itertools.count()
         self.tick = 0
         self._floor = 0.0
@@ -185,7 +193,7 @@ class Residency:
     def promote(self, part: Part) -> None:
         """Bring a part back to the device; what it depends on is there."""
         if part.tier == HOST:
-            self.place(part, self._carrier.back(part))
+            self.place(part, copy_back(part))
             self.promotions += 1
 
     def _demote(self, part: Part) -> None:
@@ -193,7 +201,7 @@ class Residency:
         if part.nbytes > room:
             self._drop(part)
             return
-        self.place(part, self._carrier.out(part), self.host)
+        self.place(part, copy_out(part), self.host)
         self.demotions += 1
 
     def _drop(self, part: Part) -> None:
@@ -262,14 +270,6 @@ class Residency:
                 self._lower(part, self._drop)
         self.tombstones.prune()
         return start - self.device.nbytes - self.host.nbytes
-
-    def demote(self, nbytes: int) -> int:
-        """Move at least so many bytes off the device if that many may go; the bytes moved."""
-        start = self.device.nbytes
-        while start - self.device.nbytes < nbytes and (part := self.device.least()) is not None:
-            self._lower(part, self._demote if self.host_budget else self._drop)
-        self.settle()
-        return start - self.device.nbytes
 
     def clear(self, tenant: str | None = None) -> None:
         """Forget everything, pinned or not, of everyone or of one tenant.
@@ -385,10 +385,6 @@ class Residency:
     def held_bytes(self) -> int:
         """Bytes that a `hold` or a pin protects."""
         return self.device.held + self.host.held
-
-    def evictable_bytes(self) -> int:
-        """Bytes that could be freed now, with all that depends on what is freed first."""
-        return self.device.nbytes + self.host.nbytes - self.held_bytes()
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Bytes and snapshots per tier."""

@@ -1,4 +1,4 @@
-"""One tier of memory: how many bytes lie in it, whose they are, and what is least useful.
+"""One tier of memory: its bytes, their owners, what is least useful; and copies between tiers.
 
 A part is evictable as soon as nothing holds it and nothing in the tier depends on it.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from keepsight.prefix.node import Part
+import torch
+
+from keepsight.prefix.node import Part, Tensors, Way
 from keepsight.store import EvictionQueue, Order, usefulness
+from keepsight.system.devices import to_devices, to_host
 
 
 class Tier:
@@ -95,3 +98,21 @@ class Tier:
 def _order(part: Part, whose: int) -> Order:
     node = part.node
     return usefulness(node.floors[whose], node.uses, node.cost, part.nbytes), node.used
+
+
+@torch.inference_mode()
+def copy_out(part: Part) -> Tensors:
+    """Copies of a part's tensors in host memory, bit for bit; the part remembers where they lived.
+    Where a device copies by itself, the device waits for a copy and not the program."""
+    tensors = part.tensors or {}
+    copies, fence = to_host(tensors)
+    part.way = Way({name: tensor.device for name, tensor in tensors.items()}, fence)
+    return {name: c.clone() if c is tensors[name] else c for name, c in copies.items()}
+
+
+@torch.inference_mode()
+def copy_back(part: Part) -> Tensors:
+    """The tensors where they lived before."""
+    way, tensors = part.way, part.tensors or {}
+    part.way = None
+    return tensors if way is None else to_devices(tensors, way.devices.__getitem__, way.fence)

@@ -1,7 +1,6 @@
 """Models that `keepsight export` made: their graphs run in another runtime, all else is as ever.
 
 manifest.py         what was made of which weights, and every file's digest
-marks.py            what a graph shows of itself
 states.py           the states that go in and out of a decoder
 modules.py          graphs in the places of tower, embedding, decoder and head
 weightless.py       Transformers' own model around them, without weights

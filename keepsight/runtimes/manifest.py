@@ -3,7 +3,8 @@
 An export that is half copied, changed or made by other versions must not answer at all, so the
 record is checked, and all files with it, before a runtime sees any of them. The record has a seal:
 an edit by hand is an error. Reading every byte of a large export takes its time, so a caller
-who knows that these very files were read before may leave that part out.
+who knows that these very files were read before may leave that part out. What is asked of a graph
+itself (`marks`) is read without the library that writes graphs.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from blake3 import blake3
 
 from keepsight import digests
 from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
 from keepsight.kinds import Record
-from keepsight.runtimes.marks import marks
 
 NAME = "keepsight.json"
 FORMAT = 1
@@ -274,3 +274,40 @@ def _check_marks(manifest: Manifest, folder: Path) -> None:
             f"{folder / NAME} says appends={manifest.appends}, and the decoder does otherwise; "
             "export the model again"
         )
+
+
+# Operators of ONNX that compute with weights of few bits, and OpenVINO's types of such weights.
+_QUANTISED = (
+    "DequantizeLinear",
+    "DynamicQuantizeLinear",
+    "DynamicQuantizeMatMul",
+    "GatherBlockQuantized",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "MatMulNBits",
+    "QLinearMatMul",
+)
+_FEW_BITS = ("i8", "u8", "i4", "u4", "nf4", "f8e4m3", "f8e5m2")
+_APPENDS = "GroupQueryAttention"
+_OP_TYPE = 0x22  # field 4 of an ONNX node, a text
+
+
+class Marks(NamedTuple):
+    """What can be seen of a graph."""
+
+    quantised: bool
+    appends: bool  # it writes keys and values where they lie
+
+
+def marks(path: Path) -> Marks:
+    """The marks of one graph."""
+    data = path.read_bytes()
+    if path.suffix == ".xml":
+        few = any(f'element_type="{kind}"'.encode() in data for kind in _FEW_BITS)
+        return Marks(few, False)
+    return Marks(any(_has(data, name) for name in _QUANTISED), _has(data, _APPENDS))
+
+
+def _has(data: bytes, operator: str) -> bool:
+    """Whether a node of this kind is there: a tag, a length, and the name."""
+    return bytes([_OP_TYPE, len(operator)]) + operator.encode() in data

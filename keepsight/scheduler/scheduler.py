@@ -26,7 +26,6 @@ from keepsight.report import Piece, Report
 from keepsight.scheduler.admission import Admission, Arrivals, begin_serving, closed
 from keepsight.scheduler.counters import Counts
 from keepsight.scheduler.decoding import Decoding
-from keepsight.scheduler.guests import Guests
 from keepsight.scheduler.intake import Follow, Intake, Request
 from keepsight.scheduler.line import Line
 from keepsight.scheduler.policy import (
@@ -37,6 +36,7 @@ from keepsight.scheduler.policy import (
     next_of,
 )
 from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
+from keepsight.scheduler.shares import Guests
 from keepsight.scheduler.ticket import Listener, Ticket
 from keepsight.system.accounts import account_of
 from keepsight.system.exits import SCHEDULERS, finish_before_exit

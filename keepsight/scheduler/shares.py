@@ -1,16 +1,23 @@
-"""Whose turn it is among accounts: nobody has more of the model by asking more at a time.
+"""Whose turn it is among accounts: more requests at a time do not get more of the model's time.
 
-Whoever has one request under way is never held back. An account with several waits while another
-one has had less of the model's time, since both have had work: its requests together get no more
-than one request gets. Beside a single request it gets a third of what that one gets, and waits
-until that one has had as much as it would have had behind its next piece of work, which is never
-broken off: who asks for little is answered first. Salts of one tenant are one account.
+An account with one request under way is never held back. One with several waits while another has
+had less of the model's time since both had work: its requests together get no more than one request
+gets. Beside a single request it gets a third of what that one gets, and waits until that one has
+had as much as its own next piece of work takes, which is never interrupted. Salts of one tenant are
+one account.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from keepsight.scheduler.admission import Admission
+from keepsight.system.lock import Mutex
 
 # What the time of an account with several requests counts. A piece of work is never broken off, and
 # many requests cost the interpreter time beside the model too: with equal shares who asks for
@@ -65,3 +72,73 @@ class Shares:
             for other, spent in self._spent.items()
             if other != account
         )
+
+
+_LOOK = 0.5  # seconds after which a thread that waits looks whether anybody still serves
+
+
+@dataclass(eq=False)
+class Guest:
+    """One piece of work that waits for its turn, or has it."""
+
+    account: str
+    turn: threading.Event = field(default_factory=threading.Event)
+    seconds: float = 0.0  # what it took
+
+
+class Guests:
+    """Work with the model beside the requests: to pin, remove or list. It runs in threads of its
+    own, because it may wait for a disk. An account has one such piece of work at a time, which
+    begins in the order of arrival while the account is not held back, and is charged to it.
+    `turn` is for any thread, the rest for the one that serves."""
+
+    def __init__(self, shares: Shares, admission: Admission) -> None:
+        self._shares, self._admission = shares, admission
+        self._lock = Mutex()
+        self._came, self._left = list[Guest](), list[Guest]()
+        self._waiting, self._inside = list[Guest](), set[Guest]()
+
+    @contextmanager
+    def turn(self, account: str) -> Iterator[None]:
+        """Wait for a turn, and have it; where nobody serves any more, at once."""
+        guest = Guest(account)
+        with self._lock:
+            self._came.append(guest)
+        self._admission.ring()
+        while not self._admission.stopped and not guest.turn.wait(_LOOK):
+            pass
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            guest.seconds = time.perf_counter() - begun
+            with self._lock:
+                self._left.append(guest)
+            self._admission.ring()
+
+    def look(self) -> None:
+        """Charge for what is done, and let in whose turn it is."""
+        with self._lock:
+            came, left, self._came, self._left = self._came, self._left, [], []
+        for guest in left:
+            if guest in self._inside:
+                self._inside.remove(guest)
+                self._shares.spend([guest.account], guest.seconds)
+        for guest in came:
+            self._shares.enter(guest.account)
+        self._waiting += came
+        while (able := self._next()) is not None:
+            self._let_in(able)
+
+    def _next(self) -> Guest | None:
+        """Who is let in now: each who is may have held back others by waiting."""
+        busy = {guest.account for guest in self._inside}
+        free = (guest for guest in self._waiting if guest.account not in busy)
+        return next((one for one in free if not self._shares.is_held_back(one.account)), None)
+
+    def _let_in(self, guest: Guest) -> None:
+        """From here on nobody is held back for it: it may wait for a disk."""
+        self._waiting.remove(guest)
+        self._shares.leave(guest.account)
+        self._inside.add(guest)
+        guest.turn.set()

@@ -8,6 +8,7 @@ apart by their addresses where it matters how much of the model's time each one 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,8 +16,46 @@ from dataclasses import dataclass, field
 from keepsight import digests as digests
 from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
-from keepsight.server.hosts import network_of
 from keepsight.system.accounts import under_salt
+
+_OWN = (".localhost", ".local", ".internal", ".home.arpa")  # of no site on the web
+
+
+def host_of(text: str) -> str:
+    """The name or address in a Host header, without its port and in small letters."""
+    text = text.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0].rstrip(".")
+
+
+def is_own_name(name: str) -> bool:
+    """Whether no site on the web can have this name: an address, a name without a dot, and those
+    that are set apart for one's own network."""
+    return "." not in name or name.endswith(_OWN) or _address(name) is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens there."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+def network_of(host: str) -> str:
+    """Whom an address stands for: itself, or of IPv6 its /64, all of which one client may have."""
+    address = _address(host)
+    if not isinstance(address, ipaddress.IPv6Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), 64), strict=False))
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
 
 
 @dataclass

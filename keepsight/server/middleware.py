@@ -24,9 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keepsight.kinds import Record
 from keepsight.report import Report, Usage
 from keepsight.server import log
-from keepsight.server.callers import Caller, account_from
+from keepsight.server.callers import Caller, account_from, host_of, is_loopback, is_own_name
 from keepsight.server.errors import ApiError, from_error
-from keepsight.server.hosts import host_of, is_loopback, is_own_name
 from keepsight.server.intake import announced_by, closing, is_long
 from keepsight.server.pace import FairPace
 from keepsight.server.responses_schema import ResponsesRequest

@@ -4,8 +4,8 @@
 keeps entries in a folder, `remote` at an address, `tiers` in several stores in a row. Behind `disk`
 are `folder` (files that stay inside the store), `entryfile` (one entry as one file), `catalogue`
 (the catalogue about them), `writer` (the thread that writes) and `audit` (check and repair).
-`sizes` says how useful an entry is, `priority` what goes first, and `memory_cache` is what is kept
-in memory that way. Nothing in here knows of images, models or prompts.
+`priority` says how useful an entry is and what is evicted first; `memory_cache` keeps things in
+memory that way. Nothing in here knows of images, models or prompts.
 """
 
 from keepsight.store.contract import (
@@ -21,8 +21,7 @@ from keepsight.store.contract import (
 from keepsight.store.disk import FORMAT, DiskStore
 from keepsight.store.memory_cache import MemoryCache, SharedMemoryCache
 from keepsight.store.opening import open_store
-from keepsight.store.priority import EvictionQueue, Order
-from keepsight.store.sizes import likely_cost, usefulness
+from keepsight.store.priority import EvictionQueue, Order, likely_cost, usefulness
 
 __all__ = [
     "FORMAT",

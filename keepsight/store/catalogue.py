@@ -20,7 +20,7 @@ from typing import NamedTuple
 from keepsight.store import tables
 from keepsight.store.contract import Entry, Name
 from keepsight.store.layout import EntryName, is_name, is_tenant
-from keepsight.store.sizes import usefulness
+from keepsight.store.priority import usefulness
 
 NAME = "catalogue-1.sqlite"  # the number is that of the tables; another version has its own file
 THERE, WRITING, GOING = 0, 1, 2

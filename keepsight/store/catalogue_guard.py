@@ -21,12 +21,12 @@ from typing import TypeVar
 from keepsight.errors import StoreError
 from keepsight.store import health, layout
 from keepsight.store.catalogue import GOING, NAME, THERE, Catalogue, Scope
-from keepsight.store.choice import AT_ONCE, choose, knot, left_alone, raise_floor
 from keepsight.store.contract import Entry
 from keepsight.store.folder import Folder
 from keepsight.store.health import Health
 from keepsight.store.layout import EntryName
 from keepsight.store.leftovers import forget_empty, remove_empty, settle
+from keepsight.store.ranking import AT_ONCE, choose, knot, left_alone, raise_floor
 from keepsight.store.retry import opened, opened_to_read
 from keepsight.store.rows import accounts, everything, name_of, pins
 from keepsight.system import forks

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from keepsight.store.sizes import trim
+from keepsight.store.priority import trim
 from keepsight.system.exits import begin
 
 _BELIEVED = 30.0  # seconds

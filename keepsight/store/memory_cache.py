@@ -1,6 +1,6 @@
 """What is kept in memory under a budget of bytes, for several tenants or for one.
 
-What goes first is the least useful, as `usefulness` in `sizes.py` says for memory as for disks; or,
+The least useful goes first, as `usefulness` in `priority.py` says for memory and for disks; or,
 where making a thing again costs next to nothing, what was asked for longest ago.
 """
 
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from keepsight.errors import PinsFull
-from keepsight.store.priority import EvictionQueue, Order
-from keepsight.store.sizes import usefulness
+from keepsight.store.priority import EvictionQueue, Order, usefulness
 from keepsight.system.accounts import account_of
 from keepsight.system.lock import Mutex
 

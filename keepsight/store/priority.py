@@ -1,8 +1,8 @@
-"""What is to go first: a queue in which the least useful thing comes out on top.
+"""What is evicted first: the formula for usefulness, and a queue with the least useful on top.
 
-Finding it must not walk through everything. A thing that can go is in the heap once, at the
-usefulness it had when it came in; that only rises by use, so what comes out on top is looked at
-again and goes back down if it was used meanwhile.
+Finding it must not walk through everything. A thing that can be evicted is in the heap once, with
+the usefulness it had when it came in. Use only raises that, so what is on top is computed again and
+goes back down if it was used meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +11,34 @@ import heapq
 import itertools
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
+
+_PLACE = 4096  # what even the smallest entry takes: a block of a disk, a row of a catalogue
+MOST_TENANTS = 10_000  # of which counts are kept in memory
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def usefulness(floor: float, uses: int, cost: float, nbytes: int) -> float:
+    """How useful an entry is; the least useful goes first (GreedyDual-Size-Frequency).
+
+    An entry is worth the milliseconds that it has saved for each byte that it takes: how often it
+    was used, times what making it again would cost, over its size. To that comes the floor, which
+    is the usefulness of the last entry that was evicted: it only rises, so what was useful long ago
+    sinks, against what is used now, without any clock. It is computed again at each use.
+    """
+    return floor + uses * (cost or likely_cost(nbytes)) / (nbytes + _PLACE)
+
+
+def likely_cost(nbytes: int) -> float:
+    """Milliseconds that making an entry again may take, where it was not measured."""
+    return 1.0 + nbytes / (64 << 10)
+
+
+def trim(table: dict[K, V], most: int = MOST_TENANTS) -> None:
+    """Drop the oldest of a table of small things that any caller may add to."""
+    while len(table) > most:
+        table.pop(next(iter(table)), None)
+
 
 T = TypeVar("T", bound=Hashable)
 Order = tuple[float, int]  # usefulness; of equals the one used longest ago goes first

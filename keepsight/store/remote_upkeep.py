@@ -19,7 +19,7 @@ from keepsight.store.claims import claim
 from keepsight.store.contract import Entry, Name
 from keepsight.store.listing import RecentNames, Survey, whole_table
 from keepsight.store.listing import head as read_head
-from keepsight.store.sizes import MOST_TENANTS
+from keepsight.store.priority import MOST_TENANTS
 from keepsight.system.lock import Mutex
 
 Table = dict[Name, Entry]

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from keepsight.store import health
-from keepsight.store.sizes import usefulness
+from keepsight.store.priority import usefulness
 from keepsight.system import private_files
 
 _JOURNAL = 128  # pages of 4 KiB; more would be missed on a disk that gets full

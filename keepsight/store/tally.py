@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keepsight.store.layout import EntryName
-from keepsight.store.sizes import trim
+from keepsight.store.priority import trim
 
 COUNTED = ("hits", "misses", "evictions", "written", "refused")
 _GATHERED = 100_000  # uses and the like that wait for a disk that refuses

@@ -15,7 +15,7 @@ import torch
 from torch.jit import optimized_execution  # type: ignore[attr-defined]
 
 from keepsight.core.kernels.recording import Name, Operation, Recording, Slot
-from keepsight.models.script_api import FUNCTION
+from keepsight.models.private import FUNCTION
 
 StepSize = tuple[int, int, int]  # rows, tokens of each, and where an open block of a rule begins
 Step = Callable[[Mapping[Name, torch.Tensor]], torch.Tensor]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedConfig
@@ -25,10 +26,10 @@ from keepsight.errors import (
 )
 from keepsight.export.graphs import quantise, tracing
 from keepsight.export.graphs.check import deviation
-from keepsight.export.graphs.parts import Decoder, Embedding, GraphPart, OutputHead
+from keepsight.export.graphs.openvino import write_openvino
+from keepsight.export.graphs.parts import Decoder, Embedding, GraphPart, OutputHead, Sample
 from keepsight.export.graphs.target import ExportFolder, check_room, size_text
 from keepsight.export.graphs.towers import tower_of
-from keepsight.export.graphs.write import write_graph
 from keepsight.kinds import Record
 from keepsight.models import loading
 from keepsight.runtimes import imports
@@ -274,3 +275,24 @@ def _copy_settings(vlm: VLM, path: str, revision: str | None, folder: Path) -> N
 def _versions(runtime: str) -> dict[str, str]:
     names = ("torch", "transformers", *_LIBRARIES[runtime])
     return {name: importlib.metadata.version(name) for name in names}
+
+
+def write_graph(runtime: str, path: Path, part: GraphPart, sample: Sample) -> None:
+    """Trace a part and write its graph beside its weights; `path` lacks the ending."""
+    path.parent.mkdir(exist_ok=True)
+    if runtime == "openvino":
+        write_openvino(path.with_name(f"{path.name}.xml"), part, sample, _write_onnx)
+    else:
+        _write_onnx(path.with_name(f"{path.name}.onnx"), part, sample, ort_fusions="cpu")
+
+
+def _write_onnx(path: Path, part: GraphPart, sample: Sample, **options: Any) -> None:
+    try:
+        from transformers.exporters import OnnxConfig, OnnxExporter
+
+        exporter = OnnxExporter()
+    except ImportError as error:
+        raise MissingExtra.named("onnx and onnxscript", "onnx") from error
+    config = OnnxConfig(dynamic=True, dynamic_shapes=sample.varies, **options)
+    program, _ = exporter.export_program(part, sample.inputs, config)
+    exporter.save_program(program, path)
