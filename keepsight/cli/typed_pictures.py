@@ -64,7 +64,7 @@ def split_pictures(line: str) -> tuple[list[str], str]:
         else:
             found.append(path)
             alone = not after and (leading or before.rstrip()[-1] in ".?!:")
-            text = before if alone else before + _file_name(path) + after
+            text = before if alone else before + Path(path).name + after
         end = word.end()
     return found, (text + line[end:]).strip()
 
@@ -112,10 +112,6 @@ def _path_of(word: str) -> str:
     if not quoted and os.sep == "/" and "://" not in word:
         word = re.sub(r"\\(.)", r"\1", word)
     return os.path.expanduser(word)
-
-
-def _file_name(path: str) -> str:
-    return Path(path).name
 
 
 def open_pictures(name: str) -> list[tuple[str, str | Package | Image]]:

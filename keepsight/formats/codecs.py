@@ -75,7 +75,7 @@ def pack(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[Tensors, Recor
                 f"{title!r} holds NaN or infinity: such features cannot be packed as {name}; "
                 "encode the image again, or keep them exact"
             )
-        parts = _as_bf16(title, plain) if name == "bf16" else _as_int8(title, plain)
+        parts = {title: plain.to(torch.bfloat16)} if name == "bf16" else _as_int8(title, plain)
         again = _unpack_one(title, parts, name, tensor.dtype)
         if not torch.isfinite(again).all():
             raise InputError(f"{title!r} holds numbers too large for {name}; keep it exact")
@@ -87,10 +87,6 @@ def pack(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[Tensors, Recor
 def _shrinks(tensor: torch.Tensor, name: str) -> bool:
     floating = tensor.dtype in _FLOATS.values() and tensor.numel() > 0
     return name != EXACT and floating and tensor.element_size() > (2 if name == "bf16" else 1)
-
-
-def _as_bf16(title: str, tensor: torch.Tensor) -> Tensors:
-    return {title: tensor.to(torch.bfloat16)}
 
 
 def _as_int8(title: str, tensor: torch.Tensor) -> Tensors:

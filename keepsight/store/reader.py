@@ -80,7 +80,9 @@ class Reader:
 
     def note(self, name: str, kind: str, key: str) -> Record | None:
         """Fetch and parse a note; None where there is none that is whole."""
-        return self._fetch(name, lambda data: self._parse_note(name, kind, key, data))
+        return self._fetch(
+            name, lambda data: note_in(kind, key, data, f"{self._link.shown}/{name}")
+        )
 
     def discard(self, name: str) -> None:
         """Gone for us from now on, and for all where the address lets us remove it."""
@@ -123,9 +125,6 @@ class Reader:
         if record.get("entry") != key:
             raise DamagedFile(f"{where}: this is the entry {record.get('entry')!r}")
         return (tensors, record), metadata_in(kind, key, record)
-
-    def _parse_note(self, name: str, kind: str, key: str, data: bytes) -> tuple[Record, Record]:
-        return note_in(kind, key, data, f"{self._link.shown}/{name}")
 
     def _fetch(self, name: str, parse: Callable[[bytes], tuple[T, Record]]) -> T | None:
         known, found = self._seen.find(name)

@@ -27,7 +27,7 @@ def opened(path: Path) -> Catalogue:
         try:
             return Catalogue(path)
         except sqlite3.OperationalError as error:
-            if not is_busy(error) or time.monotonic() + pause > until:
+            if health.named(error) != health.LOCKED or time.monotonic() + pause > until:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -58,8 +58,3 @@ def _is_still(path: Path) -> bool:
         return True
     except OSError:
         return False
-
-
-def is_busy(error: BaseException) -> bool:
-    """Whether somebody else has it at the moment."""
-    return health.named(error) == health.LOCKED
