@@ -344,13 +344,13 @@ class VLM(DisplayedModel, AsyncAnswers):
         It waits for nothing that runs, and for no disk: what a store has is as it was counted last.
         """
         whose = self._whose(tenant)
-        told = self.runtime.stats(whose if tenant is not None or self.tenant else None)
-        return told | ({"runtime": self.chosen_runtime} if self.chosen_runtime else {})
+        stats = self.runtime.stats(whose if tenant is not None or self.tenant else None)
+        return stats | ({"runtime": self.chosen_runtime} if self.chosen_runtime else {})
 
     def pin(self, what: Pictures | list[Message], pinned: bool = True, **options: object) -> None:
         """Keep an image's features, or all of a conversation's prompt, whatever the budgets say.
 
-        What is not there yet is computed. `pinned=False` lets it go the way of all else again.
+        What is not there yet is computed. `pinned=False` makes it evictable again.
         """
         self.runtime.require_open()
         pin(self.runtime, what, pinned, Call.before_decoding(options, self.tenant, "pin"))
@@ -378,7 +378,7 @@ class VLM(DisplayedModel, AsyncAnswers):
         clear(self.runtime, whose, store)
 
     def close(self) -> None:
-        """Finish writing and let go of everything. The model itself is left alone."""
+        """Finish writing and release everything. The model itself is left alone."""
         self.runtime.close()
 
     def __enter__(self) -> VLM:

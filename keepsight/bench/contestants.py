@@ -32,7 +32,8 @@ TIE = 1e-4  # logits closer than this share of their scale may change places (la
 
 @dataclass
 class Answer:
-    """What one contestant did with one prompt. Times in milliseconds from the messages on."""
+    """The answer of one contestant to one prompt. Times are milliseconds since the messages were
+    given."""
 
     first: float
     total: float
@@ -183,7 +184,8 @@ class Limit:
         self._cached = 0
 
     def know(self, features: Inputs) -> None:
-        """Have the features of some media, by their feature ids, as if they had been seen."""
+        """Store the features of some media by their feature ids, as if they had been encoded
+        before."""
         self._seen.update(features)
 
     def prepare(self, name: str, messages: list[Message]) -> None:

@@ -252,7 +252,7 @@ def _when(it: Entry, upon: list[Entry], first: int, count: int, now: float) -> s
     return f"when a budget is exceeded: {first} of {count} entries are less useful{after}"
 
 
-# -- keeping and letting go --------------------------------------------------------------------
+# -- pinning and removing ----------------------------------------------------------------------
 
 
 @app.command()

@@ -38,7 +38,7 @@ _PROMPT = "> "
 
 @dataclass
 class Shell:
-    """One `keepsight chat`."""
+    """The interactive loop of `keepsight chat`."""
 
     vlm: VLM
     console: Console
@@ -139,7 +139,7 @@ class Shell:
         start = time.perf_counter()
         first = None
         pieces = session.stream(question, images or None, **self.options)
-        with closing(pieces):  # type: ignore[type-var]  # whoever stops it lets go of its memory
+        with closing(pieces):  # type: ignore[type-var]  # stopping it releases its memory
             for piece in pieces:
                 if first is None and piece.token is not None:
                     first = 1e3 * (time.perf_counter() - start)

@@ -253,7 +253,7 @@ def _worker(asked: Asked) -> Record:
 def _count_aside(
     tally: progress.EncodeCounts, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
 ) -> None:
-    """Find out in a thread how many images there are: documents have to be opened for that."""
+    """Count the images in a thread: documents have to be opened for that."""
     from keepsight import encode as room
 
     def count() -> None:

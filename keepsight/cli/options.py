@@ -52,7 +52,7 @@ Model = Annotated[
 Named = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as with --model.")]
 SomeModel = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="demo (if nothing is said), demo-hybrid, a folder, ..."),
+    typer.Option("--model", "-m", help="demo (the default), demo-hybrid, a folder, ..."),
 ]
 Images = Annotated[
     list[str] | None, typer.Option("--image", "-i", help="File, URL or .sight; repeatable.")

@@ -110,7 +110,7 @@ class AnyCut:
         return found
 
     def forget_steps(self) -> None:
-        """Record steps anew: they read what was packed before, or went past what came since."""
+        """Record steps again: old ones read what was packed before, or miss what came since."""
         for known in self._found.values():
             if known.kernels is not None:
                 known.kernels.steps.clear()

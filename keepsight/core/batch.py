@@ -43,7 +43,7 @@ class TokenSampler(Protocol):
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the states of one sequence are: a row of some layers."""
+    """The place of one sequence's states: a row in some layers."""
 
     layers: Sequence[CacheLayer]
     row: int
@@ -88,7 +88,7 @@ class Batch:
         self.runs: list[Run] = []
         self.length = 0  # columns in use
         self.columns = self.seats = 0  # what there is
-        self.copies = 0  # how often all rows were laid anew
+        self.copies = 0  # how often all rows were copied
         self._lengths: list[int] = []
         self._beside: list[int] = []
         self._seen: list[dict[str, torch.Tensor]] = []
@@ -111,7 +111,7 @@ class Batch:
             tensors += [state for _, _, state in _linear(layer)]
         return storage_bytes(t for t in tensors if t is not None and t.numel())
 
-    # -- who comes and who goes ------------------------------------------------------------------
+    # -- joining and leaving ---------------------------------------------------------------------
 
     @quietly
     def join(self, runs: Sequence[Run], room: int) -> None:
@@ -216,7 +216,7 @@ class Batch:
                 layer.put(row, self.length, *source.tail(index))
 
     def _lay(self, sources: Sequence[_Source], seats: int, room: int) -> None:
-        """Lay all rows anew, with seats and columns for more; where that fails all stays as is."""
+        """Copy all rows to make seats and columns for more; where that fails all stays as is."""
         before = self.length, self.columns, self.seats
         self.copies += 1
         self.length = max(source.length for source in sources)

@@ -44,7 +44,7 @@ class Code:
         return text.translate(self._put)
 
     def read(self, text: str) -> str:
-        """The text of what is partly written in code."""
+        """The text, with coded control tokens decoded."""
         return self.runs.sub(lambda run: run[0].translate(self._read), text)
 
 

@@ -56,7 +56,7 @@ def history(messages: list[Message]) -> str:
 
 
 def history_as_html(messages: list[Message]) -> str:
-    """A conversation as a table: who, the pictures by number, the words."""
+    """A conversation as a table: role, pictures by number, text."""
     rows, number = [], 0
     for message in messages:
         shown = []

@@ -129,7 +129,7 @@ class Costs:
         self._truth[kind] = self.truth(agreeing) + share * (right / tried - self.truth(agreeing))
 
     def declined(self, agreeing: int) -> None:
-        """Note that a guess was not tried: its estimate drifts back to where it began."""
+        """Note that a guess was not tried: its estimate moves back towards the first value."""
         kind = _kind(agreeing)
         self._truth[kind] = self.truth(agreeing) + 0.01 * (_HOPES[kind] - self.truth(agreeing))
 

@@ -3,7 +3,7 @@
 A tokenizer takes the tokens that were added to it out of a text first, as they are written, and
 makes ids of each stretch between them by itself. So a text may be cut in front of such a token:
 what stands before it has the ids that it had. This is used for tokenizers of which it is shown by
-trying (`Seams`); it is looked for anew when anything of a tokenizer changes. A few tokens before
+trying (`Seams`); they are found again when anything of a tokenizer changes. A few tokens before
 the new ones are made again each time, and compared.
 """
 

@@ -25,7 +25,8 @@ class Findings:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were remembered, at first or by the time they were needed."""
+        """Prompt tokens that were remembered when the turn began or became so before they were
+        needed."""
         return self.match.length + sum(match.length - start for start, match in self.taken_over)
 
 

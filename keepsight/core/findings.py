@@ -3,7 +3,7 @@
 Trying takes seconds for a large model, so it is done once for a machine. The name of a note is made
 of all that a finding can depend on: the processor with its caches and cores, the builds of torch
 and of this package, the environment, and the model's code, settings and shapes. After any change of
-these it is tried anew. A note that cannot be read is as none.
+these it is tried again. A note that cannot be read is as none.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def blocks_of(lane: Lane) -> int:
 def given_to(
     runs: Sequence[Decoded], tokens: Tokens, names: Collection[Name], copied: bool
 ) -> Given:
-    """What a step is given anew; with `copied`, states that it writes into are copies."""
+    """What each step is given; with `copied`, states that it writes into are copies."""
     count = len(tokens[0])
     given: Given = {IDS: torch.tensor(tokens)}
     positions = [run.next_positions for run in runs]
@@ -307,7 +307,7 @@ class _Mixer(MixerLayer):
 
 
 class _Attending:
-    """Attention over rooms and masks that each step is given."""
+    """Attention over the buffers and masks that each step is given."""
 
     def __init__(
         self, given: Given, rows: int, sights: dict[tuple[int, bool], int], query_rows: QueryRows

@@ -77,7 +77,7 @@ def _step(
     tokens: Tokens,
     by_model: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """The same, by a list of operations where there is one or by the model's own code."""
+    """One step, by a recorded list of operations or by the model's own code."""
     count = len(tokens[0])
     block = recorded_layers.open_block(runs, count)
     if block is None:

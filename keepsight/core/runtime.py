@@ -148,7 +148,7 @@ class Runtime:
                 return
             self.closed = True
             self.clear()
-        if self.store is not None:  # a disk may take its time; who waits for the lock need not
+        if self.store is not None:  # without the lock: a disk may take its time
             self.store.close()
 
     def needed_processor(self) -> Processor:

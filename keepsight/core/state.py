@@ -147,7 +147,7 @@ class Lane:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the preallocated rooms and of the fixed-size states."""
+        """Bytes of the preallocated buffers and of the fixed-size states."""
         rooms = sum(layer.nbytes for layer in [*self.full, *self.cross])
         return rooms + storage_bytes(self._fixed().values())
 

@@ -77,7 +77,7 @@ class InstalledGenerate:
     # -- on the model and off it -------------------------------------------------------------------
 
     def put(self) -> None:
-        """Put it on the model; one with a `generate` of its own is refused."""
+        """Replace `generate` of the model; refuse a model whose `generate` is replaced already."""
         model = self._runtime.model
         if self._before is not None and not _is_stock(self._before, model):
             raise ModelError(

@@ -242,7 +242,7 @@ class _Call:
             raise MessagesError(f"the chat template refused the messages: {error}") from error
 
     def as_data(self) -> _Call:
-        """The same with nothing but plain data in it, as a template gets to see it."""
+        """The value as plain data only, as a template sees it."""
         options = dict(self.options)
         if isinstance(tools := options.get("tools"), list | tuple):
             options["tools"] = [_schema(tool) for tool in tools]
@@ -250,7 +250,8 @@ class _Call:
         return _Call(self.tokenizer, messages, self.generate, options)
 
     def each(self, change: Callable[[str], str], but_of: Collection[str] = ()) -> _Call:
-        """The same with every string of the caller's changed, but for messages of some roles."""
+        """The messages with every string of the caller changed, except in messages of some
+        roles."""
 
         def changed(value: object) -> Any:
             if isinstance(value, dict):

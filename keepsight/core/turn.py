@@ -1,4 +1,4 @@
-"""One turn, in seven hops. Who reads `Turn.tokens` knows how Keepsight works.
+"""One turn, in seven hops: read `Turn.tokens` to know how Keepsight works.
 
 Images are named before anything is computed, so a warm turn touches neither the tower nor a
 package. Each snapshot is remembered at once, so a client who hangs up loses nothing.

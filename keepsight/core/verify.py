@@ -77,7 +77,7 @@ class Check:
 def certify(
     runtime: Runtime, images: Sequence[object], question: str, tenant: str = ""
 ) -> list[Check]:
-    """The ideas of `keepsight.testing.FamilyTests` on any checkpoint: prompts that go on with text
+    """Check any checkpoint as `keepsight.testing.FamilyTests` does: prompts that go on with text
     and with a new picture, warm, cold and stock; and controls that must differ."""
     first = [_user(question, images[0])]
     goes_on = [*first, _said("It is."), _user("And what else can be seen?")]

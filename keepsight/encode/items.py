@@ -44,7 +44,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Item:
-    """One image, or one video, that somebody wants encoded."""
+    """One image or video to encode."""
 
     name: str
     place: str

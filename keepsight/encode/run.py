@@ -1,6 +1,6 @@
 """The run itself: items in, what became of each out, in order, with the tower kept busy.
 
-Results come once what they speak of is safe: whoever saw an image reported as encoded will find it,
+A result comes when its package is safe: an image that was reported as encoded will be found,
 whatever happens afterwards. What a store refused is a result that says so; where it lets go of what
 was reported, because its budget is too small, the run ends with an error.
 """

@@ -31,7 +31,7 @@ _TOO_SMALL = "its budget, or the tenant's quota, is too small for these images"
 
 @dataclass(frozen=True)
 class LookResult:
-    """What a thread found: the medium and whether its package is there, or why it is of no use."""
+    """What a thread found: the medium and whether its package exists, or why it cannot be used."""
 
     item: Item
     looked: Looked | None = None
@@ -178,7 +178,7 @@ class ToStore:
     # -- afterwards --------------------------------------------------------------------------------
 
     def confirm(self, result: Encoded) -> Encoded:
-        """Refused, where the store did not take a package, or let go of it at once."""
+        """Refused, where the store did not take a package, or evicted it at once."""
         made = result.feature_id
         if made is None or self._store.has("package", made):
             return result
@@ -187,7 +187,7 @@ class ToStore:
         return Encoded(result.image, "refused", tokens=result.tokens, error=why)
 
     def look_back(self, most: int | None) -> None:
-        """Where a budget or a quota lets go of packages: whether it was one of this run's."""
+        """Raise where a budget or a quota evicted a package of this run."""
         if not _is_bounded(self._store):
             return
         gone = [made for made in self._once.earliest(most) if not self._store.has("package", made)]

@@ -210,8 +210,8 @@ def choose(wanted: Wanted, runtime: str | None) -> tuple[str, str]:
         return known[0], "no other runtime with such weights is installed"
     seconds = _measured(wanted, known)
     best = min(seconds, key=lambda one: seconds[one])
-    told = ", ".join(f"{one} {s:.2f} s" for one, s in sorted(seconds.items(), key=lambda p: p[1]))
-    return best, f"measured here, a picture and {_TOKENS} tokens: {told}"
+    times = ", ".join(f"{one} {s:.2f} s" for one, s in sorted(seconds.items(), key=lambda p: p[1]))
+    return best, f"measured here, a picture and {_TOKENS} tokens: {times}"
 
 
 def _only_torch(wanted: Wanted) -> str:

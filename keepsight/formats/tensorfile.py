@@ -6,8 +6,8 @@ anywhere is found. Reading trusts nothing: sizes are checked before memory is ta
 is truncated or lies gets a named error. Writing goes to a sibling and is renamed into place, since
 a rename either happens whole or not at all.
 
-Both ways are our own. Upstream's writer (safetensors 0.8) orders the metadata anew each time, so
-that one content would have many spellings, and hides why a disk refused behind an error of its own.
+Reader and writer are our own. Upstream's writer (safetensors 0.8) orders the metadata another way
+each time, so that equal content would not give equal bytes, and hides why a disk refused.
 Upstream's reader maps the file, which may change after it was checked, or copies every tensor from
 bytes that were read before: 64 MiB take 81 or 170 ms in place of 28, and an entry of a store is
 often read while somebody waits for a first token. A header alone it does not read.

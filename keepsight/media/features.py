@@ -325,7 +325,7 @@ class Vision:
         found = self._store.get("package", feature_id) if self._store is not None else None
         if found is None:
             return None
-        # Computing again is always right, so a file that lies is only set aside.
+        # Computing again is always right, so a file with wrong content is only set aside.
         why = "it is the package of something else"
         try:
             package = Package.from_record(*found, where="the store")

@@ -74,7 +74,7 @@ def decode(data: bytes, label: str) -> Image.Image:
 
 
 def check_size(size: tuple[int, int], label: str) -> None:
-    """Refuse nothing to see, and more than anybody can mean."""
+    """Refuse an empty picture, and one that is far too large."""
     width, height = size
     if width < 1 or height < 1:
         raise ImageError(f"{label} is {width}x{height}: there is nothing to see")
@@ -108,7 +108,7 @@ def _opened(data: bytes, label: str) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise ImageError(f"{label}: {error}") from None
     except _Refused as error:
-        raise ImageError(f"{label} is refused: {error}; save it anew, as PNG or JPEG") from None
+        raise ImageError(f"{label} is refused: {error}; save it again, as PNG or JPEG") from None
     except Exception as error:
         raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
 

@@ -43,7 +43,7 @@ Readable = str | os.PathLike[str] | bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Source:
-    """An image that has a name already and can be decoded when that is needed.
+    """A named image that is decoded only when needed.
 
     `name` is the digest of the bytes that were given: of a file, or of pixels given directly.
     `decode` gives what the image processor wants. While `fresh` holds something, that is what was

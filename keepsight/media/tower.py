@@ -45,7 +45,9 @@ class Tower:
             if step.feature_id in known:
                 continue
             if pixels.key != step.key:
-                raise ImageError("the video has other frames than when it was named")
+                raise ImageError(
+                    "the video has other frames than when it was first read; ask again"
+                )
             package = self.packed(_alone(step.key, pixels, self.making), *self._run(pixels))
             package.about[FILM] = film.key
             known[step.feature_id] = package

@@ -96,7 +96,7 @@ class VideoFile:
 
 
 def chooser(processor: Processor) -> Choose | None:
-    """Which frames of a film a checkpoint looks at; None where it looks at all that it is given."""
+    """The rule by which a checkpoint chooses frames of a film; None where it takes all frames."""
     part = getattr(processor, "video_processor", None)
     if part is None or not getattr(part, "do_sample_frames", False):
         return None

@@ -43,9 +43,9 @@ class Compiled:
         return self._found
 
     def beside_the_decoder(self, found: dict[str, str]) -> dict[str, str]:
-        """Those that features can depend on: neither in the decoder nor around it.
+        """The compiled modules that features can depend on: neither in the decoder nor around it.
 
-        Features are asked of a method, so what was compiled around the tower is passed by.
+        Features come from a method, which bypasses a compiled wrapper around the tower.
         """
         if self._decoder is None:
             return found

@@ -49,7 +49,7 @@ class RowCall:
 
     @classmethod
     def of(cls, args: tuple[object, ...], options: Mapping[str, object]) -> RowCall | None:
-        """The call, or None where its rows cannot be told."""
+        """The call, or None where its rows cannot be identified."""
         values = (*args, *options.values())
         given = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
         if not given or given[0].dim() not in (2, 3) or given[0].device.type != "cpu":

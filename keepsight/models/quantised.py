@@ -113,7 +113,7 @@ def _is_usual(layer: torch.nn.Module) -> bool:
 
 
 def _has_odd_weights(layer: torch.nn.Module) -> bool:
-    """Whether some weights are no floating tensors of torch's own."""
+    """Whether some weights are not plain floating tensors of torch."""
     return any(_is_odd(t) or not t.is_floating_point() for t in _held(layer))
 
 

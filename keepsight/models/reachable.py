@@ -1,6 +1,6 @@
 """Refuses by its name alone what cannot be loaded: no PyTorch is imported for that.
 
-A hub id that the Hub lacks or that nobody can ask it for, and a folder whose model only reads text.
+A hub id that the Hub lacks, any while it cannot be reached, and a folder of a text-only model.
 """
 
 from __future__ import annotations

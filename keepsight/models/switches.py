@@ -221,7 +221,7 @@ def _environment() -> tuple[str, ...]:
 
 
 def _arithmetic() -> str:
-    """Which of IEEE's rules the registers of this thread break."""
+    """The IEEE rules that the registers of this thread break."""
     flushed = [_LEAST * _HALF == 0.0, _TINY * _HUGE == 0.0]
     rounded = [_ONE + _DUST, _ONE - _DUST]
     return f"denormals flushed {flushed}, rounded to {rounded}"

@@ -55,7 +55,7 @@ class Weights:
         self.on_forget: Callable[[Iterable[torch.Tensor]], None] = _nothing
 
     def refresh(self, remembered: dict[str, str] | None = None) -> bool:
-        """Look; recompute what changed. True when something was described anew.
+        """Look; recompute what changed. True when something was described again.
 
         `remembered` are digests that the caller knows to be those of the loaded files.
         """

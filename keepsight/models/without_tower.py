@@ -35,7 +35,7 @@ from keepsight.models.loading import (
     thinking,
 )
 
-_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # upstream reads ahead of us unless told not to
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # without it upstream reads ahead of us
 _reading = RLock()
 
 

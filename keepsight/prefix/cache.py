@@ -67,7 +67,7 @@ class PrefixCache(Protocol):
         """Do what waited for the end of a turn."""
 
 
-class NothingRemembered:
+class NothingRemembered(PrefixCache):
     """A prefix cache that matches nothing and keeps nothing."""
 
     def match(
@@ -87,12 +87,6 @@ class NothingRemembered:
     def known(self, namespace: str, prompt: Prompt) -> Known:
         """Nothing was seen before."""
         return Known(0, False)
-
-    def hold(self, node: Node) -> None:
-        """Nothing is evicted, so nothing is held."""
-
-    def release(self, node: Node) -> None:
-        """Nothing was held."""
 
     def load(self, node: Node, prompt: Prompt) -> bool:
         """An empty path is loaded."""
@@ -125,6 +119,3 @@ class NothingRemembered:
     def is_barred(self, node: Node, image_key: str, since: int) -> bool:
         """Nothing was deleted."""
         return False
-
-    def settle(self) -> None:
-        """Nothing waits."""

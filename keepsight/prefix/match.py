@@ -42,8 +42,8 @@ class Match:
         return self.node.logits if self.node.terminal or self.whole else None
 
     def but_the_last(self, prompt: Prompt) -> Match:
-        """All but the end of a prompt that is remembered whole, for its logits anew: but the last
-        token, or what comes after the state that was captured before it."""
+        """The match without its end, to compute the logits of a prompt that is remembered whole:
+        all but the last token, or all up to the last state before it."""
         if not self.states:
             return replace(self, until=len(prompt) - 1, whole=False)
         node = self.node

@@ -33,5 +33,5 @@ def set_pinned(node: Node, on: bool) -> None:
 
 
 def pinning(residency: Residency) -> set[str]:
-    """The tenants of whom anything is pinned."""
+    """The tenants that have pins."""
     return {root.home.tenant for root in residency.roots.values() if root.home.pins}

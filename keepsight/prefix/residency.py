@@ -175,7 +175,7 @@ class Residency:
         return self.device if part.tier == DEVICE else self.host
 
     def place(self, part: Part, tensors: Tensors, tier: Tier | None = None) -> None:
-        """Put tensors into a tier; those that the part had elsewhere are let go of."""
+        """Put tensors into a tier; those that the part had elsewhere are dropped."""
         tier = tier or self.device
         self._remove(part)
         part.tensors, part.tier, part.nbytes = tensors, tier.name, storage_bytes(tensors.values())
@@ -227,7 +227,7 @@ class Residency:
         if part is node.state and tier.may_go(node.rows):
             away(node.rows)
 
-    # -- letting go ------------------------------------------------------------------------------
+    # -- eviction --------------------------------------------------------------------------------
 
     def fit(self) -> None:
         """Keep the budgets, at once where that costs no copy, else after the turn."""

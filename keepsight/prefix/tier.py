@@ -76,7 +76,7 @@ class Tier:
         return part.tier == self.name and not part.node.holds and not part.bears(self.name)
 
     def offer(self, part: Part) -> None:
-        """Let a part wait to be let go of, if it may go."""
+        """Queue a part for eviction, if it may be evicted."""
         if self.may_go(part):
             self._all.add(part)
             account = part.node.home.account

@@ -1,7 +1,7 @@
 """The tree of all snapshots of one model, keyed by path; one root for each namespace.
 
 A node is the stretch between two boundaries. It may hold the rows of that stretch (keys, values)
-and the fixed-size states at its end; the two can be let go of separately, and a node may be only a
+and the fixed-size states at its end; the two are evicted separately, and a node may be only a
 memory of having been there, so that a report can say `evicted` and not `new`. Terminal nodes hold
 the end of one whole prompt, with its last logits, and serve only that identical prompt.
 
@@ -93,7 +93,7 @@ class Tree(Search):
         node = parent.children.get(digest)
         nowhere = parent.parent is not None and parent.rows.tier != DEVICE
         late = since is not None and self._barred(parent, prompt, parent.end, end, since)
-        gone = parent.gone or nowhere or late  # even where a later turn made the same node anew
+        gone = parent.gone or nowhere or late  # even where a later turn made the same node again
         if node is None or gone:
             node = self._new_node(parent, prompt, end, digest, logits is not None and ends, gone)
         self._hold(node)

@@ -1,4 +1,4 @@
-"""Models that `keepsight export` made: their graphs run in another runtime, all else is as ever.
+"""Models that `keepsight export` made: their graphs run in another runtime, the rest is the same.
 
 manifest.py         what was made of which weights, and every file's digest
 states.py           the states that go in and out of a decoder

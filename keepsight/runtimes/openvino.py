@@ -32,7 +32,7 @@ _SETTINGS = {
 
 @functools.cache
 def core() -> imports.Foreign:
-    """One for the process, never let go: with the last of them the runtime unloads code that its
+    """One for the process, never released: with the last of them the runtime unloads code that its
     own threads may still be in, and the process dies some time later."""
     return cast(imports.Foreign, imports.openvino().Core())
 

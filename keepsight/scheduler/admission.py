@@ -101,7 +101,7 @@ class Admission:
 
     @property
     def stopped(self) -> bool:
-        """Whether nobody is served any more."""
+        """Whether the scheduler has stopped."""
         return self._stopped
 
     def wait(self, active: bool, quiet: float | None) -> Arrivals:
@@ -150,7 +150,7 @@ class Admission:
 
 
 class Served(Protocol):
-    """Whoever serves requests."""
+    """What serves requests."""
 
     def waits(self) -> tuple[bool, float | None]:
         """Whether there is anything to do, and how long a quiet it waits for."""

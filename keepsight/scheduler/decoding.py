@@ -54,7 +54,7 @@ class Decoding:
             self._sizes.of(len(runs), max(map(columns, runs))) for runs in map(_runs, self.groups)
         )
 
-    # -- who comes and who goes ------------------------------------------------------------------
+    # -- joining and leaving ---------------------------------------------------------------------
 
     def join(self, run: Run, keeps_lane: bool = False) -> None:
         """Take in a sequence that is prefilled."""
@@ -77,7 +77,7 @@ class Decoding:
             try:
                 group.leave(run)
             except Exception as error:  # its rows are in disorder: the next step sets them apart
-                logger.warning("a batch could not be laid anew: %s", error)
+                logger.warning("a batch could not be copied: %s", error)
                 group.runs = [other for other in group.runs if other is not run]
                 self._unsound += [group] if group.runs else []
         if group is run or (isinstance(group, Batch | LaneBatch) and not group.runs):

@@ -237,7 +237,7 @@ class PromptOrder:
         self._looked.clear()
 
     def current(self) -> Prompt:
-        """The prompt under the weights and settings of now; called by who has the model."""
+        """The prompt under the weights and settings of now; the caller has the model's lock."""
         vision = self._vision
         same = vision.namer.bound is self.bound
         if not same or not all(self._unchanged(vision, m) for m in self.prompt.media):
@@ -252,7 +252,7 @@ class PromptOrder:
         return self.prompt
 
     def learn(self) -> None:
-        """Note what was found out about the media; for who has the model."""
+        """Note what was found out about the media; the caller has the model's lock."""
         vision = self._vision
         if vision.namer.bound is self.bound:
             for looked in self._looked:

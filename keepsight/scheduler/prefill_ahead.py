@@ -62,7 +62,7 @@ class Follower:
 
 
 class PrefillAhead:
-    """What can be done for conversations that may go on. It is the scheduler's thread's."""
+    """Prefill for conversations that may go on. Only the scheduler's thread uses it."""
 
     def __init__(self, vlm: VLM, render: Render, counts: Counts) -> None:
         self._vlm, self._render, self._counts = vlm, render, counts
@@ -72,8 +72,8 @@ class PrefillAhead:
         return len(self._followers)
 
     def follow(self, request: Request) -> None:
-        """A request was answered: note what its next turn will depend on, if there is one. Nothing
-        that goes wrong here may take its answer back."""
+        """A request was answered: note what its next turn will depend on, if there is one. An error
+        here must not spoil the answer."""
         try:
             self._follow(request)
         except Exception:
@@ -87,7 +87,7 @@ class PrefillAhead:
         if message is None or order is None or not node.end or not order.call.exact:
             return
         if len(parse_messages(order.messages)[1]) != len(order.media):
-            return  # it was rendered anew, under other settings
+            return  # it was rendered again, under other settings
         media = [replace(medium, recall=_gone) for medium in order.media]
         messages = [*with_media(order.messages, media), message]
         self._followers.append(Follower(messages, media, order.call, node.end, order.bound))

@@ -224,7 +224,7 @@ class Together:
                 self._round(news.hung_up)
             else:
                 self._ahead.piece()
-        except Exception as error:  # ours, not a request's: no client may wait for ever
+        except Exception as error:  # ours, not a request's: no client may wait forever
             logger.exception("the scheduler failed; its requests end with this error")
             self._end_all(error)
         return True
@@ -379,7 +379,7 @@ class Together:
     def _end(
         self, request: Request, error: BaseException | None = None, outcome: str = "failed"
     ) -> None:
-        """Everything of a request is let go of, however it ends."""
+        """Release everything that a request holds, however it ends."""
         with self._vlm.runtime.lock:
             leave, keep = partial(self._leave, request), request.keep_decoded
             first = (leave, keep) if outcome == "cancelled" else (leave,)

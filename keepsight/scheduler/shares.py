@@ -100,7 +100,7 @@ class Guests:
 
     @contextmanager
     def turn(self, account: str) -> Iterator[None]:
-        """Wait for a turn, and have it; where nobody serves any more, at once."""
+        """Wait for a turn, and have it; where the scheduler has stopped, at once."""
         guest = Guest(account)
         with self._lock:
             self._came.append(guest)
@@ -137,7 +137,7 @@ class Guests:
         return next((one for one in free if not self._shares.is_held_back(one.account)), None)
 
     def _let_in(self, guest: Guest) -> None:
-        """From here on nobody is held back for it: it may wait for a disk."""
+        """From here on no request is held back for it: it may wait for a disk."""
         self._waiting.remove(guest)
         self._shares.leave(guest.account)
         self._inside.add(guest)

@@ -48,7 +48,7 @@ class Ticket:
         self._require_kept()
         while (piece := self._pieces.get()) is not None:
             yield piece
-        self._pieces.put(None)  # who comes later finds the end too
+        self._pieces.put(None)  # a later reader finds the end too
         if self.error is not None:
             raise self.error
 

@@ -40,7 +40,7 @@ class AnswerRequest:
     thinks: bool = False
     choices: int = 1
     notes: tuple[str, ...] = ()
-    continued: bool = False  # the answer does not begin anew, as a message of its own
+    continued: bool = False  # the answer goes on in the last message
     shows_tokens: bool = False  # each step is sent, also one that adds no text yet
     account: str | None = None  # whose time it takes; None: the tenant's
 

@@ -103,7 +103,7 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
     async def metrics(request: Request) -> Response:
         """Counters and times for Prometheus; with API keys, for those of an administrator."""
         if not visit_of(request).who().admin:
-            raise ApiError(403, "metrics are of everybody: they need an administrator's key")
+            raise ApiError(403, "metrics cover all keys: they need an administrator's key")
         return Response(
             await service.scheduler.count(service.metrics.text), media_type=CONTENT_TYPE
         )
@@ -141,9 +141,9 @@ _REFUSALS: dict[int | str, Record] = {
     for code, text in {
         400: "Something in the request cannot be used.",
         401: "No key, or not one that is known.",
-        403: "Not with this key.",
-        404: "No such thing, for this key.",
-        409: "A name that means something else.",
+        403: "This key may not do that.",
+        404: "Not found, for this key.",
+        409: "A name that was given to other content before.",
         408: "The body took too long.",
         413: "Too large.",
         429: "Too many requests; see Retry-After.",
@@ -158,7 +158,7 @@ _CLOSING: dict[int | str, Record] = {
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Any error, in the shape that clients know."""
+    """The response for any error, in the shape of OpenAI."""
     problem = _problem(request, error) or to_api_error(error, visit_of(request))
     if request.url.path == "/v1/responses":
         problem = in_its_words(problem)
@@ -176,7 +176,10 @@ def _problem(request: Request, error: Exception) -> ApiError | None:
     if not isinstance(error, HTTPException):
         return None
     path = request.url.path
-    texts = {404: f"there is nothing at {path[:200]!r}; see /docs", 405: "not with this method"}
+    texts = {
+        404: f"there is nothing at {path[:200]!r}; see /docs",
+        405: "this method is not allowed here",
+    }
     text = texts.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, text, code=_HTTP_CODES.get(error.status_code))
 

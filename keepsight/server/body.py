@@ -154,7 +154,7 @@ class BodyScan:
     texts: int = 0
 
     def long_texts(self) -> list[tuple[int, int]]:
-        """Where long texts begin and end; a body that is made of too much is refused on the way."""
+        """The ranges of long texts; a body with too many values is refused on the way."""
         long, at, size = [], 0, len(self.body)
         while at < size:
             quote = self.body.find(b'"', at, at + _PIECE)
@@ -171,7 +171,7 @@ class BodyScan:
         return long
 
     def _end_of_text(self, at: int) -> int:
-        """Where the quote is that ends a text, or the end of a body that has none."""
+        """The position of the quote that ends a text, or the end of the body without one."""
         body, size = self.body, len(self.body)
         while at < size:
             end = min(at + _PIECE, size)

@@ -60,7 +60,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @dataclass
 class Bucket:
-    """So many a minute, all at once or spread; what was taken comes back with time."""
+    """A token bucket: a number per minute, used at once or spread."""
 
     per_minute: float
     clock: Callable[[], float] = time.monotonic
@@ -71,7 +71,7 @@ class Bucket:
         self.level, self.at = self.per_minute, self.clock()
 
     def wait(self, needed: float) -> float:
-        """Seconds until so many are there; 0 when they are."""
+        """Seconds until the bucket holds so many; 0 when it does."""
         now = self.clock()
         self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
         self.at = now
@@ -132,13 +132,13 @@ def account_from(host: str) -> str:
 
 
 class Callers:
-    """All that may ask."""
+    """All callers."""
 
     def __init__(self, keys: tuple[ApiKey, ...]) -> None:
         self._known = [(key.key.encode(), Caller(key)) for key in keys]
 
     def find(self, authorization: str | None, host: str = "") -> Caller:
-        """Who a header speaks of; without keys, everyone is welcome whatever they show."""
+        """The caller that a header names; without keys every caller is accepted."""
         if not self._known:
             return Caller(None, host=host)
         scheme, _, shown = (authorization or "").partition(" ")

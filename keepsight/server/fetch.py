@@ -65,7 +65,7 @@ class Fetcher:
         address = self._resolve(host, port, url)
         left = _left(deadline, self.seconds, url)
         connection = _Pinned(parts.scheme, host, port, address, left)
-        # Timeouts of a socket begin anew with each byte; this one does not.
+        # A socket's timeout starts again with each byte; this one does not.
         watch = threading.Timer(left, connection.abort)
         watch.start()
         try:

@@ -106,7 +106,7 @@ class InMemory:
         self._data.pop((upload.owner, upload.id), None)
 
     def tidy(self) -> None:
-        """Nothing is left by anybody."""
+        """Nothing to do in memory."""
 
 
 def owner_of(tenant: str) -> str:
@@ -247,8 +247,8 @@ class Files:
             raise failed
 
     def _learn(self, have: Uploads = NONE) -> None:
-        """What others who share the folder have put there, kept longer or removed; with `have`
-        only what was not there before, and what is gone."""
+        """Read what other servers that share the folder have added, extended or removed; with
+        `have` only what was added or removed."""
         known = {(f.owner, f.id): f for f in self._contents.known(have)}
         with self._lock:
             self._files = known
@@ -268,7 +268,8 @@ class Files:
         return None if found is None or found.over(self._clock()) else found
 
     def _drop_expired(self) -> OSError | None:
-        """Remove what is over; the error, where a disk refuses. It is tried again then."""
+        """Remove expired uploads; return the error of a disk that refuses. The next sweep tries
+        again."""
         now, failed = self._clock(), None
         for upload in self._all():
             try:

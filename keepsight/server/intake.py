@@ -84,7 +84,8 @@ class BodyIntake:
         self._held -= len(body)
 
     async def discard(self, receive: Receive) -> None:
-        """Read on for a while what nobody wants. A client that sends nothing more listens."""
+        """Read a refused body to its end for a while, so that its client listens. One that sends
+        nothing more listens already."""
         left = _DISCARDED * self._service.config.bytes("max_body")
         try:
             async with asyncio.timeout(self._service.config.seconds("body_timeout")):
@@ -116,7 +117,7 @@ def announced_by(scope: Scope) -> int | None:
 
 
 def is_long(announced: int | None) -> bool:
-    """Whether the rest of a body is not worth keeping a connection for."""
+    """Whether reading the rest of a body costs more than closing the connection."""
     return announced is None or announced > _AT_ONCE
 
 

@@ -78,7 +78,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         try:
             self.stream.write(f"{_ERASE}{self.format(record)}\n{self._last()}")
             self.flush()
-        except Exception:  # as logging's own handlers do: nobody fails because of a log
+        except Exception:  # as logging's own handlers do: a log breaks no request
             self.handleError(record)
 
     def stay(self, text: str) -> None:

@@ -1,7 +1,7 @@
-"""Where what a request speaks of has to be brought from: the request itself, a disk, or elsewhere.
+"""The place that the media of a request come from: the request itself, a disk, or the network.
 
-Whoever waits for a disk or another server does so in threads of its own, so that requests which
-bring all with them never wait for those that do not.
+Waiting for a disk or another server happens in separate threads, so that requests which bring
+their media never wait for those that do not.
 """
 
 from __future__ import annotations

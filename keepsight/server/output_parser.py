@@ -1,4 +1,4 @@
-"""What a model says, taken apart while it comes: thinking, text, and calls of tools.
+"""Parses the output of a model as it comes: thinking, text, and tool calls.
 
 Qwen and Hermes put thinking in `<think>` and calls, as JSON or as tagged parameters, in
 `<tool_call>`. Text that may still become a tag is held back until it is certain.
@@ -31,7 +31,7 @@ class OutputPiece:
 
 
 class OutputParser:
-    """Takes one answer apart."""
+    """Parses one answer."""
 
     def __init__(self, thinking: bool, thinks: bool, tools: bool) -> None:
         """`thinking`: the template opened a thought already. `thinks`, `tools`: look for them."""
@@ -47,7 +47,7 @@ class OutputParser:
         return self._in == "thought"
 
     def push(self, text: str) -> Iterator[OutputPiece]:
-        """What becomes certain with more text."""
+        """The pieces that are certain with this text."""
         self._held += text
         while self._held:
             before = (self._held, self._in)
@@ -56,7 +56,7 @@ class OutputParser:
                 return
 
     def finish(self) -> Iterator[OutputPiece]:
-        """What is left; a call that was cut short is text, because it cannot be run."""
+        """The rest; an unfinished call is text, because it cannot be run."""
         rest, self._held = self._held, ""
         if self._in == "call":
             call = read_call(rest.removesuffix(CALL_END))

@@ -1,4 +1,4 @@
-"""What is let in at a rate while others are served: large bodies, and what is no answer.
+"""Rate limits while answers are computed: for large bodies, and for requests other than answers.
 
 Python computes one thing at a time, so every request takes its moment from the answers that are
 being made. While there are any, requests for anything else (statistics, lists, pages) are let in,
@@ -21,7 +21,7 @@ _HELD = 1024  # that wait
 
 
 class Pace:
-    """So many a second, whoever wants them."""
+    """A rate limit that all clients share."""
 
     def __init__(self, per_second: float) -> None:
         self._per_second, self._next = per_second, 0.0
@@ -35,7 +35,7 @@ class Pace:
 
 
 class FairPace:
-    """So many requests a second, the clients in turn, while `busy` says that it matters."""
+    """A rate limit that serves clients in turn, applied while `busy` returns True."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """One response: what was asked, what was answered, and what it goes on from."""
+    """One response: the request, the answer, and the response that it continues."""
 
     id: str
     whose: str  # the tenant, under its salt

@@ -24,7 +24,7 @@ from keepsight.server.errors import ApiError
 from keepsight.server.items import Item
 from keepsight.server.middleware import Visit, to_api_error
 from keepsight.server.output_parser import OutputPiece
-from keepsight.server.response_store import BEFORE
+from keepsight.server.response_store import BEFORE, StoredResponse
 from keepsight.server.responses_schema import ResponsesRequest, as_chat
 from keepsight.server.service import Service, refuse_stream_options, visit_of
 from keepsight.server.streaming import (
@@ -79,27 +79,25 @@ def routes(service: Service) -> APIRouter:
 
 
 def _add_one(router: APIRouter, service: Service) -> None:
-    """What is done with a response by its id."""
+    """Add the routes for one stored response."""
+
+    async def stored(response_id: str, request: Request, salt: str | None) -> StoredResponse:
+        caller = visit_of(request).who()
+        whose = caller.salted(salt)
+        return await service.scheduler.work(
+            lambda: service.responses.get(caller.tenant, whose, response_id)
+        )
 
     @router.get("/v1/responses/{response_id}", operation_id="response")
     async def one(response_id: str, request: Request, cache_salt: Salt = None) -> Response:
         """A stored response, as its client got it."""
-        caller = visit_of(request).who()
-        whose = caller.salted(cache_salt)
-        stored = await service.scheduler.work(
-            lambda: service.responses.get(caller.tenant, whose, response_id)
-        )
-        return Response(stored.response, media_type="application/json")
+        found = await stored(response_id, request, cache_salt)
+        return Response(found.response, media_type="application/json")
 
     @router.get("/v1/responses/{response_id}/input_items", operation_id="response_input")
     async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
         """The items that a response was asked with."""
-        caller = visit_of(request).who()
-        whose = caller.salted(cache_salt)
-        stored = await service.scheduler.work(
-            lambda: service.responses.get(caller.tenant, whose, response_id)
-        )
-        items = json.loads(stored.asked)
+        items = json.loads((await stored(response_id, request, cache_salt)).asked)
         return {"object": "list", "data": items, "has_more": False}
 
     @router.delete("/v1/responses/{response_id}", operation_id="delete_response")

@@ -27,14 +27,10 @@ from keepsight.server.schema import Tokens
 from keepsight.server.unused import Open, Unused, is_empty
 
 
-class FunctionTool(Open):
+class FunctionTool(schema.Function):
     """A tool, as this API writes it."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: Text | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
 
 
 class ResponsesToolChoice(Open):
@@ -155,7 +151,7 @@ def as_chat(
     body: ResponsesRequest, items: Sequence[Placed] | None = None, unused: Unused | None = None
 ) -> schema.ChatRequest:
     """The same request in the words of the chat API. `items` are those of the whole conversation,
-    where that is more than the body has; none of them is a reference any more."""
+    where it is longer than the body, with all references resolved."""
     items = items_of(body) if items is None else items
     unused = Unused() if unused is None else unused
     for name, why in UNSUPPORTED.items():
@@ -233,7 +229,7 @@ def _messages(body: ResponsesRequest, items: Sequence[Placed]) -> list[schema.Ch
 
 
 def _thought(item: ThoughtItem) -> str:
-    """The thought itself; where that was not sent, what is told of it."""
+    """The thought itself; where that was not sent, its summary."""
     return "".join(part.text for part in item.content or item.summary or [])
 
 

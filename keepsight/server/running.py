@@ -1,7 +1,8 @@
 """Listening: a model loaded and warmed, a socket, and an orderly end.
 
 On SIGTERM what was admitted may finish, within the time that draining is given; new requests, and
-those whose bodies still come, are told to come again. A second signal ends at once.
+those whose bodies still come, get an error that asks them to retry later. A second signal ends at
+once.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Penalties(LogitsProcessor):
         self._start: int | None = None  # where the answer begins; known with the first call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores with the penalties taken off."""
+        """Scores, less the penalties."""
         if self._start is None:
             self._start = input_ids.shape[1]
         scores = scores.clone()

@@ -134,7 +134,7 @@ class Service:
                 unused.add(f"{message.places(number)[0]}.name", why)
 
     async def ask(self, body: schema.ChatRequest, visit: Visit) -> AnswerRequest:
-        """All that a body asks for, or a refusal of what cannot be had."""
+        """The checked request, or an error that names what is not supported."""
         self._refuse(body)
         _name_unused(body, visit.unused)
         chosen = sampling(body, self.config.max_tokens, self.model.vocabulary, self.model.ends)
@@ -254,7 +254,7 @@ class Service:
         visit.answered(usage, delta.end.report, delta.end.reason)
 
     def close(self) -> None:
-        """Let what runs finish, and let go of everything."""
+        """Let running answers finish, then release everything."""
         self.scheduler.close(self.config.seconds("drain"))
         for threads in (self._fetching, self._with_files):
             threads.close()

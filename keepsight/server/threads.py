@@ -62,7 +62,7 @@ class Threads:
         return await asyncio.wrap_future(self.submit(work, large))
 
     def _rested(self, work: Callable[[], T]) -> T:
-        """Do it when this thread has rested from what it did before."""
+        """Call it after this thread has rested as long as it worked before."""
         rest = getattr(self._own, "until", 0.0) - time.monotonic()
         if rest > 0 and self._active() > 1:
             time.sleep(rest)
@@ -74,7 +74,7 @@ class Threads:
             self._own.until = time.monotonic() + spent
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Stop: no further call begins."""
         for threads in (self._small, self.large):
             threads.close()
 

@@ -1,4 +1,4 @@
-"""Threads that clients take in turn, so that nobody's work waits for all that somebody else wants.
+"""Threads that accounts take in turn, so that one account's work never waits for all of another's.
 
 Work waits in a line for each account, and the lines take turns. No account has all threads at a
 time: who sends much leaves a quarter of them for the work of others that comes later.
@@ -44,19 +44,19 @@ class ThreadsInTurn:
 
     @property
     def waiting(self) -> int:
-        """How much waits for a thread."""
+        """The number of calls that wait for a thread."""
         with self._lock:
             return sum(map(len, self._lines.values()))
 
     def _do_some(self) -> None:
-        """Work while there is some that may begin. What may not begin now, because its account has
-        all the threads it may have, is begun by the first of those that is done."""
+        """Work while there is some that may begin. Work of an account that has all the threads it
+        may have is begun by the first of those to finish."""
         whose = self._next(None)
         while whose is not None:
             whose = self._next(whose)
 
     def _next(self, done: str | None) -> str | None:
-        """Do what is next; the account that it was for. `done`: whose work ended before."""
+        """Do the next call; return its account. `done` is the account whose work has just ended."""
         with self._lock:
             if done is not None:
                 self._running[done] -= 1
@@ -75,7 +75,7 @@ class ThreadsInTurn:
         return whose
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Stop: no further call begins."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             left = [work for line in self._lines.values() for work in line]
@@ -85,7 +85,7 @@ class ThreadsInTurn:
 
 
 class _Work(Generic[T]):
-    """One call that waits. Nothing of it is held when nobody wants it any more."""
+    """One call that waits; a cancelled one holds nothing."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()

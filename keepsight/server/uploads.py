@@ -2,8 +2,8 @@
 
 One file each, below `uploads/`, one folder for each tenant (named by a digest): a line that says
 what was sent and until when it is good, then the bytes. A file appears whole or not at all, and is
-on the disk before the upload is answered. What cannot be an upload is removed, not set aside:
-people's pictures must not lie where no deletion finds them.
+on the disk before the upload is answered. A damaged upload is deleted and
+not moved: pictures of people must not lie where no deletion finds them.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class WatchedFilm:
 
     @property
     def frames(self) -> int:
-        """Frames that a question would be about."""
+        """The number of frames that a question would be about."""
         return len(self._held)
 
     @property

@@ -122,7 +122,7 @@ class Keeper:
             self.guard.remove([place for place in tower if place not in refused])
 
     def _is_over(self, place: EntryName, now: float) -> bool:
-        """By the file once more: somebody may have written it anew."""
+        """By the file once more: another process may have written it again."""
         path = self.folder.path(name_of(place))
         with contextlib.suppress(OSError, ValueError):
             return layout.expired(entryfile.read_metadata(path, place.kind, place.key), now)

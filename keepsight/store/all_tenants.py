@@ -46,14 +46,14 @@ class AllTenants:
         each = {digest: view.stats() for digest, view in self.views.items()}
         kinds: dict[str, dict[str, int]] = {}
         ever: dict[str, int] = {}
-        for told in each.values():
-            for kind, counted in told["kinds"].items():
+        for stats in each.values():
+            for kind, counted in stats["kinds"].items():
                 _add(kinds.setdefault(kind, {}), counted)
-            _add(ever, told.get("ever") or {name: told[name] for name in _ADDED})
+            _add(ever, stats.get("ever") or {name: stats[name] for name in _ADDED})
         tenants = {
-            digest: {"entries": told["entries"], "bytes": told["bytes"]}
-            for digest, told in each.items()
-            if told["entries"]
+            digest: {"entries": stats["entries"], "bytes": stats["bytes"]}
+            for digest, stats in each.items()
+            if stats["entries"]
         }
         counts = {
             what: sum(t[what] for t in each.values()) for what in ("entries", "bytes", *_ADDED)

@@ -102,8 +102,8 @@ class Catalogue:
                     self._base.execute("ROLLBACK")
 
     def checkpoint(self) -> bool:
-        """Give back what the journal takes of the disk; False where there is no room even for
-        that."""
+        """Write the journal back, which frees its disk space; False where the disk has no room for
+        it."""
         try:
             self._base.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error:
@@ -269,7 +269,7 @@ class Catalogue:
         return [(row["worth"], _entry(row)) for row in rows]
 
     def usefulness_of(self, place: EntryName) -> tuple[float, Entry] | None:
-        """A row that may be let go, as far as it is concerned itself."""
+        """A row that may be evicted, unless something depends on it."""
         row = self._base.execute(
             f"SELECT * FROM entry WHERE {_HERE} AND state = 0 AND pinned = 0", place
         ).fetchone()
@@ -358,7 +358,7 @@ class Catalogue:
         )
 
     def add_up(self) -> None:
-        """Count the totals anew."""
+        """Count the totals again."""
         self._base.execute("DELETE FROM total")
         self._base.execute(
             "INSERT INTO total SELECT tenant, kind, count(*), sum(bytes) FROM entry"

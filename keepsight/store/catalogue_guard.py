@@ -1,7 +1,7 @@
 """The catalogue, which may be missing, damaged, locked or deleted at any time.
 
 None of that may disturb reading or writing, so everything that can go wrong with the catalogue ends
-here. Only a damaged catalogue is made anew from the files, and not again and again. One that is out
+here. Only a damaged catalogue is rebuilt from the files, and not again and again. One that is out
 of reach (locked, or on a disk that is full, read-only or gone) is sound: it is tried again later.
 What a dead process left half done is settled when the catalogue is opened, by the rows that say so
 and no others.
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _TROUBLE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQLite is damaged
 _AGAIN = 60.0  # seconds until a catalogue that could not be opened is tried again
-_FIRST_REBUILD, _LONGEST_REBUILD = 60.0, 3600.0  # between two that are made anew
+_FIRST_REBUILD, _LONGEST_REBUILD = 60.0, 3600.0  # between two rebuilds
 _LEFT: list[Catalogue | None] = []  # of a parent that had them in use when it forked
 
 
@@ -140,7 +140,7 @@ class CatalogueGuard:
                 self._lock.release()
 
     def try_now(self) -> None:
-        """What is read only or in memory for a time is opened anew when it is needed next."""
+        """One that was opened read-only or in memory is opened again when it is needed next."""
         if self._try_again != float("inf"):
             self._try_again = 0.0
 
@@ -321,7 +321,7 @@ class CatalogueGuard:
             catalogue.pin(place, True)
         catalogue.set_fact("complete", 1)
 
-    # -- letting go ------------------------------------------------------------------------------
+    # -- eviction --------------------------------------------------------------------------------
 
     def remove(self, places: list[EntryName]) -> int:
         """Remove entries in this order, files and rows; the bytes freed."""

@@ -1,4 +1,4 @@
-"""Removing what is over, while another process may write it anew under the same name.
+"""Removing what has expired, while another process may write it again under the same name.
 
 Most addresses know no removal under a condition. So whoever removes says so first, in a small
 object beside the entry (a claim), and only then looks once more whether the entry is still over.
@@ -23,8 +23,8 @@ _TIMES = 3  # that a write is tried
 
 @contextlib.contextmanager
 def claim(link: Address, name: str) -> Iterator[None]:
-    """While this lasts an entry may be removed. A removal that gave no answer may still come, so
-    after an error the claim stays."""
+    """Claim an entry while it is removed. A removal without an answer may still happen, so after an
+    error the claim stays."""
     folder, _, last = name.rpartition("/")
     mine = f"{folder}/{PART}{uuid.uuid4().hex}{_ending(last)}"
     link.write(mine, [b"{}"], lambda: False)

@@ -124,10 +124,10 @@ class Store(Protocol):
 
     def flush(self) -> None:
         """Return when all that was handed over before is safe, or raise `NotStored` with what is
-        not and why. What a budget lets go of later is no loss in this sense; `stats` counts it."""
+        not and why. What a budget evicts later is no loss in this sense; `stats` counts it."""
 
     def close(self) -> None:
-        """Finish writing and let go of everything."""
+        """Finish writing and release everything."""
 
     def entries(self) -> Iterator[Entry]:
         """All entries of this tenant, in no order."""

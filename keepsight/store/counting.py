@@ -86,7 +86,7 @@ class Counting:
             counted[0], counted[1] = counted[0] + 1, counted[1] + nbytes
 
     def doubt(self, tenant: str | None = None) -> None:
-        """Entries were removed, of one tenant or of anybody: it is counted anew when asked for."""
+        """Entries were removed, of one tenant or of any: count again when asked."""
         with self._changed:
             self._changes += 1
             for name in list(self._known) if tenant is None else [tenant]:

@@ -1,6 +1,6 @@
 """What depends on an entry, and what depends on that, as the catalogue has it.
 
-A conversation lies in a store as a chain of entries. Who follows one asks once for many of them: a
+A conversation lies in a store as a chain of entries. One question asks for many of them: a
 question for each would take longer than reading what it finds.
 """
 

@@ -48,7 +48,7 @@ def read_note(path: Path, kind: str, key: str) -> tuple[Record, Record]:
 
 
 def _refuse_pipes(path: Path) -> None:
-    """Whoever opens a pipe or a device may wait for ever."""
+    """Refuse pipes and devices: opening one may block forever."""
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise DamagedFile(f"{path} is a pipe or a device and no file")

@@ -102,7 +102,7 @@ class Folder:
             self._mount = _mount_of(self.root)
 
     def can_be_made(self) -> bool:
-        """Whether the root could be made anew where it was."""
+        """Whether the root could be made again where it was."""
         there = self._mount is None or os.path.ismount(self._mount)
         return there and os.path.isdir(self.root.parent)
 
@@ -125,7 +125,7 @@ class Folder:
             return None
 
     def read_file(self, name: str) -> bytes:
-        """The bytes of a small file. Whoever opens a pipe in its place would wait for ever."""
+        """The bytes of a small file; a pipe in its place, which blocks forever, is refused."""
         status = self.status(name)
         if status is not None and not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, f"{name} is no file: {self.root}")
@@ -163,7 +163,7 @@ class Folder:
 
     def _new_file(self, folders: list[str], last: str) -> tuple[int, int]:
         """A folder and a new file in it, both open. A process may remove the folder as an empty one
-        (`remove_empty`) before there is a file in it: then it is made anew."""
+        (`remove_empty`) before there is a file in it: then it is made again."""
         for left in reversed(range(_TIMES)):
             inside = -1
             try:
@@ -337,7 +337,7 @@ def _together(steps: Iterable[Callable[[], None]]) -> None:
 
 
 def _lock(handle: int) -> None:
-    """Show that this part has a living writer; the system lets go of it when that one ends."""
+    """Show that this part has a living writer; the system releases the lock when that one ends."""
     with contextlib.suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

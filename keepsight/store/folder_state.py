@@ -51,8 +51,8 @@ class Ground:
         self._is_marked = True
 
     def look(self) -> None:
-        """Raise OSError if the folder has vanished. A removed folder is made anew after a while, as
-        long as its file system is there: until then, somebody may be moving it."""
+        """Raise OSError if the folder has vanished. A removed folder is made again after a
+        while, if its file system is there: until then, a person may be moving it."""
         if self.folder.is_gone() and self.disk.state != GONE:
             raise OSError(errno.ENOENT, f"the folder is gone: {self.folder.root}")
 

@@ -99,7 +99,7 @@ class RecentNames:
         self.absent(name)
 
     def rejected(self, name: str) -> None:
-        """What lies there is of no use, whatever the address says, until it is written anew."""
+        """What lies there is unusable, whatever the address says, until it is written again."""
         self._put(name, None, float("inf"))
 
     def foreign(self, name: str) -> None:

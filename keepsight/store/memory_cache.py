@@ -106,7 +106,7 @@ class MemoryCache(Generic[T]):
     # -- writing ---------------------------------------------------------------------------------
 
     def put(self, tenant: str, key: str, item: T, cost: float = 0.0, pinned: bool = False) -> None:
-        """Keep it if it can fit, letting go of what is to go first."""
+        """Keep it if it can fit; evict what goes first."""
         self._sweep()
         place, pinned = (tenant, key), pinned or self.pinned(tenant, key)
         self._drop(place)
@@ -139,7 +139,7 @@ class MemoryCache(Generic[T]):
     # -- pins ------------------------------------------------------------------------------------
 
     def put_pinned(self, tenant: str, key: str, item: T) -> None:
-        """Keep it pinned, letting go of what is not; refused by name where that is not enough."""
+        """Keep it pinned and evict what is not; refused by name where that is not enough."""
         size = self._size(item)
         if size > self.room:
             raise PinsFull.over("features", size, self.room, "the room for one picture")
@@ -182,7 +182,7 @@ class MemoryCache(Generic[T]):
             return PinsFull.no_room("features", "half of vision_budget", self.budget)
         return None
 
-    # -- letting go ------------------------------------------------------------------------------
+    # -- eviction --------------------------------------------------------------------------------
 
     def _use(self, held: _CacheEntry[T]) -> None:
         held.uses += 1

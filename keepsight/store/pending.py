@@ -1,6 +1,6 @@
 """What was handed over and is not on the disk yet: readable, in order, and bounded in bytes.
 
-Who waits for it waits as long as there is progress, and not for ever for a disk that hangs.
+A caller waits for it as long as there is progress, and not forever for a disk that hangs.
 """
 
 from __future__ import annotations

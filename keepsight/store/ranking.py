@@ -96,7 +96,7 @@ _KNOTS = 64  # entries looked at for a circle
 def choose(catalogue: Catalogue, scope: Scope, excess: int) -> tuple[float, list[EntryName]]:
     """The least useful entries that make up so many bytes, and the usefulness of the best of them.
 
-    What something depends on comes after all that depends on it.
+    An entry comes after all that depends on it.
     """
     leaves = catalogue.leaves(scope, AT_ONCE)
     limit = leaves[-1][0] if len(leaves) == AT_ONCE else float("inf")

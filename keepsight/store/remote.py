@@ -261,7 +261,7 @@ class RemoteStore:
         self._outbox.losses.report(self.address, whose, self._writing.why)
 
     def close(self) -> None:
-        """Finish writing and let go of everything; a tenant's view only finishes writing."""
+        """Finish writing and release everything; a tenant's view only finishes writing."""
         if self._is_view:
             self._outbox.settle()
         else:

@@ -28,7 +28,7 @@ _HOUR = 3600.0
 
 @contextlib.contextmanager
 def telling(address: str, what: str) -> Iterator[None]:
-    """Who asks for something to be done at the address must hear when it was not."""
+    """Raise an error where something could not be done at the address."""
     try:
         yield
     except Exception as error:
@@ -82,7 +82,7 @@ class Upkeep(Survey):
     def _remove_ended(self, item: tuple[Name, Entry]) -> None:
         name, entry = item
         with claim(self._link, self.path(name)):
-            # It may have been written anew since it was listed.
+            # It may have been written again since it was listed.
             if entry.expires is None or self._still_over(name):
                 self.remove_one(name)
 
@@ -148,7 +148,7 @@ class Upkeep(Survey):
 
 
 def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None) -> int:
-    """Let the least useful go until the rest fits, of one tenant or (None) of all together; how
+    """Evict the least useful until the rest fits, of one tenant or (None) of all together; how
     many went."""
     table = whole_table(link, seen) if tenant is None else Upkeep(link, seen, tenant).table()
     names = ranking.least_useful(table, budget, time.time())
@@ -176,7 +176,7 @@ class Allowance:
         self._lock = Mutex()
 
     def grown(self, tenant: str, nbytes: int) -> int:
-        """So much was written; how many entries were let go for it."""
+        """So much was written; how many entries were evicted for it."""
         removed = 0
         for limit, whose in ((self._budget, None), (self._quota, tenant)):
             if limit is None:

@@ -114,7 +114,7 @@ class StoreCounters:
         return bool(self._events)
 
     def take(self) -> Due:
-        """All that is due."""
+        """Take out all that the catalogue has to learn."""
         with self._lock:
             uses, self._uses = dict(self._uses), Counter()
             events, self._events = dict(self._events), Counter()

@@ -1,7 +1,7 @@
 """Several stores in a row as one, the nearest first: a folder before a bucket, for example.
 
 Writing goes to all of them. Reading looks near to far, and what was found far is put near in the
-background. What a near one lets go for want of room is still in a far one, so that eviction is all
+background. What a near one evicts is still in a far one, so that eviction is all
 that demotion takes. What is deleted is gone from every one of them, also what was on its way from
 one to another at that moment.
 """
@@ -280,7 +280,7 @@ class TieredStore:
             raise NotStored.of(" + ".join(map(label, self.tiers)), lost, len(lost))
 
     def close(self) -> None:
-        """Finish writing and let go of everything; a tenant's view only finishes writing."""
+        """Finish writing and release everything; a tenant's view only finishes writing."""
         if not self._is_view:
             self._carrier.close()
         for store in self.tiers:

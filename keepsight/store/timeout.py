@@ -65,7 +65,7 @@ class TimedCall(Generic[T]):
         return True
 
     def is_over(self) -> bool:
-        """Whether it has come back by now; for who has waited in vain."""
+        """Whether it has come back by now, after a wait that ran out of time."""
         return self._ended.acquire(blocking=False)
 
     def result(self) -> T:
@@ -84,7 +84,7 @@ class _Worker:
         self._given.acquire()
 
     def give(self, call: TimedCall) -> None:
-        """The next call; for who has taken this worker."""
+        """Give it the next call; only the thread that took this worker may."""
         self._call = call
         self._given.release()
 

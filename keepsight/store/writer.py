@@ -261,7 +261,7 @@ class Writer:
             return 0.0 if more else self._keeper.pause()
         except OSError as error:
             self.guard.note(error)
-        except Exception:  # a thread that ended here would leave `flush` waiting for ever
+        except Exception:  # a thread that ended here would leave `flush` waiting forever
             logger.exception("the store %s: housekeeping failed; going on", self.folder.root)
         return LONGEST_PAUSE
 

@@ -1,4 +1,4 @@
-"""Forks: what must not be in anybody's hands while a process forks, and what a child begins anew.
+"""Forks: locks that must be free while a process forks, and what is made again in a child.
 
 A forked process has only the thread that forked, and a copy of everything as it stood at that
 moment. What other threads may be in the middle of is taken from them before, waiting for a few
@@ -17,7 +17,7 @@ from typing import Protocol
 MODELS, CATALOGUES = (
     0,
     1,
-)  # taken in this order: who has a model may want a catalogue
+)  # taken in this order: a thread with the model may want a catalogue
 PATIENCE = 5.0  # seconds that a fork waits for all of them together
 
 

@@ -6,7 +6,7 @@ would nearly always get it back before a waiting thread has woken up; `FairLock`
 The garbage collector may end an abandoned stream at any moment: in any thread, under any lock, also
 in the middle of the methods below. Whatever it ends must not wait. It leaves a note of what is to
 be done (`leave`), and whoever has the lock does it. An append to a deque is atomic, and each method
-looks at the notes after it has let go of its own guard, so no note is overlooked.
+looks at the notes after it has released its own guard, so no note is overlooked.
 
 A `FairLock` is taken before a fork, so that a child finds what it protects in one piece; where that
 takes too long, the child cannot have it at all. A `Mutex` is open in every child.
@@ -52,7 +52,7 @@ class FairLock:
         return self._owner == threading.get_ident()
 
     def acquire(self, timeout: float = -1.0) -> bool:
-        """Wait for one's turn, for ever or for so many seconds; whether the lock is one's own then.
+        """Wait for the lock, forever or for so many seconds; whether this thread has it then.
 
         At once for the thread that has it already.
         """
@@ -70,7 +70,7 @@ class FairLock:
         return True
 
     def release(self) -> None:
-        """Hand the lock to who has waited longest."""
+        """Hand the lock to the thread that has waited longest."""
         if self._owner != threading.get_ident():
             raise RuntimeError("the lock is released by a thread that does not have it")
         if self._depth > 1:
@@ -86,7 +86,7 @@ class FairLock:
     def leave(self, note: Callable[[], object]) -> None:
         """Have something done under the lock, at once if it is free. This never waits.
 
-        A thread that has the lock is in the middle of something: it does it when it lets go.
+        A thread that has the lock is in the middle of something: it does it on release.
         """
         self._notes.append(note)
         self._look_again()

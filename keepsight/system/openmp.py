@@ -1,4 +1,4 @@
-"""Lets go of the threads that a computation left waiting behind the thread that asked for it.
+"""Ends the threads that a computation left waiting behind the thread that asked for it.
 
 OpenMP keeps a team of threads for each thread that ever computed. As long as all teams together are
 no more than the machine has cores, those that wait do so awake; with one more they go to sleep, and

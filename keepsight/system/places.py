@@ -43,7 +43,7 @@ def check_new_folder(path: Path) -> None:
 
 
 def check_listen(host: str, port: int) -> None:
-    """Refuse an address that nobody can listen at, while that is still early."""
+    """Refuse an address that cannot be listened at, before anything slow."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -60,7 +60,7 @@ def check_listen(host: str, port: int) -> None:
 
 
 def check_store_writable(address: str | os.PathLike[str]) -> None:
-    """Refuse also a folder that nothing can be written into, and an address nobody can open."""
+    """Refuse also a folder that cannot be written, and an address that cannot be opened."""
     text = os.fspath(address)
     library, extra = _LIBRARIES.get(text.partition("://")[0], ("", ""))
     if library and "://" in text and importlib.util.find_spec(library) is None:

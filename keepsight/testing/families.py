@@ -1,6 +1,6 @@
 """The suite for a model family: as stock Transformers run afresh, whatever is remembered.
 
-Give `make_model`. Every comparison is with something computed anew: stock `generate` from pixels,
+Give `make_model`. Every comparison is with something computed afresh: stock `generate` from pixels,
 or a second memory that has seen nothing. Controls that must differ keep it from passing blindly: a
 model that hardly looks at its pictures fails here, as does a family that reuses less than it says.
 """

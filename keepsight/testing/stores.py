@@ -226,7 +226,7 @@ class StoreTests:
         expect(store.check() == [] and one.check() == [], "all are whole")
         expect(store.clear(everybody=True) > 0 and not self.names(one), "all can go at once")
 
-    # -- letting go ------------------------------------------------------------------------------
+    # -- eviction --------------------------------------------------------------------------------
 
     def test_gc_lets_the_least_useful_go(self, tmp_path: Path) -> None:
         """What was read is more useful; what is evicted is absent and not damaged."""
@@ -290,7 +290,7 @@ class StoreTests:
         expect(store.stats()["refused"] >= 1, "and that is counted")
 
     def test_delete_removes_what_depends_on_it(self, tmp_path: Path) -> None:
-        """Gone, for every store over the same content, and its place can be taken again."""
+        """It is deleted for every store over the same content, and can be written again."""
         store = self.chain(tmp_path)
         store.pin("snapshot", KEYS[2])
         total = store.stats()["bytes"]

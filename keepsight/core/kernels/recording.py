@@ -74,8 +74,8 @@ class Recording:
     result: Slot
 
     def equals(self, other: Recording) -> bool:
-        """Whether two steps did the same: then neither what they were given nor how much was there
-        before had a say in what was done."""
+        """Whether two steps ran the same operations: then these depend neither on the inputs nor on
+        the length of the sequence."""
         return (
             self.given == other.given
             and self.result == other.result

@@ -77,7 +77,7 @@ class TracedCache:
         return self._states[layer]["recurrent"]
 
     def is_recording_past(self, layer: int, *more: object, **options: object) -> bool:
-        """Yes: so that upstream takes the path that writes into none of its inputs."""
+        """True, so that upstream takes the path that does not write into its inputs."""
         _refuse("is_recording_past", 0, more, options)
         return True
 

@@ -165,7 +165,7 @@ class Family:
     def preprocess_other(
         self, processor: Processor, medium: Clip, options: Options, modality: str
     ) -> Pixels:
-        """One video or audio clip through its processor, where the family takes such."""
+        """Preprocess one video or audio clip, where the family takes them."""
         raise UnsupportedInput(f"{self.model.config.model_type} takes no {modality} here")
 
     def preprocess(self, processor: Processor, image: Decoded, options: Options) -> Pixels:

@@ -289,7 +289,7 @@ class Describer:
                 yield (name, self.member(value, owner))
 
     def member(self, value: object, owner: Owner) -> Plain:
-        """One value of a class, seen through what makes a method of it."""
+        """One attribute of a class, with descriptors such as `staticmethod` removed."""
         if isinstance(value, staticmethod | classmethod):
             return (type(value).__name__, self.value(value.__func__, owner))
         if isinstance(value, property):

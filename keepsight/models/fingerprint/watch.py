@@ -53,7 +53,7 @@ class _Home:
         return {name: self.home[name] for name in self.only if name in self.home}
 
     def changed(self) -> set[Owner]:
-        """Whose change there is, if any."""
+        """The owner of a change, or None."""
         now, then = self._now(), self.copy
         if list(now) == list(then) and all(map(operator.is_, now.values(), then.values())):
             return set()
