@@ -28,8 +28,8 @@ from PIL import Image
 import keepsight as ks
 from keepsight.encode import encode
 from keepsight.encode.mapping import Encoder
-from keepsight.encode.prefetch import Ahead
 from keepsight.encode.results import Once
+from keepsight.encode.run import Ahead
 from keepsight.errors import InputError, NotStored, StoreError
 
 QUESTION = "Describe the picture."

@@ -26,7 +26,7 @@ import keepsight as ks
 from keepsight.core.answer import turn_of
 from keepsight.core.call import Call
 from keepsight.encode.documents import PDFIUM, _Document
-from keepsight.encode.prefetch import Ahead
+from keepsight.encode.run import Ahead
 from keepsight.scheduler import Together
 from keepsight.store import DiskStore, folder, open_store
 from keepsight.store.remote import RemoteStore

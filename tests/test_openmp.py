@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepsight.system import openmp
+from keepsight.system import devices
 
 COUNTED = """
 import os
 import torch
-from keepsight.system.openmp import release_team
+from keepsight.system.devices import release_team
 
 torch.set_num_threads(3)
 count = lambda: len(os.listdir("/proc/self/task"))
@@ -38,4 +38,4 @@ def test_the_team_of_a_thread_ends_and_comes_back() -> None:
 
 def test_without_that_library_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__file__", "/nowhere/torch/__init__.py")
-    assert openmp.release_team() is False
+    assert devices.release_team() is False

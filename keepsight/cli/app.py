@@ -43,11 +43,11 @@ from keepsight.cli.options import (
     Weights,
     check_how,
     check_images,
+    check_shown,
     decoding,
     load,
     one_model,
 )
-from keepsight.cli.show_kind import check_shown
 from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
 from keepsight.cli.tour_page import check_page
 from keepsight.errors import InputError

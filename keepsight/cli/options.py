@@ -16,8 +16,7 @@ import typer
 
 from keepsight.cli.loading_line import loading_line
 from keepsight.cli.model_names import check_model
-from keepsight.cli.show_kind import MANIFEST, check_shown
-from keepsight.errors import ImageError, InputError, UnsupportedInput
+from keepsight.errors import ImageError, InputError, NotKeepsightFile, UnsupportedInput
 from keepsight.kinds import Options, Record
 from keepsight.system.optional import optional
 from keepsight.system.places import check_device, check_store_writable
@@ -52,7 +51,7 @@ Model = Annotated[
 Named = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, as with --model.")]
 SomeModel = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="demo (the default), demo-hybrid, a folder, ..."),
+    typer.Option("--model", "-m", help="demo (the default), demo-hybrid, a folder, or a hub id."),
 ]
 Images = Annotated[
     list[str] | None, typer.Option("--image", "-i", help="File, URL or .sight; repeatable.")
@@ -246,3 +245,33 @@ def decoding(
         options["temperature"] = temperature
     given = {"max_new_tokens": max_tokens, "top_p": top_p, "seed": seed}
     return options | {name: value for name, value in given.items() if value is not None}
+
+
+_HEADER = 8  # bytes that say how long the record is, before its first brace
+MANIFEST = "keepsight.json"  # of an export
+_PARTS = (MANIFEST, "graphs")  # of an export, whole or damaged
+
+
+def check_shown(path: Path) -> None:
+    """Pass what may be a file of ours or an export; whether it is sound, reading it shows."""
+    try:
+        if path.is_dir():
+            _check_folder(path)
+            return
+        with path.open("rb") as file:
+            start = file.read(_HEADER + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(start) <= _HEADER or start[_HEADER:] != b"{":
+        raise NotKeepsightFile(f"{path}: not a Keepsight file (no safetensors header)")
+
+
+def _check_folder(path: Path) -> None:
+    if any((path / part).exists() for part in _PARTS):
+        return
+    what = "neither a store nor an export"
+    if (path / "config.json").is_file():
+        raise InputError(f"{path} is {what}; what a model takes: keepsight plan {path}")
+    found = next((f for end in ("sight", "keep") for f in sorted(path.glob(f"*.{end}"))), None)
+    hint = f"one of its files: keepsight show {found}" if found else "name a .sight or .keep file"
+    raise InputError(f"{path} is {what}; {hint}")

@@ -1,19 +1,178 @@
 """The run itself: items in, what became of each out, in order, with the tower kept busy.
 
 A result comes when its package is safe: an image that was reported as encoded will be found,
-whatever happens afterwards. What a store refused is a result that says so; where it lets go of what
-was reported, because its budget is too small, the run ends with an error.
+whatever happens afterwards. What a store refused is a result that says so; where it evicts what
+was reported, because its budget is too small, the run ends with an error. While the tower runs,
+threads read, decode and preprocess what comes next (`Ahead`), in order and bounded in bytes.
 """
 
 from __future__ import annotations
 
+import os
+import queue
+import sys
+import threading
 import time
-from collections.abc import Generator, Iterable
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from keepsight.encode.items import Item
-from keepsight.encode.prefetch import Ahead, usual_threads
 from keepsight.encode.results import Encoded, EncodeTarget
+
+T = TypeVar("T")
+R = TypeVar("R")
+_DEEP = 16  # things that may wait for each thread, whatever their bytes
+_POLL = 0.5  # seconds; closing notifies the threads, unless one of them holds the lock
+_TOGETHER, _LIGHT = 64, 1 << 20  # at most so many, of so many bytes, in one go
+# Python threads take turns, and a tower gives its turn away at each of its hundreds of small steps.
+# With the usual 5 ms until it may have it back, threads that work ahead would slow it down.
+_TURN = 0.0002
+
+
+def usual_threads() -> int:
+    """One for each processor beside the one that feeds the tower, and not very many."""
+    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(8, (have or 1) - 1))
+
+
+@dataclass(frozen=True)
+class _Going(Generic[R]):
+    """Some things that a thread works on, one after the other."""
+
+    sizes: list[int]
+    results: Future[list[R]]
+
+
+class _Window:
+    """How much is on its way. Whoever adds waits while it is full; one thing always fits."""
+
+    def __init__(self, most: int, budget: int) -> None:
+        self._most, self._budget = most, budget
+        self._count = self._bytes = 0
+        self.closed = False  # nothing more is wanted
+        self._changed = threading.Condition()
+
+    def enter(self, count: int, nbytes: int) -> bool:
+        """Wait for room; False when nothing more is wanted."""
+        with self._changed:
+            while not self.closed and self._full():
+                self._changed.wait(_POLL)
+            self._count += count
+            self._bytes += nbytes
+            return not self.closed
+
+    def _full(self) -> bool:
+        return self._count >= self._most or (self._count > 0 and self._bytes >= self._budget)
+
+    def grow(self, nbytes: int) -> None:
+        with self._changed:
+            self._bytes += nbytes
+
+    def leave(self, nbytes: int) -> None:
+        with self._changed:
+            self._count -= 1
+            self._bytes -= nbytes
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let in nothing more. This does not wait: the garbage collector may call it."""
+        self.closed = True
+        if self._changed.acquire(blocking=False):
+            self._changed.notify_all()
+            self._changed.release()
+
+
+class Ahead(Generic[T, R]):
+    """`work` on each of some things, done in threads before the result is asked for.
+
+    `before` and `after` tell the bytes that a thing holds while it waits and what its work adds.
+    Where work adds none, it was only a look-up: then more and more things go in one go, because
+    handing one over costs as much as looking one up.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[T], R],
+        before: Callable[[T], int],
+        after: Callable[[R], int],
+        threads: int,
+        budget: int,
+    ) -> None:
+        self._work, self._before, self._after = work, before, after
+        self._threads, self._window = threads, _Window(_DEEP * threads, budget)
+        self._lane: queue.SimpleQueue[_Going[R] | Exception | None] = queue.SimpleQueue()
+        self._together = 1
+
+    def over(self, things: Iterable[T]) -> Iterator[R]:
+        """The results, in the order of the things."""
+        feeder = threading.Thread(
+            target=self._feed, args=(iter(things),), name="keepsight-ahead-feed", daemon=True
+        )
+        wait = True
+        with _short_turns():
+            feeder.start()
+            try:
+                while (found := self._lane.get()) is not None:
+                    if isinstance(found, Exception):
+                        raise found
+                    for nbytes, result in zip(found.sizes, found.results.result(), strict=True):
+                        yield result
+                        self._window.leave(nbytes + self._after(result))
+            except GeneratorExit:  # perhaps from the collector; the threads see it and end
+                wait = False
+                raise
+            finally:
+                self._window.close()
+                if wait:
+                    feeder.join()
+
+    def _feed(self, things: Iterator[T]) -> None:
+        with ThreadPoolExecutor(self._threads, "keepsight-ahead") as pool:
+            try:
+                while group := self._group(things):
+                    sizes = [self._before(thing) for thing in group]
+                    if not self._window.enter(len(group), sum(sizes)):
+                        return
+                    self._lane.put(_Going(sizes, pool.submit(self._work_on, group)))
+                self._lane.put(None)
+            except Exception as error:  # whoever asks for results gets it in its place
+                self._lane.put(error)
+
+    def _group(self, things: Iterator[T]) -> list[T]:
+        group: list[T] = []
+        nbytes, most = 0, self._together
+        for thing in things:
+            group.append(thing)
+            nbytes += self._before(thing)
+            if len(group) >= most or nbytes > _LIGHT:
+                break
+        return group
+
+    def _work_on(self, group: list[T]) -> list[R]:
+        results, added = [], 0
+        for thing in group:
+            if self._window.closed:
+                break
+            results.append(self._work(thing))
+            size = self._after(results[-1])
+            self._window.grow(size)
+            added += size
+        self._together = 1 if added else min(_TOGETHER, 2 * self._together)
+        return results
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
 
 BUDGET = 512 << 20  # bytes of images and pixels that wait for the tower
 _SECONDS, _BYTES = 1.0, 64 << 20  # between two acknowledgements

