@@ -113,7 +113,7 @@ def _turn(runtime: Runtime, call: Call, render: Callable[[], Prompt]) -> Turn:
 
 
 def clear(runtime: Runtime, tenant: str | None, stored: bool) -> None:
-    """Forget everything in memory, of everybody or of one tenant; with `stored` in all tiers."""
+    """Forget everything in memory, of all tenants or of one; with `stored` in all tiers."""
     store = runtime.store if tenant is None else runtime.store_of(tenant)
 
     def forget() -> int:

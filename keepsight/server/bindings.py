@@ -41,7 +41,7 @@ class Bindings:
             raise ApiError(409, text, param=place, code="uuid_conflict")
 
     def forget(self, whose: str | None = None) -> None:
-        """Drop the names of a tenant, or of everybody."""
+        """Drop the names of one tenant, or of all."""
         with self._lock:
             if whose is None:
                 self._known.clear()

@@ -1,13 +1,14 @@
 """What is remembered: prepare it, explain it, count it, forget it; for the tenant of the key.
 
-A tenant sees and forgets its own. What is of everybody is for those who run the server: without API
-keys that is everyone who can reach it, with keys an administrator's.
+A tenant sees and forgets its own. What belongs to all tenants is for those who run the server:
+without API keys for everyone who can reach it, with keys for an administrator.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
+import operator
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated
 
@@ -28,7 +29,6 @@ from keepsight.server.service import Service, tools_of, visit_of
 from keepsight.server.streaming import report_of, unless_gone
 from keepsight.server.threads import is_large
 from keepsight.server.unused import Strict
-from keepsight.store import Entry
 
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 _TEMPLATE = ("tools", "chat_template_kwargs")  # fields that decide a prompt beside its messages
@@ -138,7 +138,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
             return service.vlm.delete(what, **options)
 
         if body.images is not None:
-            work = functools.partial(_delete_images, service)
+            work = functools.partial(pins.delete_images, service.vlm.runtime)
             done = await _on_images(service, body, body.images, request, work)
         else:
             done = await _on_held(service, body, request, forget)
@@ -148,7 +148,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
 def _add_whole(router: APIRouter, service: Service) -> None:
     @router.get("/v1/cache/stats", operation_id="cache_stats")
     async def stats(request: Request, cache_salt: Annotated[Salt | None, Query()] = None) -> Record:
-        """Bytes and counts: a tenant's own; of everybody for an administrator without a salt."""
+        """Bytes and counts of one tenant; of all for an administrator without a salt."""
         caller = visit_of(request).who()
         everyone = caller.admin and cache_salt is None
         whose = None if everyone else caller.salted(cache_salt)
@@ -186,9 +186,12 @@ def _add_whole(router: APIRouter, service: Service) -> None:
     @router.post("/v1/cache/flush", operation_id="cache_flush")
     async def flush(request: Request) -> Record:
         """Answer when all that was remembered so far is on the disk, so that no crash takes it; an
-        error says what is not. It is of everybody, so with API keys it is an administrator's."""
+        error says what is not. It covers all tenants, so with API keys it needs an
+        administrator's."""
         if not visit_of(request).who().admin:
-            raise ApiError(403, "flushing is of everybody: it needs an administrator's key")
+            raise ApiError(
+                403, "flushing is for all keys together: it needs an administrator's key"
+            )
         stored = service.vlm.runtime.store is not None
         try:
             await service.scheduler.flush(service.vlm.flush)
@@ -199,7 +202,7 @@ def _add_whole(router: APIRouter, service: Service) -> None:
 
 def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
     if body.everyone and not caller.admin:
-        raise ApiError(403, "forgetting what is everybody's needs an administrator's key")
+        raise ApiError(403, "to forget what all keys have needs an administrator's key")
     if body.everyone and body.cache_salt is not None:
         raise ApiError(400, "give either everyone or cache_salt", param="everyone")
     # Without keys and salt there is the default tenant, which has all that is not salted.
@@ -280,11 +283,6 @@ def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool)
     return len(keys)
 
 
-def _delete_images(service: Service, keys: list[str], tenant: str) -> int:
-    """A key of which nothing is remembered is as gone as one of which something was."""
-    return pins.delete_images(service.vlm.runtime, keys, tenant)
-
-
 def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
     """(kind, medium) for each medium of gathered messages."""
     for message in messages:
@@ -327,7 +325,8 @@ def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
         return []
     nearer = {row["key"] for row in held}
     entries = (e for e in store.entries() if e.kind == "package" and e.media)
-    newest = heapq.nlargest(_MOST, (e for e in entries if e.media[0] not in nearer), _used)
+    key = operator.attrgetter("used")
+    newest = heapq.nlargest(_MOST, (e for e in entries if e.media[0] not in nearer), key)
     return [
         {
             "key": entry.media[0],
@@ -339,10 +338,6 @@ def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
         }
         for entry in newest
     ]
-
-
-def _used(entry: Entry) -> float:
-    return entry.used
 
 
 def _options_of(body: Rendering, template: Record, tenant: str) -> Options:

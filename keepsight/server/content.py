@@ -1,4 +1,4 @@
-"""Messages from the wire to messages for the library: every picture fetched, checked and counted.
+"""Messages of a request to messages for the library: every picture fetched, checked and counted.
 
 Runs in a worker thread. Nothing here decodes a picture; what is refused is refused by the header of
 its file, before it costs anything.
@@ -33,12 +33,11 @@ from keepsight.server.fetch import Fetcher
 from keepsight.server.files import Files
 from keepsight.server.images import LOW, ImageSizes, SentImage, is_pdf, pages, picture
 from keepsight.server.media_limits import check_sound, check_video, is_video
-from keepsight.server.origins import FETCHED, scheme
+from keepsight.server.origins import FETCHED, WORDS, scheme
 from keepsight.server.output_parser import arguments_of
 from keepsight.server.threads import LARGE_PICTURES, LARGE_TEXT, RenderedMessages
 from keepsight.server.unused import Unused, is_empty
 
-_WORDS = (parts.TextPart, parts.RefusalPart, parts.ThoughtPart)
 _LISTS = ("user", "assistant")  # roles whose content templates expect as a list of parts
 
 
@@ -81,7 +80,7 @@ class MessageReader:
         for number, message in enumerate(messages):
             place, content = message.places(number)
             given = message.content if isinstance(message.content, list) else []
-            pictures = [spot for spot, part in enumerate(given) if not isinstance(part, _WORDS)]
+            pictures = [spot for spot, part in enumerate(given) if not isinstance(part, WORDS)]
             room = self.config.max_images - shown
             if len(pictures) > room:
                 raise self._too_many(f"{content}[{pictures[room]}]")

@@ -16,7 +16,7 @@ from keepsight.server import parts, schema
 FETCHED = ("http", "https")
 _ON_DISK = ("file-", "file:", "/")  # uploads by their ids, and files below allowed folders
 _LONGEST_PATH = 4096  # base64 may begin with a slash too
-_WORDS = (parts.TextPart, parts.RefusalPart, parts.ThoughtPart)
+WORDS = (parts.TextPart, parts.RefusalPart, parts.ThoughtPart)
 
 
 class BodyOrigin(enum.Enum):
@@ -48,7 +48,7 @@ def _addresses(message: schema.ChatMessage) -> Iterator[str]:
     """All texts of a message that may be addresses."""
     yield from (image for image in message.images or () if isinstance(image, str))
     for part in message.content if isinstance(message.content, list) else ():
-        if not isinstance(part, _WORDS):
+        if not isinstance(part, WORDS):
             yield from _texts(part)
 
 

@@ -147,7 +147,7 @@ class ResponseStore:
             self._drop(owner, stored)
 
     def forget(self, whose: str | None = None) -> None:
-        """Forget all responses of a tenant, or of everybody."""
+        """Forget all responses of one tenant, or of all."""
         digest = None if whose is None else _digest(whose)
         with self._lock:
             for owner, own in self._stored.items():

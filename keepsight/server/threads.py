@@ -1,6 +1,6 @@
 """Threads in which requests are made ready: small ones at once, large ones one after another.
 
-Python's threads take turns, so a large request in each of them would slow down everybody's tokens.
+Python's threads take turns, so a large request in each of them would slow down the tokens of all.
 There are few threads for large ones. They have a lower priority, and rest as long as they worked
 while anybody else is being served.
 """
