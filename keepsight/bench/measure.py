@@ -132,8 +132,8 @@ def _sum_up(name: str, met: list[Round]) -> Record:
 
 
 def guard(met: list[Round]) -> str:
-    """The worst agreement with stock over all repetitions; Keepsight must also repeat itself, and
-    the limit must agree as far as it goes."""
+    """The worst agreement with stock over all repetitions; Keepsight must also repeat its answer,
+    and the limit must agree as far as it goes."""
     mine = [r.answers["keepsight"].tokens for r in met]
     if any(tokens != mine[0] for tokens in mine):
         return "DIFFERENT from one repetition to the next"

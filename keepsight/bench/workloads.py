@@ -60,7 +60,7 @@ class Workload:
 
 
 def words(seed: int, count: int) -> str:
-    """A text of so many words; another seed, another text from its first word on."""
+    """A text of `count` words; different seeds give texts that differ from the first word."""
     rng = np.random.default_rng(seed)
     return f"{seed} " + " ".join(rng.choice(_TEXT.split(), count - 1))
 

@@ -60,7 +60,7 @@ class LoadingLine:
 
 
 def hub_folder(name: str) -> Path | None:
-    """Where the cache of the Hub puts the files of a model; none for what is no hub id."""
+    """The folder in the Hub's cache for a model; None where the name is no hub id."""
     if "/" not in name or Path(name).expanduser().exists():
         return None
     from huggingface_hub import constants  # start-up time: a folder needs no Hub

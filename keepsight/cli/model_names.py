@@ -44,7 +44,7 @@ def _check_reachable(name: str) -> None:
 
 
 def _near(name: str, folder: Path) -> str | None:
-    """A demo model or a folder beside the missing one whose name is much like it."""
+    """A demo model, or a folder next to the missing one, with a similar name."""
     found = difflib.get_close_matches(name, DEMO_NAMES, n=1, cutoff=0.7)
     if found:
         return found[0]

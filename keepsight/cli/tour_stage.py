@@ -30,7 +30,7 @@ _BAR = 18  # columns; with what stands beside it a row of 80
 
 @dataclass(frozen=True)
 class Ask:
-    """One turn of the script: what is asked, with which new pictures, and what would be right."""
+    """One turn of the script: the question, its new pictures, and the right answer."""
 
     text: str
     new: tuple[int, ...]

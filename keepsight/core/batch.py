@@ -296,7 +296,7 @@ class Batch:
         return logits
 
     def decode(self, samplers: Sequence[TokenSampler], logits: torch.Tensor) -> int:
-        """Let each row take tokens until all have ended; the number of steps that took.
+        """Decode until every row has ended; return the number of steps.
 
         The row of a sequence that has ended goes on with a token that is not read.
         """

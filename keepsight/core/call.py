@@ -26,7 +26,7 @@ class Call:
 
     @classmethod
     def of(cls, options: Options, tenant: str) -> Call:
-        """Of a call that answers. `tenant` is whose call it is where the options do not say."""
+        """The options of a call that answers. `tenant` is used where the options name none."""
         known = [*known_options(), *CHAT_OPTIONS]
         if set(options) - set(known):
             raise UnknownOption.among(options, known, "chat")

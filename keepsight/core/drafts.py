@@ -39,7 +39,7 @@ LOSS = 0.02  # of the time of an answer that guesses may cost
 
 
 class Rewindable(Protocol):
-    """The sequence that is decoded, as far as guessing goes."""
+    """What guessing needs of the sequence that is decoded."""
 
     @property
     def length(self) -> int:
@@ -122,7 +122,8 @@ class Costs:
         self._times[tokens] = before + share * (seconds - before)
 
     def guessed(self, agreeing: int, right: int, asked: int) -> None:
-        """Count guesses in: of those that were asked for, so many came true until one did not."""
+        """Count guesses: how many were checked, and how many were right before the first wrong
+        one."""
         kind = _kind(agreeing)
         tried = min(right + 1, asked)
         share = 1 - 0.8**tried
@@ -180,7 +181,7 @@ class _Pending:
 
     @property
     def next(self) -> int | None:
-        """The guess whose turn it is."""
+        """The next guess."""
         return self.tokens[self.used + 1] if self.used + 1 < len(self.tokens) else None
 
 

@@ -307,7 +307,7 @@ class Engine:
         run.lane.rewind(length)
 
     def again(self, run: Run, tokens: Sequence[int]) -> None:
-        """Compute a sequence once more on a lane of its own, from its prompt's snapshot on."""
+        """Compute a sequence again on a separate lane, from its prompt's snapshot on."""
         self.leave_lane(run)
         if not self._prefixes.load(run.node, run.prompt):
             raise KeepsightError("the prompt was forgotten while its answer was being computed")

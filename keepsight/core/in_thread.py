@@ -67,7 +67,7 @@ class AsyncAnswers:
     """The calls of a model that answers, for programs with an event loop."""
 
     def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
-        """Yield the answer, as it is made in the caller's own thread."""
+        """Yield the answer piece by piece; the model runs in a thread for this call."""
         raise NotImplementedError
 
     def astream(self, messages: list[Message], **options: object) -> AsyncGenerator[Piece, None]:

@@ -97,7 +97,7 @@ class Lengths:
 
 
 def _has_bytes(backend: Tokenizer) -> bool:
-    """Whether any text at all has tokens of its own, down to its bytes."""
+    """Whether the tokenizer has tokens for every text, down to bytes."""
     return "ByteLevel" in repr(backend.decoder) or bool(
         getattr(backend.model, "byte_fallback", False)
     )

@@ -207,7 +207,7 @@ class Prefix:
         return self._history.save(path)
 
     def close(self) -> None:
-        """Release what is held; it may be evicted then like anything else."""
+        """Release the snapshots, which may be evicted from then on."""
         with self._runtime.lock:
             self._closed = True
             self._let_go()

@@ -339,7 +339,7 @@ class _Attending:
     def _row(
         self, query: torch.Tensor, row: int, layer: _Layer, scale: float | None
     ) -> torch.Tensor:
-        """As `kernels.attention` goes over one lane."""
+        """Attention over one lane, as in `kernels.attention`."""
         keys, values = (self._given[what, row, layer.index] for what in "kv")
         _, heads, count, width = query.shape
         filling = self._query_rows.of((heads, keys.shape[1], width, query.dtype))

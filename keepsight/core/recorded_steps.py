@@ -162,7 +162,7 @@ def _record(
 
 
 def _refuse_watchers(model: PreTrainedModel, family: Family) -> None:
-    """Who put a hook or a method of their own into the model wants to be asked at each step."""
+    """Refuse a model with hooks or replaced methods: their owners expect a call at each step."""
     run = {id(module) for part in family.text_modules() for module in part.modules()}
     for name, module in model.named_modules():
         if run.isdisjoint(map(id, module.modules())):

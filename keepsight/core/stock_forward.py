@@ -51,7 +51,7 @@ class InstalledForward:
     def __call__(
         self, model: torch.nn.Module, args: tuple[object, ...], options: Options
     ) -> object:
-        """What the forward pass is called with instead, or None to leave it as it is."""
+        """The new arguments of the forward pass, or None to leave them."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None
         given = {**dict(zip(self._names, args, strict=False)), **options}

@@ -21,7 +21,7 @@ _BEFORE = "abcdef"  # text before the tokens, for decoders that strip the first 
 
 
 def stop_strings(given: str | Iterable[str] | None) -> list[str]:
-    """One or several stop strings as a list; what is none is refused."""
+    """One or several stop strings as a list; anything else is refused."""
     stops = [given] if isinstance(given, str) else list(given or [])
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise InputError(f"stop must be one or more non-empty strings, got {str(given)[:200]!r}")

@@ -47,7 +47,7 @@ class _Going(Generic[R]):
 
 
 class _Window:
-    """How much is on its way. Whoever adds waits while it is full; one thing always fits."""
+    """The amount of work under way. Adding waits while it is full; one item always fits."""
 
     def __init__(self, most: int, budget: int) -> None:
         self._most, self._budget = most, budget

@@ -119,7 +119,7 @@ def to_sglang(packages: Sequence[PackageFields]) -> Record:
 
 
 def rows(package: PackageFields) -> torch.Tensor:
-    """The features as one row for each token; deepstack levels stand behind, side by side."""
+    """The features, one row for each token, followed by the deepstack levels side by side."""
     if "indicator" in package.tensors:
         raise UnsupportedInput("features with indicator tokens are taken by Keepsight only")
     levels = sum(name.startswith("deepstack.") for name in package.tensors)

@@ -337,7 +337,7 @@ class Vision:
         return None
 
     def encode_medium(self, medium: Medium) -> Package:
-        """The features, computed now and kept nowhere: for who keeps them in another form."""
+        """The features, computed now and not stored: the caller stores them in another form."""
         if medium.steps:
             return self._film(medium, lambda: False)[0]
         self.require([medium])

@@ -60,7 +60,7 @@ class Source:
     film: VideoFile | None = None  # a file of which not all frames may be looked at
 
     def digest(self, decoded: Decoded | Clip, settings: str) -> str:
-        """The source digest: decoded pixels and every setting that changes what is made of them."""
+        """The source digest: decoded pixels and every setting of their preprocessing."""
         if isinstance(decoded, tuple):
             return digests.digest("source", self.name, settings)  # named by what was decoded
         return digests.digest("source", *_pixel_parts(decoded), settings)

@@ -39,7 +39,7 @@ class Compiled:
                 self._found[name] = called(vars(module)[_IN_PLACE])
 
     def look(self) -> dict[str, str]:
-        """What stands in for each compiled module."""
+        """The compiled function of each compiled module."""
         return self._found
 
     def beside_the_decoder(self, found: dict[str, str]) -> dict[str, str]:

@@ -147,7 +147,7 @@ _MOST_BASES = 8
 
 
 def files_of(path: str, commit: str | None = None, below: int = 0) -> Rows | None:
-    """The files that a model is loaded from, each as it is; None where they are not all known."""
+    """The files of a model with their state; None where not all are known."""
     folder = Path(path)
     if not folder.is_dir():
         return [[path, commit]] if below and commit else None

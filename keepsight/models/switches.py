@@ -231,7 +231,7 @@ def _arithmetic() -> str:
 
 
 def _modes() -> list[object]:
-    """Modes that stand between a call and its kernel, such as a default device."""
+    """Torch modes that intercept calls before the kernel, such as a default device."""
     modes: list[object] = []
     for count, stack in _stacks():
         if count():

@@ -176,7 +176,7 @@ def merged_options(processor: Processor, given: Options) -> Record:
 
 
 def sound_tokens(tower: PreTrainedModel, frames: int) -> int:
-    """Tokens that an audio tower makes of so many frames."""
+    """The number of tokens that an audio tower makes of some frames."""
     lengths = torch.tensor([frames])
     if (own := _HEARD.found(tower)) is not None:
         return int(own(lengths)[1][0])

@@ -202,7 +202,7 @@ class Weights:
         yield from _persistent(self._model, self._model.named_buffers(remove_duplicate=False))
 
     def _text_paths(self) -> list[str]:
-        """The parts that no picture goes through."""
+        """The paths of the parts for text alone."""
         text = {id(module) for module in self._family.text_modules()}
         return [path for path, module in self._model.named_modules() if id(module) in text]
 
@@ -232,7 +232,7 @@ class _Digests:
             self._known.pop(id(tensor), None)
 
     def keep(self, watch: Watch) -> None:
-        """Keep what is known of the tensors that a watch holds, and nothing of others."""
+        """Keep what is known of the tensors that a watch holds, and drop the rest."""
         held = ((tensor, stamp) for tensor, stamp in watch.stamps() if id(tensor) in self._known)
         self._known = {id(t): (t, stamp, self._known[id(t)][2]) for t, stamp in held}
 

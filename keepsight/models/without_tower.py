@@ -42,7 +42,7 @@ _reading = RLock()
 def load_named(
     path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
 ) -> tuple[PreTrainedModel, str | None]:
-    """The model in eval mode, stand-ins in the place of its tower, and the name of its files."""
+    """The model in eval mode with placeholders for its tower, and the name of its files."""
     options = load_options(dtype, device_map, revision)
     before = files_of(path)
     with named_refusal(path):

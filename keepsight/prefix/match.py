@@ -64,7 +64,7 @@ class Known:
     elsewhere: bool = False  # it differs only in who made the features
 
     def why_not_usable(self, at: int, prompt: Prompt, rule: Rule) -> str:
-        """Why what is known behind the match, which ends at `at`, has to be computed again."""
+        """Why the known part behind the match, which ends at `at`, has to be computed again."""
         if self.evicted_from is not None:
             return "evicted"
         if rule.reuse == "whole prompt":

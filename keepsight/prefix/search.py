@@ -202,7 +202,7 @@ class Search(Residency):
         return child if child is not None and child.same_as(prompt) else None
 
     def _needs(self, node: Node) -> list[Part]:
-        """What a prompt that goes on from here needs of the node itself."""
+        """The parts of the node that a prompt needs to go on from here."""
         has_fixed = self.has_fixed and (node.home.states or not node.home.any_cut)
         return [node.rows, node.state] if has_fixed else [node.rows]
 

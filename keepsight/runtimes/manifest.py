@@ -87,7 +87,7 @@ def seal_of(content: Record) -> str:
 
 
 def is_export(path: str | Path) -> bool:
-    """Whether a folder is an exported model, or what is left of one that lost its record."""
+    """Whether a folder is an exported model, also one without its record."""
     folder = Path(path)
     decoders = [folder / GRAPHS / f"decoder{ends[0]}" for ends in RUNTIMES.values()]
     return (folder / NAME).is_file() or any(decoder.is_file() for decoder in decoders)

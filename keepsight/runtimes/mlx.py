@@ -233,7 +233,7 @@ class _HeldArrays:
     values: Array
 
     def is_of(self, layer: CacheLayer) -> bool:
-        """Whether these are a layer's, as it is now."""
+        """Whether these are the current states of a layer."""
         return layer is self.layer and self.layer.changes == self.changes
 
 

@@ -54,7 +54,7 @@ class Mlx:
         return array if dtype is None else cast(Foreign, array.astype(dtype))
 
     def taken(self, array: Array) -> Tensor:
-        """An array as a tensor of its own."""
+        """A copy of an array, as a tensor."""
         if array.dtype in (self.core.bfloat16, self.core.float16):
             array = array.astype(self.core.float32)
         return torch.from_numpy(np.array(array))

@@ -160,7 +160,7 @@ class Served(Protocol):
 
 
 def begin_serving(served: Served, admission: Admission) -> threading.Thread:
-    """The thread that serves what is admitted here."""
+    """Start the thread that serves the admitted requests."""
     thread = threading.Thread(
         target=_serve, args=(ref(served), admission), name="keepsight-together", daemon=True
     )

@@ -43,7 +43,7 @@ class Decoding:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all batches and of the lanes of those who decode alone."""
+        """Bytes of all batches, and of the lanes of sequences that decode alone."""
         return sum(
             group.lane.nbytes if isinstance(group, Run) else group.nbytes for group in self.groups
         )

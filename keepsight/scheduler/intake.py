@@ -155,7 +155,7 @@ class Intake:
         return Request(ticket, turn, tokens, room, account, keeps_lane=loose, order=order)
 
     def render(self, messages: list[Message], media: list[Medium], call: Call) -> Prompt:
-        """The prompt of messages whose media were looked at before."""
+        """The prompt of messages whose media were named before."""
         waiting = iter(media)
         long = characters([messages, call.template]) > _LONG
         earlier = self._vlm.runtime.engine.answers.prompts.of(call.tenant)

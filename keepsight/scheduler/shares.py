@@ -117,7 +117,7 @@ class Guests:
             self._admission.ring()
 
     def look(self) -> None:
-        """Charge for what is done, and let in whose turn it is."""
+        """Charge for finished work, and start the work whose turn it is."""
         with self._lock:
             came, left, self._came, self._left = self._came, self._left, [], []
         for guest in left:
@@ -131,7 +131,7 @@ class Guests:
             self._let_in(able)
 
     def _next(self) -> Guest | None:
-        """Who is let in now: each who is may have held back others by waiting."""
+        """The next to start: a waiting one may have held back others."""
         busy = {guest.account for guest in self._inside}
         free = (guest for guest in self._waiting if guest.account not in busy)
         return next((one for one in free if not self._shares.is_held_back(one.account)), None)

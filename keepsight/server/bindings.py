@@ -16,8 +16,8 @@ _MOST = 20_000  # names of one key; the one that was used least lately is droppe
 
 
 class Bindings:
-    """Names and the digests of what they mean. A salt has names of its own; how many there are is
-    counted by whose key it was."""
+    """Names with the digests of their content. Each salt has separate names; their number is
+    counted for the key."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most

@@ -202,7 +202,7 @@ class Files:
         return sum(f.nbytes for f in self._all())
 
     def get(self, tenant: str, file_id: str, param: str | None = None) -> Upload:
-        """A file of this tenant; anything else is unknown, whoever else may have it."""
+        """A file of this tenant; those of others are unknown."""
         found = self._find(owner_of(tenant), file_id)
         if found is None:
             raise _unknown(file_id, param)

@@ -27,7 +27,7 @@ LOW = 512 * 512  # what `detail: "low"` comes to
 
 @dataclass(frozen=True)
 class SentImage:
-    """How large a picture is shown: at most so many pixels, or by options of the processor."""
+    """The size of a picture for the model: a limit in pixels, or options of the processor."""
 
     most: int | None = None
     options: tuple[tuple[str, object], ...] = ()
@@ -126,7 +126,7 @@ def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> I
 
 
 def _scale(size: tuple[float, float], cap: int | None, dpi: int) -> float:
-    """Pixels for each point of a page, so many that the picture keeps below a cap."""
+    """Pixels for each point of a page, so that the picture stays below the limit."""
     scale = dpi / 72
     return scale if cap is None else min(scale, (cap / max(size[0] * size[1], 1)) ** 0.5)
 

@@ -279,7 +279,7 @@ class RequestMiddleware:
 
 
 def _shown_path(scope: Scope, known: set[str]) -> str:
-    """The path for logs and metrics: ids are left out, and what is no route is one label."""
+    """The path for logs and metrics: without ids, and one label for all unknown paths."""
     path: str = scope["path"]
     if path in known:
         return path
@@ -297,7 +297,7 @@ def _host(scope: Scope) -> str:
 
 
 def _as_get(scope: Scope) -> Scope:
-    """Whoever asks for a head gets that of the whole answer; the connection leaves out the rest."""
+    """HEAD as GET: the connection leaves out the body."""
     return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 

@@ -27,7 +27,7 @@ class Pace:
         self._per_second, self._next = per_second, 0.0
 
     async def wait(self, count: int) -> None:
-        """Until so many may come."""
+        """Wait until `count` more are allowed."""
         now = time.monotonic()
         self._next = max(self._next, now) + count / self._per_second
         if self._next - now > _SHORT:
@@ -51,7 +51,8 @@ class FairPace:
         self._releasing: asyncio.Task[None] | None = None
 
     async def wait(self, client: str) -> None:
-        """Until it is this client's turn. Where too many wait, whoever has most has one refused."""
+        """Wait for this client's turn. Where too many wait, one of the client with the most is
+        refused."""
         if not self._count and (not self._busy() or self._missing() <= 0):
             self._level -= 1.0
             return

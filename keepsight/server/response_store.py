@@ -123,7 +123,7 @@ class ResponseStore:
     def get(
         self, owner: str, whose: str, response_id: str, param: str = "response_id"
     ) -> StoredResponse:
-        """A response of this tenant; anything else is unknown, whoever else may have it."""
+        """A response of this tenant; those of others are unknown."""
         with self._lock:
             stored = self._find(owner, _digest(whose), response_id)
         if stored is None:

@@ -56,7 +56,7 @@ def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
 
 
 def warm_up(vlm: VLM) -> None:
-    """One small answer, so that the first client does not pay for what is made once."""
+    """Give one small answer, so that the first client does not wait for what is made once."""
     from PIL import Image
 
     whose = "keepsight warm-up"
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A connection that does not stay when nothing comes, not even one byte at a time."""
+    """A connection that is closed when idle, also where bytes come one at a time."""
 
     idle = 75.0  # seconds
     most = 4096

@@ -90,7 +90,7 @@ class Sampling:
     top_logprobs: int = 0
 
     def of(self, choice: int) -> tuple[Record, Recorder | None]:
-        """Options of one of the choices, and who notes its log probabilities."""
+        """The options of one choice, and the recorder of its log probabilities."""
         options = dict(self.options)
         if "seed" in options:
             options["seed"] = (options["seed"] + choice) % (1 << 63)

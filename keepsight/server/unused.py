@@ -62,7 +62,7 @@ class Unused:
         self._note(place, why)
 
     def sift(self, body: BaseModel) -> None:
-        """Take what is unknown out of a body, all through it, and name it."""
+        """Remove unknown fields from a body at every depth, and note their names."""
         for record, path, quiet in _records(body, (), False):
             extra = record.__pydantic_extra__
             if not extra:

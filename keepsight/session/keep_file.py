@@ -134,7 +134,7 @@ def _snapshots(session: Session, namespace: str, tensors: dict[str, torch.Tensor
 
 
 def _other_environment(memory: Runtime, record: Record) -> str:
-    """What is not as it was where the file was written; empty when all is the same."""
+    """What differs from the environment in which the file was written; empty where nothing does."""
     if record["weights"] != memory.weights.all:
         return "made under other weights"
     there, here = record.get("made", {}), memory.environment()

@@ -69,7 +69,7 @@ class Session:
     async def astream(
         self, *given: Pictures | None, **options: object
     ) -> AsyncGenerator[Piece, None]:
-        """`stream` by `async for`; the turn runs in a thread of its own, one at a time."""
+        """`stream` for `async for`; each turn runs in a thread, one at a time."""
         message = user_turn(given, options)
         if self._awaited:
             raise InputError("this session is answering already; await that, or ask a fork()")

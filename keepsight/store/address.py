@@ -246,7 +246,7 @@ class Address:
 
 
 class Breaker:
-    """Steps aside while an address does not answer: for a second, then for twice as long each time.
+    """A circuit breaker: pauses calls to an address that fails, for a second, then twice as long.
 
     Only one call at a time then tries whether it answers again, so that nothing waits in a row.
     """
@@ -261,7 +261,7 @@ class Breaker:
         self._lock = Mutex()
 
     def allows(self, patience: float) -> bool:
-        """Whether to try; whoever tries has that many seconds to say how it went."""
+        """Whether to try now; the caller must report the result within `patience` seconds."""
         with self._lock:
             if not self._failures:
                 return True

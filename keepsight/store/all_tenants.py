@@ -97,7 +97,8 @@ class AllTenants:
 
 
 def _meant(name: str, digests: list[str]) -> str:
-    """The tenant with a name; where nothing is stored under that, one whose digest begins so."""
+    """The tenant with this name; where nothing is stored under it, the one whose digest begins
+    so."""
     named = tenant_digest(name)
     found = [digest for digest in digests if digest and digest.startswith(name)]
     if named in digests or len(name) < _LEAST or not found:

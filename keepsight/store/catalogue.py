@@ -157,7 +157,7 @@ class Catalogue:
         return tenant if row is None else str(row[0])
 
     def set_accounts(self, accounts: dict[str, str]) -> None:
-        """Enter tenants with those whose quota they count against."""
+        """Enter tenants with the accounts whose quota they count against."""
         for tenant, account in accounts.items():
             if self.account(tenant) == account:
                 continue

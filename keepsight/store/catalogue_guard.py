@@ -155,7 +155,7 @@ class CatalogueGuard:
         return True
 
     def after_fork(self) -> None:
-        """Whoever needs it may open it."""
+        """It may be opened again."""
         self._lock.release()
 
     def in_child(self, taken: bool) -> None:

@@ -77,7 +77,7 @@ class PartFile:
         os.replace(self.temporary, self.last, src_dir_fd=self.inside, dst_dir_fd=self.inside)
 
     def drop(self) -> None:
-        """Let go of it; what is not in place vanishes."""
+        """Close it; delete it if it is not in place."""
         with contextlib.suppress(OSError):
             self.file.close()
         if not self.placed:

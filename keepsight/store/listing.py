@@ -173,7 +173,7 @@ class Survey:
         return {name: self._entry(name, one, header, name in pins) for (name, one), header in pairs}
 
     def entry(self, name: Name, header: EntryHeader) -> Entry:
-        """One entry whose head is known; asks for its size and its pin."""
+        """One entry whose header is known, with its size and pin."""
         info = self._link.info(self.path(name))
         return self._entry(name, info, header, self._link.exists(self.pin_name(name)))
 

@@ -62,7 +62,7 @@ class EvictionQueue(Generic[T]):
             self._push(item, order)
 
     def discard(self, item: T) -> None:
-        """Forget it. Its place in the heap goes when many are empty."""
+        """Remove it. Its place in the heap is freed when many are empty."""
         self._entry.pop(item, None)
         if len(self._heap) > 64 + 2 * len(self._entry):
             self._heap = [(*entry, item) for item, entry in self._entry.items()]

@@ -56,7 +56,7 @@ class Reader:
         return self._breaker.since
 
     def look(self, name: str, kind: str, key: str) -> EntryHeader | None:
-        """The head of an entry: what is remembered of it, or one small read."""
+        """The header of an entry, from memory or by one small read."""
         known, found = self._seen.find(name)
         if known:
             return found

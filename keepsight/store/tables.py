@@ -104,7 +104,8 @@ def _has(base: sqlite3.Connection, name: str) -> bool:
 
 
 def _add_accounts(base: sqlite3.Connection) -> None:
-    """To a catalogue of before. A full disk has no room for it, and can be emptied all the same."""
+    """Add the table to an older catalogue. A full disk has no room for it, but can still be
+    emptied."""
     try:
         base.executescript(f"BEGIN IMMEDIATE; {_ACCOUNTS} COMMIT;")
     except sqlite3.Error as error:

@@ -368,7 +368,7 @@ class TieredStore:
             return max(self._every("removed from", remove))
 
     def _every(self, done: str, work: Callable[[Store], T]) -> list[T]:
-        """Each store in turn, the others even where one fails; an error names those that did."""
+        """Call each store, also after one fails; an error names those that failed."""
         results, failed = [], []
         for store in self.tiers:
             try:

@@ -52,7 +52,7 @@ class TimedCall(Generic[T]):
         self.afterwards()
 
     def expect(self, nbytes: int) -> None:
-        """For the work itself: it has an answer and will read so many bytes."""
+        """Called by the work: the disk answered, and so many bytes will be read."""
         self._more = nbytes / _RATE
 
     def wait(self, seconds: float) -> bool:
@@ -119,7 +119,7 @@ def start(call: TimedCall) -> None:
 
 
 class Reach:
-    """The way to one disk for those who cannot wait."""
+    """Calls to one disk that are given up when it is slow."""
 
     def __init__(self, health: Health) -> None:
         self.health = health

@@ -174,7 +174,7 @@ class Outbox:
         return all(job.done.wait(_left(end)) for job in waiting)
 
     def withdraw(self, unwanted: Callable[[RemoteWrite], bool]) -> None:
-        """These are not wanted any more, even if a write of them that hangs comes through yet."""
+        """Cancel these writes, also one that hangs and may still succeed."""
         with self._lock:
             for job in [*self._jobs.values(), *self._late]:
                 job.unwanted = job.unwanted or unwanted(job)

@@ -104,7 +104,7 @@ class Writer:
         return entryfile.live(status, time.time())
 
     def has_base(self, place: EntryName, about: About) -> bool:
-        """Whether what an entry depends on is there, or will be: it may have the same key."""
+        """Whether the base of an entry is stored or waits to be; it may have the same key."""
         if about.depends_on is None or about.depends_on[1] == place.key:
             return True
         base = EntryName(place.tenant, *about.depends_on)
@@ -345,7 +345,7 @@ class Writer:
                     self._lose(job.place, self.disk.why)
 
     def _is_wanted(self, job: PendingWrite) -> bool:
-        """Not what is there already, and not what has no base."""
+        """Whether to write it: it is not stored yet, and its base is."""
         if self.is_there(job.place):
             self._keeper.enter_file(job.place)
         elif self.has_base(job.place, job.about):
@@ -356,7 +356,7 @@ class Writer:
         return False
 
     def _write(self, jobs: list[PendingWrite], accounts: dict[str, str]) -> list[Entry]:
-        """The rows of what is on the disk then. What is not stays pending, and is lost."""
+        """The rows of what was written. What was not stays pending, and is lost."""
         begun = [(job, part) for job in jobs if (part := self._begin(job)) is not None]
         marks = begin_accounts(self.folder, accounts)
         self.folder.finish([*marks, *(part for _, part in begun)])

@@ -86,7 +86,7 @@ class Order:
         self._last: dict[torch.device, torch.Stream] = {}
 
     def follow(self, devices: Iterable[torch.device]) -> None:
-        """What is queued from now on comes behind all that was queued before the last call."""
+        """Order all work queued from now on behind the work queued before the last call."""
         for device in devices:
             streams = _streams(device)
             if streams is None:

@@ -189,7 +189,7 @@ class FamilyTests:
             expect("not possible" in report, "the report says what cannot be reused")
 
     def test_interleaved_conversations_do_not_meet(self) -> None:
-        """Two conversations in turn, and a model that was left in any state by somebody else."""
+        """Two conversations in alternation, on a model that other code left in any state."""
         model = self.parts[0]
         chats = [self.conversation()[:3], [self.conversation()[i] for i in (4, 5, 6)]]
         with self.wrap() as vlm:

@@ -274,7 +274,7 @@ class StoreTests:
         expect(self.names(store) == set(), "and goes then")
 
     def test_nothing_is_kept_without_what_it_depends_on(self, tmp_path: Path) -> None:
-        """What depends on another goes before it; on what is absent nothing is put."""
+        """An entry is evicted before its base; nothing is stored without its base."""
         store = self.chain(tmp_path)
         total = store.stats()["bytes"]
         for step in range(total, -1, -400):

@@ -206,7 +206,7 @@ def _in_calls(run: OfRows, inputs: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _places(count: int, width: int) -> Iterable[int]:
-    """Where so many rows are cut out, to be compared. Short sums seldom show their order."""
+    """Where to cut out rows to compare. Short sums seldom show their order."""
     last = _ROWS - count
     if count > _FEW:
         return (last // 2,)
@@ -214,7 +214,8 @@ def _places(count: int, width: int) -> Iterable[int]:
 
 
 def rows_agree(linears: Linears, layer: torch.nn.Linear) -> bool:
-    """Whether a layer still gives rows the same bits in other company: a look, and no trial."""
+    """Whether a layer still gives a row the same bits beside other rows: a quick check, not a full
+    trial."""
     weight, bias = layer.weight, layer.bias
     rows = torch.randn(_LOOK, weight.shape[1], generator=torch.Generator().manual_seed(0))
     rows = rows.to(weight.dtype)

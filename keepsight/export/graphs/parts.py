@@ -59,7 +59,7 @@ class GraphPart(nn.Module):
 
 
 class Embedding(GraphPart):
-    """Ids to embeddings; where `spots` says so, the features stand instead, in their order."""
+    """Ids to embeddings, with features in their order at the places that `spots` marks."""
 
     def __init__(self, family: Family) -> None:
         super().__init__()

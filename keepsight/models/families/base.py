@@ -132,7 +132,7 @@ class Family:
                 yield name, tensor
 
     def text_modules(self) -> Iterator[torch.nn.Module]:
-        """The parts that no picture goes through: the decoder and the output head."""
+        """The parts for text alone: the decoder and the output head."""
         for module in (self.model.get_decoder(), self.model.get_output_embeddings()):
             if module is not None:
                 yield module

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Mlcd(Family):
-    """`last_hidden_state` of one image; there is no prompt it could stand in."""
+    """`last_hidden_state` of one image; this model has no prompts."""
 
     packages_only = "a vision tower without a language model"
 

@@ -80,5 +80,5 @@ def tower_parts(family: Family) -> dict[str, torch.nn.Module]:
 
 
 def absent_parts(model: torch.nn.Module) -> list[AbsentTower]:
-    """The stand-ins in a model; none where it is whole."""
+    """The placeholders of a tower that was left out; none in a whole model."""
     return [module for module in model.modules() if isinstance(module, AbsentTower)]

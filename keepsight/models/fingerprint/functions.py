@@ -70,7 +70,7 @@ def layers(function: object) -> Iterator[FunctionType]:
 
 
 def in_place(function: object, kind: type, name: str) -> bool:
-    """Whether a function stands in the class where its library wrote it down."""
+    """Whether a function is in the class in which its library defined it."""
     wrapped = list(layers(function))
     if not wrapped:
         return not isinstance(function, FunctionType)

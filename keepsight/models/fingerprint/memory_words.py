@@ -215,7 +215,7 @@ def _layout() -> _TensorLayout | None:
 
 
 def _find_layout() -> _TensorLayout:
-    """Looked for in tensors whose parts are known."""
+    """Find the layout by tensors whose parts are known."""
 
     def made() -> torch.Tensor:
         return torch.empty(90_000, dtype=torch.int8).as_strided((37, 41), (43, 2003), 1237)

@@ -319,7 +319,7 @@ def _is_followed(function: FunctionType) -> bool:
 
 
 def _is_described(value: object) -> bool:
-    """Whether what stands in a module may be called, or read as a constant."""
+    """Whether a value in a module may be called, or read as a constant."""
     if callable(value) or isinstance(value, (*BY_NAME, *_CONSTANTS)):
         return True
     return not functions.is_library_type(type(value))

@@ -192,7 +192,7 @@ class Watch:
         return found
 
     def unchanged(self) -> bool:
-        """Whether nothing changed, by comparing all: for who just collected it."""
+        """Whether nothing changed, by comparing everything; used right after collecting."""
         homes = not any(home.changed() for home in self._all_homes)
         return homes and all(stamp.holds(t) for t, stamp, _ in self._all_tensors)
 
@@ -269,7 +269,7 @@ def _inside(cell: CellType) -> list[object]:
 
 
 def _asked(found: memory_words.Words | None, count: int) -> Iterable[int]:
-    """Which are to be compared: those whose words moved, or all."""
+    """Those to compare: the ones whose words changed, or all."""
     return range(count) if found is None else found.moved()
 
 
