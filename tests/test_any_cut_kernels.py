@@ -15,9 +15,10 @@ from test_any_cut import ids_of, logits_of, wrapped
 from torch.nn import functional
 
 import keepsight as ks
-from keepsight.core.kernels import linear
+from keepsight.core.kernels import attention, linear
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Linears, rows_of
+from keepsight.core.lane_layer import LaneLayer
 
 plain = linear._plain
 SHAPE = (64, 64, torch.float32, False, False)
@@ -159,3 +160,36 @@ def test_functions_that_are_made_of_others_are_taken_apart(name: str, monkeypatc
     with ks.wrap(model, processor) as vlm:
         engine = vlm.stats()["engine"]
         assert not engine["any_cut"] and "company" in engine["boundaries_because"]
+
+
+def test_values_that_changed_on_their_way_from_the_lane_are_those_that_count() -> None:
+    """Differential attention asks twice over one layer's keys, for halves of its values."""
+    query, keys, values = torch.randn(3, 1, 4, 5, 16)
+    layer, attend = LaneLayer(), attention.Attention(attention.QueryRows(), [])
+    layer.append(keys, values)
+    attend.note(layer.keys, layer.values, [layer])
+    for other in (values, values.flip(1)):
+        held = layer.values if other is values else other
+        wanted = functional.scaled_dot_product_attention(query, keys, other, is_causal=True)
+        found = attend(query, layer.keys, held, None, True, None)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.tries_anew
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_computes_something_else_than_the_model_means_boundaries(
+    dtype: torch.dtype, monkeypatch: Any
+) -> None:
+    """However equal its bits are: attention that forgets one of its arguments, say."""
+    attend = attention._plain
+    monkeypatch.setattr(
+        attention,
+        "_plain",
+        lambda query, key, value, attn_mask, scale: attend(query, key, value, attn_mask),
+    )
+    model, processor = copy.deepcopy(build("qwen3_vl", dtype)[0]), build("qwen3_vl", dtype)[1]
+    for layer in model.get_decoder().layers:
+        layer.self_attn.scaling = 0.9
+    with ks.wrap(model, processor) as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"] and "something else" in engine["boundaries_because"]

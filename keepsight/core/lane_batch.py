@@ -37,7 +37,7 @@ class _Rows(LaneLayer):
             layer.append(key_states[row : row + 1], value_states[row : row + 1])
         attention = attention_here()
         if attention is not None:
-            attention.note(key_states, self._layers)
+            attention.note(key_states, value_states, self._layers)
         return key_states, value_states
 
     def get_seq_length(self, *more: object, **options: object) -> int:

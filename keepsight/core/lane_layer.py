@@ -40,7 +40,7 @@ class LaneLayer(DynamicLayer):
         self.append(key_states, value_states)
         attention = attention_here()
         if attention is not None:
-            attention.note(self.keys, [self])
+            attention.note(self.keys, self.values, [self])
             return self.keys, self.values
         if start == 0:
             # The first chunk gets what stock gives it: its own contiguous tensors.

@@ -263,7 +263,7 @@ class _Layer(LaneLayer):
                 self._given[what, row, self.index].index_copy_(2, places, states[row : row + 1])
         here = attention_here()
         if here is not None:
-            here.note(key_states, [self])
+            here.note(key_states, value_states, [self])
         return key_states, value_states
 
     def get_seq_length(self, *more: object, **options: object) -> int:
@@ -314,12 +314,12 @@ class _Attending:
     ) -> None:
         self._given, self._count, self._sights = given, rows, sights
         self._query_rows = query_rows
-        self._noted: dict[int, tuple[torch.Tensor, _Layer]] = {}
+        self._noted: dict[int, tuple[torch.Tensor, torch.Tensor, _Layer]] = {}
 
-    def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
-        """Say of which layer these keys are."""
+    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
+        """Say of which layer these are."""
         if isinstance(layers[0], _Layer):
-            self._noted[id(keys)] = keys, layers[0]
+            self._noted[id(keys)] = keys, values, layers[0]
 
     def __call__(
         self,
@@ -330,9 +330,10 @@ class _Attending:
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        if id(key) not in self._noted or (mask is not None and mask.shape[1:2] != (1,)):
+        noted = self._noted.get(id(key))
+        if noted is None or noted[1] is not value or (mask is not None and mask.shape[1] != 1):
             raise CannotRecord("attention is asked for over other keys, or with a mask by head")
-        layer = self._noted[id(key)][1]
+        layer = noted[2]
         rows = [self._row(query[row : row + 1], row, layer, scale) for row in range(self._count)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 

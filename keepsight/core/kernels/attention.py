@@ -61,10 +61,11 @@ class Room(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _NotedKeys:
-    """What a layer gave out: by these keys, a call of attention is known to be over its room, also
-    where a later layer has no keys of its own and asks for those (Gemma 4)."""
+    """What a layer gave out: by these keys and values, a call of attention is known to be over its
+    room, also where a later layer has none of its own and asks for those (Gemma 4)."""
 
     keys: torch.Tensor
+    values: torch.Tensor
     layers: Sequence[Room]
 
 
@@ -101,8 +102,8 @@ def plain(
 class Attending(Protocol):
     """What computes attention in a pass of ours."""
 
-    def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
-        """Say in which rooms the keys lie that attention is asked for next."""
+    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
+        """Say in which rooms these lie, over which attention is asked for next."""
 
     def __call__(
         self,
@@ -141,9 +142,9 @@ class Attention:
         self._held: dict[int, _NotedKeys] = {}
         self._masks: dict[tuple[object, ...], _Mask] = {}
 
-    def note(self, keys: torch.Tensor, layers: Sequence[Room]) -> None:
-        """Say in which rooms the keys lie that attention is asked for next."""
-        self._held[id(keys)] = _NotedKeys(keys, layers)
+    def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
+        """Say in which rooms these lie, over which attention is asked for next."""
+        self._held[id(keys)] = _NotedKeys(keys, values, layers)
 
     def __call__(
         self,
@@ -179,7 +180,7 @@ class Attention:
         """Keys and values of each sequence in whole blocks, how many of them there are, and of
         several sequences the first that each sees."""
         held, found = self._held.get(id(key)), []
-        if held is not None:
+        if held is not None and held.values is value:
             several = len(held.layers) > 1
             for layer in held.layers:
                 if layer.room_k is not None and layer.room_v is not None:
