@@ -72,6 +72,9 @@ class Turn:
                 yield token  # 6 handed out before the next one is computed
             self.keep_decoded()  # 7 the answer is prefilled with the next turn, or kept as decoded
             self.finish()
+        except GeneratorExit:  # the answer is kept as far as it came
+            self._lock.put_off(partial(self.keep_decoded, self._run))
+            raise
         finally:
             self.let_go()
 
@@ -318,18 +321,20 @@ class Turn:
             self._first = time.perf_counter()
             self.milliseconds["first_token"] = 1e3 * (self._first - self._started)
 
-    def keep_decoded(self) -> None:
-        """Remember the answer as it was decoded, where that is exact or need not be."""
-        if not (self._loose or self.rule.any_cut) or self._run is None:
+    def keep_decoded(self, run: Run | None = None) -> None:
+        """Remember the answer as it was decoded, where that is exact or need not be; of a run that
+        was let go of, nobody had the model since."""
+        run = run or self._run
+        if not (self._loose or self.rule.any_cut) or run is None:
             return
         with self._lock:
             if self.out_of_date():  # some of it was decoded by other weights
                 return
-            self._run.settle()
-            length = max(0, self._run.lane.length - len(self.prompt))
+            run.settle()
+            length = max(0, run.lane.length - len(self.prompt))
             ids = np.concatenate([self.prompt.ids, self.generated[:length]]).astype(np.int64)
             whole = Prompt(ids, self.prompt.media, self.prompt.ranges)
-            self._runtime.engine.keep_decoded(self._run, whole, self.generated)
+            self._runtime.engine.keep_decoded(run, whole, self.generated)
 
     def finish(self) -> None:
         """Let go of lane and path; safe to call at any time, and twice."""

@@ -35,6 +35,7 @@ class FairLock:
     def __init__(self, what: str = "the model") -> None:
         self._what = what
         self._notes: deque[Callable[[], object]] = deque()
+        self._put_off: deque[Callable[[], object]] = deque()  # for who takes the lock by itself
         self._failed: deque[BaseException] = deque()  # of notes; raised by the next call
         self.unusable = False  # in a forked process, while another thread had the lock
         self._guard = threading.Lock()
@@ -65,6 +66,7 @@ class FairLock:
         if turn is not None and not self._wait(turn, timeout):
             return False
         self._do_notes()
+        self._do_notes(self._put_off)
         while self._failed:
             logger.error("not all could be let go of", exc_info=self._failed.popleft())
         return True
@@ -90,6 +92,11 @@ class FairLock:
         """
         self._notes.append(note)
         self._look_again()
+
+    def put_off(self, note: Callable[[], object]) -> None:
+        """The same of what may take other locks, under one of which the collector may have come:
+        who asks for this lock next does it first."""
+        self._put_off.append(note)
 
     # -- whose turn it is ------------------------------------------------------------------------
 
@@ -150,10 +157,11 @@ class FairLock:
 
     # -- notes -----------------------------------------------------------------------------------
 
-    def _do_notes(self) -> None:
-        while self._notes:
+    def _do_notes(self, put_off: deque[Callable[[], object]] | None = None) -> None:
+        notes = self._notes if put_off is None else put_off
+        while notes:
             try:
-                self._notes.popleft()()
+                notes.popleft()()
             except Exception as error:  # somebody else's, and no reason to keep the lock from this
                 self._failed.append(error)
 
@@ -194,6 +202,7 @@ class FairLock:
         else:
             self._owner, self._depth, self.unusable = None, 0, True
             self._notes.clear()
+            self._put_off.clear()
 
     def __enter__(self) -> FairLock:
         self.acquire()
