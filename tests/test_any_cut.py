@@ -286,6 +286,27 @@ def test_a_restart_goes_on_from_the_store(tmp_path: Path) -> None:
         vlm.runtime.check()
 
 
+def test_another_machine_goes_on_from_any_token_at_an_address(tmp_path: Path) -> None:
+    """There is no catalogue: small objects say what depends on what."""
+    store = f"file://{tmp_path}"
+    with wrapped("qwen3_vl", store=store) as vlm:
+        options = {"max_new_tokens": 20, "min_new_tokens": 20, **GREEDY}
+        options["suppress_tokens"] = sorted(vlm.runtime.family.placeholders.values())
+        talk = vlm.generate(input_ids=ids_of(vlm, 60), **options)
+        talk = vlm.generate(input_ids=torch.cat([talk, ids_of(vlm, 30, 1)], dim=1), **options)
+        assert isinstance(talk, torch.Tensor)
+        vlm.flush()
+    for shared in (33, 77, 100, 115):  # in the prompts, in the answers
+        with wrapped("qwen3_vl", store=store) as vlm, wrapped("qwen3_vl") as other:
+            prompt = torch.cat([talk[:, :shared], ids_of(vlm, 7, shared)], dim=1)
+            assert torch.equal(logits_of(vlm, prompt), logits_of(other, prompt))
+            assert rows(vlm) == 7
+    assert list((tmp_path / "upon").rglob("*-*"))
+    with wrapped("qwen3_vl", store=store) as vlm:
+        vlm.clear(store=True)
+    assert not [path for path in tmp_path.rglob("*-*") if path.is_file()]
+
+
 @pytest.mark.parametrize("piece", [7, 40])
 def test_pictures_whose_tokens_see_each_other_are_never_cut(piece: int) -> None:
     """Neither by pieces of a prefill, nor where two prompts part inside the same picture."""
@@ -560,6 +581,24 @@ def test_a_cancelled_answer_keeps_what_stands() -> None:
         ticket.done.wait(30)
         again = vlm.chat(messages, max_new_tokens=1)
         assert again.usage.cached_tokens == again.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_a_stream_that_ends_early_keeps_what_stands(stop: str | None) -> None:
+    """Closed by its caller, or at a string inside a word: the next turn has the same tokens."""
+    messages = [turn("Look at it. " * 8)]
+    with wrapped("qwen3_vl") as vlm, wrapped("qwen3_vl") as other:
+        options = {"max_new_tokens": 200, "min_new_tokens": 200, **GREEDY}
+        stream = vlm.stream(messages, **options, **({} if stop is None else {"stop": stop}))
+        found = [next(stream).token for _ in range(20)] if stop is None else [p.token for p in stream]
+        stream.close()
+        assert vlm.runtime.tree.held_bytes() == 0
+        answer = torch.tensor([[token for token in found if token is not None]])
+        prompt = torch.cat([vlm.inputs(messages)["input_ids"], answer, ids_of(vlm, 5)], dim=1)
+        before = rows(vlm)
+        assert torch.equal(logits_of(vlm, prompt), logits_of(other, prompt))
+        assert rows(vlm) - before == 6  # the last token of the answer, which nothing has read yet
+        vlm.runtime.check()
 
 
 def test_a_long_prompt_goes_in_pieces_between_the_steps_of_others() -> None:

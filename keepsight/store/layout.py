@@ -111,6 +111,32 @@ def parse(name: str) -> EntryName | None:
     return EntryName(tenant or "", kind, key)
 
 
+# -- what depends on what, at an address ------------------------------------------------------------
+
+UPON = "upon"  # a folder of empty objects, whose names say which snapshot depends on which
+_FIRST = "first"  # in the place of what those depend on that depend on nothing
+
+
+def signposts(kind: str, base: str | None, tenant: str = "") -> str:
+    """The folder with the names of all that depends on an entry of its own kind."""
+    return f"{tenant_prefix(tenant)}{UPON}/{kind}/{base[:2] if base else _FIRST}"
+
+
+def signpost(kind: str, key: str, about: About, tenant: str = "") -> str | None:
+    """The empty object that says on what an entry depends; None for one that needs none."""
+    base = about.depends_on
+    if kind != "snapshot" or (base is not None and base[0] != kind):
+        return None
+    upon = None if base is None else base[1]
+    return f"{signposts(kind, upon, tenant)}/{upon or _FIRST}-{key}"
+
+
+def signed(name: str, base: str | None) -> str | None:
+    """The key that such a name says to depend on an entry; None where it says something else."""
+    upon, _, key = name.rpartition("/")[2].partition("-")
+    return key if upon == (base or _FIRST) and _KEY.fullmatch(key) else None
+
+
 # -- the metadata of a file -----------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import Record
 from keepsight.store import entryfile, layout
 from keepsight.store.address import Address, RemoteObject
-from keepsight.store.contract import Entry, Name
+from keepsight.store.contract import Below, Entry, Name
 from keepsight.system.lock import Mutex
 
 _HEAD = 64 << 10  # bytes of a file in which its record mostly ends
@@ -40,6 +40,12 @@ def head(link: Address, name: str, kind: str, key: str) -> EntryHeader:
     where = f"{link.shown}/{name}"
     if kind in layout.NOTES:
         return EntryHeader(note_in(kind, key, link.read(name), where)[1])
+    return EntryHeader(metadata_in(kind, key, record_at(link, name, kind, key)))
+
+
+def record_at(link: Address, name: str, kind: str, key: str) -> Record:
+    """The record of an entry; its tensors are neither read nor checked."""
+    where = f"{link.shown}/{name}"
     data = link.read(name, 0, _HEAD)
     size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter one is the whole object
     record = tensorfile.parse_record(data, size, where)
@@ -47,7 +53,7 @@ def head(link: Address, name: str, kind: str, key: str) -> EntryHeader:
         record = tensorfile.parse_record(link.read(name, 0, record), size, where)
     if isinstance(record, int) or record.get("entry") != key or record.get("kind") != kind:
         raise DamagedFile(f"{where}: it is not the entry that its name says")
-    return EntryHeader(metadata_in(kind, key, record))
+    return record
 
 
 def metadata_in(kind: str, key: str, record: Record) -> Record:
@@ -205,6 +211,26 @@ class Survey:
             expires=layout.expiry(known.metadata),
             tenant=self._tenant,
         )
+
+    # -- what depends on what ----------------------------------------------------------------------
+
+    def below(self, kind: str, base: str | None, count: int) -> Below:
+        """What depends directly on an entry, or on nothing: so many of the latest written."""
+        there = self._link.listed([layout.signposts(kind, base, self._tenant)])
+        signed = ((one.written, layout.signed(one.name, base)) for one in there)
+        keys = [key for _, key in sorted((at, key) for at, key in signed if key)[-count:]]
+        records = self._link.each(lambda key: self._record(kind, key), keys)
+        return {base: [(k, r) for k, r in zip(keys, records, strict=True) if r is not None]}
+
+    def _record(self, kind: str, key: str) -> Record | None:
+        name, since = self.path((kind, key)), self._seen.removals
+        try:
+            record = record_at(self._link, name, kind, key)
+        except (FileError, FileNotFoundError):
+            return None
+        metadata = metadata_in(kind, key, record)
+        self._seen.there(name, EntryHeader(metadata), since)
+        return None if layout.expired(metadata) else record
 
     # -- pins ------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from keepsight.errors import FileError, StoreError, WrongFormatVersion
 from keepsight.kinds import Options, Record
 from keepsight.store import claims, entryfile, layout, ranking
 from keepsight.store.address import Address, Breaker
-from keepsight.store.contract import NOTHING, About, Entry, Name, Tensors
+from keepsight.store.contract import NOTHING, About, Below, Entry, Name, Tensors
 from keepsight.store.counting import Counting, Kinds
 from keepsight.store.health import OK, UNREACHABLE
 from keepsight.store.listing import EntryHeader, RecentNames, head, tenants_at
@@ -126,6 +126,10 @@ class RemoteStore:
             return None
         return self._reader.asked(name, lambda: self._upkeep().entry((kind, key), known))
 
+    def below(self, kind: str, base: str | None, count: int) -> Below:
+        """What lies there and depends on an entry of its own kind, or on nothing."""
+        return self._reader.asked("", lambda: self._upkeep().below(kind, base, count)) or {}
+
     def tier(self, kind: str, key: str) -> str | None:
         """Where a read would find it: "remote", or None."""
         return "remote" if self.has(kind, key) else None
@@ -224,6 +228,8 @@ class RemoteStore:
             self._marked.append(True)
         was_over = job.tenant in self._swept or self._seen.old_head(job.name) is not None
         careful = "ttl" in job.metadata or was_over
+        if sign := layout.signpost(job.kind, job.key, job.about, job.tenant):
+            self._link.write(sign, [b"{}"], lambda: job.unwanted)
         claims.write(self._link, job.name, parts, lambda: job.unwanted, careful)
         if job.unwanted:
             return

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from keepsight.errors import FileError, StoreError, WrongFormatVersion
 from keepsight.formats import tensorfile
 from keepsight.store import entryfile, layout, ranking
 from keepsight.store.address import Address, RemoteObject
 from keepsight.store.claims import claim
-from keepsight.store.contract import Entry, Name
+from keepsight.store.contract import About, Entry, Name
 from keepsight.store.listing import RecentNames, Survey, whole_table
 from keepsight.store.listing import head as read_head
 from keepsight.store.priority import MOST_TENANTS
@@ -42,15 +43,18 @@ class Upkeep(Survey):
         """Remove these, layer by layer; the bytes freed."""
         freed = 0
         for layer in layers:
-            gone = self._link.each(self.remove_one, layer)
+            gone = self._link.each(lambda name: self.remove_one(name, table[name]), layer)
             freed += sum(table[n].nbytes for n, was in zip(layer, gone, strict=True) if was)
         return freed
 
-    def remove_one(self, name: Name) -> bool:
+    def remove_one(self, name: Name, entry: Entry) -> bool:
         """Remove an entry; False where it was gone already."""
         path = self.path(name)
         gone = self._link.remove(path)
         self._seen.removed(path)
+        sign = layout.signpost(*name, About(depends_on=entry.depends_on), self._tenant)
+        if sign is not None:
+            self._link.remove(sign)
         return gone
 
     def is_absent(self, name: Name) -> bool:
@@ -58,9 +62,11 @@ class Upkeep(Survey):
         return not self._link.exists(self.path(name))
 
     def clear_rest(self) -> None:
-        """Remove what is no entry: pins, and what killed writers left behind."""
-        for path in [self.pin_name(name) for name in self.pins()]:
-            self._link.remove(path)
+        """Remove what is no entry: pins, signposts, and what killed writers left behind."""
+        signs = self._link.listed(self._link.folders(f"{self._prefix}{layout.UPON}/snapshot"))
+        rest = [self.pin_name(name) for name in self.pins()] + [one.name for one in signs]
+        for _ in self._link.each(self._link.remove, rest):
+            pass
         self.sweep(0.0)
 
     def sweep(self, age: float) -> None:
@@ -84,7 +90,7 @@ class Upkeep(Survey):
         with claim(self._link, self.path(name)):
             # It may have been written again since it was listed.
             if entry.expires is None or self._still_over(name):
-                self.remove_one(name)
+                self.remove_one(name, entry)
 
     def _still_over(self, name: Name) -> bool:
         try:
@@ -156,7 +162,9 @@ def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None)
 
     def remove(name: Name) -> bool:
         entry = table[name]
-        return keepers[entry.tenant].remove_one((entry.kind, entry.key))
+        base = entry.depends_on and (entry.depends_on[0].rpartition("/")[2], entry.depends_on[1])
+        entry = replace(entry, depends_on=base)  # without its tenant, as it was spelled
+        return keepers[entry.tenant].remove_one((entry.kind, entry.key), entry)
 
     removed = sum(sum(link.each(remove, layer)) for layer in ranking.together(table, names))
     for keeper in keepers.values():
