@@ -8,8 +8,10 @@ import pty
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,46 @@ def test_a_hub_that_cannot_be_reached_is_said_within_two_seconds(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
         ks.load("somebody/some-model")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "words"),
+    [
+        (503, {}, "the Hub cannot be reached .http://127.0.0.1:.* answers with status 503."),
+        (404, {}, "the Hub cannot be reached .http://127.0.0.1:.* answers with status 404."),
+        (404, {"X-Error-Code": "RevisionNotFound"}, "no revision 'other' of it"),
+        (404, {"X-Error-Code": "RepoNotFound"}, "the Hub has no model 'somebody/some-model'"),
+    ],
+)
+def test_a_hub_that_answers_with_an_error_is_not_asked_again(
+    status: int, headers: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that speaks for a Hub out of reach gives any status; upstream asks for minutes."""
+    asked = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+
+        def log_message(self, *said: Any) -> None:
+            pass
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with HTTPServer(("127.0.0.1", 0), Answers) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{there.server_port}"
+        at = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", at)
+        monkeypatch.setattr(reachable, "PATIENCE", 20.0)
+        with pytest.raises(ModelError, match=words):
+            reachable.check_hub("somebody/some-model", "other")
+        there.shutdown()
+    assert len(asked) == 1
 
 
 def test_json_is_printed_on_a_terminal_only_when_asked_for(

@@ -12,7 +12,12 @@ import threading
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from keepsight.errors import ModelError, UnsupportedModel
 
@@ -50,10 +55,16 @@ def check_hub(path: str, revision: str | None) -> None:
             f"the Hub has no model {path!r}, or it is private: check the name, or log in with "
             "`hf auth login`"
         ) from error
-    if error is not None and not isinstance(error, HfHubHTTPError):  # which upstream explains
+    if isinstance(error, RevisionNotFoundError):
+        raise ModelError(f"the Hub has {path!r}, but no revision {revision!r} of it") from error
+    if error is not None and not isinstance(error, EntryNotFoundError):  # may be an adapter
+        what = type(error).__name__
+        if isinstance(error, HfHubHTTPError):  # a server in need, or a proxy that speaks for it
+            answered = error.response.status_code
+            what = f"{huggingface_hub.constants.ENDPOINT} answers with status {answered}"
         raise ModelError(
             f"{path!r} is not on this machine and the Hub cannot be reached "
-            f"({type(error).__name__}); name a folder, or load it once where there is a network"
+            f"({what}); name a folder, or load it once where there is a network"
         ) from error
 
 
