@@ -83,7 +83,14 @@ def test_folders_and_documents_are_several_pictures(folder: Path) -> None:
 
 def test_a_chat_takes_paths_edits_retries_and_removes(folder: Path) -> None:
     lines = ["/retry", "/edit 1 x", f"{folder}/a.png", "'two words/b.png'", "/images", "/images 2"]
-    lines += ["/images 7", "Describe the picture.", "/retry", "Where is the shape in the picture?"]
+    lines += ["/images 7", "/images remove 7", "/images remove"]
+    lines += [
+        "'two words/b.png'",
+        "/images remove 2",
+        "Describe the picture.",
+        "/retry",
+        "Where is the shape in the picture?",
+    ]
     lines += ["/edit 1 What color is the shape in the picture?", "/edit", "/images", "/imags"]
     lines += ["How many pictures are in 'two words/b.png'?"]
     with ks.load("demo") as vlm:
@@ -101,11 +108,13 @@ def test_a_chat_takes_paths_edits_retries_and_removes(folder: Path) -> None:
         "a.png: 9 tokens, waits for your next question",
         "b.png: 9 tokens, goes with this question",
         "error: /images 7: expected a picture from 1 to 1",
+        "error: /images remove: which? write /images N, or /images all",
         "error: /edit wants the new question",
         "no picture waits",
         "error: no command /imags; did you mean /images?",
     ):
         assert words in said
+    assert said.count("removed two words/b.png") == 2
     assert said.count(answer) == 2
     assert color in said.split("/edit 1 What")[1]
 

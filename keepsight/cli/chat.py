@@ -216,6 +216,11 @@ class Shell:
 
     def images(self, rest: str) -> None:
         """/images [N|all] the pictures that wait; with a number, or all: remove them"""
+        first, _, last = rest.partition(" ")
+        if first in ("remove", "rm", "delete"):  # what people type first
+            rest = last.strip()
+            if not rest:
+                raise InputError(f"/images {first}: which? write /images N, or /images all")
         if rest == "all":
             self.waiting = []
         elif rest:
