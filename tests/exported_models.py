@@ -6,7 +6,6 @@ Fewer layers than the models of other tests have: tracing is what takes the time
 from __future__ import annotations
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from model_parts import wake
-from models import ALL
+from models import ALL, saved
 
 import keepsight as ks
 from keepsight.export.graphs.making import export
@@ -58,16 +57,7 @@ def small(kind: str) -> tuple[Any, Any]:
 @functools.cache
 def folder(kind: str) -> Path:
     """A checkpoint of it on disk, with a processor that stock Transformers would load."""
-    model, processor = small(kind)
-    path = Path(_FOLDER.name) / kind
-    model.save_pretrained(path)
-    processor.tokenizer.save_pretrained(path)
-    processor.image_processor.save_pretrained(path)
-    (path / "chat_template.jinja").write_text(processor.chat_template)
-    parts = ("image_processor", "tokenizer", "video_processor")
-    own = {n: v for n, v in processor.to_dict().items() if n not in parts}
-    (path / "processor_config.json").write_text(json.dumps(own))
-    return path
+    return saved(*small(kind), Path(_FOLDER.name) / kind)
 
 
 @functools.cache

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from family_models import BUILDERS as _MORE
 from family_models import Builder
 from model_parts import MROPE, TEMPLATE, TEXT, TOKENS, picture, processor_of, tokenizer_with, wake
 
-__all__ = ["ALL", "TEMPLATE", "build", "folder_of", "picture", "stock_inputs", "turn"]
+__all__ = ["ALL", "TEMPLATE", "build", "folder_of", "picture", "saved", "stock_inputs", "turn"]
 
 
 @functools.cache
@@ -261,9 +262,16 @@ def turn(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
 
 def folder_of(kind: str, path: Path) -> Path:
     """A family's tiny checkpoint on disk, as a hub folder."""
-    model, processor = build(kind)
+    return saved(*build(kind), path)
+
+
+def saved(model: Any, processor: Any, path: Path) -> Path:
+    """A checkpoint on disk, with a processor that stock Transformers would load."""
     model.save_pretrained(path)
     processor.tokenizer.save_pretrained(path)
     processor.image_processor.save_pretrained(path)
     (path / "chat_template.jinja").write_text(processor.chat_template)
+    parts = ("image_processor", "tokenizer", "video_processor")
+    own = {n: v for n, v in processor.to_dict().items() if n not in parts}
+    (path / "processor_config.json").write_text(json.dumps(own))
     return path

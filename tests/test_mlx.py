@@ -16,8 +16,9 @@ from typing import Any
 import PIL.Image
 import pytest
 import torch
-from models import folder_of, picture, turn
-from transformers import AutoProcessor
+from model_parts import TEXT
+from models import ALL, built, folder_of, picture, saved, turn
+from transformers import AutoProcessor, InternVLConfig, Qwen3Config
 
 import keepsight as ks
 from keepsight.errors import InputError, MissingExtra, ModelError, UnsupportedInput
@@ -25,7 +26,8 @@ from keepsight.scheduler import Together
 
 HERE = all(importlib.util.find_spec(name) for name in ("mlx", "mlx_vlm"))
 in_mlx = pytest.mark.skipif(not HERE, reason="mlx-vlm is not installed (make test-mlx)")
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+KINDS = (*QWENS, "gemma3", "gemma3_sliding", "llava", "internvl")
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
 TALK = [
     [turn("What is it?", picture(1))],
@@ -34,9 +36,31 @@ TALK = [
 ]
 
 
+def _as_mlx_vlm_takes_it(kind: str) -> Any:
+    """The family's parts, with settings as trained checkpoints have them."""
+    model_class, config, processor = ALL[kind]()
+    if kind.startswith("gemma3"):  # tied, as all that are trained
+        config.tie_word_embeddings = config.text_config.tie_word_embeddings = True
+    if kind == "internvl":
+        config = InternVLConfig(
+            vision_config=config.vision_config,
+            text_config=Qwen3Config(**TEXT, head_dim=16),
+            image_token_id=config.image_token_id,
+            image_seq_length=config.image_seq_length,
+        )
+    return model_class, config, processor
+
+
+def _saved(kind: str, path: Path) -> Path:
+    model, processor = built(lambda: _as_mlx_vlm_takes_it(kind))
+    if kind.startswith("gemma3"):  # or each token answers itself
+        model.get_input_embeddings().weight.data.mul_(0.05)
+    return saved(model, processor, path)
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(request.param, tmp_path_factory.mktemp(request.param))
+    return _saved(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @in_mlx
@@ -83,21 +107,54 @@ def test_turns_edits_and_sequences_together(folder: Path) -> None:
 
 
 @in_mlx
+def test_answers_are_those_of_mlx_vlm_itself(folder: Path) -> None:
+    """As it answers when it computes everything afresh for each token."""
+    import mlx.core as mx
+    from mlx_vlm.utils import load_model
+
+    from keepsight.runtimes.mlx_library import as_mlx_reads_it, own_names
+
+    with ks.load(folder, runtime="mlx") as vlm:
+        kind = vlm.model.config.model_type
+        pictured = kind in ("llava", "internvl")  # what follows from a grid is mlx-vlm's own matter
+        messages = TALK[0] if pictured else TALK[2]
+        found, inputs = vlm.chat(messages, **GREEDY).tokens, vlm.inputs(messages)
+        pixels = None
+        if pictured:
+            found_pixels = vlm.processor.image_processor(picture(1), return_tensors="np")
+            pixels = mx.array(found_pixels["pixel_values"])
+    with as_mlx_reads_it(folder) as readable, own_names():
+        model: Any = load_model(readable)
+    wanted: list[int] = []
+    for _ in range(GREEDY["max_new_tokens"]):
+        ids = mx.array([[*inputs["input_ids"][0].tolist(), *wanted]])
+        model.language_model._position_ids = None  # those of the prompt before, which it keeps
+        embeds = model.get_input_embeddings(ids, pixels).inputs_embeds
+        logits = model.language_model(ids, inputs_embeds=embeds).logits[0, -1]
+        logits[2] = -mx.inf  # the answer is not to end
+        wanted.append(int(mx.argmax(logits)))
+    assert found == wanted
+
+
+@in_mlx
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_checkpoints_in_few_bits_answer_as_mlx_vlm_does(bits: int, tmp_path: Path) -> None:
+def test_checkpoints_in_few_bits_answer_as_mlx_vlm_does(
+    bits: int, kind: str, tmp_path: Path
+) -> None:
     import mlx.core as mx
     import mlx.nn
     from mlx.utils import tree_flatten
     from mlx_vlm.utils import load_model
 
-    plain = folder_of("qwen3_vl", tmp_path / "plain")
+    plain = _saved(kind, tmp_path / "plain")
     with ks.load(plain, runtime="mlx") as vlm:
         whole = vlm.chat(TALK[2], **GREEDY).tokens
     # As mlx_vlm.convert writes it: rope and tower by their old names, and what was quantised.
-    from keepsight.runtimes.mlx_library import as_mlx_reads_it
+    from keepsight.runtimes.mlx_library import as_mlx_reads_it, own_names
 
     folder = tmp_path / "few"
-    with as_mlx_reads_it(plain) as readable:
+    with as_mlx_reads_it(plain) as readable, own_names():
         shutil.copytree(readable, folder)
         model: Any = load_model(readable)
     mlx.nn.quantize(model.language_model, group_size=32, bits=bits)
@@ -129,9 +186,15 @@ def test_transformers_processors_stay_what_they_are(folder: Path) -> None:
 
 @in_mlx
 def test_what_does_not_run_in_mlx_is_refused_by_name(tmp_path: Path) -> None:
-    other = folder_of("gemma3", tmp_path / "gemma3")
-    with pytest.raises(UnsupportedInput, match="gemma3 do not run in MLX here; those of qwen2_vl"):
-        ks.load(other, runtime="mlx")
+    for kind, said in (
+        ("glm4v", "glm4v do not run in MLX here; those of qwen2_vl"),
+        ("sliding", "mlx-vlm does not give a sliding window"),
+        ("gemma3", "tie_word_embeddings is False, and mlx-vlm computes True"),
+        ("internvl", "text_config.model_type is 'qwen2', and mlx-vlm computes 'qwen3'"),
+    ):
+        other = folder_of(kind, tmp_path / kind)
+        with pytest.raises(UnsupportedInput, match=said):
+            ks.load(other, runtime="mlx")
     folder = folder_of("qwen3_vl", tmp_path / "qwen3_vl")
     for options, said in (
         ({"dtype": "float16"}, "mlx_vlm.convert"),

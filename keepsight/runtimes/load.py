@@ -5,7 +5,8 @@ states.py           the states that go in and out of a decoder
 modules.py          graphs in the places of tower, embedding, decoder and head
 weightless.py       Transformers' own model around them, without weights
 onnx.py, openvino.py  one graph in either runtime
-mlx.py              the parts of a model of mlx-vlm in the places of graphs; mlx_library.py loads it
+mlx.py              the parts of a model of mlx-vlm in the places of graphs; mlx_library.py loads
+                    it, mlx_types.py says how its models differ, mlx_states.py what layers remember
 imports.py          the libraries of both, imported without telemetry
 """
 

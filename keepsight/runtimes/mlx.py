@@ -8,13 +8,14 @@ and float16's, and are computed in the checkpoint's own dtype or its own 4 or 8 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -29,17 +30,31 @@ from keepsight.models.loading import files_digest
 from keepsight.runtimes.imports import Foreign
 from keepsight.runtimes.manifest import file_digest
 from keepsight.runtimes.mlx_library import Array, Mlx
+from keepsight.runtimes.mlx_states import FixedArrays, HeldArrays, PastArrays
+from keepsight.runtimes.mlx_types import TYPES, Features
 from keepsight.runtimes.modules import (
     DecoderStandIn,
     EmbeddingStandIn,
     HeadStandIn,
     PackedTowerStandIn,
+    WholeTowerStandIn,
 )
-from keepsight.runtimes.states import BIAS, PRESENT, deepstack, new_state, state, state_names
-from keepsight.runtimes.weightless import empty_model, refuse_what_takes_weights
+from keepsight.runtimes.states import (
+    BIAS,
+    PRESENT,
+    SLIDING_BIAS,
+    deepstack,
+    new_state,
+    state,
+    state_names,
+)
+from keepsight.runtimes.weightless import (
+    empty_model,
+    refuse_what_takes_weights,
+    replace_encoder,
+)
 
-# Model types whose parts in mlx-vlm are shown to give what Transformers' own give.
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+Masks = dict[str, Array]  # who sees whom, by the kind of a layer
 _NO_BOUND = 1 << 40  # of patches in a picture
 
 
@@ -56,13 +71,15 @@ def load_mlx(
     mlx = Mlx()
     model = empty_model(folder, "no configuration of a model")
     kind = model.config.model_type
-    if kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    if kind not in TYPES:
+        known = ", ".join(TYPES)
         raise UnsupportedInput(
             f"models of type {kind} do not run in MLX here; those of {known} do. Load it without "
             "runtime='mlx', or export it (docs/exporting.md)"
         )
+    TYPES[kind].refuse_other_settings(model.config)
     theirs = mlx.load(folder)
+    TYPES[kind].adjust(mlx, theirs, model.config)
     _put_in_place(model, theirs, mlx)
     model.exported = _InMlx(folder, mlx, theirs)
     model.eval()
@@ -105,15 +122,27 @@ class _InMlx:
 
 
 def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: Mlx) -> None:
-    language, decoder = theirs.language_model, model.get_decoder()
-    embedding, core = model.get_input_embeddings(), model.base_model
-    embedding.forward = EmbeddingStandIn(_Embedding(mlx, language), embedding.embedding_dim)
+    language, decoder, core = theirs.language_model, model.get_decoder(), model.base_model
+    embedding, shape = model.get_input_embeddings(), Shape.of(model)
+    kind = TYPES[model.config.model_type]
+    attentions = [getattr(layer, "self_attn", None) for layer in language.model.layers]
+    sliding = [getattr(attention, "is_sliding", False) for attention in attentions]
+    if sliding != [one == "sliding" for one in shape.kinds]:
+        raise UnsupportedInput(
+            "text_config: mlx-vlm does not give a sliding window to the layers that have one here; "
+            "load the checkpoint without runtime='mlx'"
+        )
+    scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
+    embedding.forward = EmbeddingStandIn(_Embedding(mlx, language, scale), embedding.embedding_dim)
     model.get_output_embeddings().forward = HeadStandIn(_Head(mlx, language))
-    indexes = getattr(core.visual.config, "deepstack_visual_indexes", None) or ()
-    shape = Shape.of(model)
-    session = _Decoder(mlx, language, shape.kinds, len(indexes))
+    vision = getattr(core, "visual", None)
+    levels = getattr(getattr(vision, "config", None), "deepstack_visual_indexes", None) or ()
+    session = _Decoder(mlx, language, shape.kinds, len(levels), kind.counts)
     decoder.forward = _MlxDecoder(session, decoder, shape, False, hasattr(core, "get_rope_index"))
-    core.visual.forward = _MlxTower(mlx, theirs.vision_tower, core.visual, TowerTensors(core))
+    if kind.features is None:
+        core.visual.forward = _MlxTower(mlx, theirs.vision_tower, vision, TowerTensors(core))
+    else:
+        replace_encoder(core, WholeTowerStandIn(_PictureTower(mlx, theirs, kind.features), model.config))
 
 
 # -- parts ---------------------------------------------------------------------------------------
@@ -144,9 +173,27 @@ class _Part:
 class _Embedding(_Part):
     inputs = frozenset({"input_ids"})
 
+    def __init__(self, mlx: Mlx, language: Foreign, scale: float) -> None:
+        super().__init__(mlx, language)
+        self._scale = mlx.core.array(scale).astype(self._dtype)  # Gemma's, rounded as upstream's
+
     def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
         ids = self._mlx.given(feeds["input_ids"])
-        return {"inputs_embeds": self._language.model.embed_tokens(ids)}
+        return {"inputs_embeds": self._language.model.embed_tokens(ids) * self._scale}
+
+
+class _PictureTower(_Part):
+    """Pictures of one size, each through the tower alone."""
+
+    inputs = frozenset({"pixel_values"})
+
+    def __init__(self, mlx: Mlx, theirs: Foreign, features: Features) -> None:
+        super().__init__(mlx, theirs.language_model)
+        self._theirs, self._features = theirs, features
+
+    def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
+        pixels = self._mlx.given(feeds["pixel_values"], self._dtype).transpose(0, 2, 3, 1)
+        return {"features": self._features(self._mlx, self._theirs, pixels)}
 
 
 class _Head(_Part):
@@ -154,23 +201,28 @@ class _Head(_Part):
 
     def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
         hidden, language = self._mlx.given(feeds["hidden"], self._dtype), self._language
-        tied = language.args.tie_word_embeddings
-        head = language.model.embed_tokens.as_linear if tied else language.lm_head
+        own = hasattr(language, "lm_head")
+        head = language.lm_head if own else language.model.embed_tokens.as_linear
         return {"logits": head(hidden)}
 
 
 class _Decoder(_Part):
-    def __init__(self, mlx: Mlx, language: Foreign, kinds: Sequence[str], levels: int) -> None:
+    def __init__(
+        self, mlx: Mlx, language: Foreign, kinds: Sequence[str], levels: int, counts: bool
+    ) -> None:
         super().__init__(mlx, language)
+        self._counts = counts
+        named = inspect.signature(type(language.model).__call__).parameters
+        self._embeds = "inputs_embeds" if "inputs_embeds" in named else "input_embeddings"
         self._levels = [deepstack(level) for level in range(levels)]
         self._kinds = kinds
         names = [state(name, n) for n, kind in enumerate(kinds) for name in state_names(kind)]
         self.inputs = frozenset(
-            {"inputs_embeds", "position_ids", BIAS, PRESENT, *self._levels, *names}
+            {"inputs_embeds", "position_ids", BIAS, SLIDING_BIAS, PRESENT, *self._levels, *names}
         )
         self._layers: Sequence[CacheLayer] = ()
-        self._past: list[_Past | _Fixed] = []
-        self._held: dict[int, _HeldArrays] = {}
+        self._past: list[PastArrays | FixedArrays] = []
+        self._held: dict[int, HeldArrays] = {}
 
     def begin(self, layers: Sequence[CacheLayer]) -> None:
         """Say whose states come."""
@@ -179,42 +231,61 @@ class _Decoder(_Part):
     def end(self, layers: Sequence[CacheLayer]) -> None:
         """The layers hold the new states too: the next pass over them reads no copy of these."""
         self._held = {
-            number: _HeldArrays(layer, layer.changes, *past.whole)
+            number: HeldArrays(layer, layer.changes, *past.whole)
             for number, (layer, past) in enumerate(zip(layers, self._past, strict=True))
-            if isinstance(layer, LaneLayer) and isinstance(past, _Past)
+            if isinstance(layer, LaneLayer)
+            and not layer.is_sliding
+            and isinstance(past, PastArrays)
         }
         self._layers, self._past = (), []
 
-    def _before(self, number: int, feeds: dict[str, Tensor], mask: Array) -> _Past | _Fixed:
+    def _before(
+        self, number: int, feeds: dict[str, Tensor], masks: Masks
+    ) -> PastArrays | FixedArrays:
         """The states of a layer before a pass."""
         mlx, kind = self._mlx, self._kinds[number]
         held = self._held.get(number)
         if held is not None and number < len(self._layers) and held.is_of(self._layers[number]):
-            return _Past(mlx, held.keys, held.values, mask)
-        given = [feeds[state(name, number)] for name in state_names(kind)]
-        if kind == "linear":
-            return _Fixed(mlx, given[0], given[1], feeds[PRESENT], self._dtype)
-        keys, values = (mlx.given(tensor, self._dtype) for tensor in given)
-        return _Past(mlx, keys, values, mask)
+            past = PastArrays(mlx, held.keys, held.values, masks[kind])
+        else:
+            given = [feeds[state(name, number)] for name in state_names(kind)]
+            if kind == "linear":
+                return FixedArrays(mlx, given[0], given[1], feeds[PRESENT], self._dtype)
+            keys, values = (mlx.given(tensor, self._dtype) for tensor in given)
+            past = PastArrays(mlx, keys, values, masks[kind])
+        if self._counts:
+            past.offset = self._first_positions(feeds)
+        return past
+
+    def _first_positions(self, feeds: dict[str, Tensor]) -> int | Array:
+        """Where each row begins: these models count on from there by themselves."""
+        positions, bias = feeds["position_ids"], feeds[BIAS]
+        tokens = positions.shape[1]
+        first = positions[:, -1] - tokens + 1
+        itself = bias[:, 0].diagonal(bias.shape[-1] - tokens, 1, 2)  # padding does not see itself
+        if ((positions != first[:, None] + torch.arange(tokens)) & (itself == 0)).any():
+            raise UnsupportedInput("position_ids: mlx-vlm counts positions of this model up by one")
+        same = int(first[0])
+        return same if bool((first == same).all()) else self._mlx.given(first)
 
     def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
         mlx, dtype = self._mlx, self._dtype
-        mask = mlx.given(feeds[BIAS], dtype)
-        self._past = [self._before(n, feeds, mask) for n in range(len(self._kinds))]
-        options: dict[str, object] = {}
-        if self._levels and any(bool(feeds[name].any()) for name in self._levels):
-            # A row for each token: zeros where there is no picture.
-            dense = [mlx.given(feeds[name], dtype) for name in self._levels]
-            options["deepstack_visual_embeds"] = [one.reshape(-1, one.shape[-1]) for one in dense]
-            options["visual_pos_masks"] = np.ones(feeds["inputs_embeds"].shape[:2], dtype=bool)
-        hidden = self._language.model(
-            None,
-            inputs_embeds=mlx.given(feeds["inputs_embeds"], dtype),
-            mask=mask,
-            cache=[getattr(one, "cache", one) for one in self._past],
-            position_ids=mlx.given(feeds["position_ids"][-3:]),  # without those of text alone
-            **options,
-        )
+        named = {"full": BIAS, "sliding": SLIDING_BIAS}
+        masks = {k: mlx.given(feeds[name], dtype) for k, name in named.items() if name in feeds}
+        self._past = [self._before(n, feeds, masks) for n in range(len(self._kinds))]
+        embeds = mlx.given(feeds["inputs_embeds"], dtype)
+        cache = [getattr(one, "cache", one) for one in self._past]
+        if self._counts:  # embeddings have two names, and stand behind the ids or the cache
+            hidden = self._language.model(None, **{self._embeds: embeds}, cache=cache)
+        else:
+            hidden = self._language.model(
+                None,
+                inputs_embeds=embeds,
+                mask=masks["full"],
+                cache=cache,
+                position_ids=mlx.given(feeds["position_ids"][-3:]),  # without those of text alone
+                **self._deepstack(feeds),
+            )
         found = {"hidden": hidden}
         for number, one in enumerate(self._past):
             names = [new_state(name, number) for name in state_names(self._kinds[number])]
@@ -222,19 +293,15 @@ class _Decoder(_Part):
         mlx.core.eval(list(found.values()))
         return found
 
-
-@dataclass(frozen=True)
-class _HeldArrays:
-    """Keys and values of a layer as MLX has them, as long as the layer does not change."""
-
-    layer: LaneLayer
-    changes: int
-    keys: Array
-    values: Array
-
-    def is_of(self, layer: CacheLayer) -> bool:
-        """Whether these are the current states of a layer."""
-        return layer is self.layer and self.layer.changes == self.changes
+    def _deepstack(self, feeds: dict[str, Tensor]) -> dict[str, object]:
+        """A row for each token: zeros where there is no picture."""
+        if not any(bool(feeds[name].any()) for name in self._levels):
+            return {}
+        dense = [self._mlx.given(feeds[name], self._dtype) for name in self._levels]
+        return {
+            "deepstack_visual_embeds": [one.reshape(-1, one.shape[-1]) for one in dense],
+            "visual_pos_masks": np.ones(feeds["inputs_embeds"].shape[:2], dtype=bool),
+        }
 
 
 class _MlxDecoder(DecoderStandIn):
@@ -246,57 +313,6 @@ class _MlxDecoder(DecoderStandIn):
         output = super().__call__(*more, **options)  # type: ignore[arg-type]
         session.end(output.past_key_values.layers)
         return output
-
-
-class _Past:
-    """Keys and values of a layer before a pass; the pass adds its own."""
-
-    def __init__(self, mlx: Mlx, keys: Array, values: Array, mask: Array) -> None:
-        self._mlx, self._keys, self._values, self._mask = mlx, keys, values, mask
-        self.offset = keys.shape[2]
-        self._rows = self.whole = (keys, values)
-
-    def update_and_fetch(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """All keys and values, with those of the pass behind."""
-        self._rows = self.whole = (keys, values)
-        if self.offset:
-            both = [self._keys, keys], [self._values, values]
-            before, after = (self._mlx.core.concatenate(parts, axis=2) for parts in both)
-            self.whole = (before, after)
-        return self.whole
-
-    def make_mask(self, count: int, *more: object, **options: object) -> Array:
-        """Who sees whom, as the engine says."""
-        return self._mask
-
-    def after(self) -> tuple[Array, Array]:
-        """The rows that the pass added."""
-        return self._rows
-
-
-class _Fixed:
-    """The states of fixed size of a layer: Transformers lays the last inputs of a convolution in
-    columns, with one more than is read, and a delta rule's state the other way round."""
-
-    def __init__(
-        self, mlx: Mlx, conv: Tensor, recurrent: Tensor, present: Tensor, dtype: object
-    ) -> None:
-        self._mlx, self._present = mlx, present
-        self.cache = mlx.arrays_cache(2)
-        self.cache.make_mask = self.make_mask
-        self.cache[0] = mlx.given(conv[..., 1:].transpose(1, 2), dtype)
-        self.cache[1] = mlx.given(recurrent.transpose(-1, -2))
-
-    def make_mask(self, count: int) -> Array | None:
-        """Which tokens are no padding; None where all are."""
-        whole = bool(self._present.all())
-        return None if whole else self._mlx.given(self._present > 0)
-
-    def after(self) -> tuple[Array, Array]:
-        """The states behind the pass."""
-        conv, recurrent = self.cache[0], self.cache[1]
-        columns = self._mlx.core.pad(conv.swapaxes(1, 2), [(0, 0), (0, 0), (1, 0)])
-        return columns, recurrent.swapaxes(-1, -2)
 
 
 class _MlxTower(PackedTowerStandIn):

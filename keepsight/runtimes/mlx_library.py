@@ -34,6 +34,8 @@ class Mlx:
     def __init__(self) -> None:
         self.core = _imported("mlx.core")
         self.utils = _imported("mlx_vlm.utils")
+        self.nn = _imported("mlx.nn")
+        self.pixel_shuffle = _imported("mlx_vlm.models.base").pixel_shuffle
         self.arrays_cache = _imported("mlx_vlm.models.cache").ArraysCache
         self.alone = threading.Lock()
         versions = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-vlm")}
@@ -43,7 +45,7 @@ class Mlx:
     def load(self, folder: Path) -> Foreign:
         """The model of mlx-vlm."""
         try:
-            with as_mlx_reads_it(folder) as readable, _own_processors():
+            with as_mlx_reads_it(folder) as readable, _own_processors(), own_names():
                 return cast(Foreign, self.utils.load_model(readable))
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise ModelError(f"mlx-vlm cannot load {folder}: {error}") from error
@@ -70,9 +72,22 @@ def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
     if not isinstance(rope, dict) or "rope_theta" in text:
         yield folder
         return
-    vision["model_type"] = config["model_type"]
+    if config["model_type"].startswith("qwen"):
+        vision["model_type"] = config["model_type"]
+    for name, once in (("num_local_experts", "num_experts"), ("mm_tokens_per_image",) * 2):
+        if name in config or name in text:
+            text.setdefault(once, text.get(name, config.get(name)))
+    if "tie_word_embeddings" in config:  # where it stands since version 5
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    kinds = text.get("layer_types") or []
+    if "full_attention" in rope:  # each kind of layer has its own
+        text["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        text["rope_global_base_freq"] = rope["full_attention"]["rope_theta"]
+        text["sliding_window_pattern"] = (*kinds, "full_attention").index("full_attention") + 1
+        rope = rope["full_attention"]
     text["rope_theta"] = rope.get("rope_theta", 10000.0)
-    text["rope_scaling"] = {"type": rope.get("rope_type", "default"), **rope}
+    if set(rope) - {"rope_theta", "rope_type"}:
+        text["rope_scaling"] = {"type": rope.get("rope_type", "default"), **rope}
     config = {**text, **config}  # where the language model's settings once were
     with TemporaryDirectory(prefix="keepsight-mlx-") as made:
         for file in folder.iterdir():
@@ -80,6 +95,47 @@ def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
                 (Path(made) / file.name).symlink_to(file.resolve())
         (Path(made) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         yield Path(made)
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Weights that Transformers named since version 5 get the names and the order that mlx-vlm
+    looks for, before it makes them its own."""
+    utils = vars(_imported("mlx_vlm.utils"))
+    before = utils["sanitize_weights"]
+
+    def renamed(model: Foreign, weights: dict[str, Array], config: object = None) -> object:
+        if config is None:  # the whole model's: its parts come after it
+            weights = _as_mlx_names_them(weights, model)
+        return before(model, weights, config)
+
+    utils["sanitize_weights"] = renamed
+    try:
+        yield
+    finally:
+        utils["sanitize_weights"] = before
+
+
+def _as_mlx_names_them(weights: dict[str, Array], model: Foreign) -> dict[str, Array]:
+    inner = hasattr(getattr(model, "vision_tower", None), "vision_model")
+    found = {}
+    for name, array in weights.items():
+        part, _, rest = name.partition("vision_tower.")
+        if inner and not part and rest and not rest.startswith("vision_model."):
+            name = f"vision_tower.vision_model.{rest}"
+        found[name] = array
+    if model.config.model_type == "qwen3_vl_moe":
+        _put_inputs_first(found)
+    return found
+
+
+def _put_inputs_first(weights: dict[str, Array]) -> None:
+    """Experts as they are on the hub: Transformers computes, and may save, with outputs first."""
+    for name in [name for name in weights if name.endswith(".experts.down_proj")]:
+        other = name.replace("down_proj", "gate_up_proj")
+        down, both = weights[name], weights[other]
+        if both.shape[1:] == (2 * down.shape[2], down.shape[1]):
+            weights[name], weights[other] = down.swapaxes(1, 2), both.swapaxes(1, 2)
 
 
 @contextmanager

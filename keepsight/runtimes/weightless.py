@@ -145,7 +145,7 @@ def _fill(model: PreTrainedModel, manifest: Manifest, sessions: dict[str, GraphS
         sessions["decoder"], decoder, shape, manifest.appends, hasattr(core, "get_rope_index")
     )
     if manifest.most_patches is None:
-        _replace_encoder(core, WholeTowerStandIn(sessions["tower"], model.config))
+        replace_encoder(core, WholeTowerStandIn(sessions["tower"], model.config))
         return
     tensors = TowerTensors(core)
     core.visual.forward = PackedTowerStandIn(
@@ -153,7 +153,7 @@ def _fill(model: PreTrainedModel, manifest: Manifest, sessions: dict[str, GraphS
     )
 
 
-def _replace_encoder(core: PreTrainedModel, stand_in: WholeTowerStandIn) -> None:
+def replace_encoder(core: PreTrainedModel, stand_in: WholeTowerStandIn) -> None:
     """In place of the whole way from pixels to features; its signature tells what it takes."""
     import inspect
 
