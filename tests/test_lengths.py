@@ -112,7 +112,7 @@ def test_a_short_text_does_not_wait_for_a_long_one(vlm: Any) -> None:
                 reception.render(user("x y " * 20_000), [], _call())
             ended.set()
 
-        with reception._long:
+        with reception._long.like(vlm.runtime.renderer):
             thread = threading.Thread(target=long)
             thread.start()
             assert together.submit(user("Hello!"), max_new_tokens=1).result().tokens

@@ -237,11 +237,12 @@ def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
     return low
 
 
-def _state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
-    """All that decides which ids a text gets, as far as it can be changed on a live tokenizer."""
+def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+    """All that decides which ids a text gets, as far as it can be changed on a live tokenizer, but
+    for what is changed while it encodes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return ()
+        return (tokenizer,)
     model = backend.model
     parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor)
     names = ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
@@ -249,5 +250,11 @@ def _state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
         *(type(tokenizer), backend, type(model), *map(repr, parts)),
         *(getattr(model, name, None) for name in names),
         *(backend.get_added_tokens_decoder(), backend.get_vocab_size(with_added_tokens=False)),
-        *(backend.encode_special_tokens, getattr(tokenizer, "split_special_tokens", None)),
     )
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    literal = getattr(backend, "encode_special_tokens", None)
+    split = getattr(tokenizer, "split_special_tokens", None)
+    return (*tokenizer_state(tokenizer), literal, split)

@@ -15,6 +15,7 @@ import numpy as np
 
 from keepsight.core.control_tokens import Rendered
 from keepsight.core.conversations import TenantPrompts, read_anew
+from keepsight.core.encodings import tokenizer_state
 from keepsight.core.lengths import Lengths, characters
 from keepsight.core.template import ChatTemplate
 from keepsight.errors import (
@@ -37,7 +38,7 @@ class Renderer:
     def __init__(
         self, family: Family, processor: Processor, chat_template: str | None = None
     ) -> None:
-        self._family, self._processor = family, processor
+        self._family, self._processor, self._given = family, processor, chat_template
         self.tokenizer = processor.tokenizer
         self.template = _template_of(processor, chat_template)
         to_token = self.tokenizer.convert_ids_to_tokens
@@ -52,6 +53,23 @@ class Renderer:
         self._written = re.compile("|".join(words))
         self._bos = self._implicit_bos()
         self.lengths = Lengths(family.model, self.tokenizer)
+        self._state = self._look()
+
+    def current(self) -> Renderer:
+        """This one, as long as the tokenizer and the template are what they were when it was made;
+        else one that knows them as they are."""
+        if self._look() == self._state:
+            return self
+        return Renderer(self._family, self._processor, self._given)
+
+    def _look(self) -> tuple[object, ...]:
+        """All that was read off the processor, which may be changed at any time."""
+        tokenizer = self._processor.tokenizer
+        words = [getattr(self._processor, f"{kind}_token", None) for kind in self._placeholders]
+        applies = vars(tokenizer).get("apply_chat_template")
+        said = (_template_of(self._processor, self._given), applies, words)
+        media, special = dict(self._family.placeholders), tokenizer.special_tokens_map
+        return (tokenizer, *said, media, special, *tokenizer_state(tokenizer))
 
     def _word(self, kind: str) -> str:
         word = getattr(self._processor, f"{kind}_token", None)

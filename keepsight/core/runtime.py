@@ -36,6 +36,7 @@ from keepsight.media.naming import Namer
 from keepsight.models.compiled import Compiled
 from keepsight.models.environment import backend_version, environment_of
 from keepsight.models.families import Family
+from keepsight.models.fingerprint.processors import ProcessorCode
 from keepsight.models.quantised import Quantised, named_weights
 from keepsight.models.weights import Weights
 from keepsight.prefix.cache import PrefixCache
@@ -83,7 +84,7 @@ class Runtime:
         settings.check()
         attention.begin()
         passes.begin()
-        self.lock, self.renderer, self.closed = FairLock(), renderer, False
+        self.lock, self._renderer, self.closed = FairLock(), renderer, False
         self.housekeeping = Mutex()  # taken before `lock`, by who pins or removes in all tiers
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
@@ -91,6 +92,7 @@ class Runtime:
         self._quota = None if settings.tenant_quota is None else parse_bytes(settings.tenant_quota)
         self._ttl = None if settings.ttl is None else parse_seconds(settings.ttl)
         self.image_options = image_options(processor, dict(settings.image_options))
+        self._processor_code = ProcessorCode(processor)
         self.caches = MediaCaches.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
         self.visions: OrderedDict[str, Vision] = OrderedDict()  # the latest refreshed is last
         self.tree = self._tree(model)
@@ -124,6 +126,12 @@ class Runtime:
         return other
 
     # -- what a call needs -----------------------------------------------------------------------
+
+    @property
+    def renderer(self) -> Renderer | None:
+        """What makes prompts with the tokenizer and the chat template as they are now."""
+        self._renderer = self._renderer and self._renderer.current()
+        return self._renderer
 
     def require_open(self) -> None:
         """Refuse a call after `close`."""
@@ -165,11 +173,11 @@ class Runtime:
         self, messages: list[Message], call: Call, generate: bool = True, name: Name | None = None
     ) -> Prompt:
         """The prompt of a conversation: token ids, media and their ranges. Nothing is encoded."""
-        if self.renderer is None:
+        if (renderer := self.renderer) is None:
             raise InputError(_NO_PROCESSOR)
         given = (messages, name or self.vision_of(call.tenant).name, generate)
         earlier = self.engine.answers.prompts.of(call.tenant)
-        return self.renderer.render(*given, earlier, **call.template)
+        return renderer.render(*given, earlier, **call.template)
 
     # -- tenants ---------------------------------------------------------------------------------
 
@@ -268,19 +276,15 @@ class Runtime:
             self._read_again()
         now = self._now()
         provenance, shared = self._provenance(now), not weights.vision_is_private
-        self.vision_of(tenant).bind(weights.vision, weights.settings, provenance, shared)
+        code = self._processor_code.look()
+        self.vision_of(tenant).bind(weights.vision, weights.settings, provenance, shared, code)
         self.visions.move_to_end(tenant)
         making = self._making(now)
         self.engine.bind(making)
         if self._any_cut.asked:
             self.rule, self.finding = self._any_cut.rule(self._boundaries, now, self.engine)
-        namespace = digests.digest(
-            "namespace",
-            making,
-            self.rule.record(),
-            "exact" if exact else "with decoded state",
-            tenant,
-        )
+        how = "exact" if exact else "with decoded state"
+        namespace = digests.digest("namespace", making, self.rule.record(), how, tenant)
         if namespace not in self.made_under:
             self.made_under[namespace] = Made(weights.all, tenant)
             # What only this process can know would never be found in a store again.

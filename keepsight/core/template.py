@@ -226,7 +226,7 @@ class _Call:
         """The same of messages that Transformers would hand to the template as they are; None where
         it may do something else."""
         template = upstream.compiled_template(source)
-        apply = getattr(type(self.tokenizer), "apply_chat_template", None)
+        apply = getattr(self.tokenizer.apply_chat_template, "__func__", None)
         if template is None or apply is not PreTrainedTokenizerBase.apply_chat_template:
             return None
         named = self.tokenizer.special_tokens_map

@@ -69,12 +69,12 @@ class Vision:
         """How often what was done."""
         return {**self._counts, "preprocessed": self.namer.preprocessed}
 
-    def bind(self, weights: str, settings: str, provenance: Record, shared: bool = True) -> None:
-        """Say whose features these are; called before each use with the current truth.
-
-        Those that are not `shared` are of a model that only this process knows, and stay in memory.
-        """
-        self.namer.bind(provenance)
+    def bind(
+        self, weights: str, settings: str, provenance: Record, shared: bool = True, code: str = ""
+    ) -> None:
+        """Say whose features these are; called before each use with the current truth. Those that
+        are not `shared` are of a model that only this process knows, and stay in memory."""
+        self.namer.bind(provenance, code)
         by_step = films_by_step(self._family)
         self.tower.making = Making(weights, settings, provenance, by_step)
         self._shared = shared

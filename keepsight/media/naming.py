@@ -55,22 +55,24 @@ class Namer:
         self._aliases, self._downloads = aliases, downloads
         self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
         self._makers_of: dict[str, str] = {}
-        self._made_by: Record = {}  # library versions, which change pixels
+        self._made_by: Record = {}  # library versions, and code in their place: they change pixels
         self.bound: tuple[object, ...] | None = (
             None  # what the processor's settings were when they were digested
         )
         self.preprocessed = 0
 
-    def bind(self, provenance: Record) -> None:
-        """Look at the processor's settings, which may be changed at any time."""
+    def bind(self, provenance: Record, code: str = "") -> None:
+        """Look at the processor's settings, which may be changed at any time. `code`: what of it
+        is not its library's."""
         now: tuple[object, ...] | None = None
         if self._processor is not None:
             parts = [getattr(self._processor, name, None) for name in PROCESSORS.values()]
             seen = [(type(part), without_arrays(part)) for part in parts if part is not None]
-            now = (seen, self._own_settings(), provenance)
+            now = (seen, self._own_settings(), provenance, code)
         if now != self.bound:
             names = ("transformers", "image_backend", "switches")
             self._made_by = {name: provenance[name] for name in names}
+            self._made_by |= {"code": code} if code else {}
             # New ones: who looks at this moment may yet digest what the settings were before.
             self._settings, self._makers_of = {}, {}
             self.bound = copy.deepcopy(now)
@@ -95,7 +97,7 @@ class Namer:
             known[modality] = digests.digest(
                 "processor settings",
                 type(part).__name__,
-                part.to_dict(),
+                {name: value for name, value in part.to_dict().items() if not callable(value)},
                 self._own_settings(),
                 self._options if modality == "image" else {},
             )

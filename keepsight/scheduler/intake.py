@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -112,24 +113,33 @@ class SharedRenderer:
 
     def __init__(self, renderer: Renderer) -> None:
         self._turn = Mutex()
-        self._renderer = copy.copy(renderer)
-        self._renderer.tokenizer = copy.deepcopy(renderer.tokenizer)
+        self._take(renderer)
 
-    def __enter__(self) -> Renderer:
-        self._turn.acquire()
-        return self._renderer
+    def _take(self, renderer: Renderer) -> None:
+        self._of, self._own = renderer, copy.copy(renderer)
+        self._own.tokenizer = copy.deepcopy(renderer.tokenizer)
 
-    def __exit__(self, *error: object) -> None:
-        self._turn.release()
+    @contextmanager
+    def like(self, renderer: Renderer) -> Iterator[Renderer]:
+        """A renderer that does what this one does, for one thread."""
+        with self._turn:
+            if renderer is not self._of:
+                self._take(renderer)
+            yield self._own
 
 
 class Intake:
     """Makes requests to one model ready. Its methods may be called in many threads."""
 
     def __init__(self, vlm: VLM, renderer: Renderer, piece: int) -> None:
-        self._vlm, self._renderer, self._piece = vlm, renderer, piece
+        self._vlm, self._first, self._piece = vlm, renderer, piece
         # Long texts have a tokenizer of their own, so that no short one waits for them.
         self._short, self._long = SharedRenderer(renderer), SharedRenderer(renderer)
+
+    @property
+    def _renderer(self) -> Renderer:
+        """The one of now: templates and tokenizers may be changed."""
+        return self._vlm.runtime.renderer or self._first
 
     def receive(
         self, messages: list[Message], call: Call, ticket: Ticket, sample: bool, asked: float
@@ -159,7 +169,7 @@ class Intake:
         waiting = iter(media)
         long = characters([messages, call.template]) > _LONG
         earlier = self._vlm.runtime.engine.answers.prompts.of(call.tenant)
-        with self._long if long else self._short as renderer:
+        with (self._long if long else self._short).like(self._renderer) as renderer:
             given = (messages, lambda image, kind: next(waiting), True, earlier)
             return renderer.render(*given, **call.template)
 
@@ -190,7 +200,7 @@ class Intake:
     def _sampler(self, prompt: Prompt, call: Call) -> Sampler:
         model = self._vlm.model
         ids = torch.from_numpy(prompt.ids)[None].to(model.device)
-        with self._short as renderer:
+        with self._short.like(self._renderer) as renderer:
             return sampler(model, renderer.tokenizer, ids, call.decoding, DEFAULT_CHAT_TOKENS)
 
 

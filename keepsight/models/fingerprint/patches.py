@@ -41,8 +41,9 @@ _MANY = 1000  # entries of a table that are looked at
 class LibraryCode:
     """The code of some classes and all it reads, looked at again when something of it changed."""
 
-    def __init__(self, private: ObjectNumbers) -> None:
-        self._private = private
+    def __init__(self, private: ObjectNumbers, steady: bool = False) -> None:
+        """`steady`: what cannot be watched is taken to stay as it is."""
+        self._private, self._steady = private, steady
         self._kinds: frozenset[type] = frozenset()
         self._written = ""  # what is written about the model elsewhere
         self._watch: Watch | None = None
@@ -52,16 +53,17 @@ class LibraryCode:
         self.digest = self.differs = ""
         self.beliefs: list[Belief] = []  # what stands in a class and only looks
 
-    def refresh(self, kinds: frozenset[type], written: str) -> None:
-        """Read the code of these classes, in a model about which this is written elsewhere."""
+    def refresh(self, kinds: frozenset[type], written: str) -> bool:
+        """Read the code of these classes, in a model about which this is written elsewhere. Whether
+        it had to be read."""
         if not self.moved() and (kinds, written) == (self._kinds, self._written):
-            return
+            return False
         self._kinds, self._written, self._watch = kinds, written, None
         watch = self._reading = Watch()
         self.replaced, self._all, self.beliefs = {}, list[Plain](), []
         self._names: dict[int, tuple[Record, set[str]]] = {}
         self._seen: dict[int, Any] = {}
-        self._describer = Describer(watch, {}, _unread, self._private)
+        self._describer = Describer(watch, {}, digest_of, self._private)
         bases = {base for kind in kinds for base in kind.__mro__}
         self._left: list[FunctionType] = []
         self._mentioned: set[str] = set()  # names and strings in the functions
@@ -74,13 +76,14 @@ class LibraryCode:
         for home, names in self._names.values():
             watch.home(home, _OWNER, only=frozenset(names))
         watch.seal()
-        self._restless = self._describer.restless
+        self._restless = set() if self._steady else self._describer.restless
         self.digest = digests.digest("code", repr(sorted(self._all, key=repr)))
         named = repr(sorted(functions.place_of(kind) for kind in kinds))
         first = _first.setdefault(named, self.digest)
         # What a library's own code was exchanged for another of its own: distinguished, not named.
         self.differs = self.digest if self.digest != first else ""
         self._watch = watch
+        return True
 
     @property
     def watches(self) -> list[Watch]:
@@ -249,7 +252,7 @@ class LibraryCode:
             describe = self._describer
             found = describe.stateful(value) if made else describe.value(value, _OWNER)
             self._all.append((*where, found))
-            if _is_users(found):
+            if is_users(found):
                 self._replace(None, (*where, found))
 
     def _read_table(self, place: str, name: str, table: dict[Any, object]) -> None:
@@ -344,11 +347,11 @@ def _is_library_member(value: object) -> bool:
     return functions.is_library_type(type(function))
 
 
-def _is_users(found: Plain) -> bool:
+def is_users(found: Plain) -> bool:
     """Whether a description names code that no library wrote, or what nothing describes."""
     if isinstance(found, str):
         return False
-    return found[:1] in (("code",), ("class",), ("private",)) or any(map(_is_users, found))
+    return found[:1] in (("code",), ("class",), ("private",)) or any(map(is_users, found))
 
 
 def _places(function: object) -> Iterator[str]:
@@ -369,5 +372,6 @@ def _tables(value: object) -> Iterator[dict[Any, object]]:
                 yield home
 
 
-def _unread(tensor: torch.Tensor) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
+    """The digest of a tensor that code reads."""
     return digests.weight_digest(tensor)

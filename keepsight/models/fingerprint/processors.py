@@ -1,0 +1,66 @@
+"""The code of a processor, where it is not its library's: it decides which pixels a tower takes in.
+
+A class of a user's own, a method that was put into a library's class or onto one object, and a
+function that such a class finds in its module are described as code of a model is. What reaches for
+things that cannot be watched is taken to stay as it is.
+"""
+
+from __future__ import annotations
+
+from transformers.utils import PushToHubMixin
+
+from keepsight import digests
+from keepsight.kinds import Processor
+from keepsight.models.fingerprint.describe import Describer
+from keepsight.models.fingerprint.patches import LibraryCode, digest_of, is_users
+from keepsight.models.fingerprint.undescribed import ObjectNumbers
+from keepsight.models.fingerprint.watch import Watch
+from keepsight.models.partial_processor import NotLoaded
+
+_PARTS = ("image_processor", "video_processor", "feature_extractor")
+
+
+class ProcessorCode:
+    """What of a live processor is not as its library has it, looked at before each call."""
+
+    def __init__(self, processor: Processor | None) -> None:
+        self._processor = processor
+        self._private = ObjectNumbers()
+        self._code = LibraryCode(self._private, steady=True)
+        self._watch: Watch | None = None
+        self._put: list[tuple[int, str, object]] = []
+        self._digest = ""
+
+    def look(self) -> str:
+        """The digest of it; empty where there is nothing."""
+        if self._processor is None:
+            return ""
+        own = [getattr(self._processor, name, None) for name in _PARTS]
+        parts = [self._processor, *(part for part in own if part is not None)]
+        # What was put onto the objects themselves; the parts of a processor are looked at alone.
+        put = [
+            (number, name, value)
+            for number, part in enumerate(parts)
+            for name, value in vars(part).items()
+            if callable(value) and not isinstance(value, PushToHubMixin | NotLoaded)
+        ]
+        anew = self._code.refresh(frozenset(map(type, parts)), "")
+        moved = set() if self._watch is None else self._watch.moved()
+        for owner in moved:
+            if isinstance(owner, int):
+                self._private.changes[owner] += 1
+        if anew or moved or put != self._put:
+            self._put, self._digest = put, self._described(put)
+        return self._digest
+
+    def _described(self, put: list[tuple[int, str, object]]) -> str:
+        self._watch = Watch()
+        describer = Describer(self._watch, {}, digest_of, self._private)
+        found = [(number, name, describer.value(value, "put")) for number, name, value in put]
+        self._watch.seal()
+        replaced = [row for rows in self._code.replaced.values() for row in rows if is_users(row)]
+        rows = repr(sorted([*replaced, *found], key=repr))
+        differs = self._code.differs
+        return (
+            digests.digest("processor code", rows, differs) if found or replaced or differs else ""
+        )
