@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,9 @@ SHOWN = (
     *("glm4v_moe", "step3p7"),  # whose routers or gates ask for `x.sigmoid()`
     "gemma4",  # some layers of which read the keys of others
 )
+EXPERTS = ("qwen3_vl_moe", "qwen3_omni_moe_thinker")
+VARIANTS = {"sliding": "qwen2_5_vl", "llava_pixtral": "llava", "gemma4_vision": "gemma4"}
+VARIANTS |= dict.fromkeys(["gemma3_sliding", "gemma3_crops"], "gemma3")
 KINDS = ("qwen3_vl", "sliding", "gemma3_sliding", "cohere2_vision")
 BY_BOUNDARIES = {
     "aria": "experts",
@@ -90,7 +94,7 @@ def test_it_holds_for(kind: str, dtype: torch.dtype) -> None:
         assert engine["any_cut"], engine["boundaries_because"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_omni_moe_thinker"])
+@pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_behind_a_router_of_four_outputs(kind: str) -> None:
     """Whose kernel in bfloat16 depends on its rows, on some machines."""
     with wrapped(kind) as vlm, wrapped(kind) as other:
@@ -114,8 +118,17 @@ def test_a_named_grain_asks_for_boundaries() -> None:
         assert not engine["any_cut"] and "grain=" in engine["boundaries_because"]
 
 
-def test_all_families_are_in_one_of_the_lists_or_hold_by_themselves() -> None:
-    assert set(SHOWN) <= set(ALL) and set(BY_BOUNDARIES) <= set(ALL)
+def test_the_page_says_of_each_family_what_is_tested_here() -> None:
+    """By its model type; some of these models are variants of one."""
+    page = (Path(__file__).parent.parent / "docs" / "families.md").read_text()
+    rows = page.partition("## Exact at any cut")[2].partition("\n## ")[0].splitlines()
+    said = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if "|" in row]
+    anywhere = next(names for names, how, _ in said if how == "anywhere")
+    types = {VARIANTS.get(kind, kind) for kind in (*SHOWN, *EXPERTS)}
+    assert set(re.findall(r"`(\w+)`", anywhere)) == types
+    cut = {names.strip("`"): why for names, how, why in said if how == "at boundaries"}
+    assert cut.keys() == BY_BOUNDARIES.keys() and {*SHOWN, *EXPERTS, *BY_BOUNDARIES} <= set(ALL)
+    assert all(word in cut[kind] for kind, word in BY_BOUNDARIES.items())
 
 
 # -- the promise -----------------------------------------------------------------------------------
