@@ -7,6 +7,7 @@ one pass, and the rows that go through the language model are counted.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import re
 import threading
@@ -603,7 +604,8 @@ def test_a_stream_that_ends_early_keeps_what_stands(stop: str | None) -> None:
     with wrapped("qwen3_vl") as vlm, wrapped("qwen3_vl") as other:
         options = {"max_new_tokens": 200, "min_new_tokens": 200, **GREEDY}
         stream = vlm.stream(messages, **options, **({} if stop is None else {"stop": stop}))
-        found = [next(stream).token for _ in range(20)] if stop is None else [p.token for p in stream]
+        pieces = itertools.islice(stream, 20) if stop is None else stream
+        found = [piece.token for piece in pieces]
         stream.close()
         assert vlm.runtime.tree.held_bytes() == 0
         answer = torch.tensor([[token for token in found if token is not None]])

@@ -111,7 +111,7 @@ def parse(name: str) -> EntryName | None:
     return EntryName(tenant or "", kind, key)
 
 
-# -- what depends on what, at an address ------------------------------------------------------------
+# -- what depends on what, at an address -----------------------------------------------------------
 
 UPON = "upon"  # a folder of empty objects, whose names say which snapshot depends on which
 _FIRST = "first"  # in the place of what those depend on that depend on nothing
