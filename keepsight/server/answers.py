@@ -99,6 +99,9 @@ class SchedulerClient:
         self._others = ThreadsInTurn(8, "keepsight-wait")  # no answer waits for these
         self._counters = ThreadsInTurn(2, "keepsight-stats")  # nor do statistics
         self._cache_threads = ThreadsInTurn(4, "keepsight-cache")  # may wait for a disk
+        self.work = self._others.run  # what takes time and computes
+        self.flush = self._cache_threads.run  # what waits for a disk, and needs no model
+        self.count = self._counters.run  # statistics: they take a moment, and wait for nothing else
 
     async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
         """Hand in one choice; bad input and a full queue are refused here."""
@@ -163,10 +166,6 @@ class SchedulerClient:
             future.add_done_callback(_cancel_late)
             raise
 
-    async def work(self, call: Callable[[], T]) -> T:
-        """Something else that takes time and computes."""
-        return await self._others.run(call)
-
     async def change_cache(self, call: Callable[[], T]) -> T:
         """Pins and removals: they wait for disks, and whatever else is asked for does not. Their
         time with the model is shared by accounts, as that of requests is."""
@@ -177,14 +176,6 @@ class SchedulerClient:
                 return call()
 
         return await self._cache_threads.run(in_turn)
-
-    async def flush(self, call: Callable[[], T]) -> T:
-        """Something that waits for a disk, and needs no model."""
-        return await self._cache_threads.run(call)
-
-    async def count(self, call: Callable[[], T]) -> T:
-        """Statistics: they take a moment, and wait for nothing else that is asked for."""
-        return await self._counters.run(call)
 
     def close(self, drain: float) -> None:
         """Let what runs finish."""

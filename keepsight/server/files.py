@@ -171,30 +171,16 @@ class Files:
     def _check_room(self, owner: str, size: int, quota: int | None) -> None:
         sizes = [f.nbytes for f in self._all() if f.owner == owner]
         own = sum(sizes)
+        why, code, what = "", "files_quota_exceeded", "delete some with DELETE /v1/files/ID"
         if len(sizes) >= self._most:
-            raise ApiError(
-                413,
-                f"there are {len(sizes)} files of this key already, as many as there may be; "
-                "delete some with DELETE /v1/files/ID",
-                param="file",
-                code="files_quota_exceeded",
-            )
-        if quota is not None and own + size > quota:
-            raise ApiError(
-                413,
-                f"the files of this key would come to {own + size} bytes, allowed are {quota}; "
-                "delete some with DELETE /v1/files/ID",
-                param="file",
-                code="files_quota_exceeded",
-            )
-        if self.nbytes + size > self.budget:
-            raise ApiError(
-                413,
-                "this server has no room for more files; delete some, or send pictures as data "
-                "URIs",
-                param="file",
-                code="files_full",
-            )
+            why = f"there are {len(sizes)} files of this key already, as many as there may be"
+        elif quota is not None and own + size > quota:
+            why = f"the files of this key would come to {own + size} bytes, allowed are {quota}"
+        elif self.nbytes + size > self.budget:
+            why, code = "this server has no room for more files", "files_full"
+            what = "delete some, or send pictures as data URIs"
+        if why:
+            raise ApiError(413, f"{why}; {what}", param="file", code=code)
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ that and the words of their API.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
@@ -72,7 +72,8 @@ class Service:
         self.draining = False
         # These mostly wait for other servers, so they have threads of their own.
         self._fetching = ThreadsInTurn(32, "keepsight-fetch")
-        self._with_files = ThreadsInTurn(8, "keepsight-files")  # and these for a disk
+        self._for_files = ThreadsInTurn(8, "keepsight-files")  # and these for a disk
+        self.with_files = self._for_files.run
 
     # -- from bodies to asks ---------------------------------------------------------------------
 
@@ -119,10 +120,6 @@ class Service:
         if origin is BodyOrigin.DISK:
             return await self.with_files(work)
         return await self.threads.run(work, large=visit.size > LARGE_BODY)
-
-    async def with_files(self, call: Callable[[], T]) -> T:
-        """Something with uploads or other files: it waits for a disk, and nothing else does."""
-        return await self._with_files.run(call)
 
     def _check_names(self, messages: list[schema.ChatMessage], unused: Unused) -> None:
         """Report names of speakers that the template does not show the model."""
@@ -256,7 +253,7 @@ class Service:
     def close(self) -> None:
         """Let running answers finish, then release everything."""
         self.scheduler.close(self.config.seconds("drain"))
-        for threads in (self._fetching, self._with_files):
+        for threads in (self._fetching, self._for_files):
             threads.close()
 
 
