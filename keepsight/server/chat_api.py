@@ -110,7 +110,7 @@ class ChatResponse:
         """The response when it is not streamed."""
         async for number, delta in self._deltas():
             choice = self._choices[number]
-            choice.scored += [self._scored(s) for s in delta.scored]
+            choice.scored += [scored_of(s, self._service) for s in delta.scored]
             for piece in delta.pieces:
                 if piece.kind == "call":
                     choice.calls.append(_call(piece))
@@ -147,7 +147,7 @@ class ChatResponse:
                 started.add(number)
                 first = parts.pop(0) if parts else {"content": ""}
                 parts.insert(0, {"role": "assistant", **first})
-            scored = self._logprobs([self._scored(s) for s in delta.scored])
+            scored = self._logprobs([scored_of(s, self._service) for s in delta.scored])
             tokens = delta.tokens if self._ask.shows_tokens else []
             if (scored or tokens) and not parts:
                 parts = [{}]  # a token without text of its own, such as a part of a character
@@ -206,9 +206,6 @@ class ChatResponse:
         if not self._ask.sampling.logprobs or not scored:
             return None
         return {"content": scored, "refusal": None}
-
-    def _scored(self, scored: ScoredToken) -> Record:
-        return scored_of(scored, self._service)
 
 
 _CHUNK = "chat.completion.chunk"

@@ -34,7 +34,7 @@ class Metrics:
         self._hits = Counter("prefix_cache_hits", "Prompt tokens reused.", **make)
         self._mm_queries = Counter("mm_cache_queries", "Images looked up.", **make)
         self._mm_hits = Counter("mm_cache_hits", "Images that were not encoded again.", **make)
-        self._cancelled = Counter("requests_cancelled", "Clients that hung up.", **make)
+        self.hung_up = Counter("requests_cancelled", "Clients that hung up.", **make)
         times: Record = {**make, "buckets": _SECONDS}
         self._first = Histogram("time_to_first_token_seconds", "Until the first token.", **times)
         self._whole = Histogram("request_duration_seconds", "Until the last byte.", **times)
@@ -44,10 +44,6 @@ class Metrics:
         """A request is over."""
         self._requests.labels(path, str(status)).inc()
         self._whole.observe(seconds)
-
-    def hung_up(self) -> None:
-        """A client did not wait for the end."""
-        self._cancelled.inc()
 
     def answered(self, usage: Usage, report: Report) -> None:
         """An answer is complete."""

@@ -153,7 +153,7 @@ class RequestMiddleware:
             seconds = time.perf_counter() - visit.begun
             if visit.gone:
                 visit.fields["hung_up"] = True
-                metrics.hung_up()
+                metrics.hung_up.inc()
             metrics.finished(visit.path, visit.status or 499, seconds)
             if self._service.config.log:
                 log.note(visit.record())

@@ -189,9 +189,7 @@ class FairLock:
         """See `forks.Held`."""
         return not self.unusable and self.acquire(seconds)
 
-    def after_fork(self) -> None:
-        """See `forks.Held`."""
-        self.release()
+    after_fork = release
 
     def in_child(self, taken: bool) -> None:
         """See `forks.Held`."""

@@ -81,11 +81,8 @@ class QwenOmni(QwenVL):
             AUDIO[0]: features[None, :, :length].contiguous(),
             AUDIO[1]: torch.ones(1, length, dtype=torch.long),
         }
-        return Pixels(tensors, {"audio_seqlens": [length]}, (self._heard(length),), "audio")
-
-    def _heard(self, length: int) -> int:
-        """Tokens of a clip of so many frames."""
-        return upstream.sound_tokens(self.core.audio_tower, length)
+        tokens = upstream.sound_tokens(self.core.audio_tower, length)
+        return Pixels(tensors, {"audio_seqlens": [length]}, (tokens,), "audio")
 
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
