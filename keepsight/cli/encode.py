@@ -286,7 +286,8 @@ def _tell(tally: progress.EncodeCounts, asked: Asked) -> None:
     else:
         console().print(f"{tally}\nin {asked.to}")
     for name, status, error in tally.problems:
-        err.print(plain(f"{status}: {name}: {error}"), style=None if status == "skipped" else "red")
+        why = error if error.startswith(name) else f"{name}: {error}"
+        err.print(plain(f"{status}: {why}"), style=None if status == "skipped" else "red")
     untold = tally.failed + tally.counts.get("skipped", 0) - len(tally.problems)
     if untold > 0:
         where = asked.errors or "a file, with --errors FILE"
