@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from transformers import PreTrainedModel, ProcessorMixin
 
+from keepsight import digests
 from keepsight.core.answer import answer, prepare
 from keepsight.core.call import Call
 from keepsight.core.display import DisplayedModel
@@ -45,6 +46,7 @@ from keepsight.models import loading, without_tower
 from keepsight.models.blindfold import blindfold
 from keepsight.models.families import family_of
 from keepsight.models.loadable import check_loadable
+from keepsight.models.narrow import narrow
 from keepsight.models.tested import newer_than_tested
 from keepsight.models.weights import Weights
 from keepsight.prefix.prompt import Prompt
@@ -61,6 +63,7 @@ def load(
     revision: str | None = None,
     vision: bool = True,
     mlx: bool = False,
+    weights: str | None = None,
     **options: Any,
 ) -> VLM:
     """A checkpoint in PyTorch or MLX, or an export; `ks.load` chooses the runtime first."""
@@ -75,6 +78,9 @@ def load(
         check_loadable(path, device_map, revision)
         load_named = loading.load_named if vision else without_tower.load_named
         model, files = load_named(path, dtype, device_map, revision)
+        if weights is not None:
+            narrow(model, family_of(model).text_modules())
+            files = files and digests.digest("weights of files", files, weights)
     processor = loading.load_processor(path, revision)
     return VLM(model, processor, files=files, **options)
 

@@ -90,7 +90,7 @@ Runtime = Annotated[
 Weights = Annotated[
     str | None,
     typer.Option(
-        help="int8, in an exported runtime. Default: as they are.",
+        help="int8, or int4 in an exported runtime. Default: as they are.",
         callback=refused_by(check_weights),
     ),
 ]

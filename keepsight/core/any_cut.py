@@ -32,6 +32,7 @@ from keepsight.core.settings import RuntimeSettings
 from keepsight.core.state import Lane
 from keepsight.kinds import Record
 from keepsight.models.families import Family
+from keepsight.models.narrow import is_narrow
 from keepsight.models.no_gradients import quiet
 from keepsight.models.weights import Weights
 from keepsight.prefix.node import Node
@@ -172,6 +173,8 @@ class AnyCut:
             return "the model is an exported one, or runs in MLX"
         if model.device.type != "cpu":
             return f"its kernels were never tried on {model.device.type}"
+        if is_narrow(model):
+            return "its weights have eight bits, and few tokens are computed otherwise than many"
         if kinds:
             return f"it has layers of other kinds than attention: {', '.join(kinds)}"
         if self._family.reuse != "prefix":

@@ -44,7 +44,7 @@ from keepsight.formats import tensorfile
 from keepsight.kinds import DeviceMap, Dtype, Options, Record
 from keepsight.models import loading
 from keepsight.runtimes.manifest import Manifest, is_export, read
-from keepsight.system.words import check_export_place, check_together
+from keepsight.system.words import TORCH_WEIGHTS, check_export_place, check_together
 from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class Wanted:
             dtype=self.dtype,
             revision=self.revision,
             vision=self.vision,
+            weights=self.weights,
             **{**self.options, **other},
         )
 
@@ -151,8 +152,8 @@ def load(
 
     `runtime`: `"torch"`, or `"onnx"` or `"openvino"`, for which an export is made once, into the
     store's folder; `"mlx"`, on a Mac; `"auto"` takes what is fastest of torch and exports here.
-    `weights="int8"`: those of an export in eight bits. `tell` is called with a line of text for
-    each step of what takes long.
+    `weights="int8"`: the decoder's and the head's in eight bits; `"int4"`: an export's in four.
+    `tell` is called with a line of text for each step of what takes long.
     """
     name = os.fspath(name)
     check_together(runtime, weights)
@@ -162,7 +163,7 @@ def load(
     if is_export(path):
         _check_export(path, runtime, weights)
         return wanted.in_torch()
-    if runtime in (None, TORCH) and weights is None:
+    if runtime in (None, TORCH):
         return wanted.in_torch()
     if runtime == MLX:
         return wanted.in_mlx()
@@ -199,10 +200,10 @@ def choose(wanted: Wanted, runtime: str | None) -> tuple[str, str]:
     installed = [one for one, library in _LIBRARY.items() if importlib.util.find_spec(library)]
     if runtime not in (None, AUTO):
         return str(runtime), "it was asked for"
-    known = installed if wanted.weights is not None else [TORCH, *installed]
+    known = [TORCH, *installed] if wanted.weights in (None, *TORCH_WEIGHTS) else installed
     if not known:
         raise MissingExtra.named("onnxruntime or openvino", "onnx")
-    if wanted.weights is None:
+    if TORCH in known:
         why = _only_torch(wanted)
         if why or len(known) == 1:
             return TORCH, why or "no other runtime is installed"

@@ -14,6 +14,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 RUNTIMES = ("torch", "onnx", "openvino", "mlx", "auto")
 EXPORTS = ("onnx", "openvino")
 WEIGHTS = ("int8", "int4")
+TORCH_WEIGHTS = ("int8",)
 CODECS = ("exact", "bf16", "int8")
 
 _OF_TORCH = ("float", "half", "double")  # other names of the same
@@ -37,7 +38,7 @@ def check_runtime(name: str) -> None:
 
 
 def check_weights(name: str) -> None:
-    """Refuse a form of weights that no export has."""
+    """Refuse a form of weights that there is not."""
     if name not in WEIGHTS:
         known = ", ".join(map(repr, WEIGHTS))
         raise InputError(f"weights={name!r} is not known; known: {known}")
@@ -49,7 +50,7 @@ def check_together(runtime: str | None, weights: str | None) -> None:
         check_runtime(runtime)
     if weights is not None:
         check_weights(weights)
-    if weights is not None and runtime == "torch":
+    if weights not in (None, *TORCH_WEIGHTS) and runtime in (None, "torch"):
         raise UnsupportedInput(
             f"weights={weights!r} runs in ONNX Runtime or OpenVINO: name runtime='onnx', "
             "'openvino' or 'auto', or load a checkpoint that is quantised already"
@@ -58,7 +59,7 @@ def check_together(runtime: str | None, weights: str | None) -> None:
 
 def check_export_place(runtime: str | None, weights: str | None, store: str | None) -> None:
     """Refuse an export that has no folder to lie in."""
-    wanted = runtime in EXPORTS or (weights is not None and runtime in (None, "auto"))
+    wanted = runtime in EXPORTS or (weights not in (None, *TORCH_WEIGHTS) and runtime == "auto")
     if wanted and (not store or "://" in store):
         raise InputError(
             "a runtime other than torch runs an export, which needs a folder to lie in: name one "

@@ -1,0 +1,89 @@
+"""Linear layers with weights in eight bits, in PyTorch and for any family.
+
+Only weights are narrow, in the decoder and the output head: the tower sees as before, so features
+are shared with the model as it was loaded. A few tokens go through torch's kernel, which reads the
+eight bits and computes in bfloat16; more tokens through a product with the weight widened again.
+So a token's bits depend on how many are computed with it, and prompts are cut at boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from keepsight.errors import UnsupportedInput
+
+INT8 = "int8"
+_FEW = 16  # tokens that the kernel takes faster than a widened weight is made
+_SMALLEST = 64  # numbers in and out, below which nothing is gained
+_STEP = 32  # of both: the kernel reads beyond weights of other sizes
+_LARGEST = 127  # of eight bits
+
+
+class NarrowLinear(torch.nn.Module):
+    """A linear layer whose weight has eight bits, and a scale for each output."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+
+    def __init__(self, wide: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = wide.in_features, wide.out_features
+        values = wide.weight.detach().float()
+        scales = values.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
+        self.register_buffer("weight", (values / scales[:, None]).round().to(torch.int8))
+        self.register_buffer("scales", scales)
+        self.register_buffer("_ones", torch.ones(len(scales), dtype=torch.bfloat16), False)
+        self.bias = wide.bias
+        self.train(wide.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As of `torch.nn.Linear`."""
+        rows = input.reshape(-1, self.in_features)
+        if len(rows) <= _FEW:
+            few = rows.to(torch.bfloat16).contiguous()
+            found = torch._weight_int8pack_mm(few, self.weight, self._ones).to(input.dtype)
+        else:
+            found = functional.linear(rows, self.weight.to(input.dtype))
+        found = found * self.scales.to(input.dtype)
+        if self.bias is not None:
+            found = found + self.bias
+        return found.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """As of `torch.nn.Linear`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, weights=int8"
+
+
+def narrow(model: PreTrainedModel, parts: Iterable[torch.nn.Module]) -> None:
+    """Put layers with narrow weights in the place of the linear layers of these parts."""
+    if model.device.type != "cpu":
+        raise UnsupportedInput(
+            f"weights='int8' computes on the CPU, and the model is on {model.device}; leave out "
+            "device_map, or load a checkpoint that is quantised already"
+        )
+    inside = {id(module) for part in parts for module in part.modules()}
+    done = 0
+    for path, module in list(model.named_modules()):
+        if id(module) in inside and type(module) is torch.nn.Linear and _pays(module):
+            model.set_submodule(path, NarrowLinear(module))
+            done += 1
+    if not done:
+        raise UnsupportedInput(
+            "weights='int8': this model has no linear layers in its decoder that could have "
+            "eight bits; leave weights= out"
+        )
+
+
+def is_narrow(model: torch.nn.Module) -> bool:
+    """Whether weights of a model were made narrow here."""
+    return any(type(module) is NarrowLinear for module in model.modules())
+
+
+def _pays(layer: torch.nn.Linear) -> bool:
+    usual = type(layer.weight) is torch.nn.Parameter and layer.weight.is_floating_point()
+    sizes = layer.weight.shape
+    return usual and min(sizes) >= _SMALLEST and not any(size % _STEP for size in sizes)
