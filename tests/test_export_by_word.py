@@ -200,7 +200,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
     for name, options, error, words in (
         ("demo", {"runtime": "onx"}, UnknownOption, "did you mean 'onnx'"),
         ("demo", {"weights": "int3"}, InputError, "known: 'int8', 'int4'"),
-        ("demo", {"weights": "int8", "runtime": "torch"}, UnsupportedInput, "runtime='onnx'"),
+        ("demo", {"weights": "int4", "runtime": "torch"}, UnsupportedInput, "runtime='onnx'"),
+        ("demo", {"weights": "int4"}, UnsupportedInput, "runtime='onnx'"),
+        ("demo", {"weights": "int4", "runtime": "auto"}, InputError, "store="),
         ("demo", {"runtime": "onnx"}, InputError, "store="),
         (export, {"runtime": "openvino"}, InputError, "an export for onnx"),
         (export, {"weights": "int8"}, InputError, "with weights in float32"),
@@ -210,7 +212,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
             ks.load(name, **options)
     monkeypatch.setattr(runtime_choice, "_LIBRARY", {"onnx": "no_such_library"})
     with pytest.raises(MissingExtra):
-        ks.load("demo", weights="int8", store=tmp_path)
+        ks.load("demo", weights="int4", runtime="auto", store=tmp_path)
 
 
 def test_an_export_may_be_named_with_its_own_words() -> None:

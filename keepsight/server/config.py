@@ -161,7 +161,7 @@ class ModelSettings(StrictSettings):
     runtime: str | None = Field(
         None, description="torch, mlx, auto, or onnx or openvino: exported once, into the store."
     )
-    weights: str | None = Field(None, description="int8, in an exported runtime.")
+    weights: str | None = Field(None, description="int8; int4 in an exported runtime.")
     store: str | None = Field(
         None,
         description="Folder to remember in; without one, memory only.",
