@@ -28,6 +28,7 @@ class NarrowLinear(torch.nn.Module):
 
     weight: torch.Tensor
     scales: torch.Tensor
+    _ones: torch.Tensor
 
     def __init__(self, wide: torch.nn.Linear) -> None:
         super().__init__()
