@@ -142,7 +142,9 @@ def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: Mlx) -> None:
     if kind.features is None:
         core.visual.forward = _MlxTower(mlx, theirs.vision_tower, vision, TowerTensors(core))
     else:
-        replace_encoder(core, WholeTowerStandIn(_PictureTower(mlx, theirs, kind.features), model.config))
+        replace_encoder(
+            core, WholeTowerStandIn(_PictureTower(mlx, theirs, kind.features), model.config)
+        )
 
 
 # -- parts ---------------------------------------------------------------------------------------
