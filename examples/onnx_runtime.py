@@ -32,6 +32,7 @@ PROMPT = (
     "<|im_start|>user\nPicture 1: <|vision_start|>{picture}<|vision_end|>{question}<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
+HIDDEN = np.finfo(np.float32).min
 NOTHING = np.zeros(1)  # stands for arrays without elements, which have no place
 TYPES = {"float32": 1, "int32": 6, "int64": 7, "bool": 9}  # as ONNX numbers them
 
@@ -94,6 +95,7 @@ class Model:
         total = self.length + len(ids)
         if total > ROOM:
             sys.exit(f"{total} tokens do not fit the {ROOM} of the buffers")
+        places = np.arange(self.length, total)
         # Features for early layers: a row for each token, zeros where no picture is.
         deep = {name: np.zeros((1, len(ids), width), np.float32) for name in self.levels}
         for name, dense in deep.items():
@@ -104,10 +106,9 @@ class Model:
             into={f"new_{name}": buffer for name, buffer in self.states.items()},
             inputs_embeds=embeds["inputs_embeds"],
             position_ids=positions[:, None],
-            # Nothing is hidden; what comes later is, by itself.
-            bias=np.zeros((1, 1, len(ids), total), np.float32),
-            lengths=np.array([total - 1], np.int32),
-            total=np.array(total, np.int32),
+            # What comes later is hidden, and what the buffers do not hold yet.
+            bias=np.where(np.arange(ROOM) > places[:, None], HIDDEN, 0)[None, None],
+            places=places[None],
             **deep,
             **self.states,
         )

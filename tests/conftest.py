@@ -89,7 +89,9 @@ def _equal_models_are_tried_once(
         return torch.get_num_threads(), torch.get_float32_matmul_precision()
 
     def model_once(self: AnyCut, tried: Any) -> Any:
+        graphs = str(getattr(getattr(self._model, "exported", None), "environment", ""))
         key = (self._weights.state, str(self._engine.shape), self.packing.wanted, environment())
+        key += (graphs,)
         if key not in trials:
             found = try_model(self, tried)
             if found.kernels is None:
@@ -100,7 +102,9 @@ def _equal_models_are_tried_once(
             return found
         found, rows, query_rows = trials[key]
         kernels = Kernels(
-            linear.Linears(lambda: self.packing.packed), attention.QueryRows(*query_rows)
+            linear.Linears(lambda: self.packing.packed),
+            attention.QueryRows(*query_rows),
+            in_graphs=found.kernels.in_graphs,
         )
         kernels.linears.rows.update(rows)
         return dataclasses.replace(found, kernels=kernels)

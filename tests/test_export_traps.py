@@ -75,7 +75,7 @@ def test_the_chunked_delta_rule_is_traced_for_one_length() -> None:
     with pytest.raises(Exception, match="(?i)length|specializ|guard"):
         torch.export.export(Rule(), inputs, dynamic_shapes=varies)
     # Ours takes any.
-    cache = SimpleNamespace(total=torch.tensor(0))
+    cache = SimpleNamespace(places=[torch.tensor([[0]])])
     tracing.begin(cache)  # type: ignore[arg-type]
 
     class Ours(torch.nn.Module):

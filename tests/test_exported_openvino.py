@@ -157,17 +157,16 @@ def feeds(kind: str, rows: int, past: int, tokens: int) -> dict[str, Tensor]:
     """Noise for a decoder: `tokens` behind `past`."""
     torch.manual_seed(rows * 10_000 + past * 10 + tokens)
     path = exported_folder(kind) / "graphs" / "decoder.xml"
-    total = past + tokens
-    unseen = torch.arange(total) > torch.arange(past, total)[:, None]
-    bias = torch.zeros(rows, 1, tokens, total).masked_fill_(unseen, float("-inf"))
+    total, room = past + tokens, past + tokens + 64
+    unseen = torch.arange(room) > torch.arange(past, total)[:, None]
+    bias = torch.zeros(rows, 1, tokens, room).masked_fill_(unseen, float("-inf"))
     known = {"bias": bias, "position_ids": torch.arange(past, total).expand(4, rows, -1)}
-    known["lengths"] = torch.full((rows,), total - 1, dtype=torch.int32)
-    known["total"] = torch.tensor(total, dtype=torch.int32)
+    known["places"] = torch.arange(past, total).expand(rows, -1)
     width = small(kind)[0].config.text_config.hidden_size
     for port in openvino.Core().read_model(path).inputs:
         name, shape = port.get_any_name(), port.partial_shape
         if name[:2] in ("k_", "v_"):
-            known[name] = torch.randn(rows, shape[1].get_length(), past, shape[3].get_length())
+            known[name] = torch.randn(rows, shape[1].get_length(), room, shape[3].get_length())
         elif name not in known:  # embeddings, and what is added behind early layers
             known[name] = torch.randn(rows, tokens, width)
     return known
@@ -191,6 +190,36 @@ def elsewhere(tensor: Tensor, offset: int) -> Tensor:
     """A copy that begins some elements behind an aligned address."""
     room = tensor.new_empty(tensor.numel() + offset)
     return room[offset:].view(tensor.shape).copy_(tensor)
+
+
+def test_any_cut_and_any_company_give_the_same_bits() -> None:
+    """Prompts that part anywhere, a reply kept as it was decoded, rows of a batch."""
+    processor, options = small("qwen3_vl")[1], {"max_new_tokens": 6, "min_new_tokens": 6}
+    options |= {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, 400, (1, 150), generator=draw)
+    with ks.wrap(exported("qwen3_vl"), processor) as vlm, ks.wrap(vlm.model, processor) as fresh:
+        assert vlm.stats()["engine"]["any_cut"], vlm.stats()["engine"]["boundaries_because"]
+        vlm.generate(input_ids=ids, **options)
+        prompts = [torch.cat([ids[:, :n], ids[:, :9] + 100], dim=1) for n in (1, 33, 77, 150)]
+        pads = [torch.zeros(1, 159 - one.shape[1], dtype=torch.long) for one in prompts]
+        left = [torch.cat(pair, dim=1) for pair in zip(pads, prompts, strict=True)]
+        seen = [torch.cat([pad, torch.ones_like(one)], 1) for pad, one in zip(pads, prompts)]
+        before = vlm.stats()["engine"]["prefill_tokens"]
+        both: Any = vlm.generate(
+            input_ids=torch.cat(left), attention_mask=torch.cat(seen), **options
+        )
+        assert vlm.stats()["engine"]["prefill_tokens"] - before == 4 * 9
+        for row, prompt in enumerate(prompts):
+            fresh.clear()
+            alone: Any = fresh.generate(input_ids=prompt, **options)
+            for mine, theirs in zip(both.logits, alone.logits, strict=True):
+                assert torch.equal(mine[row], theirs[0])
+            kept = torch.cat([alone.sequences, ids[:, :3]], dim=1)
+            fresh.clear()
+            one: Any = vlm.generate(input_ids=kept, **options)
+            other: Any = fresh.generate(input_ids=kept, **options)
+            assert torch.equal(one.logits[0], other.logits[0])
 
 
 # -- whole models --------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ one of these fails, or cannot be asked, the model runs by boundaries, and `why` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from keepsight import digests
 from keepsight.core import doubtful, findings
 from keepsight.core.engine import Engine, Run
 from keepsight.core.findings import Finding, Rules
+from keepsight.core.graph_trial import GraphTrial, equal, states_of, tokens_of
 from keepsight.core.kernels import mixers
 from keepsight.core.kernels.attention import USUAL, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
@@ -48,8 +50,16 @@ _ALIKE = 0.3  # of the logits' length: no more than experts that are chosen othe
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
 # Layers all of whose keys a lane can hold, and those whose states are computed on a grid.
+_AS_EXPORTED = ("graphs as they were exported",)
 _SHOWN = ("full", "sliding", "none", "linear")
 _MOST = 8  # environments whose findings are remembered
+
+
+class Graphs(Protocol):
+    """What computes in the place of torch."""
+
+    boundaries_because: str  # what excludes any cut, where something does
+    decoder_bytes: int
 
 
 class AnyCut:
@@ -75,6 +85,7 @@ class AnyCut:
         pack = owned if settings.pack == "auto" else bool(settings.pack)
         self.packing = Packing(pack and self.asked, sparing=settings.pack == "auto")
         weights.on_forget = self.packing.forget
+        self._graphs: Graphs | None = getattr(model, "exported", None)
         self._found: dict[str, Finding] = {}
         self._packed_for = self._shapes = ""
 
@@ -148,6 +159,8 @@ class AnyCut:
         if noted is None or noted.finding.kernels is None:
             return None if noted is None else noted.finding
         with quiet(self._model):
+            if self._graphs is not None:
+                return noted.finding if self._trial(noted.finding.kernels).agrees() else None
             agrees = all(
                 rows_agree(noted.finding.kernels.linears, layer)
                 for layer in {tuple(layer.weight.shape): layer for layer in self._layers()}.values()
@@ -169,8 +182,8 @@ class AnyCut:
         """What excludes it, without trying."""
         model, shape = self._model, self._engine.shape
         kinds = sorted({kind for kind in shape.kinds if kind not in _SHOWN})
-        if hasattr(model, "exported"):
-            return "the model is an exported one, or runs in MLX"
+        if self._graphs is not None and self._graphs.boundaries_because:
+            return self._graphs.boundaries_because
         if model.device.type != "cpu":
             return f"its kernels were never tried on {model.device.type}"
         if is_narrow(model):
@@ -186,7 +199,9 @@ class AnyCut:
         return ""
 
     def _layers(self) -> Iterator[torch.nn.Linear]:
-        """The linear layers of the decoder and the output head."""
+        """The linear layers of the decoder and the output head; in graphs there are none."""
+        if self._graphs is not None:
+            return
         for part in self._family.text_modules():
             yield from (m for m in part.modules() if type(m) is torch.nn.Linear)
 
@@ -198,9 +213,13 @@ class AnyCut:
 
     def _try(self, tried: Rules) -> Finding:
         linears = Linears(lambda: self.packing.packed, tried)
-        kernels = Kernels(linears, QueryRows("sliding" in self._engine.shape.kinds))
+        windows = "sliding" in self._engine.shape.kinds
+        kernels = Kernels(linears, QueryRows(windows), in_graphs=self._graphs is not None)
         try:
             with quiet(self._model):
+                if kernels.in_graphs:
+                    why = self._trial(kernels).fails()
+                    return Finding(None, why) if why else Finding(kernels, "", _AS_EXPORTED)
                 if why := self._fails(kernels):
                     return Finding(None, why)
                 rows = kernels.linears.rows.items()
@@ -214,9 +233,17 @@ class AnyCut:
             why = f"it could not be tried: {type(error).__name__}: {error}"
             return Finding(None, why, lasts=False)
 
+    def _trial(self, kernels: Kernels) -> GraphTrial:
+        count = tokens_of(0 if self._graphs is None else self._graphs.decoder_bytes)
+
+        def begin(ids: np.ndarray) -> Run:
+            return self._run(kernels, ids)
+
+        return GraphTrial(self._model, self._family, self._engine, begin, self._ids(count))
+
     def _fails(self, kernels: Kernels) -> str:
         """What shows that bits depend on something else; empty where nothing does."""
-        ids = self._ids()
+        ids = self._ids(_TOKENS_ON_A_GRID if self._on_a_grid else TOKENS)
         others: set[str] = set()
         with doubtful.noted_in(others, len(ids)):
             wanted = self._states(kernels, ids, ())
@@ -232,7 +259,7 @@ class AnyCut:
             return why
         if why := self._unlike_stock(wanted[-1].float(), ids):
             return why
-        if not _equal(wanted, self._states(kernels, ids, self._cuts)):
+        if not equal(wanted, self._states(kernels, ids, self._cuts)):
             return "the whole model gives other bits when a prompt is cut"
         if not self._equal_beside_others(kernels, ids, wanted):
             return "the whole model gives other bits beside other sequences"
@@ -267,11 +294,10 @@ class AnyCut:
             return "it computes something else than our kernels do in its place"
         return ""
 
-    def _ids(self) -> np.ndarray:
+    def _ids(self, tokens: int) -> np.ndarray:
         """Ids of text."""
-        count = self._model.get_input_embeddings().weight.shape[0]
+        count = self._model.get_input_embeddings().num_embeddings
         kept = set(self._family.placeholders.values())
-        tokens = _TOKENS_ON_A_GRID if self._on_a_grid else TOKENS
         some = (np.arange(tokens * 2) * 7919 + 11) % count
         return np.array([one for one in some if one not in kept][:tokens], dtype=np.int64)
 
@@ -291,7 +317,7 @@ class AnyCut:
         for start, stop in pairwise([0, *cuts, len(ids)]):
             logits = engine.chunk(run, start, stop, [])
         engine.prefill_tokens = counted
-        return [*_all_states(run.lane), *([] if logits is None else [logits])]
+        return [*states_of(run.lane), *([] if logits is None else [logits])]
 
     def _equal_beside_others(
         self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
@@ -306,13 +332,4 @@ class AnyCut:
         batch, logits = LaneBatch(self._model, self._family, runs), torch.empty(0)
         for token in ids[first:]:
             logits = batch.step([int(token)] * len(runs))
-        return _equal(wanted, [*_all_states(runs[0].lane), logits[:1]])
-
-
-def _all_states(lane: Lane) -> list[torch.Tensor]:
-    kv, fixed = lane.capture(0, lane.length)
-    return [*kv.values(), *(fixed[name] for name in sorted(fixed))]
-
-
-def _equal(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        return equal(wanted, [*states_of(runs[0].lane), logits[:1]])

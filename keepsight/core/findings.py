@@ -61,7 +61,7 @@ def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]
         if why:
             return Noted(Finding(None, why), packing)
         query_rows = QueryRows(bool(note["windows"]), _fillings(note["heads"]))
-        kernels = Kernels(Linears(packed), query_rows)
+        kernels = Kernels(Linears(packed), query_rows, in_graphs=bool(note["in graphs"]))
         kernels.linears.rows.update(_rules(note["rows"]))
         names = tuple(_text(one) for one in note["names"])
     except (KeyError, TypeError, ValueError):
@@ -76,6 +76,7 @@ def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> N
     found = finding.kernels
     note: Record = {"why": finding.why, "names": list(finding.names), "packing": _lines(packing)}
     note["rows"] = [] if found is None else _lines(found.linears.rows)
+    note["in graphs"] = found is not None and found.in_graphs
     known = QueryRows() if found is None else found.query_rows
     note["windows"] = known.windows
     fillings = [(heads, how) for heads, how in known.fillings.items() if how is not None]
@@ -136,8 +137,9 @@ def _count(given: object) -> int:
 def machine() -> str:
     """The digest of what chooses kernels on this machine, and of the code that tries them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    here = Path(__file__).parent
-    sources = [[str(file.relative_to(here)), file.read_bytes()] for file in here.rglob("*.py")]
+    core = Path(__file__).parent
+    files = [file for room in (core, core.parent / "runtimes") for file in room.rglob("*.py")]
+    sources = [[str(file.relative_to(core.parent)), file.read_bytes()] for file in files]
     code = digests.digest("code", *[part for source in sorted(sources) for part in source])
     system = [platform.system(), platform.machine(), platform.processor(), *platform.libc_ver()]
     about = [system, _processor(), _caches(), os.cpu_count(), cores]

@@ -27,7 +27,43 @@ class _Rows(LaneLayer):
     def __init__(self, layers: list[LaneLayer]) -> None:
         super().__init__()
         self._layers = layers
+        self._copied: list[int] = []  # what each lane was when it was laid beside the others
         self.is_initialized, self.is_sliding = True, layers[0].is_sliding
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each lane."""
+        return [layer.length for layer in self._layers]
+
+    def stretch(
+        self, tokens: int, like_k: torch.Tensor, like_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lanes side by side, as a graph reads them, with place for some tokens more; what
+        changed since it was asked last is copied anew."""
+        if len(self._layers) == 1:
+            return self._layers[0].stretch(tokens, like_k, like_v)
+        rooms = [layer.stretch(tokens, like_k[:1], like_v[:1]) for layer in self._layers]
+        most = max(keys.shape[-2] for keys, _ in rooms)
+        if self.room_k is None or self.room_v is None or self.room_k.shape[-2] < most:
+            size = (len(rooms), *rooms[0][0].shape[1:2], most)
+            self.room_k = like_k.new_zeros(*size, like_k.shape[-1])
+            self.room_v = like_v.new_zeros(*size, like_v.shape[-1])
+            self._copied = []
+        for row, layer in enumerate(self._layers):
+            if self._copied[row : row + 1] != [layer.changes]:
+                self.room_k[row, :, : layer.length] = layer.keys[0]
+                self.room_v[row, :, : layer.length] = layer.values[0]
+        return self.room_k, self.room_v
+
+    def advance(self, tokens: int) -> None:
+        """The tokens that were written in there, each to its lane."""
+        for row, layer in enumerate(self._layers):
+            if len(self._layers) > 1:
+                rows, new = slice(row, row + 1), slice(layer.length, layer.length + tokens)
+                layer.append(self.room_k[rows, :, new], self.room_v[rows, :, new])  # type: ignore[index]
+            else:
+                layer.advance(tokens)
+        self._copied = [layer.changes for layer in self._layers]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -75,8 +111,9 @@ class LaneBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all lanes."""
-        return sum(run.lane.nbytes for run in self.runs)
+        """Bytes of all lanes, and of what is beside them for a graph."""
+        beside = sum(one.nbytes for one in self._cache.layers if isinstance(one, _Rows))
+        return beside + sum(run.lane.nbytes for run in self.runs)
 
     def join(self, runs: Sequence[Run], room: int = 0) -> None:
         """Take in sequences, each in the state of its lane."""
@@ -92,9 +129,9 @@ class LaneBatch:
         """Its lane holds all that it has become."""
 
     def _lay(self) -> None:
+        self._cache = DynamicCache(config=self._model.config)
         if not self.runs:
             return
-        self._cache = DynamicCache(config=self._model.config)
         for index, layer in enumerate(self.runs[0].lane.cache.layers):
             rows = [run.lane.cache.layers[index] for run in self.runs]
             if isinstance(layer, LaneLayer):

@@ -134,7 +134,9 @@ class LaneLayer(DynamicLayer):
         if not self.is_initialized:
             self.dtype, self.device = like_k.dtype, like_k.device
             self.is_initialized = True
+        reserved, self.reserved = self.reserved, 0  # a graph reads all of it
         self._ensure(self.length + tokens, like_k, like_v)
+        self.reserved = reserved
         return self.room_k, self.room_v  # type: ignore[return-value]
 
     def advance(self, tokens: int) -> None:
@@ -147,6 +149,11 @@ class LaneLayer(DynamicLayer):
         self.is_initialized = True
         self.room_k, self.room_v = keys, values
         self._view(length)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens held by each lane, where there are several."""
+        return [self.length]
 
     def first_seen(self) -> int | None:
         """The first key that the last token sees, where it does not see all."""

@@ -64,7 +64,7 @@ def decode(
         logits: torch.Tensor = output.logits[:, -count:]
         return logits
 
-    if kernels is None or extra:
+    if kernels is None or kernels.in_graphs or extra:
         return by_model()
     return _step(model, family, kernels, runs, tokens, by_model)
 

@@ -25,7 +25,7 @@ from keepsight.errors import DamagedFile, NotKeepsightFile, WrongFormatVersion
 from keepsight.kinds import Record
 
 NAME = "keepsight.json"
-FORMAT = 1
+FORMAT = 2
 GRAPHS = "graphs"  # the folder of graphs, as Transformers' exporters save them
 RUNTIMES = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}  # and the files of each graph
 PARTS = ("tower", "embedding", "decoder", "head")
@@ -288,7 +288,7 @@ _QUANTISED = (
     "QLinearMatMul",
 )
 _FEW_BITS = ("i8", "u8", "i4", "u4", "nf4", "f8e4m3", "f8e5m2")
-_APPENDS = "GroupQueryAttention"
+_APPENDS = "ScatterElements"
 _OP_TYPE = 0x22  # field 4 of an ONNX node, a text
 
 
@@ -296,7 +296,7 @@ class Marks(NamedTuple):
     """What can be seen of a graph."""
 
     quantised: bool
-    appends: bool  # it writes keys and values where they lie
+    appends: bool  # it puts keys and values where they lie
 
 
 def marks(path: Path) -> Marks:

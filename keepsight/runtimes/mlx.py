@@ -107,6 +107,7 @@ class _InMlx:
     """What a model says of the weights that lie in MLX."""
 
     def __init__(self, folder: Path, mlx: Mlx, model: Foreign) -> None:
+        self.boundaries_because = "its kernels were never tried in MLX"
         self.environment = {"runtime": f"mlx {mlx.version}"}
         files = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
         content = digests.digest(

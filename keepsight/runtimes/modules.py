@@ -24,10 +24,13 @@ from keepsight.kinds import CacheLayer, Options
 from keepsight.models.families.tower_tensors import FOLLOWS_FROM_SIZES, TowerTensors
 from keepsight.models.tested import refuse_unknown
 from keepsight.models.upstream import DynamicSlidingWindowLayer, LinearAttentionLayer
+from keepsight.runtimes.rooms import bias_of, room_for, write_rows
 from keepsight.runtimes.states import (
     BIAS,
+    PLACES,
     PRESENT,
     SLIDING_BIAS,
+    SLIDING_PLACES,
     deepstack,
     new_state,
     state,
@@ -43,15 +46,11 @@ _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 # Who sees whom: one mask, or one for each kind of layer.
 Mask = Tensor | dict[str, Tensor | None] | None
 
+# Beside states and features.
 _DECODER = (
-    "inputs_embeds",
-    "position_ids",
-    "lengths",
-    "total",
-    BIAS,
-    SLIDING_BIAS,
-    PRESENT,
-)  # beside states and features
+    *("inputs_embeds", "position_ids", PRESENT),
+    *(BIAS, SLIDING_BIAS, PLACES, SLIDING_PLACES),
+)
 
 
 class GraphSession(Protocol):
@@ -174,6 +173,7 @@ class DecoderStandIn:
     ) -> None:
         self._session, self._kinds, self._appends = session, shape.kinds, appends
         self._mrope = mrope
+        self._rooms = PLACES in session.inputs  # else it takes the past as it is
         self._levels = sum(name.startswith("deepstack") for name in session.inputs)
         self._sizes = [state_sizes(decoder, n, kind) for n, kind in enumerate(shape.kinds)]
         self._config = decoder.config
@@ -205,22 +205,20 @@ class DecoderStandIn:
         if position_ids is None:
             held = past_key_values.get_seq_length()
             position_ids = torch.arange(held, held + tokens).expand(rows, -1)
-        total = past_key_values.get_seq_length() + tokens
         feeds = {
             "inputs_embeds": inputs_embeds,
             "position_ids": self._positions(position_ids),
-            "lengths": torch.full((rows,), total - 1, dtype=torch.int32),
-            "total": torch.tensor(total, dtype=torch.int32),
             **self._deepstack(inputs_embeds, visual_pos_masks, deepstack_visual_embeds),
         }
         into = {"hidden": torch.empty_like(inputs_embeds)}
         layers = past_key_values.layers
+        held = self._held(layers, rows)
         for number, layer in enumerate(layers):
             self._put_states(number, layer, inputs_embeds, feeds, into)
-        feeds |= self._biases(attention_mask, tokens, feeds)
+        feeds |= self._biases(attention_mask, held, tokens, feeds)
         found = self._session.run(feeds, into)
         for number, layer in enumerate(layers):
-            self._take_states(number, layer, found, tokens)
+            self._take_states(number, layer, feeds, found, tokens)
         return MoeModelOutputWithPast(
             last_hidden_state=found["hidden"], past_key_values=past_key_values
         )
@@ -264,50 +262,79 @@ class DecoderStandIn:
             return
         nothing = like.new_empty(like.shape[0], *sizes["k"])
         past = (layer.keys, layer.values) if layer.is_initialized else (nothing, nothing)
-        if self._in_place(kind, layer):
-            past = layer.stretch(like.shape[1], nothing, nothing)
-        elif self._appends and kind == "full":  # a cache of upstream's own: a room made for now
-            room = nothing.new_empty(like.shape[0], sizes["k"][0], like.shape[1], sizes["k"][2])
-            past = (torch.cat([past[0], room], dim=2), torch.cat([past[1], room], dim=2))
+        if self._rooms:
+            past = room_for(layer, past, nothing, like.shape[1])
         for name, tensor in zip(("k", "v"), past, strict=True):
             feeds[state(name, number)] = tensor
-            if self._appends and kind == "full":
+            if self._appends:
                 into[new_state(name, number)] = tensor
 
     def _take_states(
-        self, number: int, layer: CacheLayer, found: dict[str, Tensor], tokens: int
+        self,
+        number: int,
+        layer: CacheLayer,
+        fed: dict[str, Tensor],
+        found: dict[str, Tensor],
+        tokens: int,
     ) -> None:
         kind = self._kinds[number]
         given = {name: found[new_state(name, number)] for name in state_names(kind)}
         if kind == "linear":
             for name, tensor in given.items():
                 restore_linear(layer, name, 0, tensor)
-        elif self._in_place(kind, layer):
+            return
+        keys, values = given["k"], given["v"]
+        if self._rooms and isinstance(layer, LaneLayer):
+            room = layer.stretch(tokens, keys, values)
+            for name, own, rows in zip(("k", "v"), room, (keys, values), strict=True):
+                if not (self._appends and fed[state(name, number)] is own):
+                    write_rows(own, rows, layer.lengths, tokens, self._appends)
             layer.advance(tokens)
+        elif self._rooms and self._appends:
+            start = layer.keys.shape[2] if layer.is_initialized else 0
+            layer.update(*(x[:, :, start : start + tokens] for x in (keys, values)))
         else:
-            rows = [tensor[:, :, -tokens:] for tensor in given.values()]
-            layer.update(*rows)
-
-    def _in_place(self, kind: str, layer: CacheLayer) -> bool:
-        return self._appends and kind == "full" and isinstance(layer, LaneLayer)
+            layer.update(keys[:, :, -tokens:], values[:, :, -tokens:])
 
     # -- who sees whom ---------------------------------------------------------------------------
 
-    def _biases(self, mask: Mask, tokens: int, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is added to the scores of attention, for each kind of layer that has some."""
-        rows = feeds["lengths"].shape[0]
+    def _biases(
+        self, mask: Mask, held: dict[str, list[int]], tokens: int, feeds: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Where new rows belong, and what is added to the scores of attention, for each kind of
+        layer that has some."""
         # What is padding is padding in every layer.
         given = mask if isinstance(mask, dict) else dict.fromkeys(_MASKED, mask)
-        total = int(feeds["total"])
-        found = {BIAS: _bias(given.get("full_attention"), rows, tokens, total, 0, self._appends)}
-        if "sliding" in self._kinds:
-            held = feeds[state("k", self._kinds.index("sliding"))].shape[2] + tokens
-            own = given.get("sliding_attention")
-            found[SLIDING_BIAS] = _bias(own, rows, tokens, held, self._window, False)
+        found = {}
+        for kind, bias, places, window in (
+            ("full", BIAS, PLACES, 0),
+            ("sliding", SLIDING_BIAS, SLIDING_PLACES, self._window),
+        ):
+            if kind not in held:
+                continue
+            size = feeds[state("k", self._kinds.index(kind))].shape[2]
+            size += 0 if self._rooms else tokens
+            at = torch.tensor(held[kind])[:, None] + torch.arange(tokens)
+            found[places] = at
+            found[bias] = bias_of(given.get(f"{kind}_attention"), at, size, window)
         if "linear" in self._kinds:
             own = given.get("full_attention")
+            rows = len(next(iter(held.values())))
             found[PRESENT] = torch.ones(rows, tokens) if own is None else own[:, -tokens:].float()
         return found
+
+    def _held(self, layers: Sequence[CacheLayer], rows: int) -> dict[str, list[int]]:
+        """How many keys each row holds in the layers of each kind that has keys."""
+        held = {}
+        for kind, layer in zip(self._kinds, layers, strict=True):
+            if kind == "linear":
+                continue
+            if isinstance(layer, LaneLayer):
+                lengths = layer.lengths
+            else:
+                lengths = [layer.keys.shape[2] if layer.is_initialized else 0]
+            held[kind] = lengths if len(lengths) == rows else lengths * rows
+        return held
 
 
 def _check_inputs(session: GraphSession, given: set[str], part: str) -> None:
@@ -334,27 +361,3 @@ def _refuse_cache(cache: Cache | None) -> None:
                 f"a cache of {type(layer).__name__}: an exported decoder goes on from a "
                 "DynamicCache or from Keepsight's memory; leave cache_implementation out"
             )
-
-
-def _bias(
-    mask: Tensor | None, rows: int, tokens: int, total: int, window: int, causal_itself: bool
-) -> Tensor:
-    """Zero where a token is seen and a vast negative number where not: (rows, 1, tokens, total).
-
-    Not minus infinity: padding sees nothing at all, and a softmax of nothing else is not a number.
-    """
-    hidden = torch.finfo(torch.float32).min
-    if mask is not None and mask.ndim == 4:
-        if mask.dtype != torch.bool:
-            return mask.float().clamp(min=hidden).expand(rows, 1, tokens, total)
-        return torch.zeros(mask.shape).masked_fill_(~mask, hidden).expand(rows, 1, tokens, total)
-    bias = torch.zeros(rows, 1, tokens, total)
-    if mask is not None:
-        bias.masked_fill_(~mask.bool()[:, None, None, -total:], hidden)
-    if (tokens > 1 and not causal_itself) or window:
-        at, seen = torch.arange(total - tokens, total)[:, None], torch.arange(total)
-        unseen = seen > at
-        if window:
-            unseen |= seen <= at - window
-        bias.masked_fill_(unseen, hidden)
-    return bias

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BIAS, SLIDING_BIAS = "bias", "sliding_bias"
+# Where the rows of new tokens belong, in the rooms of a layer's keys and values.
+PLACES, SLIDING_PLACES = "places", "sliding_places"
 PRESENT = "present"  # for linear layers: 1 for a token, 0 for the padding of a row
 
 _STATES = {"full": ("k", "v"), "sliding": ("k", "v"), "linear": ("conv", "recurrent")}

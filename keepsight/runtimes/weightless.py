@@ -44,6 +44,7 @@ class Exported:
 
     def __init__(self, folder: Path, manifest: Manifest, version: str, threads: int) -> None:
         self.folder, self.manifest = folder, manifest
+        self.boundaries_because = ""  # it is tried
         # What changes bits: the runtime, its version, and the graphs themselves.
         self.environment = {
             "runtime": f"{manifest.runtime} {version}",

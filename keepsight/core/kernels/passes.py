@@ -39,13 +39,14 @@ class Kernels:
     doubts: list[str] = field(default_factory=list)  # what was met that was not tried
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
+    in_graphs: bool = False  # of another runtime: no function of torch's is exchanged
 
 
 @contextmanager
 def running(kernels: Kernels | None, recorded: attention.Attending | None = None) -> Iterator[None]:
     """What this thread computes meanwhile is computed with these kernels, where there are any; for
     a recording, attention is another's."""
-    if kernels is None:
+    if kernels is None or kernels.in_graphs:
         yield
         return
     before = vars(_here).get("call")

@@ -183,7 +183,7 @@ def _write(
     tell: Tell,
 ) -> Manifest:
     family = vlm.runtime.family
-    appends = runtime == "onnx" and not family.sees_whole_media
+    appends = runtime == "onnx"
     parts = {
         "tower": tower_of(family, vlm.runtime.needed_processor(), blocks=runtime == "onnx"),
         "embedding": Embedding(family),
@@ -194,7 +194,7 @@ def _write(
         tell(f"tracing the {name}")
         path = folder / GRAPHS / name
         with _named(path, vlm.model.config.model_type):
-            _write_part(vlm, runtime, path, part, appends)
+            _write_part(vlm, runtime, path, part)
             if quantised is not None and name in quantise.PARTS:
                 tell(f"quantising the {name}")
                 quantise.quantise(runtime, path, quantised)
@@ -220,9 +220,9 @@ def _write(
     return manifest
 
 
-def _write_part(vlm: VLM, runtime: str, path: Path, part: GraphPart, appends: bool) -> None:
+def _write_part(vlm: VLM, runtime: str, path: Path, part: GraphPart) -> None:
     sample = part.eval().requires_grad_(False).sample()
-    with tracing.traced(vlm.model.get_decoder(), appends), torch.no_grad():
+    with tracing.traced(vlm.model.get_decoder()), torch.no_grad():
         write_graph(runtime, path, part, sample)
 
 

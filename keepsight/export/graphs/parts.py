@@ -20,8 +20,10 @@ from keepsight.kinds import Inputs
 from keepsight.models.families import Family
 from keepsight.runtimes.states import (
     BIAS,
+    PLACES,
     PRESENT,
     SLIDING_BIAS,
+    SLIDING_PLACES,
     deepstack,
     new_state,
     state,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 AUTO = torch.export.Dim.AUTO
-_TOKENS, _PAST, _ROOM = 7, 5, 32  # of a sample: all different, and none of them one
+_TOKENS, _PAST, _ROOM, _SMALLER = 7, 5, 32, 24  # of a sample: all different, none of them one
 _ROWS = 2
 
 
@@ -103,12 +105,15 @@ class OutputHead(GraphPart):
 
 
 class Decoder(GraphPart):
-    """Embeddings, positions, a bias for attention and all states in; all of them out again."""
+    """Embeddings, positions, a bias for attention and all states in; all of them out again.
 
-    def __init__(self, family: Family, shape: Shape, fused: bool) -> None:
+    With `appends` keys and values go out with the new rows among them, else the new rows alone.
+    """
+
+    def __init__(self, family: Family, shape: Shape, appends: bool) -> None:
         super().__init__()
         self.decoder: PreTrainedModel = family.model.get_decoder()
-        self.family, self.kinds, self.fused = family, shape.kinds, fused
+        self.family, self.kinds, self.appends = family, shape.kinds, appends
         self.levels = family.levels()
         self.sliding = any("sliding" in kind for kind in self.kinds)
 
@@ -117,7 +122,8 @@ class Decoder(GraphPart):
             {name: inputs[state(name, layer)] for name in state_names(kind)}
             for layer, kind in enumerate(self.kinds)
         ]
-        cache = tracing.TracedCache(states, inputs["lengths"], inputs["total"])
+        places = [inputs[SLIDING_PLACES if kind == "sliding" else PLACES] for kind in self.kinds]
+        cache = tracing.TracedCache(states, places, self.appends)
         tracing.begin(cache)
         output = self.decoder(
             inputs_embeds=inputs_embeds,
@@ -159,13 +165,13 @@ class Decoder(GraphPart):
             sample.add("position_ids", places.expand(4, -1, -1).clone(), 1, 2)
         else:
             sample.add("position_ids", places.clone(), 0, 1)
-        sample.add(BIAS, torch.zeros(rows, 1, _TOKENS, _PAST + _TOKENS), 0, 2, 3)
+        sample.add(BIAS, torch.zeros(rows, 1, _TOKENS, _ROOM), 0, 2, 3)
+        sample.add(PLACES, places.clone(), 0, 1)
         if self.sliding:
-            sample.add(SLIDING_BIAS, torch.zeros(rows, 1, _TOKENS, _PAST + _TOKENS), 0, 2, 3)
+            sample.add(SLIDING_BIAS, torch.zeros(rows, 1, _TOKENS, _SMALLER), 0, 2, 3)
+            sample.add(SLIDING_PLACES, places.clone(), 0, 1)
         if "linear" in self.kinds:
             sample.add(PRESENT, torch.ones(rows, _TOKENS), 0, 1)
-        sample.add("lengths", torch.full((rows,), _PAST + _TOKENS - 1, dtype=torch.int32), 0)
-        sample.add("total", torch.tensor(_PAST + _TOKENS, dtype=torch.int32))
         for level in range(self.levels):
             sample.add(deepstack(level), torch.zeros(rows, _TOKENS, width), 0, 1)
         for layer, kind in enumerate(self.kinds):
@@ -175,6 +181,6 @@ class Decoder(GraphPart):
     def _add_states(self, sample: Sample, layer: int, kind: str) -> None:
         for name, sizes in state_sizes(self.decoder, layer, kind).items():
             axes = (0, 2) if name in ("k", "v") else (0,)
-            tokens = _ROOM if self.fused and kind == "full" else _PAST
+            tokens = _SMALLER if kind == "sliding" else _ROOM
             tensor = torch.zeros(_ROWS, *(size or tokens for size in sizes))
             sample.add(state(name, layer), tensor, *axes)

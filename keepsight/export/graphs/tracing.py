@@ -1,10 +1,10 @@
 """How a decoder looks to a tracer: states come in as tensors, and go out as tensors.
 
-A model's own forward is traced as it stands, with two things put in its way: a cache that hands out
-the graph's inputs and collects its outputs, and an attention function that says what the runtime
-should do. ONNX Runtime has an operator that appends keys and values in place, in a buffer longer
-than what it holds; elsewhere the graph joins past and present, and gives back the new rows alone,
-so that what was there before is not copied.
+A model's own forward is traced as it stands, with a few things put in its way: a cache that hands
+out the graph's inputs and collects its outputs, and functions for attention and rotary positions
+whose rows come out the same however many there are. Keys and values lie in rooms that are longer
+than what they hold. The graph puts new rows in their places there; where a runtime can do that in
+the caller's own memory, the whole room is an output, else the new rows alone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from keepsight.kinds import Options, Record
+from keepsight.kinds import Options
 from keepsight.models import upstream
 from keepsight.models.tested import refuse_unknown
 
+_EVEN = 16  # tokens whose angles fill whole vectors, however wide a head is
 _BLOCK = 64  # tokens that a linear layer takes at once, as upstream's own chunks
 _tracing: list[TracedCache] = []  # the cache of the forward that is being traced
 
@@ -39,11 +40,12 @@ class TracedCache:
 
     is_compileable = False
 
-    def __init__(self, states: list[dict[str, Tensor]], lengths: Tensor, total: Tensor) -> None:
+    def __init__(
+        self, states: list[dict[str, Tensor]], places: list[Tensor], appends: bool
+    ) -> None:
         self._states = states
-        self.lengths, self.total = lengths, total
+        self.places, self.appends = places, appends
         self.given: list[dict[str, Tensor]] = [{} for _ in states]
-        self.in_place = [False] * len(states)
 
     def of(self, layer: int) -> dict[str, Tensor]:
         """The states of a layer as they came."""
@@ -113,20 +115,21 @@ def _refuse(
 
 
 @contextmanager
-def traced(decoder: PreTrainedModel, fused: bool) -> Iterator[None]:
-    """Let a decoder's layers attend as its graph shall: `fused` with ONNX Runtime's operator."""
+def traced(decoder: PreTrainedModel) -> Iterator[None]:
+    """Let a decoder's layers attend as its graph shall."""
     config = decoder.config
     before = config._attn_implementation
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
     module = sys.modules[type(decoder).__module__]
     rules = {name: getattr(module, name) for name in names if hasattr(module, name)}
     try:
-        config._attn_implementation = "keepsight_fused" if fused else "keepsight_joined"
+        config._attn_implementation = "keepsight_rooms"
         for name in rules:
             setattr(module, name, delta_rule)
         # A graph gets them as a row for each token, zeros where no picture is.
         upstream.replace_deepstack(decoder, operator.add)
-        yield
+        with _even_angles(decoder):
+            yield
     finally:
         config._attn_implementation = before
         for name, rule in rules.items():
@@ -145,11 +148,7 @@ def begin(cache: TracedCache) -> None:
 _NEUTRAL = ("dropout", "sliding_window", "position_ids", "use_cache", "is_causal")
 
 
-def _flat(heads: Tensor) -> Tensor:
-    return heads.transpose(1, 2).flatten(2)
-
-
-def _fused(
+def _in_rooms(
     module: AttentionModule,
     query: Tensor,
     key: Tensor,
@@ -159,62 +158,61 @@ def _fused(
     scaling: float,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """ONNX Runtime's grouped attention, which appends to the buffers of past keys and values.
-
-    It is causal by nature; the bias hides what a row of a batch must not see besides.
-    """
+    """Attention over whole rooms; the bias says who sees whom, and hides what means nothing."""
     refuse_unknown("attention in a graph", (), options, _NEUTRAL)
-    cache = _tracing[0]
-    layer = module.layer_idx
-    past = cache.of(layer)
-    if options.get("sliding_window") or module.__dict__.get("is_sliding"):
-        return _joined(module, query, key, value, mask, scaling=scaling, **options)
-    rows, heads, tokens, width = query.shape
-    attributes: Record = {"num_heads": heads, "kv_num_heads": key.shape[1], "scale": scaling}
-    given = [past["k"], past["v"], cache.lengths, cache.total, None, None, None, mask]
-    out, keys, values = torch.onnx.ops.symbolic_multi_out(
-        "com.microsoft::GroupQueryAttention",
-        [_flat(query), _flat(key), _flat(value), *given],
-        attributes,
-        dtypes=[query.dtype] * 3,
-        shapes=[[rows, tokens, heads * width], list(past["k"].shape), list(past["v"].shape)],
-        version=1,
-    )
-    cache.given[layer] = {"k": keys, "v": values}
-    return out.view(rows, tokens, heads, width), None
-
-
-def _joined(
-    module: AttentionModule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    scaling: float,
-    **options: object,
-) -> tuple[Tensor, None]:
-    """Attention over past and new rows; the bias says who sees whom."""
-    refuse_unknown("attention in a graph", (), options, _NEUTRAL)
-    past = _tracing[0].of(module.layer_idx)
-    keys = torch.cat([past["k"], key], dim=2)
-    values = torch.cat([past["v"], value], dim=2)
+    cache, layer = _tracing[0], module.layer_idx
+    past, places = cache.of(layer), cache.places[layer]
+    keys, values = (_put(past[n], places, new) for n, new in (("k", key), ("v", value)))
+    cache.given[layer] = {"k": keys, "v": values} if cache.appends else {"k": key, "v": value}
     rows, heads, tokens, width = query.shape
     # The queries of a group stand one behind the other before their one head of keys: nothing is
     # repeated. The products are written out, as runtimes fuse them each in its own way.
     groups = heads // keys.shape[1]
     grouped = query.reshape(rows, keys.shape[1], groups, tokens, width).flatten(2, 3)
-    scores = (grouped @ keys.transpose(2, 3)) * scaling
+    scores = _product(grouped, keys.transpose(2, 3), groups) * scaling
     scores = scores.view(rows, keys.shape[1], groups, tokens, -1)
     if mask is not None:
         scores = scores + mask[:, :, None]
     weights = functional.softmax(scores, dim=-1).flatten(2, 3)
-    out = (weights @ values).view(rows, heads, tokens, width)
+    out = _product(weights, values, groups).view(rows, heads, tokens, width)
     return out.transpose(1, 2), None
 
 
-AttentionInterface.register("keepsight_fused", _fused)
-AttentionInterface.register("keepsight_joined", _joined)
+def _put(room: Tensor, places: Tensor, new: Tensor) -> Tensor:
+    """The room with new rows in their places."""
+    return room.scatter(2, places[:, None, :, None].expand_as(new), new)
+
+
+def _product(rows: Tensor, by: Tensor, groups: int) -> Tensor:
+    """A matrix product of two rows at least: one alone is computed by another kernel, and comes out
+    otherwise than in company."""
+    if groups > 1:
+        return rows @ by
+    return (functional.pad(rows, (0, 0, 0, 1)) @ by)[:, :, :-1]
+
+
+AttentionInterface.register("keepsight_rooms", _in_rooms)
+
+
+@contextmanager
+def _even_angles(decoder: PreTrainedModel) -> Iterator[None]:
+    """Let sines and cosines be made of whole vectors: numbers behind the last one are computed by
+    another function, and come out otherwise."""
+    rotary = decoder.rotary_emb
+    made = rotary.forward
+
+    def forward(x: Tensor, position_ids: Tensor, *more: object, **options: object) -> object:
+        tokens = position_ids.shape[-1]
+        count = (tokens + _EVEN - 1) // _EVEN
+        filled = functional.pad(position_ids, (0, count * _EVEN - tokens))
+        cos, sin = made(x, filled, *more, **options)
+        return cos[..., :tokens, :], sin[..., :tokens, :]
+
+    rotary.forward = forward
+    try:
+        yield
+    finally:
+        del rotary.forward
 
 
 # -- linear layers -------------------------------------------------------------------------------
@@ -255,7 +253,7 @@ def delta_rule(
     count = (tokens + _BLOCK - 1) // _BLOCK
     padded = functional.pad(packed, (0, 0, 0, count * _BLOCK - tokens))
     blocks = padded.reshape(rows, heads, count, _BLOCK, width).movedim(2, 0).contiguous()
-    one = _tracing[0].total.new_ones(()) == tokens
+    one = _tracing[0].places[0].new_ones(()) == tokens
     out, state = torch.cond(one, _one_token, _all_blocks, (blocks, initial_state))
     return out.movedim(0, 2).flatten(2, 3)[:, :, :tokens].transpose(1, 2), state
 

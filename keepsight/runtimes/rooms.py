@@ -1,0 +1,71 @@
+"""Rooms for keys and values as a graph reads them: longer than what they hold, in whole vectors.
+
+A lane's own room is read where it lies, and a bias hides what is not filled. What a cache of
+upstream's holds is copied into a room that is made for one pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from keepsight.core.lane_layer import LaneLayer
+from keepsight.kinds import CacheLayer
+
+_WHOLE = 64  # keys that a room has are a multiple of this
+_FEW = 32  # tokens, for which a lane's room is read as it lies; for more, only what is filled of it
+
+
+def room_for(
+    layer: CacheLayer, past: tuple[Tensor, Tensor], nothing: Tensor, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer with place for some tokens more. A lane's own lie there already;
+    many tokens read so much of it only as is filled."""
+    if isinstance(layer, LaneLayer):
+        keys, values = layer.stretch(tokens, nothing, nothing)
+        size = _whole(max(layer.lengths) + tokens)
+        if tokens < _FEW or keys.shape[2] <= size:
+            return keys, values
+        return keys[:, :, :size].contiguous(), values[:, :, :size].contiguous()
+    missing = _whole(past[0].shape[2] + tokens) - past[0].shape[2]
+    room = nothing.new_zeros(*nothing.shape[:2], missing, nothing.shape[3])
+    return torch.cat([past[0], room], dim=2), torch.cat([past[1], room], dim=2)
+
+
+def _whole(keys: int) -> int:
+    return -(-keys // _WHOLE) * _WHOLE
+
+
+def write_rows(own: Tensor, rows: Tensor, lengths: list[int], tokens: int, whole: bool) -> None:
+    """New rows into a lane's own room; `whole`: they come in a room of their own."""
+    starts = lengths if len(lengths) == len(rows) else lengths * len(rows)
+    for row, start in enumerate(starts):
+        given = rows[row, :, start : start + tokens] if whole else rows[row]
+        own[row, :, start : start + tokens] = given
+
+
+def bias_of(mask: Tensor | None, at: Tensor, size: int, window: int) -> Tensor:
+    """Zero where a token is seen and a vast negative number where not: (rows, 1, tokens, size).
+
+    Not minus infinity: padding sees nothing at all, and a softmax of nothing else is not a number.
+    `at` are the places of the tokens; what lies behind them is no token yet.
+    """
+    hidden = torch.finfo(torch.float32).min
+    rows, tokens = at.shape
+    bias = torch.zeros(rows, 1, tokens, size)
+    seen = torch.arange(size)
+    total = int(at.max()) + 1
+    if mask is not None and mask.ndim == 4:
+        own = mask
+        if mask.dtype == torch.bool:
+            own = torch.zeros(mask.shape).masked_fill_(~mask, hidden)
+        bias[..., :total] = own.float().clamp(min=hidden)
+        bias[..., total:] = hidden
+        return bias
+    unseen = seen > at[..., None]
+    if window:
+        unseen |= seen <= at[..., None] - window
+    bias.masked_fill_(unseen[:, None], hidden)
+    if mask is not None:
+        bias[..., :total].masked_fill_(~mask.bool()[:, None, None, -total:], hidden)
+    return bias
