@@ -165,10 +165,10 @@ def test_an_export_that_broke_off_before_the_comparison_does_not_load(folder: Pa
 # -- the record ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [0, 2, "1", True, 1.0, None, [1]])
+@pytest.mark.parametrize("form", [0, 1, "2", True, 2.0, None, [2]])
 def test_another_version_of_the_format_is_named(folder: Path, form: Any) -> None:
     sealed(folder, lambda told: told.update(format=form))
-    with pytest.raises(WrongFormatVersion, match="this version reads 1"):
+    with pytest.raises(WrongFormatVersion, match="this version reads 2"):
         ks.load(folder)
 
 
@@ -228,13 +228,13 @@ def test_nonsense_in_a_record_is_named(folder: Path, name: str) -> None:
         b"[]",
         b"null",
         b"\xff\xfe\x00",
-        b'{"format": 1',
+        b'{"format": 2',
         b'{"format": NaN}',
-        b'{"format": 1, "deviation": {"logits": -Infinity}}',
+        b'{"format": 2, "deviation": {"logits": -Infinity}}',
         b"[" * 200_000,
         b'{"a":' * 200_000,
-        b'{"format": 1, "deviation": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
-        b'{"format": 1' + b" " * (5 << 20) + b"}",
+        b'{"format": 2, "deviation": ' + b'{"a":' * 900 + b"1" + b"}" * 900 + b"}",
+        b'{"format": 2' + b" " * (5 << 20) + b"}",
         b'{"format": ' + b"9" * 10_000 + b"}",
     ],
     ids=range(13),

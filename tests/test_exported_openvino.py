@@ -204,7 +204,10 @@ def test_any_cut_and_any_company_give_the_same_bits() -> None:
         prompts = [torch.cat([ids[:, :n], ids[:, :9] + 100], dim=1) for n in (1, 33, 77, 150)]
         pads = [torch.zeros(1, 159 - one.shape[1], dtype=torch.long) for one in prompts]
         left = [torch.cat(pair, dim=1) for pair in zip(pads, prompts, strict=True)]
-        seen = [torch.cat([pad, torch.ones_like(one)], 1) for pad, one in zip(pads, prompts)]
+        seen = [
+            torch.cat([pad, torch.ones_like(one)], 1)
+            for pad, one in zip(pads, prompts, strict=True)
+        ]
         before = vlm.stats()["engine"]["prefill_tokens"]
         both: Any = vlm.generate(
             input_ids=torch.cat(left), attention_mask=torch.cat(seen), **options
