@@ -162,11 +162,12 @@ def feeds(kind: str, rows: int, past: int, tokens: int) -> dict[str, Tensor]:
     bias = torch.zeros(rows, 1, tokens, room).masked_fill_(unseen, float("-inf"))
     known = {"bias": bias, "position_ids": torch.arange(past, total).expand(4, rows, -1)}
     known["places"] = torch.arange(past, total).expand(rows, -1)
-    width = small(kind)[0].config.text_config.hidden_size
+    config = small(kind)[0].config.text_config
+    width, heads = config.hidden_size, (config.num_key_value_heads, room, config.head_dim)
     for port in openvino.Core().read_model(path).inputs:
-        name, shape = port.get_any_name(), port.partial_shape
+        name = port.get_any_name()
         if name[:2] in ("k_", "v_"):
-            known[name] = torch.randn(rows, shape[1].get_length(), room, shape[3].get_length())
+            known[name] = torch.randn(rows, *heads)
         elif name not in known:  # embeddings, and what is added behind early layers
             known[name] = torch.randn(rows, tokens, width)
     return known
