@@ -101,9 +101,27 @@ def test_an_answer_goes_on_with_the_last_message(server: Live) -> None:
     on = answered(server, messages=messages, continue_final_message=True, max_tokens=64)
     assert on["prompt"] == [*plain["prompt"], *plain["token_ids"][:4]]
     assert half + on["message"]["content"] == plain["message"]["content"]
+    for word in ("prefix", "partial"):  # DeepSeek's and Kimi's for the same
+        messages[-1] = {"role": "assistant", "content": half, word: True}
+        assert answered(server, messages=messages, max_tokens=64)["token_ids"] == on["token_ids"]
+    messages[-1] = {"role": "user", "content": half, "prefix": True}
+    assert server.chat({"messages": messages})[1]["error"]["param"] == "continue_final_message"
     bare = answered(server, add_generation_prompt=False, max_tokens=1)
     assert bare["prompt"] == plain["prompt"][: len(bare["prompt"])]
     assert tokenizer.decode(plain["prompt"][len(bare["prompt"]) :]).startswith("<|im_start|>")
+
+
+def test_other_ways_to_write_the_same(server: Live) -> None:
+    plain = answered(server, max_tokens=16)["token_ids"]
+    for same in ({"stop": ""}, {"stop": []}, {"tool_choice": {"type": "auto"}}):
+        assert answered(server, max_tokens=16, **same)["token_ids"] == plain
+    part = asked(scene(1))[0]["content"][0]
+    head, _, body = part["image_url"]["url"].partition(",")
+    lines = "\n".join(body[start : start + 76] for start in range(0, len(body), 76))
+    for other in (lines, body.rstrip("="), body.replace("+", "-").replace("/", "_")):
+        messages = asked(scene(1))
+        messages[0]["content"][0]["image_url"]["url"] = f"{head},{other}"
+        assert answered(server, messages=messages, max_tokens=16)["token_ids"] == plain
 
 
 def test_streams_tell_tokens_and_usage_of_each_step(server: Live) -> None:

@@ -234,7 +234,7 @@ def test_what_is_unknown_is_answered_with_what_is_known(
     assert error["code"] == "unknown_parameter" and error["message"].endswith(hint)
 
 
-@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any"}, "maybe", 5, [], {}])
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "auto", "x": 1}, "maybe", 5, [], {}])
 def test_a_choice_of_tools_says_what_it_may_be(server: Live, choice: Any) -> None:
     for path, more in (("chat/completions", user("x")), ("responses", {"input": "x"})):
         body = {"model": "demo", **more, "tool_choice": choice}

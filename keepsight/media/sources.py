@@ -153,8 +153,17 @@ def _data_uri(text: str) -> bytes:
         ) from None
 
 
+# Of base64 as mail has it, in lines, and as addresses have it.
+_OTHER_MARKS = "\n\r \t-_"
+_AS_USUAL = str.maketrans("-_", "+/", "\n\r \t")
+
+
 def from_base64(text: str) -> bytes:
     """The bytes of a text, however long, with room for other threads on the way."""
+    if any(mark in text for mark in _OTHER_MARKS):
+        text = text.translate(_AS_USUAL)
+    if len(text) % 4 and not text.endswith("="):
+        text += "=" * (-len(text) % 4)
     parts = []
     for start in range(0, len(text), _BASE64):
         piece = text[start : start + _BASE64]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, JsonValue, Tag
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag
 
 from keepsight.server import parts, schema
 from keepsight.server.errors import ApiError, invalid, refused
@@ -49,6 +49,7 @@ ToolChoice = Annotated[
         custom_error_message="expected 'none', 'auto', 'required', or a function by its name, as "
         "in {'type': 'function', 'name': ...}",
     ),
+    BeforeValidator(schema.plain_choice),
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, JsonValue, PrivateAttr, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, JsonValue, PrivateAttr, Tag
 
 from keepsight.server.parts import Content, Id, Name, PixelLimits, Text, kind_of
 from keepsight.server.unused import Open, Strict
@@ -24,6 +24,8 @@ Stop = Annotated[
     | Annotated[list[StopText], Field(max_length=16), Tag("as parts")],
     Discriminator(kind_of),
 ]
+# An empty text, or none in a list, ends nothing.
+StopOption = Annotated[Stop | None, BeforeValidator(lambda given: given or None)]
 
 
 # -- tools -------------------------------------------------------------------------------------
@@ -82,12 +84,21 @@ class ChatToolChoice(Open):
     function: NamedFunction
 
 
+_CHOICES = ("none", "auto", "required")
+
+
 def choice_kind(value: object) -> str | None:
     """How a choice of a tool is written."""
     if isinstance(value, dict | BaseModel):
         kind = value.get("type") if isinstance(value, dict) else "function"
         return "as function" if kind == "function" else None
-    return "as text" if value in ("none", "auto", "required") else None
+    return "as text" if value in _CHOICES else None
+
+
+def plain_choice(value: object) -> object:
+    """`{"type": "auto"}`, as some clients write `"auto"`."""
+    kind = value.get("type") if isinstance(value, dict) and len(value) == 1 else None
+    return kind if kind in _CHOICES else value
 
 
 ToolChoice = Annotated[
@@ -99,6 +110,7 @@ ToolChoice = Annotated[
         custom_error_message="expected 'none', 'auto', 'required', or a function by its name, as "
         "in {'type': 'function', 'function': {'name': ...}}",
     ),
+    BeforeValidator(plain_choice),
 ]
 
 
@@ -120,6 +132,8 @@ class ChatMessage(Open):
     annotations: JsonValue = None
     audio: JsonValue = None
     function_call: JsonValue = None
+    prefix: bool | None = None  # DeepSeek's words for an answer that goes on
+    partial: bool | None = None  # and Kimi's
     # What the client calls this message, and its content, where it did not send `messages`.
     _place: str | None = PrivateAttr(default=None)
     _content_place: str | None = PrivateAttr(default=None)
@@ -218,7 +232,7 @@ class AnswerOptions(PromptOptions):
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: Stop | None = None
+    stop: StopOption = None
     skip_special_tokens: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
@@ -244,6 +258,12 @@ class Rendering(PromptOptions):
     tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message, in whoever's words."""
+        last = self.messages[-1]
+        return bool(self.continue_final_message or last.prefix or last.partial)
 
 
 UNSUPPORTED: dict[str, str] = {

@@ -167,7 +167,7 @@ class ServedModel:
 
 def _beginning(body: Rendering) -> dict[str, bool]:
     """How an answer begins, where it is not by the template's own words."""
-    if body.continue_final_message:
+    if body.continues:
         last = body.messages[-1]
         if body.add_generation_prompt:
             why = "an answer begins anew, or goes on; add_generation_prompt must be false"

@@ -141,7 +141,7 @@ class Service:
             )
         messages, template, tenant = await self.rendering(body, visit)
         use_tools = bool(body.tools) and body.tool_choice != "none"
-        continued = bool(body.continue_final_message) or body.add_generation_prompt is False
+        continued = body.continues or body.add_generation_prompt is False
         notes = (_KEY_NOTE,) if body.prompt_cache_key is not None else ()
         return AnswerRequest(
             messages,
