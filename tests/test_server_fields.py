@@ -115,6 +115,9 @@ def test_other_ways_to_write_the_same(server: Live) -> None:
     plain = answered(server, max_tokens=16)["token_ids"]
     for same in ({"stop": ""}, {"stop": []}, {"tool_choice": {"type": "auto"}}):
         assert answered(server, max_tokens=16, **same)["token_ids"] == plain
+    unnamed = {"messages": asked(scene(1)), "temperature": 0, "max_tokens": 16}
+    status, reply, _ = server.call("/v1/chat/completions", unnamed)
+    assert status == 200 and reply["model"] == "demo"
     part = asked(scene(1))[0]["content"][0]
     head, _, body = part["image_url"]["url"].partition(",")
     lines = "\n".join(body[start : start + 76] for start in range(0, len(body), 76))

@@ -367,7 +367,7 @@ async def _reported(
         messages, template, tenant = await service.rendering(body, visit)
         report = await call(messages, **_options_of(body, template, tenant))
         report.notes += visit.unused.notes()
-        return {"object": "cache.report", "model": body.model, "report": report_of(report)}
+        return {"object": "cache.report", "model": service.model.name, "report": report_of(report)}
 
     return await unless_gone(request, work(), visit)
 

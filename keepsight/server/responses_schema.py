@@ -76,7 +76,7 @@ class ResponsesRequest(schema.AnswerOptions):
     CONSTRAINING: ClassVar[dict[str, str]] = schema.CONSTRAINING
     NOT_HONOURED: ClassVar[frozenset[str]] = frozenset()  # set below
 
-    model: Name
+    model: Name | None = None  # the one that there is
     input: Annotated[
         Annotated[Text, Tag("as text")]
         | Annotated[list[Item], Field(min_length=1), Tag("as parts")],

@@ -253,7 +253,7 @@ class Rendering(PromptOptions):
 
     CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
 
-    model: Name
+    model: Name | None = None  # the one that there is
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None

@@ -54,12 +54,12 @@ class ServedModel:
         self._named: dict[str, bool] = {}
         self._lock = threading.Lock()
 
-    def check_name(self, name: str) -> None:
-        """Refuse a model that is not this one."""
-        if name != self.name:
+    def check_name(self, name: str | None) -> None:
+        """Refuse a model that is not this one, where one is named."""
+        if name not in (None, self.name):
             raise ApiError(
                 404,
-                f"no such model: {name[:100]!r}; this server has {self.name!r}",
+                f"no such model: {str(name)[:100]!r}; this server has {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
