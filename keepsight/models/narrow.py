@@ -8,7 +8,7 @@ So a token's bits depend on how many are computed with it, and prompts are cut a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn import functional
@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from keepsight.errors import UnsupportedInput
 
 INT8 = "int8"
+_Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_kernel: _Kernel | None = getattr(torch, "_weight_int8pack_mm", None)
 _FEW = 16  # tokens that the kernel takes faster than a widened weight is made
 _SMALLEST = 64  # numbers in and out, below which nothing is gained
 _STEP = 32  # of both: the kernel reads beyond weights of other sizes
@@ -44,9 +46,9 @@ class NarrowLinear(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As of `torch.nn.Linear`."""
         rows = input.reshape(-1, self.in_features)
-        if len(rows) <= _FEW:
+        if len(rows) <= _FEW and _kernel is not None:
             few = rows.to(torch.bfloat16).contiguous()
-            found = torch._weight_int8pack_mm(few, self.weight, self._ones).to(input.dtype)
+            found = _kernel(few, self.weight, self._ones).to(input.dtype)
         else:
             found = functional.linear(rows, self.weight.to(input.dtype))
         found = found * self.scales.to(input.dtype)

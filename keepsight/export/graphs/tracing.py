@@ -154,12 +154,12 @@ def _in_rooms(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    *,
+    *more: object,
     scaling: float,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Attention over whole rooms; the bias says who sees whom, and hides what means nothing."""
-    refuse_unknown("attention in a graph", (), options, _NEUTRAL)
+    refuse_unknown("attention in a graph", more, options, _NEUTRAL)
     cache, layer = _tracing[0], module.layer_idx
     past, places = cache.of(layer), cache.places[layer]
     keys, values = (_put(past[n], places, new) for n, new in (("k", key), ("v", value)))

@@ -7,8 +7,6 @@ things that cannot be watched is taken to stay as it is.
 
 from __future__ import annotations
 
-from transformers.utils import PushToHubMixin
-
 from keepsight import digests
 from keepsight.kinds import Processor
 from keepsight.models.fingerprint.describe import Describer
@@ -42,7 +40,7 @@ class ProcessorCode:
             (number, name, value)
             for number, part in enumerate(parts)
             for name, value in vars(part).items()
-            if callable(value) and not isinstance(value, PushToHubMixin | NotLoaded)
+            if callable(value) and not _is_processor(value)
         ]
         anew = self._code.refresh(frozenset(map(type, parts)), "")
         moved = set() if self._watch is None else self._watch.moved()
@@ -64,3 +62,8 @@ class ProcessorCode:
         return (
             digests.digest("processor code", rows, differs) if found or replaced or differs else ""
         )
+
+
+def _is_processor(value: object) -> bool:
+    """Whether it is a tokenizer or a processor, which are called, too, and are looked at apart."""
+    return hasattr(value, "save_pretrained") or isinstance(value, NotLoaded)
