@@ -39,9 +39,8 @@ NAMED = frozenset(
         *("_active_adapter", "_disable_adapters", "_compiled_call_impl"),
         *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
         *("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"),
-        "_weight_int8pack_mm",
         *("_stance", "_filter_state", "_init_weights", "_cdata", "_schema", "_forward_hooks"),
-        "_make_wrapper_subclass",
+        *("_make_wrapper_subclass", "_weight_int8pack_mm"),
     }
 )
 
