@@ -79,6 +79,7 @@ class AnyCut:
         self._store = store
         self._model, self._family, self._engine = model, family, engine
         self._weights = weights
+        self._is_narrow = is_narrow(model)  # once: it walks over all modules
         # A caller who names a grain wants boundaries.
         self.asked = settings.grain is None and not family.packages_only
         self.before = Finding(None, "" if self.asked else _CHOSEN)
@@ -186,7 +187,7 @@ class AnyCut:
             return self._graphs.boundaries_because
         if model.device.type != "cpu":
             return f"its kernels were never tried on {model.device.type}"
-        if is_narrow(model):
+        if self._is_narrow:
             return "its weights have eight bits, and few tokens are computed otherwise than many"
         if kinds:
             return f"it has layers of other kinds than attention: {', '.join(kinds)}"
