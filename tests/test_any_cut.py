@@ -388,10 +388,12 @@ def test_wrap_packs_nothing_unasked_and_load_does() -> None:
 
 @pytest.mark.tries_anew
 def test_no_memory_for_copies_falls_back(monkeypatch: Any, caplog: Any) -> None:
-    def full(weight: torch.Tensor) -> torch.Tensor:
-        raise MemoryError("no memory")
+    class Full(linear.Packed):
+        @classmethod
+        def of(cls, weight: torch.Tensor, kernel: str) -> linear.Packed:
+            raise MemoryError("no memory")
 
-    monkeypatch.setattr("keepsight.core.kernels.packing.pack", full)
+    monkeypatch.setattr("keepsight.core.kernels.packing.Packed", Full)
     with wrapped("qwen3_vl", pack=True) as vlm:
         engine = vlm.stats()["engine"]
         assert engine["any_cut"] and not engine["packed_bytes"]
@@ -448,7 +450,7 @@ def test_a_machine_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
         order = torch.randperm(rows.shape[-1])
         return plain(rows[..., order], weight[:, order], bias)
 
-    shape = (64, 64, torch.float32, False, False)
+    shape = (64, 64, torch.float32, False, linear.PLAIN)
     with torch.inference_mode():
         monkeypatch.setattr(linear, "_plain", odd)
         rule = rows_of(shape)
@@ -481,7 +483,7 @@ def test_a_matrix_unit_that_takes_few_rows_in_one_way_is_given_few(
 
     monkeypatch.setattr(linear, "_plain", by_number)
     with torch.inference_mode():
-        rule = rows_of((64, 64, dtype, False, False))
+        rule = rows_of((64, 64, dtype, False, linear.PLAIN))
         assert rule is not None and rule.most == 32
     with wrapped("qwen3_vl", dtype) as vlm, wrapped("qwen3_vl", dtype) as own:
         assert vlm.stats()["engine"]["any_cut"]

@@ -17,11 +17,12 @@ from torch.nn import functional
 import keepsight as ks
 from keepsight.core.kernels import attention, linear
 from keepsight.core.kernels.elementwise import evenly
-from keepsight.core.kernels.linear import Linears, rows_of
+from keepsight.core.kernels.linear import Linears, Rows, kernels_for, rows_of
+from keepsight.core.kernels.packing import Packing
 from keepsight.core.lane_layer import LaneLayer
 
 plain = linear._plain
-SHAPE = (64, 64, torch.float32, False, False)
+SHAPE = (64, 64, torch.float32, False, linear.PLAIN)
 
 
 def in_another_order(rows: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
@@ -193,3 +194,43 @@ def test_what_computes_something_else_than_the_model_means_boundaries(
     with ks.wrap(model, processor) as vlm:
         engine = vlm.stats()["engine"]
         assert not engine["any_cut"] and "something else" in engine["boundaries_because"]
+
+
+def test_weights_are_packed_anew_in_another_environment() -> None:
+    """MKL packs otherwise with other threads, and then adds in another order."""
+    packing, layer = Packing(wanted=True), torch.nn.Linear(64, 48)
+    with torch.inference_mode():
+        packing.follow([layer], "with two threads")
+        first = packing.packed[id(layer.weight)]
+        packing.follow([layer], "with two threads")
+        assert packing.packed[id(layer.weight)] is first
+        packing.follow([layer], "with three threads")
+        assert packing.packed[id(layer.weight)] is not first
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kernel", kernels_for(torch.float32))
+def test_packed_weights_give_the_layer(kernel: str, biased: bool) -> None:
+    layer, rows = torch.nn.Linear(96, 80, bias=biased), torch.randn(70, 96)
+    with torch.inference_mode():
+        packed = linear.Packed.of(layer.weight, kernel)
+        for count in (1, 3, 70):
+            found = packed.run(rows[:count], layer.bias)
+            assert torch.allclose(found, layer(rows[:count]), atol=1e-5)
+
+
+@pytest.mark.tries_anew
+def test_the_kernel_is_the_first_that_takes_any_number_of_rows(monkeypatch: Any) -> None:
+    rules: dict[str, Rows | None] = {"slow": Rows(4, 4), "good": Rows(), "never asked": Rows()}
+    where = "keepsight.core.kernels.packing"
+    monkeypatch.setattr(f"{where}.kernels_for", lambda dtype: list(rules))
+    monkeypatch.setattr(f"{where}.rows_of", lambda shape: rules[shape[-1]])
+    packing, layer = Packing(wanted=True), torch.nn.Linear(64, 48)
+    assert packing.kernel_of(layer) == "good" and len(packing.rules) == 2
+    packing.rules.clear()
+    rules["good"] = None
+    rules["never asked"] = None
+    assert packing.kernel_of(layer) == "slow"
+    packing.rules.clear()
+    rules["slow"] = None
+    assert packing.kernel_of(layer) == ""

@@ -90,20 +90,20 @@ def _key(name: str) -> str:
 
 def _lines(rules: Rules) -> list[list[object]]:
     lines = []
-    for (out, width, dtype, biased, packed), rule in rules.items():
+    for (out, width, dtype, biased, kernel), rule in rules.items():
         own = [None] * 3 if rule is None else [rule.least, rule.step, rule.most]
-        lines.append([out, width, str(dtype), biased, packed, *own])
+        lines.append([out, width, str(dtype), biased, kernel, *own])
     return sorted(lines, key=str)
 
 
 def _rules(lines: list[list[object]]) -> Rules:
     found: Rules = {}
-    for out, width, dtype, biased, packed, least, step, most in lines:
+    for out, width, dtype, biased, kernel, least, step, most in lines:
         own = (least, step, most)
         rule = None if own == (None, None, None) else Rows(*map(_count, own))
         if rule is not None and rule not in CANDIDATES:
             raise ValueError(f"{rule} is no rule")
-        shape = (_count(out), _count(width), _DTYPES[str(dtype)], bool(biased), bool(packed))
+        shape = (_count(out), _count(width), _DTYPES[str(dtype)], bool(biased), _text(kernel))
         found[shape] = rule
     return found
 

@@ -41,6 +41,7 @@ NAMED = frozenset(
         *("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"),
         *("_stance", "_filter_state", "_init_weights", "_cdata", "_schema", "_forward_hooks"),
         *("_make_wrapper_subclass", "_weight_int8pack_mm"),
+        *("_mkl_reorder_linear_weight", "_mkl_linear"),
     }
 )
 
@@ -393,8 +394,7 @@ EINSUM, STRATEGY = (
 
 def switch(name: str) -> Callable[[], object] | None:
     """What reads a switch of torch's by its name, where this torch has it."""
-    found: Callable[[], object] | None = getattr(torch._C, f"_get_{name}", None)
-    return found
+    return getattr(torch._C, f"_get_{name}", None)
 
 
 PRIVATE = tuple(row for row in dict(globals()).values() if isinstance(row, PrivateApi))

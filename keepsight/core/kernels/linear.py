@@ -25,7 +25,8 @@ _NARROW = 32  # numbers that are added
 _TINY, _PLAIN = 2**-18, 3  # a factor, and one row of so many
 _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 
-Shape = tuple[int, int, torch.dtype, bool, bool]  # out, in, dtype, with a bias, packed
+PLAIN, MKL, ONEDNN = "", "mkl", "onednn"  # weights as they are, and packed for a kernel
+Shape = tuple[int, int, torch.dtype, bool, str]  # out, in, dtype, with a bias, kernel
 OfRows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -100,8 +101,8 @@ class Linears:
         # Rows that lie side by side, as they were tried: others may go another way.
         flat = input.reshape(-1, input.shape[-1]).contiguous()
         if known is not None:
-            packed = known.tensor
-            result = rule.run(lambda rows: run_packed(rows, packed, bias), flat)
+            packed = known
+            result = rule.run(lambda rows: packed.run(rows, bias), flat)
         else:
             result = rule.run(lambda rows: _plain(rows, weight, bias), flat)
         return result.view(*input.shape[:-1], weight.shape[0])
@@ -121,7 +122,8 @@ class Linears:
     def _rule(
         self, weight: torch.Tensor, bias: torch.Tensor | None, packed: Packed | None
     ) -> Rows | None:
-        shape = (*weight.shape, weight.dtype, bias is not None, packed is not None)
+        kernel = PLAIN if packed is None else packed.kernel
+        shape = (*weight.shape, weight.dtype, bias is not None, kernel)
         try:
             return self.rows[shape]  # type: ignore[index]
         except KeyError:
@@ -137,21 +139,44 @@ class Linears:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A weight as the kernel reads it fastest. The weight itself is held, to be compared with."""
+    """A weight as a kernel reads it fastest. The weight itself is held, to be compared with."""
 
     weight: torch.Tensor
+    kernel: str
     tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, kernel: str) -> Packed:
+        """Pack a weight for a kernel. MKL packs for a number of rows: with the most that one call
+        has, it adds in one order for fewer rows too."""
+        plain = weight.detach().contiguous()
+        if kernel == MKL:
+            return cls(weight, kernel, torch.ops.mkl._mkl_reorder_linear_weight(plain, _ROWS))
+        return cls(weight, kernel, torch.ops.mkldnn._reorder_linear_weight(plain, 64))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copy."""
         return self.weight.numel() * self.weight.element_size()
 
+    def run(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The linear layer."""
+        found: torch.Tensor
+        if self.kernel == MKL:  # which is told the number of rows, else it takes the plain weight
+            found = torch.ops.mkl._mkl_linear(rows, self.tensor, self.weight, bias, len(rows))
+        else:
+            found = torch.ops.mkldnn._linear_pointwise(rows, self.tensor, bias, "none", [], "")
+        return found
 
-def packs_weights() -> bool:
-    """Whether this torch has linear layers with packed weights."""
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    return all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+def kernels_for(dtype: torch.dtype) -> list[str]:
+    """The kernels of this torch that take packed weights, the fastest first."""
+    known = {
+        MKL: (torch.ops.mkl, "_mkl_reorder_linear_weight", "_mkl_linear"),
+        ONEDNN: (torch.ops.mkldnn, "_reorder_linear_weight", "_linear_pointwise"),
+    }
+    wanted = {torch.float32: (MKL, ONEDNN), torch.bfloat16: (ONEDNN,)}.get(dtype, ())
+    return [k for k in wanted if all(hasattr(known[k][0], name) for name in known[k][1:])]
 
 
 def has_bfloat16() -> bool:
@@ -161,28 +186,16 @@ def has_bfloat16() -> bool:
     return supported is None or bool(supported())
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as its kernel reads it fastest."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 64)
-    return packed
-
-
-def run_packed(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A linear layer with a packed weight."""
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-    return found
-
-
 def rows_of(shape: Shape) -> Rows | None:
     """Which numbers of rows give equal bits for linear layers of a shape here; None for none."""
-    out, width, dtype, biased, packed = shape
+    out, width, dtype, biased, kernel = shape
     generator = torch.Generator().manual_seed(out * 31 + width)
     weight, inputs = _telling(out, width, dtype, generator)
     bias = torch.randn(out, generator=generator).mul(_TINY).to(dtype) if biased else None
-    tensor = pack(weight) if packed else weight
+    packed = Packed.of(weight, kernel) if kernel else None
 
     def run(rows: torch.Tensor) -> torch.Tensor:
-        return run_packed(rows, tensor, bias) if packed else _plain(rows, tensor, bias)
+        return packed.run(rows, bias) if packed else _plain(rows, weight, bias)
 
     wanted = {most: _in_calls(run, inputs, most) for most in {rule.most for rule in CANDIDATES}}
     known: dict[tuple[int, int], bool] = {}

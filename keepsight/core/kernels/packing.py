@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from keepsight.core.kernels.linear import Packed, Rows, Shape, pack, packs_weights, rows_of
+from keepsight.core.kernels.linear import Packed, Rows, Shape, kernels_for, rows_of
 from keepsight.system.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Packing:
 
     def __init__(self, wanted: bool, sparing: bool = False) -> None:
         self._sparing = sparing  # none, where they would take much of the memory that is free
-        self.wanted = wanted and packs_weights()
+        self.wanted = wanted and bool(kernels_for(torch.float32))
         self.packed: dict[int, Packed] = {}
         self.rules: dict[Shape, Rows | None] = {}  # how rows are filled up, by shape
         self.tried_in = ""  # the environment that found it
@@ -47,19 +47,21 @@ class Packing:
         if not self.wanted:
             return
         self.is_behind = False
-        if environment != self.tried_in:
-            self.rules, self.tried_in = {}, environment
-        weights = {id(layer.weight): layer for layer in layers if self._can_be_packed(layer)}
+        if environment != self.tried_in:  # MKL packs otherwise with other threads
+            self.rules, self.packed, self.tried_in = {}, {}, environment
+        weights = {
+            id(x.weight): (x.weight, kernel) for x in layers if (kernel := self.kernel_of(x))
+        }
         self.packed = {name: one for name, one in self.packed.items() if name in weights}
-        missing = sum(w.weight.nbytes for name, w in weights.items() if name not in self.packed)
+        missing = sum(w.nbytes for name, (w, _) in weights.items() if name not in self.packed)
         free = free_memory(swap=False)
         if self._sparing and free is not None and missing * _SHARE > free:
             self._give_up(f"they would take {missing} bytes of memory, of {free} that are free")
             return
         try:
-            for name, layer in weights.items():
+            for name, (weight, kernel) in weights.items():
                 if name not in self.packed:
-                    self.packed[name] = Packed(layer.weight, pack(layer.weight))
+                    self.packed[name] = Packed.of(weight, kernel)
         except (RuntimeError, MemoryError) as error:
             self._give_up(error)
 
@@ -68,21 +70,29 @@ class Packing:
         self.packed.clear()
         logger.warning("weights are not packed, they are read as they are: %s", why)
 
-    def _can_be_packed(self, layer: torch.nn.Linear) -> bool:
+    def kernel_of(self, layer: torch.nn.Linear) -> str:
+        """The kernel to pack it for: the first that takes any number of rows, else the first that
+        gives equal bits in some way; empty for none."""
         weight = layer.weight
         if type(weight) is not torch.nn.Parameter or weight.device.type != "cpu":
-            return False
-        if weight.dtype not in (torch.float32, torch.bfloat16) or min(weight.shape) < _SMALLEST:
-            return False
+            return ""
+        if min(weight.shape) < _SMALLEST:
+            return ""
         out, width = weight.shape
-        shape = (out, width, weight.dtype, layer.bias is not None, True)
-        if shape not in self.rules:
-            self.rules[shape] = _tried(shape)
-        return self.rules[shape] is not None
+        found: dict[str, Rows] = {}
+        for kernel in kernels_for(weight.dtype):
+            shape = (out, width, weight.dtype, layer.bias is not None, kernel)
+            if shape not in self.rules:
+                self.rules[shape] = _tried(shape)
+            if (rule := self.rules[shape]) is not None:
+                found[kernel] = rule
+            if rule == Rows():
+                return kernel
+        return next(iter(found), "")
 
 
 def _tried(shape: Shape) -> Rows | None:
     try:
         return rows_of(shape)
-    except RuntimeError:  # not on this machine
+    except (RuntimeError, MemoryError):  # not on this machine
         return None
