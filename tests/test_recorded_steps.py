@@ -14,7 +14,7 @@ from models import ALL, built, picture, turn
 
 import keepsight as ks
 from keepsight.core import recorded_steps
-from keepsight.core.kernels.recording import CannotRecord, record
+from keepsight.core.kernels.recording import CannotRecord, Recording, record
 from keepsight.core.kernels.script import RecordedStep, StepSize, scripted
 from keepsight.models.private import FUNCTION, PrivateApi
 from keepsight.scheduler import Together
@@ -281,6 +281,51 @@ def test_a_recording_has_what_is_of_use() -> None:
         place = torch.zeros(2, 4)
         assert torch.equal(found, step()) and torch.equal(wanted_place, place)
         assert wanted_place.any()
+
+
+def names_of(recording: Recording) -> list[str]:
+    return [str(one.function).split(".")[1] for one in recording.operations]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_changes_nothing_is_left_out(dtype: torch.dtype) -> None:
+    """A norm as models write it, between shapes of shapes."""
+    x = torch.randn(2, 6, dtype=dtype)
+
+    def step() -> torch.Tensor:
+        y = (given[X] * 2).to(dtype)[0:2].view(1, 2, 6).reshape(-1, 6).unsqueeze(0)
+        wide = y.float()
+        y = y * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6).to(dtype)
+        return y.transpose(0, 1).contiguous().view(2, 6)[:, 1:].reshape(-1)
+
+    given = {X: x}
+    with torch.inference_mode():
+        recording = record(step, given)
+        found = [one for one in names_of(recording) if one not in ("to", "_to_copy")]
+        assert found == [
+            *("mul", "view", "mul", "sum", "div", "add", "rsqrt", "mul"),
+            *("view", "slice", "reshape"),
+        ]
+        other = {X: torch.randn(2, 6, dtype=dtype)}
+        found_now = scripted(recording)(other)
+        given.update(other)
+        assert torch.equal(found_now, step())
+
+
+def test_shapes_of_what_is_given_are_made_anew() -> None:
+    """It may be longer next time; a shape of a step's own memory follows what is written there."""
+    given = {X: torch.ones(2, 3)}
+
+    def step() -> torch.Tensor:
+        y = given[X].reshape(-1)[0:6].view(-1) * 2
+        y.view(-1)[:2].zero_()
+        return y.view(-1)
+
+    with torch.inference_mode():
+        recording = record(step, given)
+        assert names_of(recording) == ["reshape", "slice", "view", "mul", "slice", "zero_"]
+        given[X] = torch.randn(2, 3)
+        assert torch.equal(scripted(recording)(given), step())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 A step is recorded while it runs. What it is given anew each time is known by name; all else that it
 reads is weights. Where the code reads a number out of a tensor, draws lots or writes into a weight,
-a list would not do the same again, and nothing is recorded.
+a list would not do the same again, and nothing is recorded. Operations that change nothing are left
+out, shapes of shapes are one shape, and a mean or a square is written with the operations that it
+is made of, where these give its bits.
 """
 
 from __future__ import annotations
@@ -28,6 +30,15 @@ _DIFFERS = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 }
+
+_VIEW, _MUL, _DIV = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.mul.Tensor,
+    torch.ops.aten.div.Tensor,
+)
+_ADD = torch.ops.aten.add.Tensor
+_SUM, _MEAN = torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim
+_POWER = torch.ops.aten.pow.Tensor_Scalar
 
 Name = tuple[str, int, object]  # of what a step is given: what, of which lane, and for whom
 
@@ -116,6 +127,9 @@ class _Recorder:
         self._tensors: list[torch.Tensor] = []
         self._outside: list[Slot] = []
         self._operations: list[Operation] = []
+        self._own: dict[Slot, Slot] = {}  # memory of the step's own, and whose shape another is
+        self._shapes: dict[tuple[Slot, torch.Size], Slot] = {}
+        self._held: list[torch.Tensor] = []
 
     def run(
         self, function: TorchFunction, args: tuple[object, ...], options: dict[str, object]
@@ -126,15 +140,81 @@ class _Recorder:
         arguments = [self._noted(one) for one in args]
         named = {key: self._noted(one) for key, one in options.items()}
         found = function(*args, **options)
-        results = found if isinstance(found, list | tuple) else [found]
+        known = isinstance(found, torch.Tensor) and not function._schema.is_mutable
+        if known and (found is args[0] or self._is_shape_of(args[0], found)):
+            return found
+        if known and not options and self._in_parts(function, args, found):
+            return found
+        self._note(function, arguments, named, found)
+        return found
+
+    def _note(
+        self,
+        function: TorchFunction,
+        arguments: list[object],
+        named: dict[str, object],
+        found: object,
+    ) -> None:
+        """Note an operation as it is."""
         fills = []
-        for one in results:
+        for one in found if isinstance(found, list | tuple) else [found]:
             if not isinstance(one, torch.Tensor):
                 raise CannotRecord(f"{function} gives what is no tensor")
             fills.append(self._slots.get(id(one)) or self._number(one))
-        if function._schema.name != "aten::detach_":  # of a number that was made a tensor
-            self._operations.append(Operation(function, arguments, named, fills))
-        return found
+        if function._schema.name == "aten::detach_":  # of a number that was made a tensor
+            return
+        self._operations.append(Operation(function, arguments, named, fills))
+        views = [one.alias_info is not None for one in function._schema.returns]
+        if not any(views) or arguments[0] in self._own:
+            self._own.update((slot, slot) for slot in fills)
+
+    def _is_shape_of(self, given: object, found: torch.Tensor) -> bool:
+        """Whether this is memory of the step's own in another shape, or in the same. Then one
+        operation makes it, or none. What a step is given may be longer next time."""
+        whole = self._own.get(self._slots.get(id(given), Slot(-1)))
+        if whole is None or not isinstance(given, torch.Tensor) or id(found) in self._slots:
+            return False
+        own = self._tensors[whole.number]
+        if not all(one.layout is torch.strided and one.is_contiguous() for one in (own, found)):
+            return False
+        same = (found.data_ptr(), found.numel(), found.dtype)
+        if same != (own.data_ptr(), own.numel(), own.dtype) or not found.numel():
+            return False
+        key = whole, found.shape
+        slot = whole if found.shape == own.shape else self._shapes.get(key)
+        if slot is None:
+            slot = self._shapes[key] = self._number(found)
+            self._own[slot] = whole
+            self._operations.append(Operation(_VIEW, [whole, list(found.shape)], {}, [slot]))
+        self._slots[id(found)] = slot
+        self._held.append(found)
+        return True
+
+    def _in_parts(
+        self, function: TorchFunction, args: tuple[object, ...], found: torch.Tensor
+    ) -> bool:
+        """Note a square or a mean by the operations that torch makes it of, without the numbers
+        that it makes tensors of each time."""
+        one, *rest = args
+        if not isinstance(one, torch.Tensor) or one.dtype != found.dtype:
+            return False
+        if function is _POWER and rest == [2] and torch.equal(one * one, found):
+            self._note(_MUL, [self._noted(one)] * 2, {}, found)
+            return True
+        if function is _ADD and isinstance(rest[0], float):
+            number = torch.tensor(rest[0], dtype=one.dtype)
+            if torch.equal(one + number, found):
+                self._note(_ADD, [self._noted(one), self._noted(number)], {}, found)
+                return True
+        if function is not _MEAN or not found.numel():
+            return False
+        added = _SUM(one, *rest)
+        count = torch.tensor(one.numel() / found.numel(), dtype=one.dtype)
+        if not torch.equal(added / count, found):
+            return False
+        self._note(_SUM, [self._noted(one), *rest], {}, added)
+        self._note(_DIV, [self._noted(added), self._noted(count)], {}, found)
+        return True
 
     def _noted(self, given: object) -> object:
         if isinstance(given, torch.Tensor):
