@@ -22,7 +22,7 @@ from keepsight.core.generate import Generated
 from keepsight.kinds import Grid, Inputs, Processor
 from keepsight.models.families import Family
 from keepsight.testing.common import expect, swapped_in
-from keepsight.testing.prompts import Messages, answered, noise, pictures_of, turn
+from keepsight.testing.prompts import Messages, answered, noise, once, pictures_of, turn
 from keepsight.vlm import VLM
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers.generation import GenerateDecoderOnlyOutput
 
 _MADE: dict[type, tuple[PreTrainedModel, Processor]] = {}
+_WHOLE: Inputs = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
 class FamilyTests:
@@ -107,16 +108,15 @@ class FamilyTests:
         edited = [*first, answered("Another pattern."), turn("And what about the colour of it?")]
         return [first, second, new_image, equal_size, swapped, text_first, edited, second]
 
+    def given(self, messages: Messages) -> dict[str, torch.Tensor]:
+        """Tensors of a conversation as a user of stock Transformers would make them."""
+        of = (type(self), "inputs")
+        return copy.deepcopy(once(of, messages, lambda: self.inputs(self.parts[1], messages)))
+
     def ask(self, vlm: VLM, messages: Messages, tokens: int = 1, **options: Any) -> Generated:
         """The public call on tensors; everything it returns."""
-        output: Generated = vlm.generate(
-            **self.inputs(self.parts[1], messages),
-            max_new_tokens=tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **options,
-        )
+        given = {**self.given(messages), **_WHOLE, **options}
+        output: Generated = vlm.generate(**given, max_new_tokens=tokens)
         return output
 
     def logits(self, vlm: VLM, messages: Messages) -> torch.Tensor:
@@ -124,22 +124,26 @@ class FamilyTests:
         return logits_of(self.ask(vlm, messages))[0]
 
     def cold(self, messages: Messages, run: int | None = None) -> torch.Tensor:
-        """The same in a second memory, which is emptied before each prompt."""
-        made: dict[int | None, VLM] = self.__dict__.setdefault("_emptied", {})  # by test, by run
-        vlm = made[run] if run in made else made.setdefault(run, self.wrap(run))
-        vlm.clear()
-        return self.logits(vlm, messages)
+        """The same in a second memory, emptied before each prompt; once for each prompt."""
+
+        def logits() -> torch.Tensor:
+            made: dict[int | None, VLM] = self.__dict__.setdefault("_emptied", {})  # by test, run
+            vlm = made[run] if run in made else made.setdefault(run, self.wrap(run))
+            vlm.clear()
+            return self.logits(vlm, messages)
+
+        return once((type(self), "cold", run), messages, logits)
 
     def stock(self, messages: Messages, tokens: int = 1) -> GenerateDecoderOnlyOutput:
-        """Stock `generate` from pixels, with no cache from before."""
-        model, processor = self.parts
-        return model.generate(
-            **self.inputs(processor, messages),
-            max_new_tokens=tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        """Stock `generate` from pixels, with no cache from before; once for each prompt."""
+
+        def generated() -> GenerateDecoderOnlyOutput:
+            given = {**self.given(messages), **_WHOLE}
+            output = self.parts[0].generate(**given, max_new_tokens=tokens)
+            output.past_key_values = None  # nobody asks for them
+            return output
+
+        return once((type(self), "stock", tokens), messages, generated)
 
     def expect_as_stock(self, vlm: VLM, messages: Messages, what: str) -> Generated:
         """Same tokens unless two logits tie, logits within the tolerance of their scale."""
@@ -332,10 +336,9 @@ class FamilyTests:
 
     def test_messages_are_rendered_as_the_processor_does(self) -> None:
         """The same ids, and through packages the same features."""
-        processor = self.parts[1]
         with self.wrap() as vlm:
             for number, messages in enumerate(self.conversation()):
-                ids = self.inputs(processor, messages)["input_ids"][0].tolist()
+                ids = self.given(messages)["input_ids"][0].tolist()
                 expect(vlm.render(messages).ids.tolist() == ids, f"prompt {number}: same ids")
                 by_messages = vlm.chat(messages, max_new_tokens=2, do_sample=False)
                 cached = self.ask(vlm, messages).usage
@@ -365,13 +368,7 @@ class FamilyTests:
 
     def from_features(self, model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
         """Stock `generate` on features."""
-        out = model.generate(
-            **inputs,
-            max_new_tokens=1,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        out = model.generate(**inputs, max_new_tokens=1, **_WHOLE)
         logits: torch.Tensor = out.logits[0]
         return logits
 

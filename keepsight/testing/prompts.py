@@ -5,11 +5,13 @@ A picture of another seed is another picture; the same seed gives the same one e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from PIL import Image
 
+from keepsight import digests
 from keepsight.core.render import user_message
 from keepsight.kinds import Message
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from keepsight.media.medium import Picture
 
 Messages = list[Message]
+T = TypeVar("T")
+_FOUND: dict[tuple[object, ...], object] = {}
 
 
 def noise(seed: int, size: tuple[int, int]) -> Image.Image:
@@ -40,3 +44,21 @@ def pictures_of(messages: Messages) -> list[Picture]:
     """The pictures of a conversation, in order."""
     parts = [part for message in messages for part in message["content"]]
     return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def once(of: tuple[object, ...], messages: Messages, compute: Callable[[], T]) -> T:
+    """What is computed afresh of a conversation, under these words: the first time only."""
+    name = (*of, digests.digest("conversation", *map(_written, messages)))
+    if name not in _FOUND:
+        _FOUND[name] = compute()
+    return cast("T", _FOUND[name])
+
+
+def _written(message: Message) -> list[object]:
+    """All that tells a message from others."""
+    parts: list[object] = [message["role"]]
+    for part in message["content"]:
+        image = part.get("image")
+        is_picture = isinstance(image, Image.Image)
+        parts += [image.mode, image.size, image.tobytes()] if is_picture else [part]
+    return parts
