@@ -11,7 +11,7 @@ import itertools
 import random
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -390,7 +390,7 @@ def test_wrap_packs_nothing_unasked_and_load_does() -> None:
 def test_no_memory_for_copies_falls_back(monkeypatch: Any, caplog: Any) -> None:
     class Full(linear.Packed):
         @classmethod
-        def of(cls, weight: torch.Tensor, kernel: str) -> linear.Packed:
+        def of(cls, layers: Sequence[torch.nn.Linear], kernel: str) -> linear.Packed:
             raise MemoryError("no memory")
 
     monkeypatch.setattr("keepsight.core.kernels.packing.Packed", Full)

@@ -18,7 +18,7 @@ import keepsight as ks
 from keepsight.core.kernels import attention, linear
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Linears, Rows, kernels_for, rows_of
-from keepsight.core.kernels.packing import Packing
+from keepsight.core.kernels.packing import Packing, groups_in
 from keepsight.core.lane_layer import LaneLayer
 
 plain = linear._plain
@@ -200,11 +200,11 @@ def test_weights_are_packed_anew_in_another_environment() -> None:
     """MKL packs otherwise with other threads, and then adds in another order."""
     packing, layer = Packing(wanted=True), torch.nn.Linear(64, 48)
     with torch.inference_mode():
-        packing.follow([layer], "with two threads")
+        packing.follow([(layer,)], "with two threads")
         first = packing.packed[id(layer.weight)]
-        packing.follow([layer], "with two threads")
+        packing.follow([(layer,)], "with two threads")
         assert packing.packed[id(layer.weight)] is first
-        packing.follow([layer], "with three threads")
+        packing.follow([(layer,)], "with three threads")
         assert packing.packed[id(layer.weight)] is not first
 
 
@@ -213,10 +213,94 @@ def test_weights_are_packed_anew_in_another_environment() -> None:
 def test_packed_weights_give_the_layer(kernel: str, biased: bool) -> None:
     layer, rows = torch.nn.Linear(96, 80, bias=biased), torch.randn(70, 96)
     with torch.inference_mode():
-        packed = linear.Packed.of(layer.weight, kernel)
+        packed = linear.Packed.of([layer], kernel)
         for count in (1, 3, 70):
             found = packed.run(rows[:count], layer.bias)
             assert torch.allclose(found, layer(rows[:count]), atol=1e-5)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, bias: bool, other: int = 64) -> None:
+        super().__init__()
+        self.o_proj = torch.nn.Linear(48, 64)
+        for name, out in (("q_proj", 48), ("k_proj", 16), ("v_proj", 16)):
+            width = other if name == "v_proj" else 64
+            setattr(self, name, torch.nn.Linear(width, out, bias=bias))
+
+
+def joined(module: Attention) -> tuple[Packing, Linears, list[torch.nn.Linear]]:
+    packing = Packing(wanted=True)
+    packing.follow(groups_in(module), "here")
+    parts = [getattr(module, f"{letter}_proj") for letter in "qkv"]
+    return packing, Linears(lambda: packing.packed, packing.rules), parts
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_layers_that_read_one_input_are_read_together(biased: bool, monkeypatch: Any) -> None:
+    module = Attention(biased)
+    ran: list[int] = []
+    run = linear.Packed.run
+
+    def counted(self: linear.Packed, rows: torch.Tensor, bias: Any) -> torch.Tensor:
+        ran.append(len(self.layers))
+        return run(self, rows, bias)
+
+    with torch.inference_mode():
+        packing, linears, parts = joined(module)
+        assert len({id(one) for one in packing.packed.values()}) == 2
+        assert packing.nbytes == sum(one.weight.nbytes for one in (*parts, module.o_proj))
+        monkeypatch.setattr(linear.Packed, "run", counted)
+        for count in (1, 7):
+            rows = torch.randn(1, count, 64)
+            for one in (*parts, *parts[::-1]):
+                found = linears(rows, one.weight, one.bias)
+                assert torch.allclose(found, one(rows), atol=1e-5) and found.is_contiguous()
+            other = torch.randn(1, count, 64)  # between two that read one input
+            found = linears(rows, parts[0].weight, parts[0].bias)
+            assert torch.allclose(found, parts[0](rows), atol=1e-5)
+            for one in parts[1:]:
+                found = linears(other, one.weight, one.bias)
+                assert torch.allclose(found, one(other), atol=1e-5)
+        assert ran == [3] * 8
+        parts[1].weight.mul_(2)
+        if biased:
+            parts[1].bias.mul_(3)
+        packing.forget([parts[1].weight])
+        assert packing.is_behind and not packing.packed.keys() & {id(x.weight) for x in parts}
+        packing.follow(groups_in(module), "here")
+        rows = torch.randn(2, 64)
+        for one in parts:
+            assert torch.allclose(linears(rows, one.weight, one.bias), one(rows), atol=1e-5)
+
+
+def test_a_bias_is_read_as_it_is_now() -> None:
+    with torch.inference_mode():
+        _, linears, parts = joined(Attention(bias=True))
+        parts[2].bias.mul_(3)
+        rows = torch.randn(2, 64)
+        for one in parts:
+            assert torch.allclose(linears(rows, one.weight, one.bias), one(rows), atol=1e-5)
+        q = parts[0]
+        found = linears(rows, q.weight, None)  # a caller who leaves it out
+        assert torch.allclose(found, functional.linear(rows, q.weight), atol=1e-5)
+
+
+def test_layers_of_other_inputs_are_read_apart() -> None:
+    with torch.inference_mode():
+        packing, _, parts = joined(Attention(bias=False, other=32))
+        assert {len(packing.packed[id(one.weight)].layers) for one in parts} == {1}
+
+
+def test_an_input_that_is_changed_between_layers_is_noticed() -> None:
+    with torch.inference_mode():
+        _, linears, parts = joined(Attention(bias=False))
+        linears.is_watched = True
+        rows = torch.randn(2, 64)
+        linears(rows, parts[0].weight, None)
+        assert not linears.doubts
+        rows.add_(1)
+        linears(rows, parts[1].weight, None)
+        assert linears.doubts
 
 
 @pytest.mark.tries_anew
@@ -226,11 +310,11 @@ def test_the_kernel_is_the_first_that_takes_any_number_of_rows(monkeypatch: Any)
     monkeypatch.setattr(f"{where}.kernels_for", lambda dtype: list(rules))
     monkeypatch.setattr(f"{where}.rows_of", lambda shape: rules[shape[-1]])
     packing, layer = Packing(wanted=True), torch.nn.Linear(64, 48)
-    assert packing.kernel_of(layer) == "good" and len(packing.rules) == 2
+    assert packing.kernel_of((layer,)) == "good" and len(packing.rules) == 2
     packing.rules.clear()
     rules["good"] = None
     rules["never asked"] = None
-    assert packing.kernel_of(layer) == "slow"
+    assert packing.kernel_of((layer,)) == "slow"
     packing.rules.clear()
     rules["slow"] = None
-    assert packing.kernel_of(layer) == ""
+    assert packing.kernel_of((layer,)) == ""

@@ -27,7 +27,7 @@ from keepsight.core.kernels import mixers
 from keepsight.core.kernels.attention import USUAL, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
 from keepsight.core.kernels.linear import Linears, rows_agree
-from keepsight.core.kernels.packing import Packing
+from keepsight.core.kernels.packing import Group, Packing, groups_in
 from keepsight.core.kernels.passes import Kernels
 from keepsight.core.lane_batch import LaneBatch
 from keepsight.core.settings import RuntimeSettings
@@ -110,7 +110,7 @@ class AnyCut:
             self._shapes = self._shapes_now()
             here = digests.digest("environment", environment)
             self._remember_rules(self._name(environment), here)
-            self.packing.follow(self._layers(), here)
+            self.packing.follow(self._groups(), here)
             self._packed_for = weights.all
             self.forget_steps()
         name = self._name(environment)
@@ -164,7 +164,9 @@ class AnyCut:
                 return noted.finding if self._trial(noted.finding.kernels).agrees() else None
             agrees = all(
                 rows_agree(noted.finding.kernels.linears, layer)
-                for layer in {tuple(layer.weight.shape): layer for layer in self._layers()}.values()
+                for layer in {
+                    tuple(layer.weight.shape): layer for group in self._groups() for layer in group
+                }.values()
             )
         return noted.finding if agrees else None
 
@@ -199,12 +201,11 @@ class AnyCut:
             return "it is compiled, or runs under autocast"
         return ""
 
-    def _layers(self) -> Iterator[torch.nn.Linear]:
+    def _groups(self) -> Iterator[Group]:
         """The linear layers of the decoder and the output head; in graphs there are none."""
-        if self._graphs is not None:
-            return
-        for part in self._family.text_modules():
-            yield from (m for m in part.modules() if type(m) is torch.nn.Linear)
+        if self._graphs is None:
+            for part in self._family.text_modules():
+                yield from groups_in(part)
 
     def _shapes_now(self) -> str:
         """The shapes of all weights of the language model: adapters come in others."""
@@ -214,6 +215,7 @@ class AnyCut:
 
     def _try(self, tried: Rules) -> Finding:
         linears = Linears(lambda: self.packing.packed, tried)
+        linears.is_watched = True
         windows = "sliding" in self._engine.shape.kinds
         kernels = Kernels(linears, QueryRows(windows), in_graphs=self._graphs is not None)
         try:
@@ -223,6 +225,7 @@ class AnyCut:
                     return Finding(None, why) if why else Finding(kernels, "", _AS_EXPORTED)
                 if why := self._fails(kernels):
                     return Finding(None, why)
+                linears.is_watched = False
                 rows = kernels.linears.rows.items()
                 names = sorted(f"{name}: {rule}" for name, rule in rows)
                 fillings = kernels.query_rows.fillings.items()

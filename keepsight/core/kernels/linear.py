@@ -9,7 +9,7 @@ Packed weights, where there are any, are also read faster.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -86,26 +86,63 @@ class Linears:
         self.rows: dict[Shape, Rows | None] = {}
         self._tried = tried or {}  # shapes that were tried for another reason
         self.doubts: list[str] = []
+        self.is_watched = False  # whether inputs are compared with what they were
         self._packed = packed
+        self._held: _NotAsked | None = None
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """`functional.linear`, row by row the same bits."""
         known = self._packed().get(id(weight))
-        if known is not None and known.weight is not weight:
-            known = None
-        rule = self._rule(weight, bias, known)
+        if known is None or not known.has(weight, bias):
+            return self._run(None, input, weight, bias)
+        if len(known.layers) > 1:
+            return self._piece(known, input, weight, bias)
+        return self._run(known, input, weight, bias)
+
+    def _run(
+        self,
+        known: Packed | None,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = weight.shape[0] if known is None else known.out
+        kernel = PLAIN if known is None else known.kernel
+        rule = self._rule((out, weight.shape[1], weight.dtype, bias is not None, kernel))
         if rule is None or input.dtype != weight.dtype:
             return _plain(input, weight, bias)
         # Rows that lie side by side, as they were tried: others may go another way.
         flat = input.reshape(-1, input.shape[-1]).contiguous()
-        if known is not None:
+        if known is None:
+            result = rule.run(lambda rows: _plain(rows, weight, bias), flat)
+        else:
             packed = known
             result = rule.run(lambda rows: packed.run(rows, bias), flat)
-        else:
-            result = rule.run(lambda rows: _plain(rows, weight, bias), flat)
-        return result.view(*input.shape[:-1], weight.shape[0])
+        return result.view(*input.shape[:-1], out)
+
+    def _piece(
+        self, known: Packed, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What one of several layers gives that read this input: the first that is asked computes
+        all, and what the others give is held for them."""
+        held = self._held
+        if held is not None and held.packed is known and held.input is input:
+            piece = held.pieces.pop(id(weight), None)
+            if piece is not None:
+                if not held.pieces:
+                    self._held = None
+                if held.copy is not None and not torch.equal(held.copy, input):
+                    self.doubts.append("an input is changed between layers that read it")
+                return piece
+        if input.dtype != weight.dtype:
+            return _plain(input, weight, bias)
+        pieces = known.split(self._run(known, input, weight, known.bias))
+        found = pieces.pop(id(weight))
+        copy = input.clone() if self.is_watched else None
+        self._held = _NotAsked(known, input, pieces, copy)
+        return found
 
     def grouped(self, rows: torch.Tensor, weights: torch.Tensor, ends: list[int]) -> torch.Tensor:
         """`functional.grouped_mm`: rows sorted by expert, each group times the weights of its own;
@@ -119,17 +156,12 @@ class Linears:
                 found[start:end] = self(rows[start:end], weight, None)
         return found
 
-    def _rule(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, packed: Packed | None
-    ) -> Rows | None:
-        kernel = PLAIN if packed is None else packed.kernel
-        shape = (*weight.shape, weight.dtype, bias is not None, kernel)
+    def _rule(self, shape: Shape) -> Rows | None:
         try:
-            return self.rows[shape]  # type: ignore[index]
+            return self.rows[shape]
         except KeyError:
-            known = shape in self._tried
-            rule = self._tried[shape] if known else rows_of(shape)  # type: ignore[index,arg-type]
-            self.rows[shape] = rule  # type: ignore[index]
+            rule = self._tried[shape] if shape in self._tried else rows_of(shape)
+            self.rows[shape] = rule
             if rule is None:
                 self.doubts.append(
                     f"linear layers of shape {shape[1]}x{shape[0]} depend on their rows"
@@ -137,36 +169,84 @@ class Linears:
             return rule
 
 
+@dataclass(frozen=True)
+class _NotAsked:
+    """What layers give that were not asked yet."""
+
+    packed: Packed
+    input: torch.Tensor
+    pieces: dict[int, torch.Tensor]
+    copy: torch.Tensor | None  # of the input, as it was
+
+
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A weight as a kernel reads it fastest. The weight itself is held, to be compared with."""
+    """The weight of a layer as a kernel reads it fastest, or the weights of several that read one
+    input, behind each other. The weights themselves are held, to be compared with."""
 
-    weight: torch.Tensor
+    layers: tuple[torch.nn.Linear, ...]
+    weights: tuple[torch.Tensor, ...]
     kernel: str
     tensor: torch.Tensor
 
     @classmethod
-    def of(cls, weight: torch.Tensor, kernel: str) -> Packed:
-        """Pack a weight for a kernel. MKL packs for a number of rows: with the most that one call
+    def of(cls, layers: Sequence[torch.nn.Linear], kernel: str) -> Packed:
+        """Pack weights for a kernel. MKL packs for a number of rows: with the most that one call
         has, it adds in one order for fewer rows too."""
-        plain = weight.detach().contiguous()
+        weights = tuple(layer.weight for layer in layers)
+        plain = [weight.detach() for weight in weights]
+        whole = torch.cat(plain) if len(plain) > 1 else plain[0].contiguous()
         if kernel == MKL:
-            return cls(weight, kernel, torch.ops.mkl._mkl_reorder_linear_weight(plain, _ROWS))
-        return cls(weight, kernel, torch.ops.mkldnn._reorder_linear_weight(plain, 64))
+            packed = torch.ops.mkl._mkl_reorder_linear_weight(whole, _ROWS)
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(whole, 64)
+        return cls(tuple(layers), weights, kernel, packed)
 
-    @property
+    def has(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Whether this is one of them, with its own bias where they are several."""
+        if len(self.layers) == 1:
+            return weight is self.weights[0]
+        pairs = zip(self.weights, self.layers, strict=True)
+        return any(weight is one and bias is layer.bias for one, layer in pairs)
+
+    @functools.cached_property
+    def out(self) -> int:
+        """How many numbers the layers give."""
+        return sum(len(weight) for weight in self.weights)
+
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the copy."""
-        return self.weight.numel() * self.weight.element_size()
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """What is added, by all of them or by none, as it is now."""
+        found: list[torch.Tensor] = [one.bias for one in self.layers if one.bias is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        return torch.cat(found)
+
+    def split(self, given: torch.Tensor) -> dict[int, torch.Tensor]:
+        """What each of them gives, by its weight."""
+        parts = given.split([len(weight) for weight in self.weights], dim=-1)
+        pairs = zip(self.weights, parts, strict=True)
+        return {id(weight): part.contiguous() for weight, part in pairs}
 
     def run(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The linear layer."""
+        """The linear layers."""
         found: torch.Tensor
         if self.kernel == MKL:  # which is told the number of rows, else it takes the plain weight
-            found = torch.ops.mkl._mkl_linear(rows, self.tensor, self.weight, bias, len(rows))
+            found = torch.ops.mkl._mkl_linear(rows, self.tensor, self._sized, bias, len(rows))
         else:
             found = torch.ops.mkldnn._linear_pointwise(rows, self.tensor, bias, "none", [], "")
         return found
+
+    @functools.cached_property
+    def _sized(self) -> torch.Tensor:
+        """A weight of the size of all, of which a kernel asks the size only."""
+        weight = self.weights[0]
+        return weight.new_full((1, 1), torch.nan).expand(self.out, weight.shape[1])
 
 
 def kernels_for(dtype: torch.dtype) -> list[str]:
@@ -192,7 +272,9 @@ def rows_of(shape: Shape) -> Rows | None:
     generator = torch.Generator().manual_seed(out * 31 + width)
     weight, inputs = _telling(out, width, dtype, generator)
     bias = torch.randn(out, generator=generator).mul(_TINY).to(dtype) if biased else None
-    packed = Packed.of(weight, kernel) if kernel else None
+    layer = torch.nn.Linear(1, 1)
+    layer.weight = torch.nn.Parameter(weight)
+    packed = Packed.of([layer], kernel) if kernel else None
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         return packed.run(rows, bias) if packed else _plain(rows, weight, bias)

@@ -1,6 +1,7 @@
 """Packed copies of the weights of linear layers, which follow every change of the weights.
 
-A copy takes as much memory as its weight. It is made before the first pass that needs it, dropped
+A copy takes as much memory as its weight; layers that read one input have one together, which is
+read by one call. It is made before the first pass that needs it, dropped
 when its weight may have changed, and none is made where memory is short: then weights are read as
 they are, which takes more time and may round otherwise, so it is tried and named on its own.
 """
@@ -8,7 +9,7 @@ they are, which takes more time and may round otherwise, so it is tried and name
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 _SHARE = 4  # of the memory that is free, copies may take one part in so many
 _SMALLEST = 16  # numbers in and out, below which nothing is gained
+_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+Group = tuple[torch.nn.Linear, ...]  # layers that read one input
 
 
 class Packing:
@@ -35,33 +39,37 @@ class Packing:
     @property
     def nbytes(self) -> int:
         """Bytes of all copies."""
-        return sum(one.nbytes for one in self.packed.values())
+        return sum({id(one): one.nbytes for one in list(self.packed.values())}.values())
 
     def forget(self, weights: Iterable[torch.Tensor]) -> None:
         """Drop the copies of weights that may have changed."""
         for weight in weights:
-            self.is_behind |= self.packed.pop(id(weight), None) is not None
+            known = self.packed.get(id(weight))
+            for one in () if known is None else known.weights:
+                self.is_behind |= self.packed.pop(id(one), None) is not None
 
-    def follow(self, layers: Iterable[torch.nn.Linear], environment: str) -> None:
-        """Have a copy of each of these weights, and of no others."""
+    def follow(self, groups: Iterable[Group], environment: str) -> None:
+        """Have a copy of the weights of each of these layers, and of no others."""
         if not self.wanted:
             return
         self.is_behind = False
         if environment != self.tried_in:  # MKL packs otherwise with other threads
             self.rules, self.packed, self.tried_in = {}, {}, environment
-        weights = {
-            id(x.weight): (x.weight, kernel) for x in layers if (kernel := self.kernel_of(x))
+        wanted = [(group, kernel) for group in groups for group, kernel in self._packable(group)]
+        kept = {tuple(id(layer.weight) for layer in group) for group, _ in wanted}
+        self.packed = {
+            name: one for name, one in self.packed.items() if tuple(map(id, one.weights)) in kept
         }
-        self.packed = {name: one for name, one in self.packed.items() if name in weights}
-        missing = sum(w.nbytes for name, (w, _) in weights.items() if name not in self.packed)
+        missing = [one for one in wanted if id(one[0][0].weight) not in self.packed]
+        needed = sum(layer.weight.nbytes for group, _ in missing for layer in group)
         free = free_memory(swap=False)
-        if self._sparing and free is not None and missing * _SHARE > free:
-            self._give_up(f"they would take {missing} bytes of memory, of {free} that are free")
+        if self._sparing and free is not None and needed * _SHARE > free:
+            self._give_up(f"they would take {needed} bytes of memory, of {free} that are free")
             return
         try:
-            for name, (weight, kernel) in weights.items():
-                if name not in self.packed:
-                    self.packed[name] = Packed.of(weight, kernel)
+            for group, kernel in missing:
+                packed = Packed.of(group, kernel)
+                self.packed.update({id(weight): packed for weight in packed.weights})
         except (RuntimeError, MemoryError) as error:
             self._give_up(error)
 
@@ -70,18 +78,28 @@ class Packing:
         self.packed.clear()
         logger.warning("weights are not packed, they are read as they are: %s", why)
 
-    def kernel_of(self, layer: torch.nn.Linear) -> str:
-        """The kernel to pack it for: the first that takes any number of rows, else the first that
-        gives equal bits in some way; empty for none."""
-        weight = layer.weight
-        if type(weight) is not torch.nn.Parameter or weight.device.type != "cpu":
+    def _packable(self, group: Group) -> Iterator[tuple[Group, str]]:
+        """The layers that can be packed, together or each by itself, with their kernel."""
+        kernel = self.kernel_of(group)
+        if kernel:
+            yield group, kernel
+        elif len(group) > 1:
+            for layer in group:
+                yield from self._packable((layer,))
+
+    def kernel_of(self, group: Group) -> str:
+        """The kernel to pack layers for: the first that takes any number of rows, else the first
+        that gives equal bits in some way; empty for none."""
+        weights = [layer.weight for layer in group]
+        if any(type(w) is not torch.nn.Parameter or w.device.type != "cpu" for w in weights):
             return ""
-        if min(weight.shape) < _SMALLEST:
+        alike = {(layer.weight.shape[1], layer.weight.dtype, layer.bias is None) for layer in group}
+        if len(alike) > 1 or min(min(weight.shape) for weight in weights) < _SMALLEST:
             return ""
-        out, width = weight.shape
+        width, dtype, plain = alike.pop()
         found: dict[str, Rows] = {}
-        for kernel in kernels_for(weight.dtype):
-            shape = (out, width, weight.dtype, layer.bias is not None, kernel)
+        for kernel in kernels_for(dtype):
+            shape = (sum(len(weight) for weight in weights), width, dtype, not plain, kernel)
             if shape not in self.rules:
                 self.rules[shape] = _tried(shape)
             if (rule := self.rules[shape]) is not None:
@@ -89,6 +107,18 @@ class Packing:
             if rule == Rows():
                 return kernel
         return next(iter(found), "")
+
+
+def groups_in(module: torch.nn.Module) -> Iterator[Group]:
+    """The linear layers in a module, those together that read one input, as their names say."""
+    if type(module) is torch.nn.Linear:
+        yield (module,)
+    for parent in module.modules():
+        layers = {name: m for name, m in parent.named_children() if type(m) is torch.nn.Linear}
+        for names in _ONE_INPUT:
+            if layers.keys() >= set(names):
+                yield tuple(layers.pop(name) for name in names)
+        yield from ((layer,) for layer in layers.values())
 
 
 def _tried(shape: Shape) -> Rows | None:
