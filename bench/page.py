@@ -17,7 +17,7 @@ from bench import drawing, page_sections
 from keepsight.bench import tables
 
 # Folders of results that have a part on the page.
-OTHERS = ("drafting", "exporting", "pausing", "serving", "together")
+OTHERS = ("drafting", "exporting", "mlx", "pausing", "serving", "together")
 PICTURES = Path("docs/pictures")  # beside the README
 
 HEAD = """\

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench import drafting, pausing
+from bench import drafting, mlx, pausing
 
 Told = tuple[str, list[str], list[list[str]]]  # heading, columns, rows
 
@@ -37,6 +37,7 @@ def sections(folder: str, result: dict[str, Any]) -> list[Told]:
         "exporting": _exporting,
         "pausing": _pausing,
         "drafting": _drafting,
+        "mlx": _mlx,
     }
     return list(makers[folder](result)) if folder in makers else []
 
@@ -49,6 +50,7 @@ def title(folder: str, result: dict[str, Any]) -> str:
         "exporting": "Exported models",
         "pausing": "A chat with pauses",
         "drafting": "Tokens guessed from memory",
+        "mlx": "Beside mlx-vlm",
     }
     shape = f"{result['shape']} {result.get('size', '')}".strip()
     return f"{names[folder]}: {shape} {result.get('dtype', '')}".strip()
@@ -126,6 +128,14 @@ def _pausing(result: dict[str, Any]) -> Iterator[Told]:
 def _drafting(result: dict[str, Any]) -> Iterator[Told]:
     heading = f"answers of {result['tokens']} tokens, {result['repetitions']} repetitions"
     yield heading, drafting.COLUMNS, drafting.rows(result)
+
+
+def _mlx(result: dict[str, Any]) -> Iterator[Told]:
+    heading = (
+        f"pictures of {result['picture']}, answers of {result['tokens']} tokens, "
+        f"{result['repetitions']} repetitions, mlx {result['runtime']}"
+    )
+    yield heading, mlx.COLUMNS, mlx.rows(result)
 
 
 def _exporting(result: dict[str, Any]) -> Iterator[Told]:

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     checkpoint(options.shape, options.size, options.folder)
     with TemporaryDirectory() as folder:
         rows = list(_measure(options, Path(folder)))
-    told = [word for pair in _pairs(argv) if pair[0] not in ("--out", "--folder") for word in pair]
+    told = [word for pair in pairs(argv) if pair[0] not in ("--out", "--folder") for word in pair]
     result = {
         "benchmark": "keepsight restart",
         "format": FORMAT,
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if result["equal"] else 1
 
 
-def _pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
+def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
     return zip(argv[::2], argv[1::2], strict=False)
 
 

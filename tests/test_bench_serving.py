@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from bench import drafting, page_sections, pausing, serving, serving_rivals
+from bench import drafting, mlx, page_sections, pausing, serving, serving_rivals
 from bench.servers import KEEPSIGHT, Contestant
 from bench.serving_sums import Clients, Heard, Round, clients_told, cost, identity, workload_told
 from keepsight.bench.workloads import Step, Workload
@@ -212,3 +212,29 @@ def test_guessed_tokens_are_counted_and_answers_compared() -> None:
     assert all(len(cells) == len(columns) for cells in rows)
     rounds[1]["drafts"]["first"] = [reply(5, 4, 6)]
     assert not drafting.equal(rounds[1])
+
+
+def test_mlx_vlm_is_met_prompt_by_prompt() -> None:
+    def told(first: float, *tokens: int, cached: int = 0) -> dict[str, Any]:
+        counted = {"prompt_tokens": 9, "cached_tokens": cached, "encoded": 1}
+        return {"first": first, "decode": 2.0, "tokens": list(tokens), **counted}
+
+    rounds: Any = [
+        [{"keepsight": told(10, 1, 2, cached=8), "mlx-vlm": told(20, 1, 2)}],
+        [{"mlx-vlm": told(90, 1, 2), "keepsight": told(10, 1, 2, cached=8)}],
+    ]
+    sums = mlx.sums(["T1r"], rounds)
+    (step,) = sums["steps"]
+    assert sums["equal"] and step["first_ratio"] == 5.5 and step["mlx-vlm"]["first_ms"] == 55
+    about = {
+        "picture": "64x64",
+        "tokens": 2,
+        "repetitions": 2,
+        "runtime": "0.32.4",
+        "shape": "qwen3_vl",
+    }
+    ((_, columns, cells),) = page_sections.sections("mlx", {**about, **sums})
+    assert [len(row) for row in cells] == [len(columns)] and "8" in cells[0]
+    assert page_sections.title("mlx", about) == "Beside mlx-vlm: qwen3_vl"
+    rounds[0][0]["mlx-vlm"]["tokens"] = [1, 3]
+    assert not mlx.sums(["T1r"], rounds)["equal"]

@@ -45,7 +45,7 @@ class Mlx:
     def load(self, folder: Path) -> Foreign:
         """The model of mlx-vlm."""
         try:
-            with as_mlx_reads_it(folder) as readable, _own_processors(), own_names():
+            with as_mlx_reads_it(folder) as readable, own_processors(), own_names():
                 return cast(Foreign, self.utils.load_model(readable))
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise ModelError(f"mlx-vlm cannot load {folder}: {error}") from error
@@ -139,7 +139,7 @@ def _put_inputs_first(weights: dict[str, Array]) -> None:
 
 
 @contextmanager
-def _own_processors() -> Iterator[None]:
+def own_processors() -> Iterator[None]:
     """Loading a model, mlx-vlm puts processors of its own in the place of Transformers', for the
     whole process. What Keepsight knows of pictures it knows of Transformers'."""
     before = vars(AutoProcessor)["from_pretrained"]
