@@ -178,6 +178,22 @@ def test_checkpoints_in_few_bits_answer_as_mlx_vlm_does(
 
 
 @in_mlx
+@pytest.mark.parametrize("kinds", ["s", "f", "ss", "ssfs"])
+def test_layers_of_gemma3_in_unusual_orders(kinds: str, tmp_path: Path) -> None:
+    model_class, config, processor = _as_mlx_vlm_takes_it("gemma3_sliding")
+    named = {"s": "sliding_attention", "f": "full_attention"}
+    config.text_config.layer_types = [named[kind] for kind in kinds]
+    config.text_config.num_hidden_layers = len(kinds)
+    model, processor = built(lambda: (model_class, config, processor))
+    model.get_input_embeddings().weight.data.mul_(0.05)
+    folder = saved(model, processor, tmp_path / "model")
+    with ks.load(folder) as torch_vlm, ks.load(folder, runtime="mlx") as vlm:
+        for messages in TALK:
+            assert vlm.chat(messages, **GREEDY).tokens == torch_vlm.chat(messages, **GREEDY).tokens
+        assert vlm.verify(TALK[1]).equal
+
+
+@in_mlx
 def test_transformers_processors_stay_what_they_are(folder: Path) -> None:
     before = vars(AutoProcessor)["from_pretrained"]
     with ks.load(folder, runtime="mlx"):

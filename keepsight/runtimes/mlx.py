@@ -262,7 +262,8 @@ class _Decoder(_Part):
 
     def _first_positions(self, feeds: dict[str, Tensor]) -> int | Array:
         """Where each row begins: these models count on from there by themselves."""
-        positions, bias = feeds["position_ids"], feeds[BIAS]
+        positions = feeds["position_ids"]
+        bias = feeds[BIAS if BIAS in feeds else SLIDING_BIAS]
         tokens = positions.shape[1]
         first = positions[:, -1] - tokens + 1
         itself = bias[:, 0].diagonal(bias.shape[-1] - tokens, 1, 2)  # padding does not see itself

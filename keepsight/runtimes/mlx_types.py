@@ -65,7 +65,10 @@ def _internvl(mlx: Mlx, theirs: Foreign, pixels: Array) -> Array:
 def _adjust_gemma3(mlx: Mlx, theirs: Foreign, config: PreTrainedConfig) -> None:
     """mlx-vlm scales what goes into the decoder, features too, by a root rounded to bfloat16, and
     takes another epsilon behind the tower; Keepsight's embedding scales as the checkpoint's."""
-    theirs.language_model.model.scale_inputs_embeds = False
+    decoder = theirs.language_model.model
+    decoder.scale_inputs_embeds = False
+    # It asks the last layer of a first round for the mask of full layers, also where there is none.
+    decoder.sliding_window_pattern = min(decoder.sliding_window_pattern, len(decoder.layers))
     theirs.vision_tower.vision_model.post_layernorm.eps = config.vision_config.layer_norm_eps
 
 
