@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exported_models import exported_by_command
+from exported_models import copied, exported_by_command, exported_folder
 from exported_models import folder as checkpoint
 from hostile import ROOT, finished, hear_interrupts, start
 from server_harness import Process
@@ -237,12 +237,7 @@ def test_a_full_disk_is_named_whatever_the_exporter_says(
 def test_graphs_that_are_far_off_are_not_written(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float, what: str
 ) -> None:
-    def copied(runtime: str, path: Path, *more: Any) -> None:
-        path.parent.mkdir(exist_ok=True)
-        for file in (made[0] / "graphs").glob(f"{path.name}.*"):
-            shutil.copy(file, path.parent)
-
-    monkeypatch.setattr(making, "write_graph", copied)
+    monkeypatch.setattr(making, "write_graph", copied(made[0]))
     true = getattr(check, f"_{what}")
 
     def falsified(vlm: ks.VLM, *given: Any) -> Any:
@@ -281,8 +276,28 @@ def test_an_interrupt_that_a_tracer_swallows_ends_it_before_the_next_step() -> N
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+# The real command, but for its tracer.
+_EXPORT = """
+import shutil, sys
+from pathlib import Path
+from keepsight.cli.app import main
+from keepsight.export.graphs import making
+
+made = Path(sys.argv.pop(1))
+
+def copied(runtime, path, *more):
+    path.parent.mkdir(exist_ok=True)
+    for file in (made / "graphs").glob(f"{path.name}.*"):
+        shutil.copy(file, path.parent)
+
+making.write_graph = copied
+main()
+"""
+
+
 def test_kill_9_leaves_no_folder_that_loads_and_the_next_export_removes_it(tmp_path: Path) -> None:
-    process = keepsight(tmp_path, "export", str(checkpoint("llava")), "--to", "out")
+    made, out = exported_folder("llava"), tmp_path / "out"
+    process = start(_EXPORT, made, "export", checkpoint("llava"), "--to", out)
     until(process, "comparing with the model")
     process.kill()
     process.communicate(timeout=120)

@@ -10,7 +10,7 @@ from typing import Any
 from exported_models import exported, small
 
 from keepsight.testing import FamilyTests
-from keepsight.testing.prompts import Messages
+from keepsight.testing.prompts import Messages, once
 
 
 class ExportedTests(FamilyTests):
@@ -25,13 +25,17 @@ class ExportedTests(FamilyTests):
     def stock(self, messages: Messages, tokens: int = 1) -> Any:
         """Of the model that was exported, from pixels."""
         model, processor = small(self.kind)
-        return model.generate(
-            **self.inputs(processor, messages),
-            max_new_tokens=tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+
+        def generated() -> Any:
+            return model.generate(
+                **self.inputs(processor, messages),
+                max_new_tokens=tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+
+        return once((type(self), "stock", tokens), messages, generated)
 
     def test_other_attention_and_dtype(self) -> None:
         """Graphs compute as they were made to."""
