@@ -7,7 +7,9 @@ answered, and what is not used is named; what does constrain it is refused by na
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,19 @@ from keepsight.server.schema import ChatRequest
 
 ROOT = Path(ks.__file__).parent.parent
 PICTURE = uri(scene(1))
+BARE = PICTURE.partition(",")[2]
+
+
+def _jpeg() -> str:
+    """A photo in base64 alone; its first characters look like a path."""
+    buffer = io.BytesIO()
+    scene(2).save(buffer, "JPEG")
+    text = base64.b64encode(buffer.getvalue()).decode()
+    assert text.startswith("/9j/")
+    return text
+
+
+JPEG = _jpeg()
 ASKED = "What is in the picture?"
 IMAGE = {"type": "image_url", "image_url": {"url": PICTURE}}
 TEXT = {"type": "text", "text": ASKED}
@@ -433,6 +448,42 @@ TAKEN: dict[str, tuple[dict[str, Any], str]] = {
         chat(reasoning={"enabled": True, "exclude": True}, provider={"order": ["a"]}),
         "provider, reasoning.exclude",
     ),
+    "two lengths": (chat(max_tokens=50, max_completion_tokens=4), "max_tokens"),
+    "two equal lengths": (chat(max_tokens=4, max_completion_tokens=4), ""),
+    "many stops": (chat(stop=[f"<stop {n}>" for n in range(128)]), ""),
+    "nested options of a template": (
+        chat(chat_template_kwargs={"enable_thinking": {"a": [1]}, "xyz": {"a": [True, None]}}),
+        "chat_template_kwargs.xyz",
+    ),
+    "bare base64": (part(image_url={"url": BARE}), ""),
+    "bare base64 of a photo": (part(image_url=JPEG), ""),
+    "openai: a tool of its own kind": (
+        chat(tools=[TOOL, {"type": "custom", "custom": {"name": "a"}}]),
+        "tools[1]",
+    ),
+    "openai: hosted tools": (
+        responses(
+            tools=[
+                {"type": "web_search"},
+                FLAT,
+                {"type": "file_search", "vector_store_ids": ["vs_1"]},
+                {"type": "mcp", "server_label": "a", "server_url": "https://a.example"},
+                {"type": "custom", "name": "a"},
+            ]
+        ),
+        "tools[0], tools[1].strict, tools[2], tools[3], tools[4]",
+    ),
+    "openai: what hosted tools did": (
+        responses(
+            SHOWN,
+            THOUGHT,
+            {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"a": 1}},
+            {"type": "mcp_list_tools", "id": "m_1", "server_label": "a", "tools": []},
+            ITEM,
+            NEXT,
+        ),
+        "input[2], input[3]",
+    ),
     "a speaker": (chat({**USER, "name": "ann"}), "messages[0].name"),
     "a typo": (chat(tempature=1), "tempature"),
 }  # fmt: skip
@@ -474,6 +525,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "openai: a conversation": (responses(conversation="conv_1"), "conversation"),
     "openai: a call that was": (answer(function_call={"name": "a", "arguments": "{}"}),
         "messages[1].function_call"),
+    "openai: a forced search": (
+        responses(tools=[{"type": "web_search"}], tool_choice={"type": "web_search"}),
+        "tool_choice",
+    ),
+    "an item of a type misspelt": (responses({**SHOWN, "type": "mesage"}), "input[0]"),
+    "129 stops": (chat(stop=["a"] * 129), "stop"),
+    "base64 of no picture": (part(image_url="aGVsbG8h"), "messages[0].content[0].image_url"),
     "a wrong type": (chat(temperature="hot"), "temperature"),
     "a part that is none": (
         chat({"role": "user", "content": [{"type": "pictur", "pictur": "x"}]}),

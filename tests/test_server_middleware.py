@@ -245,8 +245,16 @@ def test_a_choice_of_tools_says_what_it_may_be(server: Live, choice: Any) -> Non
 
 
 def test_names_of_branches_are_no_part_of_a_place(server: Live) -> None:
-    options = {**user("x"), "chat_template_kwargs": {"enable_thinking": []}}
-    assert refusal(server.chat(options))["param"] == "chat_template_kwargs.enable_thinking"
+    assert refusal(server.chat({**user("x"), "stop": ["a", 5]}))["param"] == "stop[1]"
+    options = '{"a": [1, {"b": NaN}]}'  # no JSON, and Python's parser reads it
+    text = json.dumps({**user("x"), "chat_template_kwargs": 0}).replace(": 0", f": {options}")
+    error = refusal(server.call("/v1/chat/completions", text.encode()))
+    assert error["param"] == "chat_template_kwargs.a[1].b"
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    error = refusal(server.chat({**user("x"), "chat_template_kwargs": {"a": deep}}))
+    assert error["message"].endswith("it is nested too deep") and "list" not in error["param"]
     forced = {**user("x"), "tool_choice": {"type": "function", "function": {"nam": "f"}}}
     assert refusal(server.chat(forced))["param"] == "tool_choice.function.name"
 

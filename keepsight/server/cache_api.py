@@ -24,7 +24,7 @@ from keepsight.server.body import BodyRoute
 from keepsight.server.callers import Caller
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.parts import Name, PixelLimits
-from keepsight.server.schema import ChatMessage, Rendering, TemplateOptions, Tool
+from keepsight.server.schema import AnyTool, ChatMessage, Rendering, TemplateOptions
 from keepsight.server.service import Service, tools_of, visit_of
 from keepsight.server.streaming import report_of, unless_gone
 from keepsight.server.threads import is_large
@@ -55,7 +55,7 @@ class HeldRequest(PixelLimits):
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
     images: Annotated[list[Key] | None, Field(min_length=1, max_length=1000)] = None
     pictures_only: bool = False
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     cache_salt: Salt | None = None
 
@@ -345,8 +345,8 @@ def _options_of(body: Rendering, template: Record, tenant: str) -> Options:
     options: Options = {"tenant": tenant} if tenant else {}
     if template:
         options["template_kwargs"] = template
-    if body.tools:
-        options["tools"] = tools_of(body.tools)
+    if body.shown_tools:
+        options["tools"] = tools_of(body.shown_tools)
     return options
 
 

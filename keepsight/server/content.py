@@ -287,7 +287,7 @@ class MessageReader:
             return self._fetched[url]
         if url.startswith("file-"):
             return self.files.read(self.tenant, url, place)
-        return self._local(sound(url, place), place)
+        return _bare_picture(url) or self._local(sound(url, place), place)
 
     def _local(self, url: str, place: str) -> bytes:
         """A file under an allowed folder. What is not allowed looks like what is not there."""
@@ -362,6 +362,15 @@ def _decoded(text: str, place: str) -> bytes:
             param=place,
             code="invalid_base64",
         ) from None
+
+
+def _bare_picture(text: str) -> bytes | None:
+    """The bytes of base64 alone where they begin as a picture does; no path is written so."""
+    try:
+        data = from_base64(text)
+        return data if is_pdf(data) or min(size_of(data, "it")) > 0 else None
+    except (ValueError, ImageError):
+        return None
 
 
 def _call(call: schema.ToolCall, place: str) -> Record:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, Tag
+from pydantic import BaseModel, JsonValue, Tag
 
 from keepsight.errors import (
     Busy,
@@ -182,6 +182,8 @@ def _wrong(kind: str, error: Record) -> str:
         return f"its type is {shown!r}, expected one of {expected}"
     if kind == "union_tag_not_found":
         return "it has no type"
+    if kind == "recursion_depth_exceeded":
+        return "it is nested too deep"
     if kind in ("model_attributes_type", "model_type", "dict_type"):
         return "expected an object, as in {...}"
     return str(error.get("msg", "not valid"))
@@ -194,15 +196,22 @@ def place_in(body: object, location: Sequence[object]) -> tuple[str, set[str]]:
     """`messages[0].content`, and the names of the fields there. `body` is the type of all of it;
     where that is not known, each part of the location counts."""
     text, kind = "", body
-    for part in location:
+    for number, part in enumerate(location):
+        if kind is JsonValue:  # every second part is a type, which is not the client's word
+            rest = location[number:]
+            return text + "".join(map(_step, rest[1::2])), set()
         branches = _branches(kind)
         if len(branches) > 1:
             kind = next((branch for branch in branches if part in _labels(branch)), None)
             continue
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        text += _step(part) if text else str(part)
         kind = _inside(branches[0] if branches else None, part)
     fields = (_fields(branch) for branch in _branches(kind))
     return text, {name for names in fields for name in names}
+
+
+def _step(part: object) -> str:
+    return f"[{part}]" if isinstance(part, int) else f".{part}"
 
 
 def _branches(kind: object) -> list[object]:

@@ -6,6 +6,7 @@ whatever clients add to them.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
@@ -102,6 +103,12 @@ class ResultItem(Echo):
     output: Content
 
 
+class OtherItem(Echo):
+    """What some other server did in between: a search, a call of a tool that it runs."""
+
+    type: Name
+
+
 class Reference(Open):
     """A stored item, by its id."""
 
@@ -112,7 +119,13 @@ class Reference(Open):
 def _item_kind(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     kind = "message" if kind is None else kind
-    return f"as {kind}" if isinstance(kind, str) else "as message"
+    if not isinstance(kind, str):
+        return "as message"
+    return "as another" if kind not in _FUNCTIONS and _HOSTED.match(kind) else f"as {kind}"
+
+
+_FUNCTIONS = ("function_call", "function_call_output")
+_HOSTED = re.compile(r"\w+_(call|call_output)$|mcp_|tool_search_|compaction")
 
 
 Item = Annotated[
@@ -120,6 +133,7 @@ Item = Annotated[
     | Annotated[ThoughtItem, Tag("as reasoning")]
     | Annotated[CallItem, Tag("as function_call")]
     | Annotated[ResultItem, Tag("as function_call_output")]
-    | Annotated[Reference, Tag("as item_reference")],
+    | Annotated[Reference, Tag("as item_reference")]
+    | Annotated[OtherItem, Tag("as another")],
     Discriminator(_item_kind),
 ]

@@ -21,11 +21,11 @@ from keepsight.server.answers import AnswerEnd, AnswerRequest, AnswerStream, Del
 from keepsight.server.body import BodyRoute
 from keepsight.server.chat_api import scored_of
 from keepsight.server.errors import ApiError
-from keepsight.server.items import Item
+from keepsight.server.items import Item, OtherItem
 from keepsight.server.middleware import Visit, to_api_error
 from keepsight.server.output_parser import OutputPiece
 from keepsight.server.response_store import BEFORE, StoredResponse
-from keepsight.server.responses_schema import ResponsesRequest, as_chat
+from keepsight.server.responses_schema import FunctionTool, ResponsesRequest, as_chat
 from keepsight.server.service import Service, refuse_stream_options, visit_of
 from keepsight.server.streaming import (
     STREAMED,
@@ -63,7 +63,9 @@ def routes(service: Service) -> APIRouter:
             items = await service.scheduler.work(
                 lambda: service.responses.conversation(caller.tenant, whose, body)
             )
-            asked.extend(item for item, place in items if place != BEFORE)
+            asked.extend(
+                item for item, place in items if place != BEFORE and not isinstance(item, OtherItem)
+            )
             chat = await service.scheduler.work(lambda: as_chat(body, items, visit.unused))
             return await service.ask(chat, visit)
 
@@ -290,7 +292,7 @@ class ResponseWriter:
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else "auto",
-            "tools": [tool.model_dump() for tool in body.tools or []],
+            "tools": [t.model_dump() for t in body.tools or [] if isinstance(t, FunctionTool)],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,

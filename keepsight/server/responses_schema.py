@@ -6,7 +6,7 @@ the id of that response; `response_store.py` looks up those ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag
@@ -18,6 +18,7 @@ from keepsight.server.items import (
     InputFile,
     Item,
     MessageItem,
+    OtherItem,
     Part,
     ResultItem,
     ThoughtItem,
@@ -31,6 +32,12 @@ class FunctionTool(schema.Function):
     """A tool, as this API writes it."""
 
     type: Literal["function"]
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("as function")] | Annotated[schema.HostedTool, Tag("as hosted")],
+    Discriminator(schema.tool_kind),
+]
 
 
 class ResponsesToolChoice(Open):
@@ -90,7 +97,7 @@ class ResponsesRequest(schema.AnswerOptions):
     ) = None
     max_output_tokens: Tokens | None = None
     include: list[str] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     text: TextSettings | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -170,8 +177,8 @@ def as_chat(
         choice = "required"  # refused with it
     return schema.ChatRequest(
         **same,
-        messages=_messages(body, items),
-        tools=[_tool(tool, number, unused) for number, tool in enumerate(body.tools or [])] or None,
+        messages=_messages(body, _used(items, unused)),
+        tools=list(_tools(body, unused)) or None,
         tool_choice=choice,
         max_completion_tokens=body.max_output_tokens,
         logprobs=True if scored else None,
@@ -198,11 +205,23 @@ def _name_unused(body: ResponsesRequest, unused: Unused) -> None:
             unused.add(f"include[{number}]", f"{name[:100]!r} is not to be had here")
 
 
-def _tool(tool: FunctionTool, number: int, unused: Unused) -> schema.Tool:
-    if tool.strict:
-        unused.add(f"tools[{number}].strict", "a hint: arguments are not constrained here")
-    fields = tool.model_dump(exclude={"type", "strict"})
-    return schema.Tool(type="function", function=schema.Function(**fields))
+def _tools(body: ResponsesRequest, unused: Unused) -> Iterator[schema.Tool]:
+    for number, tool in enumerate(body.tools or ()):
+        if isinstance(tool, schema.HostedTool):
+            tool.name_unused(f"tools[{number}]", unused)
+            continue
+        if tool.strict:
+            unused.add(f"tools[{number}].strict", "a hint: arguments are not constrained here")
+        fields = tool.model_dump(exclude={"type", "strict"})
+        yield schema.Tool(type="function", function=schema.Function(**fields))
+
+
+def _used(items: Sequence[Placed], unused: Unused) -> list[Placed]:
+    """The items that a prompt has a place for; others are named."""
+    for item, place in items:
+        if isinstance(item, OtherItem):
+            unused.add(place, f"items of the type {item.type[:100]!r} have no place in a prompt")
+    return [placed for placed in items if not isinstance(placed[0], OtherItem)]
 
 
 def _messages(body: ResponsesRequest, items: Sequence[Placed]) -> list[schema.ChatMessage]:

@@ -148,8 +148,6 @@ def _limit(body: BaseModel, longest: int | None) -> int | None:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     asked_for = ((name, getattr(body, name, None)) for name in names)
     given: dict[str, int] = {name: value for name, value in asked_for if value is not None}
-    if len(given) > 1 and len(set(given.values())) > 1:
-        raise invalid("max_tokens", f"{' and '.join(given)} are both given and differ; send one")
     for name, asked in given.items():
         if asked == 0:
             raise invalid(name, f"{name} is 0; expected at least 1, or -1 for as much as fits")

@@ -11,8 +11,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, JsonValue, PrivateAttr, Tag
 
+from keepsight.core.stops import MOST as MOST_STOPS
 from keepsight.server.parts import Content, Id, Name, PixelLimits, Text, kind_of
-from keepsight.server.unused import Open, Strict
+from keepsight.server.unused import Open, Strict, Unused
 
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Tokens = Annotated[int, Field(ge=-1, le=10_000_000)]
@@ -21,7 +22,7 @@ Tokens = Annotated[int, Field(ge=-1, le=10_000_000)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     Annotated[StopText, Tag("as text")]
-    | Annotated[list[StopText], Field(max_length=16), Tag("as parts")],
+    | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag("as parts")],
     Discriminator(kind_of),
 ]
 # An empty text, or none in a list, ends nothing.
@@ -45,6 +46,33 @@ class Tool(Open):
 
     type: Literal["function"]
     function: Function
+
+
+class HostedTool(Open):
+    """A tool of another kind, which some other server runs: taken, named, and not shown to the
+    model."""
+
+    type: Name
+
+    def echoes(self) -> bool:
+        """It is named as a whole."""
+        return True
+
+    def name_unused(self, place: str, unused: Unused) -> None:
+        """Name it."""
+        unused.add(place, f"there are no tools of the type {self.type[:100]!r} here; see functions")
+
+
+def tool_kind(value: object) -> str:
+    """Whether a tool is a function."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "as function" if kind in (None, "function") else "as hosted"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("as function")] | Annotated[HostedTool, Tag("as hosted")],
+    Discriminator(tool_kind),
+]
 
 
 def _arguments_kind(value: object) -> str:
@@ -206,7 +234,7 @@ CONSTRAINING: dict[str, str] = {
 }  # fmt: skip
 
 
-TemplateOptions = dict[str, bool | int | float | str | None]
+TemplateOptions = dict[str, JsonValue]
 
 
 class PromptOptions(PixelLimits):
@@ -255,9 +283,14 @@ class Rendering(PromptOptions):
 
     model: Name | None = None  # the one that there is
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model is shown."""
+        return [tool for tool in self.tools or () if isinstance(tool, Tool)]
 
     @property
     def continues(self) -> bool:

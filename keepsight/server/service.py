@@ -84,16 +84,18 @@ class Service:
         caller, unused = visit.who(), visit.unused
         self.model.check_name(body.model)
         template = self.model.template_options(body, unused)
-        if body.tools:
+        if body.shown_tools:
             self.model.check_tools()
-            for i, tool in enumerate(body.tools):
-                if tool.function.strict:
-                    why = "a hint: arguments are not constrained here"
-                    unused.add(f"tools[{i}].function.strict", why)
+        for i, tool in enumerate(body.tools or ()):
+            if isinstance(tool, schema.HostedTool):
+                tool.name_unused(f"tools[{i}]", unused)
+            elif tool.function.strict:
+                why = "a hint: arguments are not constrained here"
+                unused.add(f"tools[{i}].function.strict", why)
         self._check_names(body.messages, unused)
         tenant = caller.salted(body.cache_salt)
         messages = await self.gathered(body, body.messages, visit, tenant)
-        messages.large |= characters(tools_of(body.tools)) > LARGE_TEXT
+        messages.large |= characters(tools_of(body.shown_tools)) > LARGE_TEXT
         return messages, template, tenant
 
     async def gathered(
@@ -140,7 +142,7 @@ class Service:
                 "n", f"n is {body.n}, this server gives at most {self.config.max_choices}"
             )
         messages, template, tenant = await self.rendering(body, visit)
-        use_tools = bool(body.tools) and body.tool_choice != "none"
+        use_tools = body.tool_choice != "none"
         continued = body.continues or body.add_generation_prompt is False
         notes = (_KEY_NOTE,) if body.prompt_cache_key is not None else ()
         return AnswerRequest(
@@ -148,7 +150,7 @@ class Service:
             tenant,
             chosen,
             template,
-            tools_of(body.tools) if use_tools else None,
+            tools_of(body.shown_tools) if use_tools else None,
             one_call=body.parallel_tool_calls is False,
             thinking=not continued and self.model.opens_thinking(template, tenant),
             thinks=self.model.thinks,
@@ -272,6 +274,9 @@ def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
     for name, why in schema.NAMED.items():
         if not is_empty(getattr(body, name)):
             unused.add(name, why)
+    newer = body.max_completion_tokens
+    if newer is not None and body.max_tokens not in (None, newer):
+        unused.add("max_tokens", "max_completion_tokens, its newer name, is given too and differs")
     if body.service_tier not in (None, "auto", "default"):
         unused.add("service_tier", "there is one tier")
     if body.cache_prompt is False:
@@ -280,7 +285,7 @@ def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
         unused.add("stream_options.include_obfuscation", "events are not padded here")
 
 
-def tools_of(tools: list[schema.Tool] | None) -> list[Record] | None:
+def tools_of(tools: list[schema.Tool]) -> list[Record] | None:
     """Tools as templates want them; `strict` is a word to the server."""
     left_out: IncEx = {"function": {"strict"}}
     return [t.model_dump(exclude_none=True, exclude=left_out) for t in tools] if tools else None
