@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from intel_avx2 import skip_what_asks_for_more
 
 
 def _declare_torchvision_operators() -> None:
@@ -41,6 +42,10 @@ _FILES, _MEMORY, _ROOM = "", "/dev/shm", 4 << 30
 if _OWNER and os.path.isdir(_MEMORY) and shutil.disk_usage(_MEMORY).free > _ROOM:
     _FILES = tempfile.mkdtemp(prefix="keepsight-tests-", dir=_MEMORY)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _FILES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip_what_asks_for_more(items)
 
 
 def pytest_collection_finish() -> None:

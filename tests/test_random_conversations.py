@@ -122,6 +122,8 @@ class Talks:
 
     def open(self, **options: Any) -> ks.VLM:
         pick = self.random.choice
+        options = {"pack": pick([True, False])} | options
+        self.pack = options["pack"]  # which gives other bits on some processors
         if self.random.random() < 0.7:
             budget = pick(["200KiB", "2MiB", "1GiB"])
             options |= {"store": str(self.folder / "store"), "store_budget": budget}
@@ -131,7 +133,7 @@ class Talks:
             cache_budget=pick(["60KiB", "300KiB", "4MiB", "1GiB"]),
             vision_budget=pick(["40KiB", "1MiB", "1GiB"]),
             drafts=pick([True, False]),
-            **({"pack": pick([True, False])} | options),
+            **options,
         )
 
     def words(self, most: int) -> str:
@@ -154,7 +156,8 @@ class Talks:
     def same(self, asked: Asked, found: Answers) -> None:
         """Each answer is that of a wrap of its own, which computes the prompt in one pass."""
         for one, (tokens, rows) in zip(asked, found, strict=True):
-            [(wanted, fresh)] = answers(self.model, self.processor, [one], store="", drafts=False)
+            own: dict[str, Any] = {"store": "", "drafts": False, "pack": self.pack}
+            [(wanted, fresh)] = answers(self.model, self.processor, [one], **own)
             assert tokens == wanted, self.label
             assert len(rows) == len(fresh), self.label
             assert all(map(torch.equal, rows, fresh)), self.label
@@ -257,7 +260,7 @@ class Talks:
     def elsewhere(self) -> None:
         """A new process answers from the same store, while this one holds it."""
         asked = [([*self.some().messages, self.asked()], self.options()) for _ in range(4)]
-        options = {"store": str(self.folder / "store"), "drafts": False}
+        options = {"store": str(self.folder / "store"), "drafts": False, "pack": self.pack}
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(answers_elsewhere, (*self.built, self.changes, asked, options))
         self.same(asked, found)
