@@ -14,7 +14,13 @@ import pytest
 import torch
 from hostile import one_thread
 from models import build, picture, stock_inputs, turn
-from transformers import LogitsProcessorList, MinLengthLogitsProcessor, TextIteratorStreamer
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    StoppingCriteria,
+    TextIteratorStreamer,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import keepsight as ks
@@ -156,6 +162,38 @@ def test_dicts_streamers_and_processors(parts: tuple[Any, Any]) -> None:
         thread.join()
     new = wanted.sequences[0, stock_inputs(processor, FIRST)["input_ids"].shape[1] :]
     assert text == processor.tokenizer.decode(new)
+
+
+class _AfterThree(StoppingCriteria):
+    """As scripts have them: one bool for all rows."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Any, scores: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.calls >= 3
+
+
+def test_criteria_that_say_so_in_one_bool(parts: tuple[Any, Any]) -> None:
+    model, processor = parts
+    wanted = script(model, processor, FIRST, stopping_criteria=[_AfterThree()])
+    with ks.installed(model, processor) as vlm:
+        found = script(model, processor, FIRST, stopping_criteria=[_AfterThree()])
+        assert torch.equal(found, wanted) and not vlm.report().notes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_the_callers_that_is_empty_still_needs_no_tower(kind: str) -> None:
+    model, processor = build(kind)
+    wanted = script(model, processor, FIRST, past_key_values=DynamicCache(config=model.config))
+    with ks.installed(model, processor) as vlm:
+        script(model, processor, FIRST)
+        with vlm.blindfold():
+            cache = DynamicCache(config=model.config)
+            assert torch.equal(script(model, processor, FIRST, past_key_values=cache), wanted)
+        assert cache.get_seq_length() == wanted.shape[1] - 1
+        assert "past_key_values" in vlm.report().notes[0] and len(vlm.report().notes) == 1
 
 
 def test_samples_share_one_prefill(parts: tuple[Any, Any]) -> None:

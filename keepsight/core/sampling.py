@@ -87,7 +87,8 @@ class Sampler:
 
     def done(self, ids: torch.Tensor, count: int) -> bool:
         """Whether the sequence ends here."""
-        kinds = [c for c in self.criteria if bool(c(ids, None).all())]
+        # A criterion of the caller's may say so in one bool, as stock takes it.
+        kinds = [c for c in self.criteria if bool(torch.as_tensor(c(ids, None)).all())]
         if any(type(c).__name__ != "MaxLengthCriteria" for c in kinds):
             self.finish_reason = "stop"
             return True

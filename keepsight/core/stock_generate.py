@@ -17,7 +17,7 @@ from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationMixin
+from transformers import Cache, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from keepsight.core.generate import Generated, GenerateRequest, request, run
@@ -193,7 +193,7 @@ class InstalledGenerate:
         if not pixels_in(runtime.family, given):
             return args, options, Report()
         for name in _AS_PIXELS:
-            if given.get(name) is not None:
+            if given.get(name) is not None and not _is_empty(given[name]):
                 raise UnsupportedInput(f"{name} is the caller's own")
         stage = "the model's own generate"
         return (), *with_features(runtime, self._tenant, given, stage, True)
@@ -261,6 +261,10 @@ class InstalledGenerate:
         pad = upstream.padding_of(config)
         if given.get("attention_mask") is None and bool((asked.ids == pad).any()):
             raise UnsupportedInput("there is padding in input_ids and no attention_mask")
+
+
+def _is_empty(given: object) -> bool:
+    return isinstance(given, Cache) and not int(given.get_seq_length())
 
 
 @contextmanager
