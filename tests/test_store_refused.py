@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -446,6 +447,32 @@ READS = {
     "its tensors": (tensorfile, "read", lambda store: store.get("package", KEYS[0])),
     "a note": (Path, "read_bytes", lambda store: store.note("alias", KEYS[0])),
 }
+
+
+def test_answers_that_are_slow_each_time_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is in time, and a request makes many calls."""
+    now = [0.0]
+    monkeypatch.setattr(timeout, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    disk = health.Health("a disk", lambda: now[0])
+    reach, asked = timeout.Reach(disk), list[int]()
+    assert reach.ask_beside(lambda call: True, 0) == []
+
+    def look(call: Any, seconds: float, nbytes: int = 0) -> bool:
+        call.expect(nbytes)
+        asked.append(nbytes)
+        now[0] += seconds
+        return True
+
+    assert all(reach.ask(lambda call: look(call, 0.4), False) for _ in range(30))  # a busy machine
+    large = 160 << 20  # which takes ten seconds at the least rate
+    assert all(reach.ask(lambda call: look(call, 10.0, large), False) for _ in range(3))
+    begun = now[0]
+    answers = [reach.ask(lambda call: look(call, 1.9), False) for _ in range(20)]
+    assert now[0] - begun < 6 and sum(answers) == 3 and disk.state == "slow"
+    now[0] += 2 * health.LONGEST_PAUSE  # it is tried again, and what was is forgotten
+    assert reach.ask(lambda call: look(call, 1.9), False) and disk.state == "ok"
 
 
 @pytest.mark.parametrize("what", READS)

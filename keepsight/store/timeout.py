@@ -2,8 +2,9 @@
 
 A thread that waits for a disk cannot be interrupted, and readers hold the model while they wait. So
 a call that takes too long is left behind. As long as one is, that disk is not asked for anything:
-whoever would have read computes instead. When the call comes back after all the disk is used again,
-after a pause that grows where this happens again and again.
+whoever would have read computes instead. So it is with a disk that answers each time, and slowly: a
+request makes many calls, so what they take together is bounded too. When the call comes back after
+all the disk is used again, after a pause that grows where this happens again and again.
 
 The threads belong to no store: a few wait for work for some seconds, and then end.
 """
@@ -23,6 +24,9 @@ from keepsight.system import forks
 from keepsight.system.exits import begin
 
 PATIENCE = 2.0  # seconds; a machine may be busy with other things
+_QUICK = 0.5  # seconds; a call of less is no sign of a slow disk
+_TOGETHER = 4.0  # seconds that slow calls may take together, before the disk is left alone
+_FORGOTTEN = 30.0  # seconds after which slow calls of before do not count
 _RATE = 16 << 20  # bytes a second; what comes slower is better computed
 _IDLE_FOR = 10.0  # seconds that a thread waits for more to do
 T = TypeVar("T")
@@ -36,6 +40,7 @@ class TimedCall(Generic[T]):
         self._ended = threading.Lock()
         self._ended.acquire()
         self._more = 0.0
+        self.slack = 0.0  # of the time that it took, what reading its bytes may take
         self._result: T
         self._error: BaseException | None = None
         self.afterwards: Callable[[], object] = lambda: None
@@ -54,6 +59,7 @@ class TimedCall(Generic[T]):
     def expect(self, nbytes: int) -> None:
         """Called by the work: the disk answered, and so many bytes will be read."""
         self._more = nbytes / _RATE
+        self.slack += self._more
 
     def wait(self, seconds: float) -> bool:
         """Whether it came back in time."""
@@ -129,6 +135,7 @@ class Reach:
     def start_anew(self) -> None:
         """With no call under way, as at first and after a fork."""
         self._left: set[TimedCall] = set()
+        self._took, self._last_slow = 0.0, float("-inf")
 
     @property
     def is_closed(self) -> bool:
@@ -146,12 +153,27 @@ class Reach:
         calls = [TimedCall(work) for _ in range(count)]
         for call in calls:
             start(call)
+        begun = time.monotonic()
         late = [call for call in calls if not call.wait(PATIENCE)]
         for call in late:
             self._leave(call)
         if not late and self.health.state == SLOW:
             self.health.worked()
+        self._count(begun, max((call.slack for call in calls), default=0.0))
         return [call.result() for call in calls if call not in late]
+
+    def _count(self, begun: float, slack: float) -> None:
+        """Add up what slow calls take; too much of it is no answer either."""
+        now = time.monotonic()
+        took = now - begun - slack
+        if took < _QUICK:
+            return
+        self._took = took + (self._took if now - self._last_slow < _FORGOTTEN else 0.0)
+        self._last_slow = now
+        if self._took >= _TOGETHER:
+            why = f"slow answers, of {self._took:.1f} s together"
+            self._took = 0.0
+            self.health.failed(TimeoutError(why), SLOW)
 
     def _leave(self, call: TimedCall) -> None:
         self._left.add(call)
