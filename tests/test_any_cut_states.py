@@ -40,6 +40,18 @@ def test_prompts_that_part_anywhere(kind: str, dtype: torch.dtype) -> None:
 
 
 @STATES
+def test_the_words_that_open_every_prompt_are_computed_twice_at_most(kind: str) -> None:
+    """However few they are: a template writes them before the first word of a user."""
+    with wrapped(kind) as vlm, wrapped(kind) as other:
+        for seed, again in ((1, 3), (2, 3), (3, 0), (4, 0)):
+            prompt = torch.cat([ids_of(vlm, 3), ids_of(vlm, 40, seed) + 100], dim=1)
+            before, found = rows(vlm), logits_of(vlm, prompt)
+            assert rows(vlm) - before == 40 + again
+            assert torch.equal(found, logits_of(other, prompt))
+            other.clear()
+
+
+@STATES
 @BOTH
 def test_what_was_decoded_is_not_computed_again(kind: str, dtype: torch.dtype) -> None:
     with wrapped(kind, dtype) as vlm, wrapped(kind, dtype) as other:

@@ -164,7 +164,8 @@ class Turn:
         """Where snapshots end, behind those that are remembered."""
         ends = self.prompt.boundaries(self.rule, match.base.end)
         until = self.prompt.before_medium(self.found.known.until, self.rule)
-        if self.rule.states and match.length + self.rule.grain <= until < len(self.prompt):
+        near = match.length + (self.rule.grain if match.length else 1)  # all begin alike: there too
+        if self.rule.states and near <= until < len(self.prompt):
             ends = sorted({*ends, until})  # where prompts part: the next one goes on from there
         return [*ends, len(self.prompt)]
 
