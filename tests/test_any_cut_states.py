@@ -14,6 +14,7 @@ from test_any_cut import BOTH, GREEDY, ids_of, logits_of, rows, wrapped
 from test_exact import Catch
 from torch.nn import functional
 
+import keepsight as ks
 from keepsight.core import any_cut
 from keepsight.core.kernels import delta
 from keepsight.core.kernels.mixers import evenly
@@ -133,3 +134,13 @@ def test_numbers_that_are_left_over_have_the_bits_of_all_others(function: Any) -
     for count in (1, 3, 17, 63):
         pieces = [evenly(function, piece) for piece in many.split(count)]
         assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_float16_may_differ_from_stock_by_its_rounding() -> None:
+    """And by no more than that; the demo model's logits do."""
+    with ks.load("demo-hybrid", dtype="float16") as vlm:
+        engine = vlm.stats()["engine"]
+        assert engine["any_cut"], engine["boundaries_because"]
+        found = vlm.verify([turn("What do you see in it?", picture(1))], stock=True)
+        assert found and found.stock_max_difference is not None and found.stock_scale is not None
+        assert 0 < found.stock_max_difference < 1e-2 * found.stock_scale

@@ -45,7 +45,7 @@ TOKENS = 46  # of the prompt that is run
 CUTS = (1, 4, 9, 24, 45)  # where it is cut
 _TOKENS_ON_A_GRID = 145  # of the prompt, where layers compute tokens in chunks
 _CUTS_ON_A_GRID = (*CUTS, *range(46, 68), 80, 81, 127, 129, 144)
-_NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the logits' scale: ours and stock
+_NEAR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the logits' scale
 _ALIKE = 0.3  # of the logits' length: no more than experts that are chosen otherwise by rounding
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
