@@ -140,3 +140,32 @@ def test_real_widths_hold_here(width: int, dtype: torch.dtype) -> None:
     """As checkpoints have them: if this fails, models of this width run by boundaries here."""
     for queries, keys in ((8, 2), (4, 4)):
         assert QueryRows().of((queries, keys, width, dtype)) is not None
+
+
+@pytest.mark.parametrize("widths", [(24, 16), (16, 40)], ids=["narrower", "wider"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_values_may_have_another_width_than_keys(
+    widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """As in multi-head latent attention. Torch has another kernel for these, which depends on
+    the cut; the trial is of values that are as wide as keys."""
+    generator = torch.Generator().manual_seed(1)
+    wide, other = widths
+    query, key, value = (
+        torch.randn(1, 2, 1100, width, generator=generator).to(dtype)
+        for width in (wide, wide, other)
+    )
+
+    def over(start: int, stop: int, rows: QueryRows) -> torch.Tensor:
+        own = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+        return attention.Attention(rows, [])(*own, None, True, None)
+
+    rows = QueryRows()
+    found = over(0, 1100, rows)
+    assert found.shape == value.shape
+    assert list(rows.fillings) == [(2, 2, max(widths), dtype)]
+    for start, stop in ((0, 7), (509, 514), (777, 1100), (1099, 1100)):
+        assert torch.equal(over(start, stop, rows), found[:, :, start:stop])
+    stock = attention._plain(query.float(), key.float(), value.float(), is_causal=True)
+    near = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found.float(), stock, rtol=0, atol=near)

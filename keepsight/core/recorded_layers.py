@@ -343,7 +343,7 @@ class _Attending:
         """Attention over one lane, as in `kernels.attention`."""
         keys, values = (self._given[what, row, layer.index] for what in "kv")
         _, heads, count, width = query.shape
-        filling = self._query_rows.of((heads, keys.shape[1], width, query.dtype))
+        filling = self._query_rows.of(attention.heads_of(query, keys, values))
         mask = None
         if filling is not None:
             sight, group = self._sights[layer.like.sight], heads // keys.shape[1]

@@ -44,6 +44,12 @@ class Filling:
         return -(-rows // self.step) * self.step
 
 
+def heads_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:
+    """What is tried of attention: `plain` makes keys and values equally wide."""
+    width = max(query.shape[-1], value.shape[-1])
+    return query.shape[1], key.shape[1], width, query.dtype
+
+
 USUAL = Filling()
 FILLINGS = (*map(Filling, (4, 8, 16, 32, 64)), *(Filling(step, True) for step in (16, 8, 32, 4)))
 
@@ -89,6 +95,10 @@ def plain(
 ) -> torch.Tensor:
     """Torch's own, over whole blocks of keys, for rows that were filled up."""
     _, heads, count, width = query.shape
+    if (own := value.shape[-1]) != width:  # (MLA) torch's kernel for these adds otherwise
+        scale, wide = scale or width**-0.5, max(own, width)
+        query, key, value = (_widened(x, wide) for x in (query, key, value))
+        return plain(query, key, value, mask, scale, filling)[..., :own]
     if not filling.apart or count == filling.step:
         return _plain(query.contiguous(), key, value, attn_mask=mask, scale=scale)
     blocks = count // filling.step
@@ -97,6 +107,11 @@ def plain(
     mask = mask.reshape(blocks, 1, filling.step, -1)
     found = _plain(query, key, value, attn_mask=mask, scale=scale)
     return found.transpose(0, 1).reshape(1, heads, count, width)
+
+
+def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - rows.shape[-1]
+    return functional.pad(rows, (0, missing)) if missing else rows
 
 
 class Attending(Protocol):
@@ -159,7 +174,7 @@ class Attention:
         if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
             self._doubts.append("attention has a mask of its own for each head")
             return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
-        heads = (query.shape[1], key.shape[1], query.shape[-1], query.dtype)
+        heads = heads_of(query, key, value)
         filling = self._query_rows.of(heads)
         if filling is None:
             self._doubts.append(f"attention of {heads[0]} heads of {heads[2]} depends on its rows")
