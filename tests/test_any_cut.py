@@ -27,6 +27,7 @@ from keepsight.core import doubtful
 from keepsight.core.kernels import attention, linear, passes
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.core.kernels.linear import Rows, has_bfloat16, rows_of
+from keepsight.core.kernels.packing import Packing
 from keepsight.errors import InputError
 from keepsight.scheduler import Together
 
@@ -538,6 +539,28 @@ def test_threads_that_share_numbers_leave_none_over(kind: str, three_threads: No
         ids = ids_of(vlm, 731)
         logits_of(vlm, ids[:, :353])
         assert torch.equal(logits_of(vlm, ids), logits_of(other, ids))
+
+
+def test_weights_are_packed_anew_when_threads_change(monkeypatch: Any) -> None:
+    """MKL packs by their number: what one packed must not be read under the name of two."""
+    packed: list[int] = []
+    follow = Packing.follow
+
+    def noted(self: Packing, *given: Any) -> None:
+        packed.append(torch.get_num_threads())
+        follow(self, *given)
+
+    monkeypatch.setattr(Packing, "follow", noted)
+    before = torch.get_num_threads()
+    try:
+        with wrapped("qwen3_vl", pack=True) as vlm:
+            packed.clear()
+            for count in (3, 3, 2):
+                torch.set_num_threads(count)
+                logits_of(vlm, ids_of(vlm, 20))
+            assert packed == [3, 2]
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.tries_anew

@@ -106,9 +106,10 @@ class AnyCut:
         why = self._why_not(environment)
         if why:
             return Finding(None, why)
-        if weights.all != self._packed_for or self.packing.is_behind:
+        here = digests.digest("environment", environment)  # threads: MKL packs by their number
+        elsewhere = self.packing.wanted and here != self.packing.tried_in
+        if weights.all != self._packed_for or self.packing.is_behind or elsewhere:
             self._shapes = self._shapes_now()
-            here = digests.digest("environment", environment)
             self._remember_rules(self._name(environment), here)
             self.packing.follow(self._groups(), here)
             self._packed_for = weights.all
