@@ -165,9 +165,8 @@ class Turn:
         ends = self.prompt.boundaries(self.rule, match.base.end)
         until = self.prompt.before_medium(self.found.known.until, self.rule)
         near = match.length + (self.rule.grain if match.length else 1)  # all begin alike: there too
-        if self.rule.states and near <= until < len(self.prompt):
-            ends = sorted({*ends, until})  # where prompts part: the next one goes on from there
-        return [*ends, len(self.prompt)]
+        parts = self.rule.states and near <= until < len(self.prompt)  # the next goes on from there
+        return [*sorted({*ends, until} if parts else ends), len(self.prompt)]
 
     def _pieces(self) -> list[int]:
         """Where a prompt is cut that can be cut anywhere."""
