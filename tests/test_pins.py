@@ -92,11 +92,14 @@ def test_delete_means_gone_from_every_tier(name: str, tmp_path: Path) -> None:
         assert vlm.delete([picture(1), picture(2)]) > 0
         vlm.delete([{"role": "user", "content": "Hello!"}])
         vlm.flush()
+        # The words before any first picture may be left: a state behind them, and their keys.
+        opening = vlm.explain(conversation(3)).cached_tokens
+        assert opening <= (shown if name == "demo-hybrid" else 0)
         for tier, start in before.items():
-            assert count(tmp_path / tier) == start, tier
+            assert count(tmp_path / tier) == start + (2 if opening else 0), tier
         vlm.runtime.tree.check()
         fresh = vlm.chat(conversation(1), max_new_tokens=2)
-        assert fresh.usage.images_encoded == 1 and fresh.usage.cached_tokens == 0
+        assert fresh.usage.images_encoded == 1 and fresh.usage.cached_tokens == opening
 
 
 def test_delete_touches_no_other_tenant(name: str, tmp_path: Path) -> None:
