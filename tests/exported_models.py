@@ -49,6 +49,7 @@ def small(kind: str) -> tuple[Any, Any]:
     if getattr(config.vision_config, "depth", 0) == 3:
         config.vision_config.depth = 2
     model = model_class(config)
+    model.config.architectures = [model_class.__name__]  # as one that was saved, in every process
     wake(model)
     model.generation_config.eos_token_id = 2
     model.generation_config.pad_token_id = 0
