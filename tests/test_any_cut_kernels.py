@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build
+from models import build, turn
 from test_any_cut import ids_of, logits_of, wrapped
 from torch.nn import functional
 
@@ -301,6 +301,51 @@ def test_an_input_that_is_changed_between_layers_is_noticed() -> None:
         rows.add_(1)
         linears(rows, parts[1].weight, None)
         assert linears.doubts
+
+
+def test_a_hook_that_changes_what_the_next_layer_reads_is_not_passed_by() -> None:
+    """On long prompts only, which no trial at load sees; set before and while the model is used."""
+    model, processor = build("qwen3_vl")
+    model = copy.deepcopy(model)
+    layer = model.get_decoder().layers[1].self_attn.q_proj
+    asked = [turn("one two three four " * 20)]
+
+    def logits(vlm: ks.VLM) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        keep = [lambda ids, scores: (seen.append(scores.clone()), scores)[1]]
+        vlm.chat(asked, max_new_tokens=2, do_sample=False, logits_processor=keep)
+        return seen
+
+    def change(module: Any, given: Any, found: Any) -> None:
+        if given[0].shape[-2] > 60:
+            given[0].mul_(0.5)
+
+    with ks.wrap(model, processor, pack=True) as live:
+        before = logits(live)
+        layer.register_forward_hook(change)
+        found = [logits(live)]
+    for pack in (True, False):
+        with ks.wrap(model, processor, pack=pack) as vlm:
+            assert vlm.stats()["engine"]["any_cut"]
+            found.append(logits(vlm))
+    wanted = found.pop()
+    assert not torch.equal(before[0], wanted[0])
+    for one in found:
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(one, wanted, strict=True))
+
+
+@pytest.mark.tries_anew
+def test_inputs_are_watched_while_a_model_is_tried(monkeypatch: Any) -> None:
+    """Whatever changes them, between layers that are read together."""
+    split = linear.Packed.split
+
+    def changing(self: linear.Packed, given: torch.Tensor) -> Any:
+        monkeypatch.setattr(linear.torch, "equal", lambda *both: False)
+        return split(self, given)
+
+    monkeypatch.setattr(linear.Packed, "split", changing)
+    with wrapped("qwen3_vl", pack=True) as vlm:
+        assert "changed between layers" in vlm.stats()["engine"]["boundaries_because"]
 
 
 @pytest.mark.tries_anew

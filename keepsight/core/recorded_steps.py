@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from keepsight.core import recorded_layers
 from keepsight.core.attention import grouped_queries
+from keepsight.core.kernels.linear import hooks_on_all
 from keepsight.core.kernels.passes import Kernels, running
 from keepsight.core.kernels.recording import CannotRecord, Recording, record
 from keepsight.core.kernels.script import RecordedStep, can_script, scripted
@@ -34,7 +35,6 @@ _LONG = 0.15  # seconds of a step, beside which Python's part is small
 _CHECKED = 2  # steps that both run
 _MOST = 16  # sizes of steps that are recorded
 _SCRATCH = ((5, 5), (700, 1_000_003))  # where scratch lanes go on, and how many tokens they claim
-_HOOKS_ON_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks")
 
 
 def decode(
@@ -173,7 +173,7 @@ def _refuse_watchers(model: PreTrainedModel, family: Family) -> None:
         hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
         if foreign or not all(is_silent(*hook) for hook in hooks):
             raise CannotRecord(f"{name or 'the model'} has a hook, or a method of somebody's own")
-    if any(vars(torch.nn.modules.module).get(name) for name in _HOOKS_ON_ALL):
+    if hooks_on_all():
         raise CannotRecord("all modules have a hook")
 
 

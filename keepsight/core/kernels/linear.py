@@ -25,6 +25,7 @@ _NARROW = 32  # numbers that are added
 _TINY, _PLAIN = 2**-18, 3  # a factor, and one row of so many
 _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 
+_HOOKS_ON_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks")
 PLAIN, MKL, ONEDNN = "", "mkl", "onednn"  # weights as they are, and packed for a kernel
 Shape = tuple[int, int, torch.dtype, bool, str]  # out, in, dtype, with a bias, kernel
 OfRows = Callable[[torch.Tensor], torch.Tensor]
@@ -97,9 +98,11 @@ class Linears:
         known = self._packed().get(id(weight))
         if known is None or not known.has(weight, bias):
             return self._run(None, input, weight, bias)
-        if len(known.layers) > 1:
-            return self._piece(known, input, weight, bias)
-        return self._run(known, input, weight, bias)
+        if len(known.layers) == 1:
+            return self._run(known, input, weight, bias)
+        if known.has_guests:  # who may change the input before the next layer reads it
+            return self._run(None, input, weight, bias)
+        return self._piece(known, input, weight, bias)
 
     def _run(
         self,
@@ -209,6 +212,14 @@ class Packed:
         pairs = zip(self.weights, self.layers, strict=True)
         return any(weight is one and bias is layer.bias for one, layer in pairs)
 
+    @property
+    def has_guests(self) -> bool:
+        """Whether code of somebody's own runs with one of them: a hook, or a method."""
+        return hooks_on_all() or any(
+            layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+            for layer in self.layers
+        )
+
     @functools.cached_property
     def out(self) -> int:
         """How many numbers the layers give."""
@@ -247,6 +258,11 @@ class Packed:
         """A weight of the size of all, of which a kernel asks the size only."""
         weight = self.weights[0]
         return weight.new_full((1, 1), torch.nan).expand(self.out, weight.shape[1])
+
+
+def hooks_on_all() -> bool:
+    """Whether hooks run with every module."""
+    return any(vars(torch.nn.modules.module).get(name) for name in _HOOKS_ON_ALL)
 
 
 def kernels_for(dtype: torch.dtype) -> list[str]:
