@@ -14,6 +14,7 @@ from models import ALL, built, picture, turn
 
 import keepsight as ks
 from keepsight.core import recorded_steps
+from keepsight.core.kernels import recording
 from keepsight.core.kernels.recording import CannotRecord, Recording, record
 from keepsight.core.kernels.script import RecordedStep, StepSize, scripted
 from keepsight.models.private import FUNCTION, PrivateApi
@@ -310,6 +311,22 @@ def test_what_changes_nothing_is_left_out(dtype: torch.dtype) -> None:
         found_now = scripted(recording)(other)
         given.update(other)
         assert torch.equal(found_now, step())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_that_is_no_sum_is_left_as_it_is(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of one step may agree by chance; in few digits nearly all do."""
+    if dtype is torch.float32:
+        monkeypatch.setattr(recording, "_SUM", lambda x, *how: x.double().sum(*how).float())
+        recording._torch_makes_them_so.cache_clear()
+    given = {X: torch.ones(2, 3, dtype=dtype)}
+    with torch.inference_mode():
+        found = record(lambda: (given[X] + 0.1).pow(2).mean(-1, keepdim=True), given)
+    assert names_of(found) == ["add", "pow", "mean"]
+    assert found.weights == {}
+    recording._torch_makes_them_so.cache_clear()
 
 
 def test_shapes_of_what_is_given_are_made_anew() -> None:

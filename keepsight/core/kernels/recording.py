@@ -9,6 +9,7 @@ is made of, where these give its bits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -119,6 +120,18 @@ class _NoReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@functools.cache
+def _torch_makes_them_so() -> bool:
+    """Whether this torch makes squares, sums with a number and means of these operations: tried
+    with many numbers, since those of one step may agree by chance."""
+    rows = torch.randn(256, 768, generator=torch.Generator().manual_seed(0)).exp()
+    pairs = [(_POWER(rows, 2), rows * rows), (_ADD(rows, 1e-6), rows + torch.tensor(1e-6))]
+    for width in (5, 64, 768):
+        part = rows[:, :width].contiguous()
+        pairs.append((_MEAN(part, [-1], True), _SUM(part, [-1], True) / torch.tensor(float(width))))
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
 class _Recorder:
     """Operations as they come. All tensors are held, so that each has a number of its own."""
 
@@ -196,24 +209,22 @@ class _Recorder:
         """Note a square or a mean by the operations that torch makes it of, without the numbers
         that it makes tensors of each time."""
         one, *rest = args
-        if not isinstance(one, torch.Tensor) or one.dtype != found.dtype:
+        if not isinstance(one, torch.Tensor) or {one.dtype, found.dtype} != {torch.float32}:
+            return False  # in fewer digits a number that is no tensor has more than one that is
+        if not _torch_makes_them_so():
             return False
-        if function is _POWER and rest == [2] and torch.equal(one * one, found):
+        if function is _POWER and rest == [2]:
             self._note(_MUL, [self._noted(one)] * 2, {}, found)
-            return True
-        if function is _ADD and isinstance(rest[0], float):
+        elif function is _ADD and isinstance(rest[0], float):
             number = torch.tensor(rest[0], dtype=one.dtype)
-            if torch.equal(one + number, found):
-                self._note(_ADD, [self._noted(one), self._noted(number)], {}, found)
-                return True
-        if function is not _MEAN or not found.numel():
+            self._note(_ADD, [self._noted(one), self._noted(number)], {}, found)
+        elif function is _MEAN and found.numel():
+            added = _SUM(one, *rest)
+            count = torch.tensor(one.numel() / found.numel(), dtype=one.dtype)
+            self._note(_SUM, [self._noted(one), *rest], {}, added)
+            self._note(_DIV, [self._noted(added), self._noted(count)], {}, found)
+        else:
             return False
-        added = _SUM(one, *rest)
-        count = torch.tensor(one.numel() / found.numel(), dtype=one.dtype)
-        if not torch.equal(added / count, found):
-            return False
-        self._note(_SUM, [self._noted(one), *rest], {}, added)
-        self._note(_DIV, [self._noted(added), self._noted(count)], {}, found)
         return True
 
     def _noted(self, given: object) -> object:
