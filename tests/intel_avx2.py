@@ -17,7 +17,7 @@ import torch
 _CPUINFO = Path("/proc/cpuinfo")
 _HYBRIDS = ("qwen3_5", "minicpmv4_6")
 # Names of tests, and what stands in the brackets behind them; all of them where nothing is named.
-_ASK_FOR_MORE: dict[str, tuple[str, ...]] = {
+ASK_FOR_MORE: dict[str, tuple[str, ...]] = {
     "test_it_holds_for": _HYBRIDS,
     "test_a_matrix_unit_that_takes_few_rows_in_one_way_is_given_few": ("bf16",),
     "test_threads_that_share_numbers_leave_none_over": (),
@@ -49,6 +49,6 @@ def skip_what_asks_for_more(items: list[pytest.Item]) -> None:
     """Mark these tests, where they cannot pass."""
     for item in items if is_here() else ():
         name, _, case = item.name.partition("[")
-        wanted = _ASK_FOR_MORE.get(name)
+        wanted = ASK_FOR_MORE.get(name)
         if wanted is not None and (not wanted or any(one in case for one in wanted)):
             item.add_marker(pytest.mark.skip(reason="Intel's AVX2 adds in other orders"))
