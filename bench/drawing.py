@@ -21,14 +21,19 @@ _OURS = {"light": "#0969da", "dark": "#4493f8"}
 
 def drawings(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """File name and text of each picture; none where no float32 result has the workloads."""
-    for name in sorted(results):
-        for run in results[name]["runs"]:
+    for result in newest_first(results):
+        for run in result["runs"]:
             found = {load["name"]: load for load in run["workloads"]}
             if run["dtype"] == "float32" and all(found.get(one) for one in SHOWN):
                 loads = [found[one] for one in SHOWN]
-                under = _measured_on(results[name], run)
+                under = _measured_on(result, run)
                 return {f"memory-{kind}.svg": _draw(loads, under, kind) for kind in _COLOURS}
     return {}
+
+
+def newest_first(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results by their date: what the README shows is of the newest, whatever it says."""
+    return sorted(results.values(), key=lambda one: str(one["machine"].get("date")), reverse=True)
 
 
 def write(results: dict[str, dict[str, Any]], folder: Path) -> None:
@@ -47,7 +52,13 @@ def same(results: dict[str, dict[str, Any]], folder: Path) -> bool:
 def _measured_on(result: dict[str, Any], run: dict[str, Any]) -> str:
     machine = result["machine"]
     model = f"{run['shape']} shape with {run['parameters'] / 1e6:.0f} M random weights"
-    return f"{model}, {run['dtype']}, {machine['cores']} CPU cores; medians, from bench/results"
+    return f"{model}, {run['dtype']}, {cores_of(machine)}; medians, from bench/results"
+
+
+def cores_of(machine: dict[str, Any]) -> str:
+    """How many cores, and what they can do."""
+    units = f"{machine['instructions']} and AMX" if machine.get("amx") else machine["instructions"]
+    return f"{machine['cores']} CPU cores with {units}"
 
 
 def _draw(loads: list[dict[str, Any]], under: str, kind: str) -> str:

@@ -63,9 +63,8 @@ def page(results: dict[str, dict[str, Any]], others: Others | None = None) -> st
 
 
 def headline(results: dict[str, dict[str, Any]]) -> str:
-    """The measured sentences of the README, from the first float32 result that has W1 and W5."""
-    for name in sorted(results):
-        result = results[name]
+    """The measured sentences of the README, from the newest float32 result with W1 and W5."""
+    for result in drawing.newest_first(results):
         for run in result["runs"]:
             steps = {w["name"]: w["steps"][1:] for w in run["workloads"]}
             if run["dtype"] == "float32" and steps.get("W1") and steps.get("W5"):
@@ -78,9 +77,9 @@ def _sentences(
 ) -> str:
     faster, over = _middle(chat, "stock_over_keepsight"), _middle(chat, "keepsight_over_limit")
     step = _middle(agent, "stock_over_keepsight")
-    m = result["machine"]
+    cores = drawing.cores_of(result["machine"])
     return (
-        f"Measured on {m['cores']} CPU cores with a {run['parameters'] / 1e6:.0f} M parameter "
+        f"Measured on {cores}, with a {run['parameters'] / 1e6:.0f} M parameter "
         f"{run['shape']} shape in {run['dtype']}, against stock `generate` on the same model: "
         f"later turns of a chat about one image start to answer **{faster:.0f} times sooner** "
         f"({over:.2f} times the bare forward of the new tokens), steps of an agent that adds a "
