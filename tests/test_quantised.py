@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,21 @@ def test_tokens_trained_by_an_adapter(kind: str, tmp_path: Path) -> None:
             assert torch.equal(logits(vlm, SECOND), cold(vlm, SECOND))
     finally:
         build.cache_clear()
+
+
+def test_experts_in_a_dtype_that_torch_has_no_product_for() -> None:
+    """The model's own code raises: said by name, also when it becomes so later, with a way out."""
+    model, processor = build("qwen3_vl_moe")
+    model = copy.deepcopy(model)
+    with ks.wrap(model, processor) as vlm:
+        vlm.chat(FIRST, max_new_tokens=2)
+        model.double()
+        for _ in range(2):
+            with pytest.raises(UnsupportedModel, match=r"grouped_mm.*float64.*'eager'"):
+                vlm.chat(FIRST, max_new_tokens=2)
+        with pytest.raises(UnsupportedModel, match=r"experts by 'grouped_mm'.*bfloat16.*float64"):
+            ks.wrap(model, processor)
+        model.set_experts_implementation("eager")
+        answer = vlm.chat(FIRST, max_new_tokens=2).text
+        with ks.wrap(model, processor) as fresh:
+            assert fresh.chat(FIRST, max_new_tokens=2).text == answer

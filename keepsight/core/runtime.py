@@ -37,7 +37,7 @@ from keepsight.models.compiled import Compiled
 from keepsight.models.environment import backend_version, environment_of
 from keepsight.models.families import Family
 from keepsight.models.fingerprint.processors import ProcessorCode
-from keepsight.models.quantised import Quantised, named_weights
+from keepsight.models.quantised import Quantised, named_weights, refuse_experts_without_kernel
 from keepsight.models.weights import Weights
 from keepsight.prefix.cache import PrefixCache
 from keepsight.prefix.pins import pinning
@@ -89,6 +89,7 @@ class Runtime:
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
         refuse_stretching_rope(model)
+        refuse_experts_without_kernel(model)
         self._quota = None if settings.tenant_quota is None else parse_bytes(settings.tenant_quota)
         self._ttl = None if settings.ttl is None else parse_seconds(settings.ttl)
         self.image_options = image_options(processor, dict(settings.image_options))
@@ -306,6 +307,7 @@ class Runtime:
         is wrapped now; what cannot be read again is refused until it is as it was."""
         if self._read_at is not None:
             refuse_stretching_rope(self.model)
+            refuse_experts_without_kernel(self.model)
             type(self.family).__init__(self.family, self.model)
             if Shape.of(self.model) != self.engine.shape:
                 raise ModelError(

@@ -45,6 +45,28 @@ def named_weights(model: torch.nn.Module) -> Iterator[None]:
         ) from error
 
 
+def refuse_experts_without_kernel(model: PreTrainedModel) -> None:
+    """Refuse experts in a group, in a dtype that torch has no such product for (float64)."""
+    for name, layer in model.named_modules():
+        weights = (w for w in layer._parameters.values() if w is not None and w.dim() == 3)
+        weight = next(weights, None)
+        chosen = getattr(getattr(layer, "config", None), "_experts_implementation", None)
+        if chosen != "grouped_mm" or weight is None or weight.dtype in _DTYPES:
+            continue
+        width = weight.shape[1 if getattr(layer, "is_transposed", False) else 2]
+        one = weight.new_ones(1, width)
+        try:
+            with torch.no_grad():
+                layer(one, torch.zeros(1, 1, dtype=torch.long, device=one.device), one[:, :1])
+        except RuntimeError as error:
+            usual = ", ".join(map(str, _DTYPES))
+            raise UnsupportedModel(
+                f"{name} runs its experts by {chosen!r}, which torch {torch.__version__} has for "
+                f"{usual} and not for {weight.dtype} ({error}): the model cannot run at all. Call "
+                "model.set_experts_implementation('eager'), or load it in one of these"
+            ) from error
+
+
 class Quantised:
     """The layers of one model that were asked already."""
 
