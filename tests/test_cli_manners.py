@@ -219,6 +219,9 @@ REFUSED = {
     ("chat", "demo", "--store", "shut/new"): "shut/new cannot be a store: shut cannot be written",
     ("encode", "p.png", "--to", "shut"): "shut cannot be a store: shut cannot be written",
     ("encode", "none", "--to", "store"): "none: there is no such file or folder",
+    ("encode", "notes.md", "--to", "store"): "notes.md: not a picture; expected images, PDFs",
+    ("cache", "delete", "nope", "--store", "shut"): "'nope' names no entry; give KEY or KIND/KEY",
+    ("cache", "pin", "package/0x12", "--store", "shut"): "'package/0x12' names no entry",
     ("cache", "list", "--store", "notes.txt"): "notes.txt cannot be a store: it is a file",
     ("chat", "demo", "--store", "gs://some/where"): "gcsfs is not installed",
 }
@@ -229,7 +232,7 @@ def test_what_is_not_there_is_said_before_pytorch_is_imported(tmp_path: Path) ->
     the system's answer about the shut folder is replaced, and so are the Hub and PyTorch's name."""
     picture = tmp_path / "p.png"
     Image.new("RGB", (64, 64)).save(picture)
-    for name in ("notes.txt", "notes.sight"):
+    for name in ("notes.txt", "notes.md", "notes.sight"):
         (tmp_path / name).write_text("a note")
     (tmp_path / "shut").mkdir()
     (tmp_path / "full").mkdir()

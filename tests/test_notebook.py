@@ -85,7 +85,11 @@ def test_films_and_sounds_stand_behind_the_pictures(picture_first: bool) -> None
 def test_pictures_without_a_question(demo: Any) -> None:
     with pytest.raises(InputError, match="there is no question; write ask"):
         demo.ask(picture(1))
-    assert demo.session().ask("Hello!", max_new_tokens=2).usage.images == 0
+    with pytest.raises(InputError, match="there is no question; write ask"):
+        demo.ask("holiday.jpg")  # not there, but spelled like a file
+    for words in ("Hello!", "hello", "Is 3.5 more than 3.25?"):
+        for ask in (demo.ask, demo.session().ask):
+            assert ask(words, max_new_tokens=2).usage.images == 0
 
 
 # -- what they look like ---------------------------------------------------------------------------

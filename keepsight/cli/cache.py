@@ -6,6 +6,7 @@ Imports of the store wait inside the commands, because this table is loaded for 
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,8 +44,10 @@ _TENANTS = 20  # of the largest, in a table
 _SHOWN = 5  # of the largest, the most useful, and what depends on an entry
 
 
-def _open(address: str, tenant: str | None) -> AllTenants:
-    """The store, as all of its tenants see it or as one does."""
+def _open(address: str, tenant: str | None, named: str | None = None) -> AllTenants:
+    """The store, as all of its tenants see it or as one does; a wrong NAME is told before."""
+    if named is not None:
+        _parse_name(named)
     if not address:
         raise InputError("which store? give --store FOLDER, or set KEEPSIGHT_STORE")
     check_store_folder(address)
@@ -159,11 +162,20 @@ def _plain(entry: Entry) -> Record:
     return record
 
 
+def _parse_name(named: str) -> tuple[str, str]:
+    """Kind and key of KIND/KEY; the kind empty where it is left out."""
+    kind, _, key = named.rpartition("/")
+    if not re.fullmatch("[0-9a-f]{1,64}", key):
+        raise InputError(
+            f"{named!r} names no entry; give KEY or KIND/KEY, where KEY is up to 64 digits of 0-9 "
+            "and a-f; `keepsight cache list` shows all"
+        )
+    return kind, key
+
+
 def _find(store: AllTenants, named: str) -> Entry:
     """The one entry that is meant."""
-    kind, _, key = named.rpartition("/")
-    if not key:
-        raise InputError(f"{named!r} names no entry; give KEY or KIND/KEY")
+    kind, key = _parse_name(named)
     found = [e for e in store.entries() if e.key.startswith(key) and kind in ("", e.kind)]
     if not found:
         raise InputError(f"{named}: the store has no such entry; `keepsight cache list` shows all")
@@ -182,7 +194,7 @@ def _find(store: AllTenants, named: str) -> Entry:
 @app.command()
 def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
     """What an entry is, what it depends on, what depends on it, what it costs, when it goes."""
-    opened = _open(store, tenant)
+    opened = _open(store, tenant, entry)
     from keepsight.cli.entry_about import about_entry, files_of_media
 
     it = _find(opened, entry)
@@ -258,13 +270,13 @@ def _when(it: Entry, upon: list[Entry], first: int, count: int, now: float) -> s
 @app.command()
 def pin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
     """Keep an entry, and what it depends on, whatever the budget."""
-    _pin(_open(store, tenant), entry, True)
+    _pin(_open(store, tenant, entry), entry, True)
 
 
 @app.command()
 def unpin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
     """Let a pinned entry go like any other."""
-    _pin(_open(store, tenant), entry, False)
+    _pin(_open(store, tenant, entry), entry, False)
 
 
 def _pin(store: AllTenants, named: str, pinned: bool) -> None:
@@ -288,7 +300,7 @@ def delete(
     where something of it is pinned."""
     if (entry is None) == (image is None):
         raise InputError("delete what? give an ENTRY, or --image KEY")
-    opened = _open(store, tenant)
+    opened = _open(store, tenant, image if entry is None else entry)
     if image is not None:
         _ask_about_pins([e for e in opened.entries() if image in e.media], yes)
         console().print(f"{bytes_text(opened.delete_media(image))} freed")

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 # Packages in memory are of no use to a run that looks at each image once.
 _VISION_BUDGET = "512MiB"
 _MOST_SUFFIXES = 5  # that a line names
+_OTHER = re.compile(r".*\.(md|rst|html?|xml|svg|json|ipynb|py|docx?|xlsx?|pptx?)", re.I | re.S)
 _SOURCES = (
     "Images, folders, globs, lists (.txt, .csv, .jsonl), PDFs, videos, Parquet and Arrow files, "
     "folders of datasets.save_to_disk, tar and zip archives."
@@ -140,6 +141,11 @@ class Asked:
             plain_path = "://" not in source and not re.search(r"[*?\[]", source)
             if plain_path and not os.path.lexists(os.path.expanduser(source)):
                 raise InputError(f"{source}: there is no such file or folder")
+        if all(_OTHER.fullmatch(source) for source in self.sources):
+            raise InputError(
+                f"{self.sources[0]}: not a picture; expected images, PDFs, videos, archives (zip, "
+                "tar), tables (parquet, arrow), lists (txt, csv, tsv, jsonl) or folders of them"
+            )
         if not self.files:
             check_store_writable(self.to)
         if self.store is not None:

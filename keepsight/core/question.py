@@ -78,7 +78,7 @@ def _sorted(
         return named, images
     if named is not None:
         return named, given[0]
-    if picture_first and images is None:
+    if picture_first and images is None and not _is_question(given[0]):
         return None, given[0]
     return given[0], images
 
@@ -91,6 +91,14 @@ def _two_texts(first: str, second: str, picture_first: bool) -> tuple[str, str]:
             f"{question!r} is a picture and {picture!r} is not; write ask({a!r}, {b!r})"
         )
     return question, picture
+
+
+def _is_question(given: object) -> bool:
+    """Whether one value alone can only be a question: words that lead to no picture, and are not
+    spelled as the name of a file."""
+    if not isinstance(given, str) or not given.strip() or _is_there(given):
+        return False
+    return bool(re.search(r"\s", given)) or not re.search(r"[/\\]|\.\w+$", given)
 
 
 def _is_there(text: str) -> bool:
