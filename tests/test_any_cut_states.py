@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import keepsight as ks
 from keepsight.core import any_cut
-from keepsight.core.kernels import delta
+from keepsight.core.kernels import delta, mixers
 from keepsight.core.kernels.mixers import evenly
 
 STATES = pytest.mark.parametrize("kind", ["qwen3_5", "lfm2_vl"])
@@ -120,6 +120,35 @@ def test_other_layers_under_a_known_name_mean_boundaries(monkeypatch: pytest.Mon
     monkeypatch.setattr(delta, "_normal", lambda rows: 2 * normal(rows))
     with wrapped("qwen3_5") as vlm:
         assert "known under their name" in vlm.stats()["engine"]["boundaries_because"]
+
+
+def _a_hundredth_more(function: Any) -> Any:
+    """The same function, of which one result is too large."""
+
+    def wrong(*given: Any) -> Any:
+        found = function(*given)
+        if isinstance(found, torch.Tensor):
+            return found * 1.01
+        part = found[0] if isinstance(found, tuple) else found.values
+        part.mul_(1.01)
+        return found
+
+    return wrong
+
+
+@pytest.mark.tries_anew
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["_ask", "_next", "_keys", "convolve"])
+def test_a_rule_that_is_wrong_by_a_hundredth_means_boundaries(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which logits of a few digits do not show, nor those of layers that forget at once."""
+    place = mixers if name == "convolve" else delta
+    monkeypatch.setattr(place, name, _a_hundredth_more(getattr(place, name)))
+    with wrapped("lfm2_vl" if name == "convolve" else "qwen3_5", dtype) as vlm:
+        engine = vlm.stats()["engine"]
+        assert not engine["any_cut"]
+        assert "known under their name" in engine["boundaries_because"]
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 16, 16), (2, 4, 16, 32), (4, 8, 128, 128)])

@@ -30,6 +30,7 @@ from keepsight.core.kernels.linear import Linears, rows_agree
 from keepsight.core.kernels.packing import Group, Packing, groups_in
 from keepsight.core.kernels.passes import Kernels
 from keepsight.core.lane_batch import LaneBatch
+from keepsight.core.lane_mixer import MixerLayer
 from keepsight.core.settings import RuntimeSettings
 from keepsight.core.state import Lane
 from keepsight.kinds import Record
@@ -49,6 +50,7 @@ _NEAR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of t
 _ALIKE = 0.3  # of the logits' length: no more than experts that are chosen otherwise by rounding
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
+_NOT_KNOWN = "its linear layers are not the ones that are known under their name"
 # Layers all of whose keys a lane can hold, and those whose states are computed on a grid.
 _AS_EXPORTED = ("graphs as they were exported",)
 _SHOWN = ("full", "sliding", "none", "linear")
@@ -281,20 +283,20 @@ class AnyCut:
     def _mixers_fail(self, kernels: Kernels) -> str:
         """What is wrong with layers that have a state of fixed size, of which the last pass had
         some; empty where nothing is."""
-        count, mixers = self._engine.shape.kinds.count("linear"), list(kernels.mixers)
-        if len(mixers) != count:
+        count, met = self._engine.shape.kinds.count("linear"), list(kernels.mixers)
+        if len(met) != count:
             return "it has linear layers that are computed by functions of their own"
-        for heads in {heads for heads in mixers if heads is not None}:
+        for heads in {heads for heads in met if heads is not None}:
             if not delta_rows_are_equal(heads):
                 return f"a gated delta rule of {heads.values} heads depends on its rows"
-        return ""
+        return "" if mixers.are_upstreams(self._model, MixerLayer) else _NOT_KNOWN
 
     def _unlike_stock(self, ours: torch.Tensor, ids: np.ndarray) -> str:
         """What shows that the model's own code gives other logits, more than by rounding."""
         stock = self._states(None, ids, ())[-1].float()
         near = _NEAR.get(self._model.dtype, 0.0)
         if self._on_a_grid and (ours - stock).abs().max() > near * stock.abs().max():
-            return "its linear layers are not the ones that are known under their name"
+            return _NOT_KNOWN
         if (ours - stock).norm() > _ALIKE * stock.norm():
             return "it computes something else than our kernels do in its place"
         return ""
