@@ -226,6 +226,30 @@ def test_nothing_that_is_missing_takes_the_library_down() -> None:
     assert said[3].startswith("named: transformers ") and "was tested with" in said[3]
 
 
+OLDER = """
+import sys, types
+from torch.nn import functional
+del functional.grouped_mm  # as in torch 2.9
+import keepsight as ks
+from keepsight.demo.scene import Scene
+image = Scene.of(color="red", shape="circle", background="white").draw()
+with ks.load("demo") as vlm:
+    print(vlm.ask(image, "Describe the picture."))
+    sys.modules["torch._dynamo.eval_frame"] = types.ModuleType("without")
+    try:
+        vlm.ask(image, "Describe the picture.")
+    except ks.errors.UpstreamChanged as error:
+        print("named:", error)
+"""
+
+
+def test_what_other_versions_of_torch_do_not_have() -> None:
+    """A function that our oldest torch lacks is done without, a switch that is gone is named."""
+    said = finished(start(OLDER)).split("\n")
+    assert "red circle" in said[0]
+    assert said[1].startswith("named: torch ") and "_dynamo.eval_frame._stance" in said[1]
+
+
 # -- newer versions ----------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from keepsight.errors import UpstreamChanged
 from keepsight.kinds import Record
 from keepsight.models import upstream
 
@@ -175,6 +176,8 @@ def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, object], ...
 def _carefully(read: _Reader) -> object:
     try:
         return read()
+    except UpstreamChanged:
+        raise
     except RuntimeError:  # the old and the new way of choosing a precision, mixed
         return "mixed"
 
@@ -182,7 +185,7 @@ def _carefully(read: _Reader) -> object:
 def _stance() -> str:
     """What `torch.compiler.set_stance` chose; nothing was, where the compiler is not loaded."""
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return "default" if compiler is None else str(compiler._stance.stance)
+    return "default" if compiler is None else str(upstream.STANCE.needed(compiler).stance)
 
 
 def _native() -> tuple[str, ...]:
@@ -190,7 +193,8 @@ def _native() -> tuple[str, ...]:
     registry: Any = sys.modules.get("torch._native.registry")
     if registry is None:
         return ()
-    left_out = [name for names in vars(registry._filter_state).values() for name in names]
+    state = upstream.NATIVE.needed(registry)
+    left_out = [name for names in vars(state).values() for name in names]
     return tuple(sorted(map(str, left_out)))
 
 

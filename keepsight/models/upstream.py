@@ -35,13 +35,12 @@ Args = tuple[object, ...]
 NAMED = frozenset(
     {
         *("_attn_implementation", "_attn_implementation_internal"),
-        *("_experts_implementation_internal", "_commit_hash", "_name_or_path"),
-        *("_active_adapter", "_disable_adapters", "_compiled_call_impl"),
+        *("_experts_implementation", "_experts_implementation_internal", "_commit_hash"),
+        *("_active_adapter", "_disable_adapters", "_compiled_call_impl", "_name_or_path"),
         *("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"),
         *("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"),
-        *("_stance", "_filter_state", "_init_weights", "_cdata", "_schema", "_forward_hooks"),
-        *("_make_wrapper_subclass", "_weight_int8pack_mm"),
-        *("_mkl_reorder_linear_weight", "_mkl_linear"),
+        *("_init_weights", "_cdata", "_schema", "_forward_hooks", "_make_wrapper_subclass"),
+        *("_mkl_reorder_linear_weight", "_mkl_linear", "_weight_int8pack_mm"),
     }
 )
 
@@ -309,7 +308,6 @@ _DISPATCH = PrivateApi(
     "to see which products a model computes",
     without="prompts are cut at boundaries only",
 )
-
 _ACTIVATIONS = PrivateApi("transformers.activations", "ACT2FN", "to compute gated delta rules")
 
 
@@ -384,6 +382,8 @@ FUNCTION_STACK = PrivateApi(
 DISPATCH_STACK = PrivateApi(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "to notice a mode"
 )
+STANCE = PrivateApi("torch._dynamo.eval_frame", "_stance", "to notice its compiler's stance")
+NATIVE = PrivateApi("torch._native.registry", "_filter_state", "to notice kernels left out")
 DROPOUT = PrivateApi("torch.nn.modules.dropout", "_DropoutNd", "to tell what is random in training")
 NORM = PrivateApi("torch.nn.modules.batchnorm", "_NormBase", DROPOUT.use)
 EINSUM, STRATEGY = (

@@ -25,7 +25,8 @@ from keepsight.core.kernels.script import RecordedStep, StepSize
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
-_stock_grouped = functional.grouped_mm
+# Torch 2.9 has none; experts make their products in another way there, and boundaries are used.
+_stock_grouped: Callable[..., torch.Tensor] = getattr(functional, "grouped_mm", _stock_linear)
 _stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
 _stock_sigmoid_of = torch.Tensor.sigmoid
 
@@ -238,7 +239,8 @@ def _ours_or_stock_attention(
 def begin() -> None:
     """Put them there: once in a process, before the first look at the code of a model."""
     functional.linear = _linear
-    functional.grouped_mm = _grouped
+    if hasattr(functional, "grouped_mm"):
+        functional.grouped_mm = _grouped
     torch.sigmoid, functional.sigmoid = _sigmoid, _sigmoid_by_name
     torch.Tensor.sigmoid = _sigmoid_of  # type: ignore[assignment, method-assign]
     functional.silu = _silu
