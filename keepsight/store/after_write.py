@@ -60,7 +60,7 @@ class Keeper:
         def settle(catalogue: Catalogue) -> bool:
             # Another process may have let a file go between its writing and this.
             catalogue.set_accounts(self._accounts)
-            catalogue.put([e for e in self._owed if self.folder.status(_name(e)) is not None])
+            catalogue.put([e for e in self._owed if self._is_there(EntryName.of(e))])
             catalogue.drop([p for p in failed if catalogue.state(p) == WRITING])
             return True
 
@@ -103,7 +103,7 @@ class Keeper:
     def sweep(self, ended: list[EntryName]) -> None:
         """Remove what readers found to be over, and what the catalogue says is over."""
         now = time.time()
-        absent = [place for place in ended if self.folder.status(name_of(place)) is None]
+        absent = [place for place in ended if not self._is_there(place)]
         if absent:  # set aside: what depends on it waits for it to be made again
             self.guard.try_to_change(lambda catalogue: catalogue.drop(absent), None)
         places = [place for place in ended if self._is_over(place, now)]
@@ -116,10 +116,13 @@ class Keeper:
 
     def let_fall(self, refused: list[EntryName]) -> None:
         """Remove what depends on entries that were refused; they came before them."""
-        refused = [p for p in refused if self.folder.status(name_of(p)) is None]
+        refused = [p for p in refused if not self._is_there(p)]
         if refused:
             tower = self.guard.act(lambda catalogue: catalogue.tower(refused))
             self.guard.remove([place for place in tower if place not in refused])
+
+    def _is_there(self, place: EntryName) -> bool:
+        return self.folder.status(name_of(place)) is not None
 
     def _is_over(self, place: EntryName, now: float) -> bool:
         """By the file once more: another process may have written it again."""
@@ -204,7 +207,3 @@ class Keeper:
         owed = self.pay()
         end = None if first is None else min(60.0, max(SWEEP, first - time.time()))
         return end if owed is None else owed if end is None else min(end, owed)
-
-
-def _name(entry: Entry) -> str:
-    return name_of(EntryName(entry.tenant, entry.kind, entry.key))

@@ -313,8 +313,7 @@ class CatalogueGuard:
             return True
 
     def _enter(self, catalogue: Catalogue, found: list[Entry]) -> None:
-        new = [e for e in found if catalogue.state(EntryName(e.tenant, e.kind, e.key)) is None]
-        catalogue.put(new)
+        catalogue.put([e for e in found if catalogue.state(EntryName.of(e)) is None])
 
     def _finish(self, catalogue: Catalogue) -> None:
         for place in pins(self.folder):

@@ -19,8 +19,6 @@ from keepsight.store.folder import DAMAGED, PART, Folder
 from keepsight.store.layout import EntryName
 from keepsight.store.rows import as_found, name_of, pin_name, pins
 
-__all__ = ["Audit", "as_found", "sweep"]
-
 
 class Audit:
     """One check of the entries of some tenants."""
@@ -139,7 +137,7 @@ class Audit:
 
     def _rows(self, tenant: str) -> None:
         for entry in self.guard.pages(tenant):
-            place = place_of(entry)
+            place = EntryName.of(entry)
             if self.folder.status(name_of(place)) is not None:
                 continue
             if self.guard.act(lambda catalogue, p=place: catalogue.row(p)) is None:  # type: ignore[misc]
@@ -186,11 +184,6 @@ class Audit:
                 self.folder.remove(pin_name(place))
         for tenant in self.tenants:
             sweep(self.folder, tenant, 7 * 86400.0)
-
-
-def place_of(entry: Entry) -> EntryName:
-    """The place of an entry."""
-    return EntryName(entry.tenant, entry.kind, entry.key)
 
 
 def sweep(folder: Folder, tenant: str, age: float) -> None:

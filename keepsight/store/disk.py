@@ -28,7 +28,7 @@ from keepsight.store.health import OK, Health
 from keepsight.store.layout import EntryName
 from keepsight.store.leftovers import remove_empty
 from keepsight.store.pending import PendingWrite
-from keepsight.store.rows import pin_name
+from keepsight.store.rows import as_found, pin_name
 from keepsight.store.tally import COUNTED, Counted
 from keepsight.store.timeout import Reach, TimedCall
 from keepsight.store.writer import Writer
@@ -275,7 +275,7 @@ class DiskStore:
         if not self._writer.is_there(place):
             return None
         found = self._guard.try_to(lambda catalogue: catalogue.row(place), None)
-        return found or check.as_found(self._folder, place)
+        return found or as_found(self._folder, place)
 
     def entries(self) -> Iterator[Entry]:
         """All entries of this tenant."""
@@ -356,7 +356,7 @@ class DiskStore:
         if everybody:
             tenants = ["", *filter(layout.is_tenant, self._folder.names("tenants"))]
             return sum(self._as(tenant).clear() for tenant in tenants)
-        freed = self._remove([EntryName(e.tenant, e.kind, e.key) for e in self.entries()])
+        freed = self._remove([EntryName.of(entry) for entry in self.entries()])
         check.sweep(self._folder, self._tenant, 0.0)
         return freed
 

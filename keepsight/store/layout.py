@@ -15,7 +15,7 @@ from typing import NamedTuple
 from keepsight import digests
 from keepsight.errors import DamagedFile, InputError, WrongFormatVersion
 from keepsight.kinds import Record
-from keepsight.store.contract import About
+from keepsight.store.contract import About, Entry
 from keepsight.system.accounts import account_of
 
 # What ends a name: notes are JSON alone, the others are files of tensors.
@@ -46,6 +46,11 @@ class EntryName(NamedTuple):
     tenant: str
     kind: str
     key: str
+
+    @classmethod
+    def of(cls, entry: Entry) -> EntryName:
+        """The name of an entry of a catalogue."""
+        return cls(entry.tenant, entry.kind, entry.key)
 
 
 def tenant_digest(name: str | None) -> str:

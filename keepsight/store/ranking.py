@@ -100,7 +100,7 @@ def choose(catalogue: Catalogue, scope: Scope, excess: int) -> tuple[float, list
     """
     leaves = catalogue.leaves(scope, AT_ONCE)
     limit = leaves[-1][0] if len(leaves) == AT_ONCE else float("inf")
-    heap = [(value, e.used, EntryName(e.tenant, e.kind, e.key), e) for value, e in leaves]
+    heap = [(value, e.used, EntryName.of(e), e) for value, e in leaves]
     heapq.heapify(heap)
     chosen: dict[EntryName, None] = {}
     worst = total = 0.0

@@ -65,13 +65,15 @@ class Upkeep(Survey):
         """Remove what is no entry: pins, signposts, and what killed writers left behind."""
         signs = self._link.listed(self._link.folders(f"{self._prefix}{layout.UPON}/snapshot"))
         rest = [self.pin_name(name) for name in self.pins()] + [one.name for one in signs]
-        for _ in self._link.each(self._link.remove, rest):
-            pass
+        self._remove_objects(rest)
         self.sweep(0.0)
 
     def sweep(self, age: float) -> None:
         """Remove what killed writers left behind that long ago."""
-        for _ in self._link.each(self._link.remove, self.leftovers(age)):
+        self._remove_objects(self.leftovers(age))
+
+    def _remove_objects(self, names: list[str]) -> None:
+        for _ in self._link.each(self._link.remove, names):
             pass
 
     def sweep_ended(self) -> None:

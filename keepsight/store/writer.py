@@ -331,7 +331,7 @@ class Writer:
             if not self._keeper.announce([job.row(0) for job in wanted], accounts):
                 return
             written = self._write(wanted, accounts)
-            there = {(row.tenant, row.kind, row.key) for row in written}
+            there = {EntryName.of(row) for row in written}
             self._keeper.enter(written, [job.place for job in wanted if job.place not in there])
             for job in wanted:  # its base may have gone while it was written
                 if job.place in there and not self.has_base(job.place, job.about):
