@@ -24,13 +24,14 @@ from typer.testing import CliRunner
 import keepsight as ks
 from keepsight.cli import tour, tour_opening
 from keepsight.cli.app import app
-from keepsight.cli.terminal import age_text, bytes_text, plain, share_bar, thumbnail
+from keepsight.cli.terminal import age_text, plain, share_bar, thumbnail
 from keepsight.cli.tour_page import TourPage, check_page
 from keepsight.cli.tour_stage import Stage, scenes_of, script
 from keepsight.cli.tour_stock import Heard, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import InputError
 from keepsight.report import Report
+from keepsight.system.units import bytes_text
 
 SEED = 4
 

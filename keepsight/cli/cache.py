@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keepsight.cli.terminal import age_text, bytes_text, console, json_line, plain, table
+from keepsight.cli.terminal import age_text, console, json_line, plain, table
 from keepsight.errors import InputError, StoreError
 from keepsight.kinds import Record
 from keepsight.system.places import check_store_folder
+from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
     from keepsight.store import Entry

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keepsight.cli.options import Json, Named, one_model
-from keepsight.cli.terminal import bytes_text, console, json_line, plain, table
+from keepsight.cli.terminal import console, json_line, plain, table
 from keepsight.errors import InputError
 from keepsight.kinds import Record
 from keepsight.system.places import check_new_folder
+from keepsight.system.units import bytes_text
 from keepsight.system.words import check_export_words
 
 if TYPE_CHECKING:
@@ -204,7 +205,6 @@ def render(described: Record) -> RenderableType:
 
 def _summary(summary: Record) -> Table:
     shown = table("", "")
-    shown.show_header = False
     quantised = summary["quantised"]
     held = f"{quantised} (decoder and head), float32 (tower)" if quantised else "float32"
     if quantised == "int4":

@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.live import Live
 from rich.spinner import Spinner
 
-from keepsight.cli.terminal import bytes_text, console, plain
+from keepsight.cli.terminal import console, plain
+from keepsight.system.units import bytes_text
 
 _LOOK = 1.0  # seconds between two looks into the cache of the Hub
 

@@ -12,10 +12,10 @@ import typer
 
 from keepsight.cli.loading_line import loading_line
 from keepsight.cli.options import Json, Named, SomeModel, one_model
-from keepsight.cli.terminal import bytes_text, console, json_line, plain, table
+from keepsight.cli.terminal import console, json_line, plain, table
 from keepsight.errors import InputError
 from keepsight.kinds import Record
-from keepsight.system.units import parse_bytes
+from keepsight.system.units import bytes_text, parse_bytes
 
 if TYPE_CHECKING:
     from keepsight.core.plan import Plan

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from keepsight.cli.terminal import bytes_text
 from keepsight.kinds import Record
+from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
     from keepsight.encode import Encoded

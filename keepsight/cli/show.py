@@ -15,12 +15,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from keepsight import store
-from keepsight.cli.terminal import bytes_text, plain, table
+from keepsight.cli.terminal import plain, table
 from keepsight.errors import DamagedFile, InputError, NotKeepsightFile
 from keepsight.formats import package, tensorfile
 from keepsight.formats.package import Package
 from keepsight.kinds import Record
 from keepsight.session import keep_file
+from keepsight.system.units import bytes_text
 
 _FORMATS = {
     package.KIND: package.FORMAT,
@@ -156,7 +157,6 @@ def render(described: Record) -> RenderableType:
         rows = {name: value for name, value in described[title].items() if value is not None}
         if rows:
             shown = table("", "", title=f"\n{title.replace('_', ' ')}")
-            shown.show_header = False
             for name, value in rows.items():
                 shown.add_row(plain(f"  {name}"), plain(_text(value)))
             parts.append(shown)
@@ -180,7 +180,6 @@ def _facts(described: Record) -> RenderableType:
         if name in described:
             facts[name.replace("_", " ")] = _text(described[name])
     shown = table("", "")
-    shown.show_header = False
     for name, value in facts.items():
         style = "green" if name == "integrity" else "bold" if name == "file" else ""
         shown.add_row(name, Text(plain(value), style=style))

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _BOX = 4  # PIL.Image.Resampling.BOX, without importing PIL for every `--help`
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class ErrorsByName(TyperGroup):
@@ -59,14 +58,6 @@ def json_line(data: object) -> None:
     typer.echo(json.dumps(data, default=str))
 
 
-def bytes_text(size: float) -> str:
-    """`1536` as `1.5 KiB`."""
-    step = 0
-    while size >= 1024 and step < len(_UNITS) - 1:
-        size, step = size / 1024, step + 1
-    return f"{size:.{1 if step else 0}f} {_UNITS[step]}"
-
-
 def age_text(seconds: float) -> str:
     """`7300` as `2 h`."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -78,6 +69,7 @@ def age_text(seconds: float) -> str:
 def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:
     """A table in the one style of this program; columns named in `right` hold numbers."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    made.show_header = any(columns)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return made

@@ -26,7 +26,7 @@ from transformers import logging
 
 import keepsight as ks
 from keepsight.cli import show
-from keepsight.cli.terminal import bytes_text, table
+from keepsight.cli.terminal import table
 from keepsight.cli.tour_opening import opening
 from keepsight.cli.tour_stage import Ask, Stage, TurnTimes, scenes_of, script, times
 from keepsight.cli.tour_stock import Heard, Outcome, StockSession, answer, judge, question
@@ -35,6 +35,7 @@ from keepsight.errors import KeepsightError
 from keepsight.kinds import Message
 from keepsight.report import Reply
 from keepsight.store import DiskStore
+from keepsight.system.units import bytes_text
 
 if TYPE_CHECKING:
     from keepsight.session import Session

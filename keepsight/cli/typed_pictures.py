@@ -18,25 +18,10 @@ from keepsight.formats.package import Package
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SUFFIXES = frozenset(
-    [
-        ".png",
-        ".jpg",
-        ".jpeg",
-        ".webp",
-        ".gif",
-        ".bmp",
-        ".tif",
-        ".tiff",
-        ".ppm",
-        ".pgm",
-        ".avif",
-        ".heic",
-        ".heif",
-        ".pdf",
-        ".sight",
-    ]
-)
+SUFFIXES = {
+    ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif",
+    ".heic", ".heif", ".pdf", ".sight",
+}  # fmt: skip
 MOST = 64  # pictures of one folder or PDF
 _DPI = 150
 _WORD = re.compile(r"'[^']*'|\"[^\"]*\"|(?:\\.|\S)+")

@@ -11,6 +11,7 @@ from keepsight.core.runtime import Runtime
 from keepsight.kinds import Message, Record
 from keepsight.media.medium import Medium
 from keepsight.system import html
+from keepsight.system.units import bytes_text
 
 
 def described(runtime: Runtime) -> str:
@@ -40,11 +41,11 @@ class DisplayedModel:
         stats = self.stats()
         features, prefix, store = stats["features"], stats["prefix"], stats.get("store")
         rows = [
-            ("features in memory", _bytes(features["bytes"]), _of(features["budget"])),
-            ("prefixes in memory", _bytes(prefix["bytes"]), _of(prefix.get("budget"))),
+            ("features in memory", bytes_text(features["bytes"]), _of(features["budget"])),
+            ("prefixes in memory", bytes_text(prefix["bytes"]), _of(prefix.get("budget"))),
         ]
         if store is not None:
-            rows.append(("store", _bytes(store.get("bytes") or 0), _of(store.get("budget"))))
+            rows.append(("store", bytes_text(store.get("bytes") or 0), _of(store.get("budget"))))
         return html.paragraph(repr(self)[1:-1]) + html.table(rows)
 
 
@@ -82,13 +83,4 @@ def _words(message: Message) -> str:
 
 
 def _of(budget: int | None) -> str:
-    return "no limit" if budget is None else f"of {_bytes(budget)}"
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    return "no limit" if budget is None else f"of {bytes_text(budget)}"

@@ -23,32 +23,10 @@ _AGAIN = 2  # seams from the end of what is the same: so far back tokens are mad
 # What stands beside a seam when a tokenizer is tried: spaces of all kinds, accents that join with
 # what is before them, ligatures, scripts without spaces, joined emoji, digits, signs.
 _BESIDE = (
-    *(
-        "x",
-        " x",
-        "x ",
-        "  ",
-        "\n",
-        "\n\n x",
-        "\t",
-        "\u00a0",
-        "\u2581",
-        "\u0301e",
-        "e\u0301",
-        "\ufb01",
-    ),
-    *(
-        "\u4e2d\u6587",
-        "\U0001f469\u200d\U0001f467",
-        "12 345",
-        "'s",
-        "<|",
-        "|>",
-        "\u0e33",
-        "\uac01",
-        "A.",
-    ),
-)
+    "x", " x", "x ", "  ", "\n", "\n\n x", "\t", "\u00a0", "\u2581", "\u0301e", "e\u0301", "\ufb01",
+    "\u4e2d\u6587", "\U0001f469\u200d\U0001f467", "12 345", "'s", "<|", "|>", "\u0e33", "\uac01",
+    "A.",
+)  # fmt: skip
 Clean = Callable[[np.ndarray, str, bool], bool]
 
 

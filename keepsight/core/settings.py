@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from transformers import PreTrainedModel, ProcessorMixin
 
@@ -136,23 +136,9 @@ def image_options(processor: Processor | None, given: Options) -> Record:
     return options
 
 
-_WRAP_OPTIONS = (
-    "accept_features",
-    "cache_budget",
-    "chat_template",
-    "drafts",
-    "feature_codec",
-    "grain",
-    "pack",
-    "host_budget",
-    "image_options",
-    "remote",
-    "store",
-    "store_budget",
-    "tenant",
-    "tenant_quota",
-    "ttl",
-    "vision_budget",
+_WRAP_OPTIONS = sorted(
+    [one.name for one in fields(RuntimeSettings)]
+    + ["chat_template", "remote", "store", "store_budget", "tenant"]
 )
 
 

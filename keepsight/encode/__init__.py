@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from keepsight.core.settings import tenant_name
 from keepsight.encode.items import Item, Reading
-from keepsight.encode.results import STATUSES, Encoded, EncodeTarget
+from keepsight.encode.results import Encoded, EncodeTarget
 from keepsight.encode.run import run
 from keepsight.encode.sources import SourcePiece, SourceScan, count, find, items
 from keepsight.encode.to_files import ToFiles
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
 __all__ = [
-    "STATUSES",
     "Encoded",
     "SourceScan",
     "Item",

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 from keepsight.encode.items import Item
 from keepsight.kinds import Record
 
-STATUSES = ("encoded", "kept", "duplicate", "skipped", "refused", "broken")
-
 
 @dataclass(frozen=True)
 class Encoded:

@@ -32,7 +32,7 @@ _HEIF = (
     b"hevx",
     b"mif1",
     b"msf1",
-)  # not AVIF's brands
+)  # without AVIF's
 _PARTS = 65_536  # chunks, segments or blocks that a reader goes through in Python
 _SCANS = 100  # of a progressive JPEG; each goes over all of the picture
 _TAGS = 4096  # of a TIFF

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UnsupportedInput
 
-INT8 = "int8"
 _Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _kernel: _Kernel | None = getattr(torch, "_weight_int8pack_mm", None)
 _FEW = 16  # tokens that the kernel takes faster than a widened weight is made

@@ -75,45 +75,18 @@ _PRECISIONS: dict[tuple[str, str], str] = {
 }
 # Beginnings of the variables that numerical libraries read, most of them when they are loaded.
 _VARIABLES = (
-    "ATEN_CPU_",
-    "CUBLAS",
-    "CUDNN_",
-    "DISABLE_ADDMM_",
-    "DNNL_",
-    "GLIBC_TUNABLES",
-    "HIPBLAS",
-    "MIOPEN_",
-    "MKL_",
-    "NVIDIA_TF32_",
-    "OMP_DYNAMIC",
-    "OMP_THREAD_LIMIT",
-    "ONEDNN_",
-    "PYTORCH_MPS_",
-    "PYTORCH_TUNABLEOP_",
-    "ROCBLAS_",
-    "TORCHDYNAMO_DISABLE",
-    "TORCH_ALLOW_TF32_",
-    "TORCH_BLAS_",
-    "TORCH_COMPILE_DISABLE",
-    "TORCH_CUDNN_",
-    "TORCH_LINALG_",
-    "USE_HUB_KERNELS",
-    "XLA_",
-)
+    "ATEN_CPU_", "CUBLAS", "CUDNN_", "DISABLE_ADDMM_", "DNNL_", "GLIBC_TUNABLES", "HIPBLAS",
+    "MIOPEN_", "MKL_", "NVIDIA_TF32_", "OMP_DYNAMIC", "OMP_THREAD_LIMIT", "ONEDNN_", "PYTORCH_MPS_",
+    "PYTORCH_TUNABLEOP_", "ROCBLAS_", "TORCHDYNAMO_DISABLE", "TORCH_ALLOW_TF32_", "TORCH_BLAS_",
+    "TORCH_COMPILE_DISABLE", "TORCH_CUDNN_", "TORCH_LINALG_", "USE_HUB_KERNELS", "XLA_",
+)  # fmt: skip
 _SILENT = ("VERBOSE", "LOG", "CACHE", "DUMP")  # in the name of a variable that changes no result
 _LIVE = ("TRANSFORMERS_SDPA_FORCE_GQA", "TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR")  # read by each pass
 # Libraries that put kernels of their own into a model where they are installed.
 _LIBRARIES = (
-    "causal-conv1d",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-linear-attention",
-    "kernels",
-    "liger-kernel",
-    "mamba-ssm",
-    "opt-einsum",
-    "xformers",
-)
+    "causal-conv1d", "flash-attn", "flash-attn-3", "flash-linear-attention", "kernels",
+    "liger-kernel", "mamba-ssm", "opt-einsum", "xformers",
+)  # fmt: skip
 # Operands, and what becomes of them by IEEE's rules: only a changed register gives other results.
 _LEAST, _HALF, _TINY, _HUGE, _ONE, _DUST = 2.0**-1022, 0.5, 5e-324, 2.0**200, 1.0, 2.0**-60
 _RIGHT = (2.0**-1023, 2.0**-874, 1.0, 1.0)

@@ -278,15 +278,9 @@ def _check_marks(manifest: Manifest, folder: Path) -> None:
 
 # Operators of ONNX that compute with weights of few bits, and OpenVINO's types of such weights.
 _QUANTISED = (
-    "DequantizeLinear",
-    "DynamicQuantizeLinear",
-    "DynamicQuantizeMatMul",
-    "GatherBlockQuantized",
-    "MatMulInteger",
-    "MatMulIntegerToFloat",
-    "MatMulNBits",
-    "QLinearMatMul",
-)
+    "DequantizeLinear", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "GatherBlockQuantized",
+    "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "QLinearMatMul",
+)  # fmt: skip
 _FEW_BITS = ("i8", "u8", "i4", "u4", "nf4", "f8e4m3", "f8e5m2")
 _APPENDS = "ScatterElements"
 _OP_TYPE = 0x22  # field 4 of an ONNX node, a text

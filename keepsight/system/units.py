@@ -11,6 +11,7 @@ from keepsight.errors import InputError
 
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -28,6 +29,14 @@ def parse_seconds(time: float | str) -> float:
     if value is None or not 0 < value < float("inf"):
         raise InputError(f"{time!r} is not a time; write seconds as a number, or as in '7d'")
     return float(value)
+
+
+def bytes_text(size: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    step = 0
+    while size >= 1024 and step < len(_UNITS) - 1:
+        size, step = size / 1024, step + 1
+    return f"{size:.{1 if step else 0}f} {_UNITS[step]}"
 
 
 def _parsed(value: float | str, units: dict[str, int], letters: str) -> float | None:

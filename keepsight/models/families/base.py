@@ -47,15 +47,9 @@ from keepsight.models.families.tower_tensors import TowerTensors
 
 # How families end a turn. A boundary stands behind each, so a turn can be continued.
 TURN_ENDS = (
-    "<|im_end|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|eot_id|>",
-    "<|eot|>",
-    "<|end|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "</s>",
-)
+    "<|im_end|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eot|>", "<|end|>",
+    "<|END_OF_TURN_TOKEN|>", "</s>",
+)  # fmt: skip
 
 
 class Family:

@@ -24,16 +24,9 @@ if TYPE_CHECKING:
 Part = tuple[Package, int, int]  # rows a to b of a package
 # Parameters of upstream's encoders that say how to run, not what to look at.
 SWITCHES = {
-    "args",
-    "kwargs",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "downsample_mode",
-    "vision_aspect_ratio",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
-}
+    "args", "kwargs", "return_dict", "output_attentions", "output_hidden_states", "downsample_mode",
+    "vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -49,19 +49,11 @@ NOTES = frozenset(
 )
 # How a checkpoint is loaded, saved and spread over devices.
 NOTES |= {
-    "_ep_plan",
-    "_fsdp_plan",
-    "_keep_in_fp32_modules",
-    "_keep_in_fp32_modules_strict",
-    "_keys_to_ignore_on_load_missing",
-    "_keys_to_ignore_on_load_unexpected",
-    "_keys_to_ignore_on_save",
-    "_no_split_modules",
-    "_pp_plan",
-    "_skip_keys_device_placement",
-    "_tp_plan",
-    "all_tied_weights_keys",
-}
+    "_ep_plan", "_fsdp_plan", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict",
+    "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save", "_no_split_modules", "_pp_plan", "_skip_keys_device_placement",
+    "_tp_plan", "all_tied_weights_keys",
+}  # fmt: skip
 # What `generate` notes for its own next call.
 NOTES |= {
     "_cached_continuous_batching_manager",
