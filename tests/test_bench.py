@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import keepsight
 from bench import page
 from keepsight import bench
 from keepsight.bench import ambitions, checkpoints, machine, options, suite, tables
@@ -50,6 +51,24 @@ def test_a_run_measures_every_workload_and_finds_no_wrong_answer(result: dict[st
     }
     assert run["restart"]["page cache"]["cached_tokens"] > 0
     assert run["restart"]["page cache"]["megabytes"] > 0
+
+
+def test_the_roofs_are_those_of_this_model(result: dict[str, Any], tmp_path: Path) -> None:
+    """Counted by hand: weights that a step reads, and operations of the tower's blocks at least."""
+    found = result["runs"][0]["roofline"]
+    path = checkpoint("qwen3_vl", "tiny", tmp_path)
+    with keepsight.load(path, dtype="float32") as vlm:
+        text, vision = vlm.model.config.text_config, vlm.model.config.vision_config
+        hidden, inner, head = text.hidden_size, text.intermediate_size, text.head_dim
+        q, kv = text.num_attention_heads * head, text.num_key_value_heads * head
+        layer = hidden * (2 * q + 2 * kv + 3 * inner) + 2 * hidden + 2 * head
+        numbers = text.num_hidden_layers * layer + hidden + hidden * text.vocab_size
+        patches = 16  # of a picture of 64x64
+    assert found["decode"]["megabytes"] == round(4 * numbers / 1e6, 1)
+    width = vision.hidden_size
+    block = 2 * patches * 12 * width * width + 4 * patches * patches * width
+    assert found["tower"]["gflop"] >= round(vision.depth * block / 1e9, 4) > 0
+    assert found["decode"]["keepsight_over_floor"] > 0 and found["tower"]["floor_ms"] > 0
 
 
 def test_new_reused_and_repeated_tokens_make_the_prompt(result: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ def compare(shape: str, dtype: str, steps: list[Record]) -> list[Record]:
 
 
 OVER_LIMIT, FASTER, OVER_COLD, OVER_READ = 1.3, 20.0, 0.9, 1.5
+OVER_WEIGHTS, FASTER_DECODE = 1.25, 1.8
 TEXT_TURN_FASTER = 35.0  # a turn of text alone behind two pictures
 
 
@@ -92,6 +93,7 @@ def judge(run: Record) -> list[Record]:
         rows += _again(name, steps)
     rows += _cold(run)
     rows += _restart(run)
+    rows += _decode(run)
     rows += _peers(run)
     return rows
 
@@ -163,6 +165,22 @@ def _restart(run: Record) -> list[Record]:
         what = f"restart from the {place}: over reading the bytes"
         rows.append(_row(what, f"<= {OVER_READ:g}x", measured, measured <= OVER_READ, note))
     return rows
+
+
+def _decode(run: Record) -> list[Record]:
+    found = run.get("roofline", {}).get("decode")
+    if found is None:
+        return []
+    note = (
+        f"{found['keepsight_ms']:.1f} ms a token, stock {found['stock_ms']:.1f}; "
+        f"{found['megabytes']:.0f} MB at {found['read_gb_s']:.1f} GB/s take {found['floor_ms']:.1f}"
+    )
+    over, faster = found["keepsight_over_floor"], found["stock_over_keepsight"]
+    read, stock = "decoding: over reading the weights", "decoding: faster than stock"
+    return [
+        _row(read, f"<= {OVER_WEIGHTS}x", over, over <= OVER_WEIGHTS, note),
+        _row(stock, f">= {FASTER_DECODE}x", faster, faster >= FASTER_DECODE, note),
+    ]
 
 
 def _peers(run: Record) -> list[Record]:

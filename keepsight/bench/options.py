@@ -13,7 +13,7 @@ from tempfile import gettempdir
 from typing import TypeAlias
 
 QUICK = ("W1", "W5")  # what --quick runs where no workload is named
-WORKLOADS = ("W1", "W4", "W5", "W7", "peers", "cold", "restart")
+WORKLOADS = ("W1", "W4", "W5", "W7", "peers", "cold", "restart", "roofline")
 SHAPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")  # those of `checkpoints.SHAPES`
 SIZES = ("tiny", "small", "base")  # those of `checkpoints.SIZES`
 _ABOUT = """Measure Keepsight against stock Transformers and the limit.

@@ -21,6 +21,7 @@ from keepsight.bench import ambitions, extremes, machine, tables
 from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.measure import Bench, Say, quiet_heap, run_workload
 from keepsight.bench.options import QUICK, SCALES, WORKLOADS, Scale
+from keepsight.bench.roofline import roofline
 from keepsight.bench.workloads import Pictures, Step, Workload, user, workloads
 from keepsight.kinds import Record
 
@@ -112,6 +113,8 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, 
             run["cold"] = extremes.cold(bench, pictures, scale, say)
         if "restart" in names:
             run["restart"] = extremes.restart(vlm, pictures, scale, say)
+        if "roofline" in names and getattr(vlm.model, "exported", None) is None:
+            run["roofline"] = roofline(bench, pictures, scale, say)
     peers = [workload["steps"] for workload in found if workload["name"] == "peers"]
     if peers:
         # The recorded figures belong to the small checkpoints and to pictures of 672x672.

@@ -73,6 +73,8 @@ def tables(run: Record) -> list[tuple[str, Row, list[Row]]]:
         found += [_cold(run["cold"]), _anatomy(run["cold"])]
     if "restart" in run:
         found.append(_restart(run["restart"]))
+    if "roofline" in run:
+        found.append(_roofline(run["roofline"]))
     if run["ambitions"]:
         found.append(_ambitions(run["ambitions"]))
     return found
@@ -184,6 +186,25 @@ def _restart(restart: Record) -> tuple[str, Row, list[Row]]:
         row += [times(found["load_over_read"]), f"{found['restore_ms']:.1f}"]
         rows.append([*row, f"{found['first_token_ms']:.1f}"])
     return "restart: a new engine answers the next turn from files", columns, rows
+
+
+def _roofline(found: Record) -> tuple[str, Row, list[Row]]:
+    decode, tower = found["decode"], found["tower"]
+    columns = ["", "work", "machine gives", "floor ms", "keepsight ms", "x floor", "stock ms"]
+    rows = [
+        [
+            *("a decoded token", f"{decode['megabytes']:.0f} MB read"),
+            *(f"{decode['read_gb_s']:.1f} GB/s", f"{decode['floor_ms']:.1f}"),
+            *(f"{decode['keepsight_ms']:.1f}", times(decode["keepsight_over_floor"])),
+            f"{decode['stock_ms']:.1f}",
+        ],
+        [
+            *("the tower, one picture", f"{tower['gflop']:.0f} GFLOP"),
+            *(f"{tower['product_gflop_s']:.0f} GFLOP/s", f"{tower['floor_ms']:.1f}"),
+            *(f"{tower['ms']:.1f}", times(tower["ms"] / tower["floor_ms"]), "the same"),
+        ],
+    ]
+    return "roofline: what the machine gives at most", columns, rows
 
 
 def _ambitions(rows: list[Record]) -> tuple[str, Row, list[Row]]:
