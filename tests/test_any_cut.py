@@ -461,7 +461,19 @@ def test_a_machine_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
     with wrapped("qwen3_vl") as vlm:
         engine = vlm.stats()["engine"]
         assert not engine["any_cut"] and "depend on their rows" in engine["boundaries_because"]
+        assert engine["boundaries_because"].endswith("(pack=True may help)")
         assert vlm.chat([turn("Look.", picture(1))], max_new_tokens=2).tokens
+    with wrapped("qwen3_vl", pack=True) as vlm:
+        assert vlm.stats()["engine"]["any_cut"]
+    with wrapped("qwen3_vl", torch.bfloat16) as vlm:
+        why = vlm.stats()["engine"]["boundaries_because"]
+        assert why.endswith("(pack=True or float32 may help)")
+
+
+@pytest.mark.tries_anew
+def test_other_bits_for_another_reason_come_with_no_advice() -> None:
+    with wrapped("lfm3_vl", torch.bfloat16) as vlm:
+        assert "help" not in vlm.stats()["engine"]["boundaries_because"]
 
 
 @pytest.mark.tries_anew

@@ -26,7 +26,7 @@ from keepsight.core.graph_trial import GraphTrial, equal, states_of, tokens_of
 from keepsight.core.kernels import mixers
 from keepsight.core.kernels.attention import USUAL, QueryRows
 from keepsight.core.kernels.delta import BLOCK, GRID, delta_rows_are_equal
-from keepsight.core.kernels.linear import Linears, rows_agree
+from keepsight.core.kernels.linear import Linears, kernels_for, rows_agree
 from keepsight.core.kernels.packing import Group, Packing, groups_in
 from keepsight.core.kernels.passes import Kernels
 from keepsight.core.lane_batch import LaneBatch
@@ -50,6 +50,7 @@ _NEAR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of t
 _ALIKE = 0.3  # of the logits' length: no more than experts that are chosen otherwise by rounding
 _APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
 _CHOSEN = "the caller chose boundaries, with grain="
+_OTHER_BITS = "the whole model gives other bits"
 _NOT_KNOWN = "its linear layers are not the ones that are known under their name"
 # Layers all of whose keys a lane can hold, and those whose states are computed on a grid.
 _AS_EXPORTED = ("graphs as they were exported",)
@@ -87,6 +88,7 @@ class AnyCut:
         self.before = Finding(None, "" if self.asked else _CHOSEN)
         pack = owned if settings.pack == "auto" else bool(settings.pack)
         self.packing = Packing(pack and self.asked, sparing=settings.pack == "auto")
+        self._may_pack = settings.pack is not True and bool(kernels_for(model.dtype))
         weights.on_forget = self.packing.forget
         self._graphs: Graphs | None = getattr(model, "exported", None)
         self._found: dict[str, Finding] = {}
@@ -227,7 +229,7 @@ class AnyCut:
                     why = self._trial(kernels).fails()
                     return Finding(None, why) if why else Finding(kernels, "", _AS_EXPORTED)
                 if why := self._fails(kernels):
-                    return Finding(None, why)
+                    return Finding(None, why + self._advice(why, kernels))
                 linears.is_watched = False
                 rows = kernels.linears.rows.items()
                 names = sorted(f"{name}: {rule}" for name, rule in rows)
@@ -239,6 +241,14 @@ class AnyCut:
         except Exception as error:  # whatever a strange model runs into
             why = f"it could not be tried: {type(error).__name__}: {error}"
             return Finding(None, why, lasts=False)
+
+    def _advice(self, why: str, kernels: Kernels) -> str:
+        """What may help where bits differ that other kernels give alike."""
+        if not why.startswith(_OTHER_BITS) and None not in kernels.linears.rows.values():
+            return ""
+        plain, dtype = self._may_pack and not self.packing.wanted, self._model.dtype
+        ways = ["pack=True"] * plain + ["float32"] * (dtype != torch.float32)
+        return f" ({' or '.join(ways)} may help)" if ways else ""
 
     def _trial(self, kernels: Kernels) -> GraphTrial:
         count = tokens_of(0 if self._graphs is None else self._graphs.decoder_bytes)
@@ -267,9 +277,9 @@ class AnyCut:
         if why := self._unlike_stock(wanted[-1].float(), ids):
             return why
         if not equal(wanted, self._states(kernels, ids, self._cuts)):
-            return "the whole model gives other bits when a prompt is cut"
+            return f"{_OTHER_BITS} when a prompt is cut"
         if not self._equal_beside_others(kernels, ids, wanted):
-            return "the whole model gives other bits beside other sequences"
+            return f"{_OTHER_BITS} beside other sequences"
         return ""
 
     @property
