@@ -285,6 +285,16 @@ def test_a_bias_is_read_as_it_is_now() -> None:
         assert torch.allclose(found, functional.linear(rows, q.weight), atol=1e-5)
 
 
+def test_layers_of_one_weight_keep_their_own_biases() -> None:
+    module = Attention(bias=True)
+    module.v_proj.weight = module.k_proj.weight
+    with torch.inference_mode():
+        _, linears, parts = joined(module)
+        rows = torch.randn(2, 64)
+        for one in parts:
+            assert torch.allclose(linears(rows, one.weight, one.bias), one(rows), atol=1e-5)
+
+
 def test_layers_of_other_inputs_are_read_apart() -> None:
     with torch.inference_mode():
         packing, _, parts = joined(Attention(bias=False, other=32))

@@ -93,6 +93,8 @@ class Packing:
         weights = [layer.weight for layer in group]
         if any(type(w) is not torch.nn.Parameter or w.device.type != "cpu" for w in weights):
             return ""
+        if len({id(weight) for weight in weights}) < len(weights):  # their biases may differ
+            return ""
         alike = {(layer.weight.shape[1], layer.weight.dtype, layer.bias is None) for layer in group}
         if len(alike) > 1 or min(min(weight.shape) for weight in weights) < _SMALLEST:
             return ""
