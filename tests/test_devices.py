@@ -128,6 +128,29 @@ def test_a_package_from_a_file_is_used_on_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_pins_forks_and_an_address_on_a_device(kind: str, tmp_path: Path) -> None:
+    parts, place = on_device(kind), {"remote": (tmp_path / "far").as_uri()}
+    question, more = ("What do you see in this picture here?", [picture(1)]), {"max_new_tokens": 3}
+    with wrapped(parts, cache_budget="48KiB", **place) as vlm:
+        vlm.pin(picture(1))
+        session = vlm.session()
+        session.ask(*question, **more, **GREEDY)
+        other = session.fork()
+        expected = [one.ask("And the colour of it?", **more, **GREEDY) for one in (session, other)]
+        assert expected[0].tokens == expected[1].tokens
+        path = other.save(tmp_path / "talk.keep")
+        after = other.ask("And its place?", [picture(2)], **more, **GREEDY).tokens
+        vlm.runtime.tree.check()
+    with wrapped(parts, **place) as vlm:
+        resumed = vlm.resume(path)
+        for one in (resumed.fork(), resumed):
+            assert one.ask("And its place?", [picture(2)], **more, **GREEDY).tokens == after
+        assert vlm.stats()["features"]["encoded"] == 0
+        kept = [tensor for node in vlm.runtime.tree.nodes() for tensor in node.tensors()]
+        assert {tensor.device for tensor in kept} == {device()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
 def test_the_host_tier_gives_back_what_lay_on_a_device(kind: str) -> None:
     with wrapped(on_device(kind), cache_budget="48KiB") as vlm:
         first, again = ([logits(vlm, messages) for messages in asked()] for _ in range(2))
