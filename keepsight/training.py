@@ -267,7 +267,7 @@ class _Layout:
         return renderer.render(list(messages), self._name, generate, **self._template)
 
     def _end(self, ids: np.ndarray, begin: int) -> int:
-        """Behind the end of the answer's turn; what a template writes after it says nothing."""
+        """Where the answer's turn ends; what a template writes after it is not learned."""
         ends = np.flatnonzero(np.isin(ids[begin:], list(self._vlm.runtime.rule.turn_ends)))
         return begin + int(ends[0]) + 1 if len(ends) else len(ids)
 
@@ -378,9 +378,11 @@ def _check_family(family: Family) -> None:
     """Refuse what no test has trained, with the reason."""
     kind = family.model.config.model_type
     if kind in _NOT_SHOWN:
-        raise UnsupportedInput(f"{kind} is not trained from packages: {_NOT_SHOWN[kind]}")
+        raise UnsupportedInput(f"{kind} cannot be trained from packages: {_NOT_SHOWN[kind]}")
     if not family.proven or family.packages_only or not family.feeds_stock:
-        raise UnsupportedInput(f"{kind} is not trained from packages: no test has shown it")
+        raise UnsupportedInput(
+            f"{kind} cannot be trained from packages: no test has shown that it works"
+        )
 
 
 def _alone(family: Family) -> Family:

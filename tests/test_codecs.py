@@ -188,12 +188,12 @@ def test_features_too_large_are_refused(name: str) -> None:
 def test_what_is_lost_is_lost() -> None:
     lossy = wide_package().pack("int8")
     for name in ("exact", "bf16"):
-        with pytest.raises(InputError, match="packed before"):
+        with pytest.raises(InputError, match="packed already"):
             lossy.pack(name)
     with pytest.raises(InputError, match=r"no codec 'int4'.*bf16"):
         lossy.pack("int4")
     claimed = tiny_package(provenance={"codec": "int8"})  # somebody else's word, and nothing more
-    with pytest.raises(InputError, match="packed before"):
+    with pytest.raises(InputError, match="packed already"):
         claimed.pack("bf16")
 
 

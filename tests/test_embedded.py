@@ -43,7 +43,7 @@ def test_what_is_no_embedding_of_a_token_is_refused_by_name() -> None:
     asked = stock_inputs(processor, [turn("What is it?", picture(1))])
     given = embedded(model, asked)
     with ks.wrap(model, processor) as vlm:
-        with pytest.raises(InputError, match="one thing"):
+        with pytest.raises(InputError, match="two forms of one prompt"):
             vlm.generate(**given, input_ids=asked["input_ids"])
         with pytest.raises(InputError, match="embeds in torch.float32"):
             vlm.generate(**{**given, "inputs_embeds": given["inputs_embeds"].double()})

@@ -243,7 +243,7 @@ def test_a_text_model_that_sees_both_ways_is_refused() -> None:
     model = copy.copy(build("gemma3")[0])
     model.config = copy.deepcopy(model.config)
     model.config.text_config.use_bidirectional_attention = True
-    with pytest.raises(ks.errors.UnsupportedModel, match="both ways"):
+    with pytest.raises(ks.errors.UnsupportedModel, match="in both directions"):
         ks.wrap(model, None)
 
 

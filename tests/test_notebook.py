@@ -58,8 +58,8 @@ def test_two_texts_stand_in_the_order_of_the_method(demo: Any, tmp_path: Path) -
         ((), {"prompt": "?"}, "did you mean 'question'?"),
         ((1, 2), {}, "the question is a int, expected a string"),
         ((QUESTION, "a.png", "b.png"), {}, "several pictures go into one list: images=[...]"),
-        ((QUESTION, 1), {"images": [2]}, "given twice"),
-        ((QUESTION,), {"text": "?", "question": "?"}, "are one thing"),
+        ((QUESTION, 1), {"images": [2]}, "came twice"),
+        ((QUESTION,), {"text": "?", "question": "?"}, "two names of one option"),
     ],
 )
 def test_what_ask_refuses(demo: Any, given: Any, options: Any, why: str) -> None:

@@ -153,7 +153,7 @@ def test_what_no_test_has_trained_is_refused(kind: str) -> None:
     model, processor = build(kind)
     with (
         ks.wrap(model, processor, grain=16) as vlm,
-        pytest.raises(UnsupportedInput, match="not trained from packages"),
+        pytest.raises(UnsupportedInput, match="cannot be trained from packages"),
     ):
         PackageDataset(vlm, records())
 

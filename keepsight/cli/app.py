@@ -1,8 +1,8 @@
-"""The command line: one table of commands, each a thin door to a plain function.
+"""The command line: one table of commands, each a thin wrapper of a plain function.
 
 torch and Transformers are imported inside the commands, so `keepsight --help` answers at once.
-Every option is honoured or refused by name; an error is one line on stderr and exit code 2, and
-exit code 1 means that a command worked and did not like what it found.
+Every option is honoured or refused by name. An error is one line on stderr and exit code 2; exit
+code 1 means that the command ran, and that a check failed.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def _root(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where generated files go.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(min=0, help="Other pictures.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for the files it makes.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the pictures.")] = 1,
     save: Annotated[
-        Path | None, typer.Option(help="Write the tour here as well, as one HTML page.")
+        Path | None, typer.Option(help="Also write the tour to this file, as one HTML page.")
     ] = None,
 ) -> None:
     """See a vision-language model remember pictures; no network, under two minutes."""
@@ -137,7 +137,7 @@ def ask(
     as_json: Json = False,
     report: ShowReport = False,
 ) -> None:
-    """One question about any number of images; the answer comes as it is made."""
+    """Ask one question about any number of images; the answer is printed as it is generated."""
     images, question = _question(words or [], image or [], prompt)
     check_images(images)
     check_model(model)
@@ -201,7 +201,7 @@ def chat(
     max_pixels: MaxPixels = None,
     report: ShowReport = False,
 ) -> None:
-    """A conversation; /help lists what else can be done in it."""
+    """Hold a conversation; /help lists its commands."""
     options = decoding(max_tokens, temperature, top_p, seed)
     check_images(image or [])
     name = one_model(named, model)
@@ -235,8 +235,8 @@ def show(
     ],
     as_json: Json = False,
 ) -> None:
-    """What a package, a saved session or an export is, what it is bound to, and if it is sound; of
-    a store, what `keepsight cache stats` says."""
+    """Describe a package, a saved session or an export, and check it for damage; for a store, print
+    what `keepsight cache stats` prints."""
     if not file.expanduser().exists():
         raise InputError(f"{file}: cannot be read: No such file or directory")
     if (file.expanduser() / "store.json").is_file():
@@ -273,7 +273,7 @@ def verify(
     max_pixels: MaxPixels = None,
     as_json: Json = False,
 ) -> None:
-    """Cold against warm, and against stock Transformers, on your own model and images."""
+    """Compare warm answers with cold ones and stock Transformers, on your own model and images."""
     check_images(image or [])
     name = one_model(named, model)
     check_how(name, runtime, weights, store)
@@ -305,7 +305,7 @@ def verify(
 
 @app.command()
 def families(as_json: Json = False) -> None:
-    """The model types that Keepsight serves exactly."""
+    """List the model types that Keepsight serves exactly."""
     with loading_line("PyTorch"):
         from keepsight.models.families import SUPPORTED
 

@@ -46,7 +46,7 @@ _SHOWN = 5  # of the largest, the most useful, and what depends on an entry
 
 
 def _open(address: str, tenant: str | None, named: str | None = None) -> AllTenants:
-    """The store, as all of its tenants see it or as one does; a wrong NAME is told before."""
+    """Open the store for all tenants or for one; a NAME that cannot be one is refused first."""
     if named is not None:
         _parse_name(named)
     if not address:
@@ -65,8 +65,8 @@ def _open(address: str, tenant: str | None, named: str | None = None) -> AllTena
 
 @app.command()
 def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
-    """Tiers, entries, bytes, hit rates, and what each tenant has; the largest and the most useful
-    entries. Tenants are named by digests: a store does not know their names."""
+    """Show tiers, entries, bytes and hit rates, what each tenant has, and the largest and the most
+    useful entries. Tenants are named by digests: a store does not know their names."""
     opened = _open(store, tenant)
     entries = list(opened.entries())  # first: then all of them are in the catalogue
     stats = opened.stats()
@@ -115,7 +115,7 @@ def _show_totals(stats: Record) -> None:
     counts = stats.get("ever") or stats
     hits, asked = counts["hits"], counts["hits"] + counts["misses"]
     rate = f"{100 * hits / asked:.0f} % of {asked} reads found" if asked else "nothing read yet"
-    console().print(f"{rate}, {counts['evictions']} entries let go, {counts['refused']} refused")
+    console().print(f"{rate}, {counts['evictions']} entries evicted, {counts['refused']} refused")
 
 
 @app.command("list")
@@ -125,7 +125,7 @@ def list_entries(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
-    """Every entry: kind, size, age, whose it is, the files that its pictures came from, and for
+    """List every entry: kind, size, age, tenant, the files that its pictures came from, and of
     packages the model and the tokens."""
     opened = _open(store, tenant)
     from keepsight.cli.entry_about import about_entry, about_text, files_of_media
@@ -194,7 +194,7 @@ def _find(store: AllTenants, named: str) -> Entry:
 
 @app.command()
 def explain(entry: Named, store: Store = "", tenant: Tenant = None, as_json: Json = False) -> None:
-    """What an entry is, what it depends on, what depends on it, what it costs, when it goes."""
+    """Show what an entry is, what it depends on, what depends on it, its cost, and its eviction."""
     opened = _open(store, tenant, entry)
     from keepsight.cli.entry_about import about_entry, files_of_media
 
@@ -270,13 +270,13 @@ def _when(it: Entry, upon: list[Entry], first: int, count: int, now: float) -> s
 
 @app.command()
 def pin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
-    """Keep an entry, and what it depends on, whatever the budget."""
+    """Pin an entry, and what it depends on: no budget evicts them."""
     _pin(_open(store, tenant, entry), entry, True)
 
 
 @app.command()
 def unpin(entry: Named, store: Store = "", tenant: Tenant = None) -> None:
-    """Let a pinned entry go like any other."""
+    """Make a pinned entry evictable again."""
     _pin(_open(store, tenant, entry), entry, False)
 
 
@@ -291,14 +291,14 @@ def _pin(store: AllTenants, named: str, pinned: bool) -> None:
 def delete(
     entry: Annotated[str | None, typer.Argument(help="KEY or KIND/KEY.")] = None,
     image: Annotated[
-        str | None, typer.Option(help="All that holds anything of this image key.")
+        str | None, typer.Option(help="Key of an image: remove all that was made of it.")
     ] = None,
     store: Store = "",
     tenant: Tenant = None,
     yes: Yes = False,
 ) -> None:
-    """Remove an entry and all that depends on it, from every tier; or all of one image. Asks first
-    where something of it is pinned."""
+    """Remove an entry and all that depends on it, or all that was made of an image; from every
+    tier. Asks first if anything of it is pinned."""
     if (entry is None) == (image is None):
         raise InputError("delete what? give an ENTRY, or --image KEY")
     opened = _open(store, tenant, image if entry is None else entry)
@@ -335,7 +335,7 @@ def clear(store: Store = "", tenant: Tenant = None, yes: Yes = False) -> None:
 
 @app.command()
 def gc(
-    budget: Annotated[str, typer.Option(help="What may stay, for example 2GiB.")],
+    budget: Annotated[str, typer.Option(help="Bytes that may stay, for example 2GiB.")],
     store: Store = "",
     tenant: Tenant = None,
 ) -> None:
@@ -351,10 +351,10 @@ def gc(
 def check(
     store: Store = "",
     tenant: Tenant = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Put right what is wrong.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair what is wrong.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Read every entry in full; what is wrong is named, and the exit code is 1 (repaired: 0)."""
+    """Read every entry in full, and name what is wrong; exit code 1 if anything is left wrong."""
     opened = _open(store, tenant)
     entries = sum(1 for _ in opened.entries())
     wrong = opened.check(repair)

@@ -63,24 +63,27 @@ def encode(
         str, typer.Option("--to", help="The store: a folder, or an address such as s3://b/name.")
     ],
     files: Annotated[
-        bool, typer.Option("--files", help="--to is a folder of .sight files, one for each image.")
+        bool,
+        typer.Option(
+            "--files", help="Write .sight files into --to, one for each image, instead of a store."
+        ),
     ] = False,
     model: Model = "demo",
     dtype: Dtype = "auto",
     device_map: DeviceMap = None,
     store: Annotated[
-        str | None, typer.Option(help="With --files: where to look for packages first.")
+        str | None, typer.Option(help="With --files: a store in which to look for packages first.")
     ] = None,
     min_pixels: MinPixels = None,
     max_pixels: MaxPixels = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens-per-image", min=1, help="Skip images that take more."),
+        typer.Option("--max-tokens-per-image", min=1, help="Skip images of more tokens."),
     ] = None,
-    column: Annotated[str, typer.Option(help="Where a table has the images.")] = "image",
+    column: Annotated[str, typer.Option(help="Column of a table with the images.")] = "image",
     dpi: Annotated[int, typer.Option(help="Resolution of PDF pages.")] = 144,
     fps: Annotated[
-        float | None, typer.Option(help="Videos as images, so many a second, and not as videos.")
+        float | None, typer.Option(help="Encode videos as images: frames per second.")
     ] = None,
     codec: Annotated[
         str, typer.Option(help="exact, bf16 or int8.", callback=refused_by(check_codec))
@@ -89,18 +92,20 @@ def encode(
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="This machine's share, such as 2/8.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="That prepare images ahead.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that prepare images.")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="On a Ray cluster, or a local one.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="With --ray: how many.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: number of workers.")
+    ] = None,
     errors: Annotated[
-        Path | None, typer.Option(help="Write a line of JSON here for each image left out.")
+        Path | None, typer.Option(help="File for a line of JSON on each image left out.")
     ] = None,
     as_json: Json = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="List the files of other kinds, too.")
+        bool, typer.Option("--verbose", "-v", help="List the files that are no images, too.")
     ] = False,
 ) -> None:
-    """Images to packages in a store, each different one once; run it again to resume."""
+    """Encode images into a store, each different image once; run it again to resume."""
     pixels = (min_pixels, max_pixels)
     rest = (errors, as_json, verbose)
     which = (sources, to, files, store, model, dtype, device_map, pixels, column, dpi, fps, shard)

@@ -57,10 +57,10 @@ def export(
     ] = None,
     as_json: Json = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show what the exporters print, too.")
+        bool, typer.Option("--verbose", help="Also show what the exporters print.")
     ] = False,
 ) -> None:
-    """A model as graphs for ONNX Runtime or OpenVINO, that sees and remembers as it did before."""
+    """Export a model to ONNX Runtime or OpenVINO; it sees and remembers there as it does here."""
     if named is None and model is None:
         raise InputError("which model? write: keepsight export MODEL --to FOLDER")
     check_export_words(runtime, quantised)

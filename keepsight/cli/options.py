@@ -64,9 +64,11 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(min=0.0, max=1.0, help="Share of probability to sample from."),
+    typer.Option(
+        min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability."
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="The seed of sampling.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")]
 Dtype = Annotated[
     str,
     typer.Option(help="auto, float32, bfloat16 or float16.", callback=refused_by(check_dtype)),
@@ -106,18 +108,18 @@ Remote = Annotated[
     str | None,
     typer.Option(
         envvar="KEEPSIGHT_REMOTE",
-        help="Address behind it, such as s3://bucket/name.",
+        help="Address behind the store, such as s3://bucket/name.",
         callback=refused_by(check_store_writable),
     ),
 ]
 Tenant = Annotated[
     str | None, typer.Option(help="Whose memory to use; tenants of a store share nothing.")
 ]
-Grain = Annotated[int | None, typer.Option(min=1, help="Least tokens between snapshots.")]
+Grain = Annotated[int | None, typer.Option(min=1, help="Fewest tokens between two snapshots.")]
 MinPixels = Annotated[int | None, typer.Option(min=1, help="Enlarge images with fewer pixels.")]
 MaxPixels = Annotated[int | None, typer.Option(min=1, help="Shrink images with more pixels.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
-ShowReport = Annotated[bool, typer.Option("--report", help="Say what was reused, and why.")]
+ShowReport = Annotated[bool, typer.Option("--report", help="Print what was reused, and why.")]
 
 
 def one_model(named: str | None, option: str | None) -> str:
@@ -173,7 +175,7 @@ def load(
     tenant: str | None = None,
     **options: Any,
 ) -> VLM:
-    """The model that the options speak of; on a terminal a line moves until it is there."""
+    """Load the model that the options name; on a terminal, a line shows the progress meanwhile."""
     check_model(model)
     check_how(model, options.get("runtime"), options.get("weights"), store)
     with loading_line(model):

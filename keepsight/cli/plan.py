@@ -26,8 +26,8 @@ _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 def plan(
     named: Named = None,
     model: SomeModel = None,
-    size: Annotated[str, typer.Option(help="Of a picture, in pixels.")] = "1280x800",
-    pictures: Annotated[int, typer.Option(min=1, help="To be kept in a store.")] = 1000,
+    size: Annotated[str, typer.Option(help="Width and height of a picture.")] = "1280x800",
+    pictures: Annotated[int, typer.Option(min=1, help="Number of pictures in a store.")] = 1000,
     budget: Annotated[
         str, typer.Option(help="Memory for features, and as much for prompts.")
     ] = "2GiB",
@@ -36,7 +36,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What a model takes: weights, features and keys of a picture; from its configuration alone."""
+    """Tell from a configuration alone how much memory weights, features and keys will take."""
     found = _SIZE.fullmatch(size)
     if found is None or not int(found[1]) or not int(found[2]):
         raise InputError(f"--size {size}; expected width and height, such as 1280x800")

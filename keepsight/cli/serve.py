@@ -66,7 +66,7 @@ def _with_flags() -> Callable[..., None]:
     model, _ = fields.pop("model"), fields.pop("keys")
     flags = {
         "named": Annotated[str | None, typer.Argument(metavar="MODEL", help=model.description)],
-        "model": _option(str, "As MODEL, said with an option.", "--model", "-m"),
+        "model": _option(str, "The model, as MODEL.", "--model", "-m"),
         "config": _option(str, "TOML or YAML with these flags."),
         "api_key": _option(list[str], _KEYS),
         "admin_key": _option(list[str], _ADMIN_KEYS),

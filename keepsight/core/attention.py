@@ -35,7 +35,8 @@ def _wanted() -> bool:
 
 @functools.cache
 def begin() -> None:
-    """Put our answer before upstream's: once in a process, before the first look at its code."""
+    """Install our answer in front of upstream's: once in a process, before upstream's code is first
+    looked at."""
     upstream.ask_first(_wanted)
 
 

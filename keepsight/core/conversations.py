@@ -56,7 +56,8 @@ class Conversation:
 
 
 class Conversations:
-    """The latest of all tenants; each tenant's are of use to that tenant alone, also in time."""
+    """The latest conversations of all tenants. A tenant's own help that tenant alone, so that no
+    timing tells of another's."""
 
     def __init__(self) -> None:
         self._latest: list[Conversation] = []

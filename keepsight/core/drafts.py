@@ -135,7 +135,7 @@ class Costs:
         self._truth[kind] = self.truth(agreeing) + 0.01 * (_HOPES[kind] - self.truth(agreeing))
 
     def truth(self, agreeing: int) -> float:
-        """The share of guesses that come true where so many tokens agree."""
+        """The share of guesses that came true where as many tokens agreed."""
         kind = _kind(agreeing)
         return self._truth.get(kind, _HOPES[kind])
 
@@ -273,8 +273,8 @@ class Drafts:
 
 
 def _latest(said: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
-    """The place where most of the last tokens of `said` are found: how many, and what follows
-    them."""
+    """Where most of the last tokens of `said` occur earlier: how many they are, and what
+    follows."""
     best, following = 0, _EMPTY
     for end in _places(said, where):
         agreeing = _agreeing(said, where[: end + 1])
@@ -285,7 +285,7 @@ def _latest(said: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 def _places(said: np.ndarray, where: np.ndarray) -> Iterator[int]:
-    """Where the last tokens of `said` are found, with tokens after them, the latest first."""
+    """Where the last tokens of `said` occur earlier with tokens behind them, the latest first."""
     if len(said) < SHORTEST or len(where) <= SHORTEST:
         return
     found = where[SHORTEST - 1 : -1] == said[-1]

@@ -105,7 +105,9 @@ def request(
     tensors, options = _sort(runtime, inputs, options)
     if embeddings is not None:
         if "input_ids" in tensors:
-            raise InputError("input_ids and inputs_embeds are one thing; give one of them")
+            raise InputError(
+                "input_ids and inputs_embeds are two forms of one prompt; give one of them"
+            )
         tensors["input_ids"] = ids_behind(runtime.family, embeddings)
     exact = bool(options.pop("exact", True))
     streamer = options.pop("streamer", None)
@@ -259,8 +261,9 @@ def _place(
         one_run = family.mrope and _GRID in family.tensor_inputs and kind == "image"
         if len(spots) < count or (one_run and len(found) > 1):
             raise PlaceholderMismatch(
-                f"{kind} {number + len(placed)} has {count} tokens, its placeholders are not one "
-                f"run of {count}"
+                f"{kind} {number + len(placed)} has {count} tokens, but its placeholders are not "
+                "one "
+                f"run of {count} in input_ids"
             )
         placed.append(found)
         spots = spots[count:]

@@ -159,7 +159,8 @@ class LaneBatch:
 
     @quietly
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """One token of each sequence through the model; the logits behind them, a row for each."""
+        """Run one token of each sequence through the model; the logits behind them, a row for
+        each."""
         runs = self.runs
         if len(runs) == 1 and runs[0].drafts is not None:
             return runs[0].drafts.step(tokens[0])

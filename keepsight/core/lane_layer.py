@@ -169,8 +169,8 @@ class LaneLayer(DynamicLayer):
         return 0, False
 
     def make_room(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The room, with place for some tokens more and zeros behind them, where attention reads;
-        who writes them there then says `advance`."""
+        """The buffers, with room for some more tokens and zeros behind it, because attention reads
+        there; the caller writes the tokens and then calls `advance`."""
         if self.room_k is None or self.room_v is None:
             raise ValueError("a layer that holds nothing yet")
         end = self.length + tokens
@@ -184,7 +184,7 @@ class LaneLayer(DynamicLayer):
         return self.length
 
     def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
-        """All that is held and all that comes, from the first token on."""
+        """How many keys a mask covers, held and new, and where they begin: at the first token."""
         refuse_unknown("get_mask_sizes of a cache layer", more, named)
         return self.length + query_length, 0
 

@@ -83,7 +83,7 @@ def _pin_path(
 
 
 def _pin_in_store(store: Store | None, names: list[Name], pinned: bool, undo: Undo) -> int:
-    """Pin what a store has of these; how many. Only the caller waits for the disk."""
+    """Pin those of these entries that a store has; how many. Only the caller waits for the disk."""
     if store is None:
         return 0
     count = 0

@@ -136,7 +136,7 @@ class Prefix:
                     raise InputError("some rows are whole conversations and some are queries alone")
                 if positions is not None:
                     raise UnsupportedInput(
-                        "position_ids of a query behind a prefix: leave them out"
+                        "position_ids cannot be given for a query behind a prefix; leave them out"
                     )
                 self._put_behind(asked)
         return run(runtime, asked)
@@ -165,8 +165,8 @@ class Prefix:
         return self._runtime.render(self._history.messages, self._call, generate=False)
 
     def _renewed(self) -> Report:
-        """Prefill what is not remembered: all of it at first, nothing later, unless everything was
-        forgotten or the model was changed."""
+        """Prefill what is not remembered: everything at first, and later nothing, unless the memory
+        was cleared or the model was changed."""
         runtime, tenant = self._runtime, self._call.tenant
         with runtime.lock:
             if self._closed:

@@ -132,9 +132,9 @@ def try_again(
     wrong = _first_difference(model, family, processor, weights, cases)
     if wrong:
         raise UnsupportedModel(
-            f"model type {kind!r} was shown exact with Transformers "
-            f"{TESTED['transformers']}, and is not with {transformers.__version__} "
-            f"({wrong}); install the former, or a newer Keepsight"
+            f"model type {kind!r} was exact with Transformers {TESTED['transformers']} and is not "
+            f"with {transformers.__version__} ({wrong}); install {TESTED['transformers']}, or a "
+            "newer Keepsight"
         )
     _check_messages(model, family, processor, weights)
 

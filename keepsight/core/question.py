@@ -33,7 +33,7 @@ def user_turn(given: tuple[object, ...], options: Options, picture_first: bool =
     images, question = options.pop("images", None), options.pop("question", None)
     text = options.pop("text", None)
     if text is not None and question is not None:
-        raise InputError("text= and question= are one thing; give one of them")
+        raise InputError("text= and question= are two names of one option; give one of them")
     named = text if question is None else question
     if len(given) > 2:
         raise InputError(
@@ -41,7 +41,9 @@ def user_turn(given: tuple[object, ...], options: Options, picture_first: bool =
             "into one list: images=[...]"
         )
     if len(given) + (images is not None) + (named is not None) > 2:
-        raise InputError("the question or the pictures were given twice")
+        raise InputError(
+            "the question, or the pictures, came twice: by position and by name; give each once"
+        )
     if clips and len(given) == 1 and isinstance(given[0], str) and named is None:
         named, given = given[0], ()
     asked, shown = _sorted(given, images, named, picture_first)

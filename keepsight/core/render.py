@@ -170,7 +170,8 @@ def user_message(text: object, images: object = None) -> Message:
 
 
 def find_words(pattern: re.Pattern[str], text: str, words: list[str]) -> Iterator[re.Match[str]]:
-    """All matches of a pattern that is one of some words; few of them stand in a long text."""
+    """All matches of a pattern that is an alternation of words; quick where a long text has few of
+    them."""
     places = {word: text.find(word) for word in words}
     while any(place >= 0 for place in places.values()):
         match = pattern.match(text, min(place for place in places.values() if place >= 0))

@@ -71,10 +71,14 @@ class Shape:
             "cross" if i in cross else _KINDS[type(layer)] for i, layer in enumerate(layers)
         )
         if not any(kind == "full" for kind in kinds) and not any("sliding" in k for k in kinds):
-            raise UnsupportedModel("a model without any attention layer keeps no token count")
+            raise UnsupportedModel(
+                "this model has no attention layer, so nothing counts its tokens; use it without "
+                "Keepsight"
+            )
         if "linear+full" in kinds:
             raise UnsupportedModel(
-                "layers that are linear and full at once are not yet shown exact"
+                "no test has shown that layers with linear and full attention at once are exact; "
+                "use the model without Keepsight"
             )
         return cls(kinds)
 

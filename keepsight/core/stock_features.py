@@ -119,6 +119,7 @@ def _placed(
     for kind, places in spots.items():
         if len(places) != used[kind]:
             raise PlaceholderMismatch(
-                f"{len(places)} {kind} placeholders for features of {used[kind]} tokens"
+                f"input_ids has {len(places)} {kind} placeholders, its {kind}s have {used[kind]} "
+                "tokens"
             )
     yield from placed

@@ -241,13 +241,14 @@ class InstalledGenerate:
             raise UnsupportedInput("the tokenizer is not that of the processor")
 
     def _check(self, asked: GenerateRequest, given: Options, as_dict: bool) -> None:
-        """What stock does with a batch as a whole, or would say otherwise, is left to stock."""
+        """Refuse what the model's own `generate` does with a batch as a whole, or would answer
+        otherwise."""
         runtime, model = self._runtime, self._runtime.model
         rows = [torch.from_numpy(prompt.ids)[None] for prompt in asked.prompts]
         padded = any(row.shape[1] != asked.ids.shape[1] for row in rows)
         own = [name for name in _CALLERS if given.get(name)]
         if own and (len(rows) > 1 or padded):
-            raise UnsupportedInput(f"{own[0]} of the caller's own sees a batch as a whole")
+            raise UnsupportedInput(f"{own[0]} of the caller's own is given a batch as a whole")
         for row in rows:
             check_length(model, row.shape[1])
         tokenizer = getattr(runtime.processor, "tokenizer", None)
@@ -260,7 +261,7 @@ class InstalledGenerate:
             raise UnsupportedInput("scores of a batch, or with stopping criteria of one's own")
         pad = upstream.padding_of(config)
         if given.get("attention_mask") is None and bool((asked.ids == pad).any()):
-            raise UnsupportedInput("there is padding in input_ids and no attention_mask")
+            raise UnsupportedInput("input_ids has padding, and there is no attention_mask")
 
 
 def _is_empty(given: object) -> bool:

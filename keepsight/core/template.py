@@ -106,8 +106,9 @@ class ChatTemplate:
         for token in self.tokens.find.findall(text):
             if token in self._turns:
                 raise InputError(
-                    f"a package would write {token!r} into the prompt, which only the chat "
-                    "template may: its layout is not one that the processor makes"
+                    f"the layout of a package would write {token!r} into the prompt, which only "
+                    "the "
+                    "chat template may; encode the image again"
                 )
 
     def _guarded(self, text: str, own: Spans, code: Code) -> Rendered:

@@ -1,8 +1,8 @@
-"""The source of a chat template in words: what it writes, and what it only looks for.
+"""The strings in a chat template's source: those that it writes, and those that it only looks for.
 
-A template's strings are of two kinds. Some become part of the text; others are compared with what
-the template is given, or searched for in it. Told apart by the words around them, which is enough
-because whoever uses this compares what comes out with what the template itself gives.
+Some strings become part of the text; others are compared with the messages, or searched for in
+them. The words around a string tell which it is. That may be wrong for some template, and need not
+be right: the caller compares the result with what the template itself gives.
 """
 
 from __future__ import annotations

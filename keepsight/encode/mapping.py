@@ -115,7 +115,9 @@ def _cells(values: Iterable[object], column: str) -> Iterator[Item]:
             continue
         found = of_value(value, "", name, name)
         if len(found) != 1 or isinstance(value, list | tuple):
-            raise InputError(f"{name}: expected one image, got a list; explode the column first")
+            raise InputError(
+                f"{name}: expected one image, got a list; explode the column into one image a row"
+            )
         yield found[0]
 
 

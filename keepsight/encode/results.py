@@ -38,10 +38,10 @@ class EncodeTarget(Protocol):
     """Where packages go."""
 
     def look(self, item: Item) -> Any:
-        """All that can be done beside the tower: open, name, decode, preprocess. In a thread."""
+        """Do all that needs no tower, in a thread: open, name, decode and preprocess."""
 
     def settle(self, look: Any) -> Encoded:
-        """The rest, in the order of the items: the tower, and handing the package over."""
+        """Do the rest, in the order of the items: run the tower and hand the package over."""
 
     def flush(self) -> None:
         """Return when all that was settled is safe, but for what the place refuses."""

@@ -137,7 +137,10 @@ def saved_tables(folder: str) -> list[str] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{state} is not what datasets.save_to_disk writes: {error}") from None
     if reordered:
-        raise InputError(f"{folder} has rows in another order; save it after flatten_indices()")
+        raise InputError(
+            f"{folder} has an indices mapping, so its rows are in another order; save it again "
+            "after flatten_indices()"
+        )
     for name in names:
         if name != os.path.basename(name) or name in ("", ".", ".."):
             raise InputError(f"{state} names a table outside of its folder: {name!r}")

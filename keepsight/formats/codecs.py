@@ -202,7 +202,7 @@ def _check_parts(title: str, parts: Tensors, name: str, dtype: torch.dtype, wher
     else:
         scale, offset = parts[f"{title}.scale"], parts[f"{title}.offset"]
         if not (torch.isfinite(scale) & (scale > 0) & torch.isfinite(offset)).all():
-            raise DamagedFile(f"{where}: {title!r} has a scale or offset that cannot be")
+            raise DamagedFile(f"{where}: {title!r} has an impossible scale or offset")
         ends = torch.stack([offset, _LEVELS * scale + offset])
         largest = ends.abs().amax() if ends.numel() else torch.zeros(())
     if not largest.double() <= torch.finfo(dtype).max:

@@ -86,8 +86,9 @@ class Package:
             if codec == (before["name"] if codecs.is_lossy(before) else before):
                 return self
             raise InputError(
-                f"this package was packed before ({codecs.describe(before)}); what was lost cannot "
-                f"be had back, and its error as {codec} could not be measured: encode again"
+                f"this package is packed already ({codecs.describe(before)}), so the error of "
+                "packing "
+                f"it as {codec} could not be measured; encode the image again"
             )
         tensors_packed, claims = codecs.pack(self.tensors, codec)
         if not claims:

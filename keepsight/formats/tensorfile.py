@@ -83,7 +83,7 @@ def spelled(
 
 
 def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Put a file in place whole and on the disk, or not at all; its size in bytes."""
+    """Write a file whole and to the disk, or not at all; its size in bytes."""
     folders = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
     private_files.make_folders(path.parent)
     mode = private_files.mode_at(path)
@@ -115,7 +115,10 @@ def _spell(
     for name in order:
         tensor, start = tensors[name], end
         if name == "__metadata__" or tensor.dtype not in _NAMES:
-            raise InputError(f"tensor {name!r} ({tensor.dtype}) cannot be put in a file")
+            raise InputError(
+                f"tensor {name!r} ({tensor.dtype}) cannot be written: safetensors has no such name "
+                "or dtype"
+            )
         end += tensor.nbytes
         places = {"shape": list(tensor.shape), "data_offsets": [start, end]}
         header[name] = {"dtype": _NAMES[tensor.dtype], **places}
@@ -270,7 +273,9 @@ def _places(
             raise DamagedFile(f"{path}: the tensors leave a gap or overlap")
         cursor = end
     if cursor != data:
-        raise DamagedFile(f"{path}: the file holds {data} bytes of tensors, its header {cursor}")
+        raise DamagedFile(
+            f"{path}: the file holds {data} bytes of tensors, its header describes {cursor}"
+        )
     return places
 
 
@@ -285,7 +290,7 @@ def _integers(values: object) -> list[int]:
 
 def _check_digests(tensors: dict[str, torch.Tensor], expected: object, path: Where) -> None:
     if not isinstance(expected, dict) or expected.keys() != tensors.keys():
-        raise DamagedFile(f"{path}: the record and the tensors do not name the same things")
+        raise DamagedFile(f"{path}: the record and the file do not list the same tensors")
     for name, tensor in tensors.items():
         if digests.digest("tensor", tensor) != expected[name]:
             raise DamagedFile(f"{path}: tensor {name!r} does not match its digest")

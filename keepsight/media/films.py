@@ -61,7 +61,7 @@ def steps_from(
 
 
 def keys_in(package: Package) -> list[str]:
-    """The keys of the steps that the package of a film has, as it says."""
+    """The keys of a film's steps, as its package lists them."""
     keys = package.about.get(STEPS, [])
     fits = isinstance(keys, list) and keys and package.tokens % len(keys) == 0
     return keys if fits and all(isinstance(key, str) for key in keys) else []

@@ -1,6 +1,6 @@
-"""Frames as they come: of a video file, of a camera, or of a program that makes them.
+"""Frames as they come: from a video file, a camera, or a program that makes them.
 
-They are read one by one, so a source without end is no more to hold than one that ends.
+They are read one by one, so a source that never ends takes no more memory than a short one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a medium is called: its bytes are hashed, and nothing is decoded that was seen before.
 
-A name leads from the bytes of a file to its pixels, from the pixels to what the tower would take in
-(the key). Both steps are remembered as aliases, so a known image costs one hash. `look` computes
-and changes nothing, so several threads may look at different images; `learn` remembers.
+The bytes of a file have a name, which leads to the name of its pixels, which leads to the name of
+what the tower takes in (the key). Both steps are remembered as aliases, so a known image costs one
+hash. `look` changes nothing that is remembered, so threads may look at several images at once;
+`learn` remembers.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Namer:
                 if not must:
                     return ""
                 raise UnsupportedInput(
-                    f"the processor has no {PROCESSORS[modality]} (upstream's need torchvision); "
+                    f"the processor has no {PROCESSORS[modality]} (those of Transformers need "
+                    "torchvision); "
                     f"{modality} cannot be prepared here"
                 )
             known[modality] = digests.digest(

@@ -159,7 +159,7 @@ _AS_USUAL = str.maketrans("-_", "+/", "\n\r \t")
 
 
 def from_base64(text: str) -> bytes:
-    """The bytes of a text, however long, with room for other threads on the way."""
+    """Decode base64, in pieces so that a long text lets other threads run in between."""
     if any(mark in text for mark in _OTHER_MARKS):
         text = text.translate(_AS_USUAL)
     if len(text) % 4 and not text.endswith("="):

@@ -84,7 +84,8 @@ class Tower:
         return package
 
     def _pixels_of(self, medium: Medium) -> Pixels:
-        """Those that wait under this key, or made again, which must give the key again."""
+        """The pixels that were kept for this medium; else they are made again, and must have the
+        same key."""
         refuse_blindfolded(self._family.model, medium.key)
         pixels = self._caches.pixels.get(self._tenant, medium.key)
         self._caches.pixels.pop(self._tenant, medium.key)

@@ -26,7 +26,7 @@ class PrivateApi:
     without: str = ""  # an error, where this is empty
 
     def found(self, owner: object = None) -> Any:
-        """The thing itself, of an object or of its usual owner; None where it is missing."""
+        """The private attribute of an object, or of its usual owner; None where it is missing."""
         home = self._home() if owner is None else owner
         return getattr(home, self.name, None)
 

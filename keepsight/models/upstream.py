@@ -1,9 +1,9 @@
 """Every private thing of Transformers and torch that Keepsight uses, and what happens without it.
 
-What upstream does not promise may be gone in its next version. So each such thing has a row here
-and is looked up when it is needed, not when Keepsight is imported. Where there is another way it is
-taken; where there is none an error says what is missing, from which version, and what it is for.
-No other file names a private thing, but for those in `NAMED` (tests/test_upstream.py).
+The next version of either may lack what it does not promise. So each private thing has a row here,
+and is looked up when it is needed, not when Keepsight is imported. Where it is missing, another way
+is taken if there is one; else an error says what is missing, from which version, and what it is
+for. No other file names a private thing, except those in `NAMED` (tests/test_upstream.py).
 """
 
 from __future__ import annotations
@@ -393,7 +393,7 @@ EINSUM, STRATEGY = (
 
 
 def switch(name: str) -> Callable[[], object] | None:
-    """What reads a switch of torch's by its name, where this torch has it."""
+    """The function that reads one of torch's switches; None where this torch has no such switch."""
     return getattr(torch._C, f"_get_{name}", None)
 
 

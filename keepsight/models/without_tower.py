@@ -78,7 +78,7 @@ class TowerFiles:
             if files_digest(self.path, self.loaded) != self.files:
                 raise UnreadableWeights(
                     f"the files of {self.path!r} changed since the model was loaded without its "
-                    "tower, so the tower cannot be named any more; load the model again"
+                    "tower, so its tower can no longer be fingerprinted; load the model again"
                 )
             self._found = self._read()
         return self._found
@@ -114,7 +114,9 @@ def _config_of(path: str, revision: str | None) -> PreTrainedConfig:
 def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that Transformers would load this checkpoint into."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise ValueError(f"{type(config).__name__} is no configuration of such a model")
+        raise ValueError(
+            f"{type(config).__name__} is not the configuration of an image-text-to-text model"
+        )
     found: type[PreTrainedModel] | Sequence[type[PreTrainedModel]] = (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     )

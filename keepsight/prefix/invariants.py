@@ -29,7 +29,9 @@ def audit(residency: Residency) -> None:
         if node.holds < 0 or node.home.holds < node.holds:
             raise AssertionError("a node was released more often than held")
         if node.gone != (node in residency.detached) or (node.gone and not node.holds):
-            raise AssertionError("a forgotten node can be reached, or is kept though not held")
+            raise AssertionError(
+                "a forgotten node can still be reached, or stays in memory though nothing holds it"
+            )
         for part in node.parts:
             _check_order(part)
     for root in residency.roots.values():

@@ -27,7 +27,7 @@ class Tree(Search):
 
     def load(self, node: Node, prompt: Prompt) -> bool:
         """Bring a held path to the device, from the host or from the store. False when an entry is
-        damaged or lies."""
+        damaged, or is not what its name says."""
         chain = node.chain()
         parts = [*(n.rows for n in chain), *self._needs(node)]
         if all(part.tier == DEVICE for part in parts):

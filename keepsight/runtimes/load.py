@@ -108,9 +108,10 @@ def _was_read(files: str | None, named: str | os.PathLike[str] | None) -> bool:
 
 
 def other_versions(manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """The libraries that run an export in another version than made it: theirs, and the one here.
+    """The libraries that run an export and have another version here: the one that made it, and
+    this one.
 
-    torch, onnx and onnxscript only made it: what they did is in the graphs.
+    torch, onnx and onnxscript are left out: they only made it, and what they did is in the graphs.
     """
     found = {}
     runtime = {"onnx": "onnxruntime"}.get(manifest.runtime, manifest.runtime)

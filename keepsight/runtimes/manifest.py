@@ -271,7 +271,8 @@ def _check_marks(manifest: Manifest, folder: Path) -> None:
         )
     if found["decoder"].appends != manifest.appends:
         raise DamagedFile(
-            f"{folder / NAME} says appends={manifest.appends}, and the decoder does otherwise; "
+            f"{folder / NAME} says appends={manifest.appends}, but the graph of the decoder does "
+            "not; "
             "export the model again"
         )
 
@@ -303,5 +304,6 @@ def marks(path: Path) -> Marks:
 
 
 def _has(data: bytes, operator: str) -> bool:
-    """Whether a node of this kind is there: a tag, a length, and the name."""
+    """Whether a graph has a node of this operator: its file then holds a tag, a length and the
+    name."""
     return bytes([_OP_TYPE, len(operator)]) + operator.encode() in data

@@ -309,7 +309,7 @@ class _Decoder(_Part):
 
 
 class _MlxDecoder(DecoderStandIn):
-    """A decoder whose states need not come again from PyTorch's memory in each pass."""
+    """A decoder that keeps its states in MLX, so that no pass copies them from PyTorch again."""
 
     def __call__(self, *more: object, **options: object) -> MoeModelOutputWithPast:
         session = cast(_Decoder, self._session)

@@ -130,7 +130,8 @@ def _as_mlx_names_them(weights: dict[str, Array], model: Foreign) -> dict[str, A
 
 
 def _put_inputs_first(weights: dict[str, Array]) -> None:
-    """Experts as they are on the hub: Transformers computes, and may save, with outputs first."""
+    """Bring the weights of experts into the layout of the hub: Transformers computes, and may save
+    them, with outputs first."""
     for name in [name for name in weights if name.endswith(".experts.down_proj")]:
         other = name.replace("down_proj", "gate_up_proj")
         down, both = weights[name], weights[other]

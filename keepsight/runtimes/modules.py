@@ -350,7 +350,9 @@ def _refuse_outputs(part: str, options: Options) -> None:
     """What upstream's module could give beside, and a graph cannot."""
     asked = [name for name in ("output_hidden_states", "output_attentions") if options.get(name)]
     if asked:
-        raise UnsupportedInput(f"{asked[0]}: an exported {part} gives its last states only")
+        raise UnsupportedInput(
+            f"{asked[0]}: an exported {part} returns its last hidden states only"
+        )
 
 
 def _refuse_cache(cache: Cache | None) -> None:

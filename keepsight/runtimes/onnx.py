@@ -71,7 +71,7 @@ class OnnxSession:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # the same classes
             raise ModelError(
-                f"ONNX Runtime {self.version} broke off in {self._name}: {error}"
+                f"ONNX Runtime {self.version} failed in {self._name}: {error}"
             ) from error
         values = dict(zip(self._outputs, binding.get_outputs(), strict=True))
         return {

@@ -75,7 +75,7 @@ class OpenVinoSession:
                 self._request.infer()
             except RuntimeError as error:
                 raise ModelError(
-                    f"OpenVINO {self.version} broke off in {self._name}: {error}"
+                    f"OpenVINO {self.version} failed in {self._name}: {error}"
                 ) from error
             return {name: self._given(name, into.get(name)) for name in self._outputs}
 

@@ -69,7 +69,7 @@ class Ticket:
             raise KeepsightError("this ticket's pieces go to its on_piece; they are not kept")
 
     def cancel(self) -> None:
-        """Hang up: what is computed now is the last. What was prefilled stays remembered."""
+        """Stop after the step that is being computed. What was prefilled stays remembered."""
         self.cancelled = True
         self._wake()
 

@@ -1,7 +1,7 @@
 """From a request to its answers while they come: tickets, read without holding up anybody.
 
-An answer is a stream of `Delta`s; the last one carries usage and report. Whoever stops reading,
-because the client hung up or time is over, cancels the ticket and so frees its place.
+An answer is a stream of `Delta`s; the last one carries usage and report. When the client hangs up
+or the time is over, reading stops, which cancels the ticket and frees its place.
 """
 
 from __future__ import annotations

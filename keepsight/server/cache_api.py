@@ -354,7 +354,7 @@ def _refuse_with(body: HeldRequest, field: str, *names: str) -> None:
     """Refuse fields that mean nothing beside another."""
     for name in names:
         if getattr(body, name):
-            raise refused(name, f"goes with whole messages, and has no meaning with {field}")
+            raise refused(name, f"only goes with whole messages; leave it out with {field}")
 
 
 async def _reported(

@@ -119,8 +119,8 @@ class Caller:
             self._tokens.take(tokens)
 
     def salted(self, salt: str | None) -> str:
-        """The tenant under a salt. A digest, so that no name can be mistaken for another's; what
-        is kept under it counts as the key's own."""
+        """The tenant of this key's requests with a salt. It is a digest, so no name can be mistaken
+        for another's; what is stored for it counts against the key's own quota."""
         if salt is None:
             return self.tenant
         return under_salt(self.tenant, digests.digest("salted tenant", self.tenant, salt))

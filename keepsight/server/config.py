@@ -181,7 +181,7 @@ class ModelSettings(StrictSettings):
     cache_budget: Size | None = Field(None, description="Prefixes on the device; 2GiB if not set.")
     host_budget: Size | None = Field(None, description="Prefixes in host memory.")
     vision_budget: Size | None = Field(None, description="Features in memory; 2GiB if not set.")
-    grain: Count | None = Field(None, description="Least tokens between snapshots.")
+    grain: Count | None = Field(None, description="Fewest tokens between two snapshots.")
     min_pixels: Count | None = Field(None, description="Enlarge smaller images to this.")
     max_pixels: Count | None = Field(None, description="Shrink larger images to this.")
 
@@ -200,14 +200,14 @@ class ServerConfig(StrictSettings):
     )
     allow_private_urls: bool = Field(False, description="Fetch from private networks too.")
     max_body: BodySize = Field("64MiB", description="Largest request.")
-    max_images: Count = Field(64, description="Images in a request.")
-    max_image_pixels: Count = Field(40_000_000, description="Pixels of an image.")
-    max_messages: Count = Field(20_000, description="Messages in a request.")
-    max_choices: Count = Field(8, description="Largest n.")
+    max_images: Count = Field(64, description="Most images in a request.")
+    max_image_pixels: Count = Field(40_000_000, description="Most pixels of an image.")
+    max_messages: Count = Field(20_000, description="Most messages in a request.")
+    max_choices: Count = Field(8, description="Answers to one request (n).")
     max_tokens: Count | None = Field(None, description="The longest answer that anybody gets.")
-    max_running: Count = Field(16, description="Answers decoded together.")
-    max_waiting: Annotated[int, Field(ge=0)] = Field(64, description="Requests that wait.")
-    max_connections: Count = Field(4096, description="Open connections.")
+    max_running: Count = Field(16, description="Most answers decoded together.")
+    max_waiting: Annotated[int, Field(ge=0)] = Field(64, description="Most requests that wait.")
+    max_connections: Count = Field(4096, description="Most open connections.")
     request_timeout: Time = Field("10m", description="Longest time for an answer.")
     body_timeout: Time = Field("60s", description="Longest time for a body to arrive.")
     idle_timeout: Time = Field("75s", description="Close a connection idle for this long.")
@@ -222,14 +222,14 @@ class ServerConfig(StrictSettings):
         "name", description="Name or refuse unknown fields of a request."
     )
     prefill_ahead: TimeOrNever = Field(
-        0.25, description="Quiet before answers are prefilled for the next turn, or never."
+        0.25, description="Idle time before answers are prefilled for their next turn, or never."
     )
     prefill_piece: Count = Field(
         512, description="Tokens of a prompt between two steps of running answers."
     )
-    drain: Time = Field("30s", description="Time for running answers on SIGTERM.")
-    warm_up: bool = Field(True, description="One small answer at start.")
-    log: bool = Field(True, description="A line for each request.")
+    drain: Time = Field("30s", description="Longest time that running answers get after SIGTERM.")
+    warm_up: bool = Field(True, description="Make one small answer at start.")
+    log: bool = Field(True, description="Log a line for each request.")
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)

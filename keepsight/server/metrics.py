@@ -1,7 +1,8 @@
-"""What Prometheus reads: counters of requests and tokens, times, and the caches as they are now.
+"""What Prometheus reads: counters of requests and tokens, times, and the present state of the
+caches.
 
-Names follow those that people know from other engines: queries and hits of the prefix cache are
-counted in tokens, those of the multimodal cache in images.
+Names are those that other engines use: queries and hits of the prefix cache are counted in tokens,
+those of the multimodal cache in images.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ class ServedModel:
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     def _thoughts(self, body: Rendering, unused: Unused) -> Record:
-        """How much to think, in the variables of the template; what it does not use is reported."""
+        """The template's variables that say how much to think; a wish that no variable of the
+        template expresses is reported."""
         effort, switch = _wishes(body, unused)
         options: Record = {}
         for place, wish in effort.items():
@@ -187,7 +188,8 @@ def _ends(given: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, bool]]:
-    """How much a client wants thought, by the name of the field: a level, and whether at all."""
+    """What a client asks of thinking, by the name of the field that asks: a level, and whether to
+    think at all."""
     effort: dict[str, str] = {}
     switch: dict[str, bool] = {}
     if body.reasoning is not None:

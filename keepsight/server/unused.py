@@ -1,5 +1,5 @@
-"""What a client sent and nothing here listens to: taken, and named, in a header, the log and the
-report, so that an option is never ignored in silence.
+"""Fields of a request that have no effect here: accepted, and named in a header, the log and the
+report, so that no option is ignored in silence.
 
 A server with `--unknown-fields refuse` refuses the first of them instead, with a hint.
 """

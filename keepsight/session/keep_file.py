@@ -1,7 +1,7 @@
 """The `.keep` file of a conversation: messages, packages, and the snapshots of its history.
 
-docs/package-format.md describes it. What is read is compared with the history that it claims to be
-of, before anything of it is used.
+docs/package-format.md describes it. Before a snapshot is used, it is compared with the history that
+it claims to belong to.
 """
 
 from __future__ import annotations

@@ -122,7 +122,9 @@ class WatchedFilm:
         with self._state:
             held = list(self._held)
         if not held:
-            raise self.error or ImageError("nothing was seen yet; wait(frames=1) waits for it")
+            raise self.error or ImageError(
+                "no frame was seen yet; wait(frames=1) waits for the first"
+            )
         for piece in self.session.answer(self._asked(held, question), options):
             if piece.report is not None and self.error is not None:
                 piece.report.notes.append(f"the film ended early: {self.error}")

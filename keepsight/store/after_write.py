@@ -115,7 +115,7 @@ class Keeper:
             self.guard.remove(self.guard.act(lambda catalogue: catalogue.tower(places)))
 
     def let_fall(self, refused: list[EntryName]) -> None:
-        """Remove what depends on entries that were refused; they came before them."""
+        """Remove what depends on entries that were refused: it was written before them."""
         refused = [p for p in refused if not self._is_there(p)]
         if refused:
             tower = self.guard.act(lambda catalogue: catalogue.tower(refused))

@@ -113,7 +113,7 @@ class Catalogue:
     # -- facts -----------------------------------------------------------------------------------
 
     def fact(self, name: str) -> float:
-        """A number: `complete` (all files are booked), `floor`, or a count as `hits TENANT`."""
+        """A number: `complete` (every file has a row), `floor`, or a count as `hits TENANT`."""
         row = self._base.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
         return float(row[0]) if row else 0.0
 
@@ -235,7 +235,7 @@ class Catalogue:
         return self._base.execute(f"UPDATE entry SET pinned = ? WHERE {_HERE}", values).rowcount > 0
 
     def use(self, uses: dict[EntryName, int], now: float) -> list[EntryName]:
-        """Count uses, and compute usefulness again; those that have no row come back."""
+        """Count uses, and compute usefulness again; return the entries that have no row."""
         floor, unknown = self.fact("floor"), []
         for place, count in uses.items():
             changed = self._base.execute(

@@ -170,7 +170,7 @@ class Audit:
             self.guard.change(lambda catalogue: catalogue.add_up())
 
     def _pins(self) -> None:
-        """A pin is a note beside the entries; the catalogue may have lost it."""
+        """Find pins that the catalogue lost: each pin is also a small file beside the entries."""
         for place in pins(self.folder):
             row = self.guard.act(lambda c, p=place: c.row(p))  # type: ignore[misc]
             if place.tenant in self.tenants and row is not None and not row.pinned:

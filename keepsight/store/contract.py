@@ -50,7 +50,7 @@ class Entry:
     pinned: bool = False
     expires: float | None = None
     tenant: str = ""  # digest of the tenant's name; empty for the default tenant
-    usefulness: float = 0.0  # see `sizes.usefulness`: the least goes first
+    usefulness: float = 0.0  # see `priority.usefulness`: the least goes first
 
     def merged(self, far: Entry) -> Entry:
         """The same entry in two stores, as one."""

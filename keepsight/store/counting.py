@@ -1,6 +1,7 @@
-"""How much lies at an address: counted by listing it, in a thread of its own, and believed a while.
+"""How much lies at an address: counted by listing it, in a thread of its own, and reused for a
+while.
 
-A call for statistics waits for that a moment at most, and returns what was counted last.
+A call for statistics waits a moment at most for a new count, and returns the last one otherwise.
 """
 
 from __future__ import annotations

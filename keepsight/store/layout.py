@@ -106,7 +106,7 @@ def tenant_prefix(tenant: str) -> str:
 
 
 def parse(name: str) -> EntryName | None:
-    """What a name inside a store says; None for whatever no store wrote."""
+    """Read the name of a file in a store; None for a name that no store gives."""
     found = _PLACE.fullmatch(name)
     if found is None:
         return None
@@ -230,8 +230,8 @@ def read_note(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Rec
 
 
 def _note_digest(kind: str, key: str, body: Record, metadata: Record) -> str:
-    """The key is part of it, so that no note can pass for another. Notes of the first format have
-    no metadata, and ⇒ have the digest they always had."""
+    """The digest covers the key, so that no note can pass for another. Notes of the first format
+    have no metadata, and keep the digest that they always had."""
     parts = [digests.canonical_json(body)] + (
         [digests.canonical_json(metadata)] if metadata else []
     )

@@ -105,7 +105,7 @@ class RecentNames:
         self.absent(name)
 
     def rejected(self, name: str) -> None:
-        """What lies there is unusable, whatever the address says, until it is written again."""
+        """The entry there is unusable, whatever the address says, until it is written again."""
         self._put(name, None, float("inf"))
 
     def foreign(self, name: str) -> None:
@@ -215,7 +215,8 @@ class Survey:
     # -- what depends on what ----------------------------------------------------------------------
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """What depends directly on an entry, or on nothing: so many of the latest written."""
+        """The latest written entries that depend directly on an entry, or on nothing: at most
+        `count`."""
         there = self._link.listed([layout.signposts(kind, base, self._tenant)])
         signed = ((one.written, layout.signed(one.name, base)) for one in there)
         keys = [key for _, key in sorted((at, key) for at, key in signed if key)[-count:]]

@@ -266,7 +266,9 @@ class MemoryCache(Generic[T]):
             _add(owned, account, held.nbytes)
             _add(pinned, account, held.nbytes * held.pinned)
             if not held.pinned and not (place in self._queue and place in self._own[account]):
-                raise AssertionError("a thing can go and is not asked")
+                raise AssertionError(
+                    "an entry that is not pinned is missing from the queue of evictions"
+                )
         counted = (self._of, self._owned, self._pinned)
         if counted != (of, owned, pinned) or self.nbytes != of.total():
             raise AssertionError(f"counted {self.nbytes} {counted}, kept {of}, {owned}, {pinned}")
@@ -276,8 +278,8 @@ class MemoryCache(Generic[T]):
 
 
 class SharedMemoryCache(MemoryCache[T]):
-    """The same for small things that are looked up in many threads at once; the oldest goes first,
-    and nothing is pinned."""
+    """A `MemoryCache` for small things that several threads look up at once: the oldest is evicted
+    first, and nothing is pinned."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""One address in, one store out: a folder, a remote address, or the one in front of the other.
+"""One address in, one store out: a folder, a remote address, or a folder in front of an address.
 
-Only what an address looks like is decided here; what a store then does is its own business.
+Only the form of an address is looked at here; the stores do the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reading from an address that may be slow, gone, or lose bytes on the way.
 
-A read that fails is an entry that is absent, for now. An entry is set aside only where it is wrong
-at the address itself; what merely arrived broken stays there.
+Where a read fails, the entry counts as absent for now. It is set aside only where its bytes at the
+address are wrong; what was damaged on the way stays there.
 """
 
 from __future__ import annotations

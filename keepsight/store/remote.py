@@ -127,7 +127,7 @@ class RemoteStore:
         return self._reader.asked(name, lambda: self._upkeep().entry((kind, key), known))
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """What lies there and depends on an entry of its own kind, or on nothing."""
+        """The entries at the address that depend on one of their own kind, or on nothing."""
         return self._reader.asked("", lambda: self._upkeep().below(kind, base, count)) or {}
 
     def tier(self, kind: str, key: str) -> str | None:
@@ -368,7 +368,7 @@ class RemoteStore:
             return [f"{self.address} cannot be checked: {error}"]
 
     def _remove(self, choose: Callable[[_Table], list[Name]], counted: bool = False) -> int:
-        """Remove what is chosen of all entries, and what is on its way there."""
+        """Remove the chosen entries, and withdraw those among them that wait to be written."""
         self._outbox.settle()
         with telling(self.address, "removed"):
             table = self._upkeep().table()

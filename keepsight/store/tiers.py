@@ -57,10 +57,10 @@ class _Promotion:
 
 
 class _Carrier:
-    """The thread that puts near what was found far, unless something was deleted meanwhile.
+    """The thread that copies to the nearer stores what was found in a far one.
 
-    Whoever deletes does so between two turns of the epoch. A promotion whose read began in an
-    earlier epoch may carry what was deleted since, and is dropped: it is only ever a convenience.
+    Each deletion begins a new epoch. A promotion that was read in an earlier epoch may hold what
+    was deleted since, so it is dropped: the next read finds what is still there.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
-"""Calls to a disk that may hang: made in threads of their own, and waited for only so long.
+"""Calls to a disk that may hang: each runs in a thread, and the caller waits for a limited time.
 
 A thread that waits for a disk cannot be interrupted, and readers hold the model while they wait. So
-a call that takes too long is left behind. As long as one is, that disk is not asked for anything:
-whoever would have read computes instead. So it is with a disk that answers each time, and slowly: a
-request makes many calls, so what they take together is bounded too. When the call comes back after
-all the disk is used again, after a pause that grows where this happens again and again.
+a call that takes too long is abandoned, and nothing more is asked of that disk until it returns:
+whoever wanted to read computes instead. A disk may also answer every call, but slowly. A request
+makes many calls, so the time of slow calls is added up, and the sum is limited too. When the
+abandoned call has returned, the disk is used again after a pause, which grows each time.
 
-The threads belong to no store: a few wait for work for some seconds, and then end.
+The threads belong to no store: an idle one waits some seconds for the next call, then ends.
 """
 
 from __future__ import annotations
@@ -143,11 +143,13 @@ class Reach:
         return bool(self._left) or (self.health.state == SLOW and self.health.is_aside)
 
     def ask(self, work: Callable[[TimedCall[T]], T], otherwise: T) -> T:
-        """What the work gives; `otherwise` where the disk takes too long, or did so lately."""
+        """The result of the work; `otherwise` where the disk takes too long, or took too long a
+        moment ago."""
         return next(iter(self.ask_beside(work, 1)), otherwise)
 
     def ask_beside(self, work: Callable[[TimedCall[T]], T], count: int) -> list[T]:
-        """The same work by so many threads at once, which share it; what comes back in time."""
+        """Run the same work in so many threads at once, which share it; the results that come in
+        time."""
         if self.is_closed:
             return []
         calls = [TimedCall(work) for _ in range(count)]

@@ -231,7 +231,7 @@ class Writer:
         if not self._has_work():
             pause = self._idle()
             with self._wake:
-                if not self._has_work():  # a bell that `retire` rang just now may go unheard
+                if not self._has_work():  # `retire` may have notified just before this
                     self._wake.wait(LONGEST_PAUSE if pause is None else pause)
         with self._wake:
             if self._has_things_to_do():

@@ -46,8 +46,8 @@ _beside: dict[torch.device, torch.Stream] = {}  # the stream on which copies lea
 
 
 def to_host(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Fence]:
-    """The tensors in host memory. They may be read behind the fence; those that were there already
-    are not copied."""
+    """Copy tensors to host memory; wait for the fence before reading the copies. Tensors that are
+    there already are not copied."""
     ends: list[torch.Event] = []
     return {name: _leave(tensor, ends) for name, tensor in tensors.items()}, Fence(tuple(ends))
 

@@ -68,7 +68,9 @@ class FairLock:
         self._do_notes()
         self._do_notes(self._put_off)
         while self._failed:
-            logger.error("not all could be let go of", exc_info=self._failed.popleft())
+            logger.error(
+                "an abandoned answer could not be released", exc_info=self._failed.popleft()
+            )
         return True
 
     def release(self) -> None:

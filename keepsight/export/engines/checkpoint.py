@@ -23,7 +23,9 @@ def checkpoint_digest(name: str, revision: str | None = None) -> str:
         folder = _snapshot(name, revision)
     files = sorted({file for pattern in _FILES for file in folder.glob(pattern)})
     if not any(file.suffix in (".safetensors", ".bin") for file in files):
-        raise InputError(f"{folder}: there are no weight files, so nothing can be bound to them")
+        raise InputError(
+            f"{folder} has no weight files, which features are bound to; name a checkpoint"
+        )
     parts: list[str] = []
     for file in files:
         hasher = blake3(max_threads=blake3.AUTO)

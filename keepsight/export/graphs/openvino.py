@@ -57,7 +57,8 @@ def quantise_openvino(path: Path, bits: int = 8) -> None:
 
 
 def _quantise(product: Any, openvino: ModuleType, bits: int) -> None:
-    """Weights in whole numbers; `BLOCK` of a row share a scale, or all where that leaves a rest."""
+    """Quantise weights to whole numbers: each `BLOCK` of a row has a scale of its own, or the row
+    has one where its length is no multiple of `BLOCK`."""
     ops, most = openvino.opset13, 2 ** (bits - 1) - 1
     weights = product.input_value(1).get_node()
     if weights.get_type_name() != "Constant" or weights.data.ndim != 2:

@@ -105,9 +105,11 @@ class OutputHead(GraphPart):
 
 
 class Decoder(GraphPart):
-    """Embeddings, positions, a bias for attention and all states in; all of them out again.
+    """The decoder as a graph: it takes embeddings, positions, an attention bias and all states, and
+    returns the last hidden states and all new states.
 
-    With `appends` keys and values go out with the new rows among them, else the new rows alone.
+    With `appends` it returns whole keys and values, with the new rows among them; else the new rows
+    alone.
     """
 
     def __init__(self, family: Family, shape: Shape, appends: bool) -> None:

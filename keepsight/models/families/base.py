@@ -223,7 +223,9 @@ class Family:
     def _tokens_of(self, row: list[int]) -> int:
         tokens = self._grid_tokens({"image_grid_thw": [row]})
         if tokens is None:
-            raise InputError(f"image_grid_thw has a row {row}, which is no whole number of tokens")
+            raise InputError(
+                f"image_grid_thw has a row {row}, which does not make a whole number of tokens"
+            )
         return tokens
 
     def _split_rows(self, pixels: torch.Tensor, ids: np.ndarray) -> list[Pixels]:

@@ -34,7 +34,8 @@ class Gemma3(Family):
         both_ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
         if both_ways in (True, "all"):
             raise UnsupportedModel(
-                "this model's text tokens see each other both ways: it embeds, it does not answer"
+                "this model's text tokens attend in both directions: it makes embeddings, and "
+                "answers nothing"
             )
 
     def chunk_inputs(

@@ -1,8 +1,8 @@
 """Families whose videos are written with the placeholders of images (GLM-4V and its kin).
 
-What stands between the marks of a video belongs to it, a run for each step in time with the seconds
-written behind; everything else is an image. Upstream counts all of them for either kind, so a stock
-prompt cannot hold both; here features go in together, in the order in which they stand.
+Placeholders between the marks of a video belong to that video: one run for each step in time,
+followed by its time in seconds. All others are images. Upstream counts all placeholders for either
+kind, so a stock prompt cannot hold both; here their features go in together, in prompt order.
 """
 
 from __future__ import annotations

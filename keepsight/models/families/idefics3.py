@@ -147,7 +147,8 @@ class Idefics3(Marked):
         for row, count in zip(pixels, used, strict=True):
             if count > len(row) or row[count:].any():
                 raise PlaceholderMismatch(
-                    f"pixel_values has {len(row)} tiles in a prompt with placeholders of {count}"
+                    f"pixel_values has {len(row)} tiles for a prompt, its placeholders are those "
+                    f"of {count}"
                 )
         return {
             "pixel_values": torch.cat([row[:n] for row, n in zip(pixels, used, strict=True)]),

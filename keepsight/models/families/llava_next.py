@@ -64,7 +64,7 @@ class LlavaNext(Family):
         among = [1] * images if given is None else [n for n in given.tolist() for _ in range(n)]
         if len(among) != images:
             raise PlaceholderMismatch(
-                f"batch_num_images speaks of {len(among)} images, pixel_values holds {images}"
+                f"batch_num_images says {len(among)} images, pixel_values holds {images}"
             )
         return among
 

@@ -30,7 +30,10 @@ class Ovis2(AyaVision):
         super().__init__(model)
         config = model.config
         if config.vision_config.tokenize_function == "gumbel_argmax":
-            raise UnsupportedModel("tokenize_function 'gumbel_argmax' draws features at random")
+            raise UnsupportedModel(
+                "tokenize_function 'gumbel_argmax' draws features at random, so no remembered ones "
+                "would be the same; use the model without Keepsight"
+            )
         self._frame = torch.tensor(config.visual_indicator_token_ids)
         self._rows = int(config.vision_config.num_visual_indicator_tokens)
 

@@ -49,7 +49,7 @@ class QwenOmni(QwenVL):
         rate = about.get("sampling_rate") or extractor.sampling_rate
         if rate != extractor.sampling_rate:
             raise InputError(
-                f"the sound has {rate} samples a second, this model hears "
+                f"the sound has a sampling rate of {rate} Hz, this model takes "
                 f"{extractor.sampling_rate}; resample it first"
             )
         given = {**getattr(processor, "audio_kwargs", {}), "return_tensors": "pt"}

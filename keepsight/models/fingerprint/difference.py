@@ -177,7 +177,7 @@ class Difference:
 
 
 def _reads_as(buffer: torch.Tensor, stock: torch.Tensor) -> bool:
-    """Whether a buffer has the values that Transformers derives, in the dtype that holds it."""
+    """Whether a buffer equals the values that Transformers derives, in the buffer's own dtype."""
     if buffer.shape != stock.shape:
         return False
     cast = stock.to(buffer.dtype)

@@ -35,7 +35,7 @@ def is_plain(value: object) -> bool:
 
 
 def are_plain(container: Any) -> bool:
-    """Whether all values of a container are plain, and few enough to ask on every call."""
+    """Whether all values of a container are plain, and few enough to be compared on every call."""
     if type(container) not in (list, dict) or len(container) > _MOST_ITEMS:
         return False
     keys = container if isinstance(container, dict) else ()

@@ -130,8 +130,8 @@ def dict_words(homes: Sequence[dict[Any, object]]) -> Words | None:
 
 
 def object_words(things: Sequence[object]) -> Words | None:
-    """The type and the dict of objects: two words for each. The caller holds each object, its type
-    and its dict, so that no other can stand at their addresses."""
+    """Two words for each object: the address of its type and that of its dict. The caller keeps all
+    three alive, so that nothing else can lie at these addresses."""
     if not sees_dicts():
         return None
     for thing in things:

@@ -268,10 +268,11 @@ class LibraryCode:
                 self._read_object(where, value)
 
     def _read_guests(self, watch: Watch) -> None:
-        """What libraries added to tables and tensors, where the model or the code has its name.
+        """Read what libraries added to tables and to tensors, where the model or its code uses the
+        name.
 
-        Whatever is imported may add to them. What nothing asks for changes no forward pass, and a
-        process that imported more must find what another one remembered.
+        Any import may add to them. An addition that nothing uses changes no forward pass, and must
+        not hide from this process what one with fewer imports remembered.
         """
         found = True
         while found:
@@ -310,7 +311,8 @@ def _is_guest(place: str, function: FunctionType) -> bool:
 
 
 def _is_added(name: str, function: FunctionType) -> bool:
-    """Whether a library gave tensors a method that was not written as one of theirs."""
+    """Whether a library added this method to tensors: it was not written inside a class
+    `Tensor`."""
     inside = list(functions.layers(function))
     written = inside[-1].__code__.co_qualname.partition(".")[0] == "Tensor"
     return not written and not name.startswith("__") and all(map(functions.is_library, inside))
