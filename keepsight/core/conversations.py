@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.core.control_tokens import Rendered
-from keepsight.core.encodings import Encodings, TenantEncodings, shared_length
+from keepsight.core.encodings import Encodings, TenantEncodings
+from keepsight.core.latest import Latest
 from keepsight.core.lengths import characters
 from keepsight.core.messages import listed, parse_message
 from keepsight.core.template import ChatTemplate
 from keepsight.kinds import Message
 
-MOST = 32  # conversations that are remembered, of all tenants together
 _FIELDS = ["role", "content"]
 _TEXTS = 4  # rendered texts of one conversation: with and without the beginning of an answer
 _CHANGES = re.compile(r"\b(strftime_now|random)\b")  # what a template may ask for that is not given
@@ -55,49 +54,11 @@ class Conversation:
     texts: dict[Key, Rendered] = field(default_factory=dict)
 
 
-class Conversations:
-    """The latest conversations of all tenants. A tenant's own help that tenant alone, so that no
-    timing tells of another's."""
-
-    def __init__(self) -> None:
-        self._latest: list[Conversation] = []
-        self._lock = threading.Lock()
-
-    def longest(
-        self, tenant: str, template: ChatTemplate, keys: list[Key]
-    ) -> tuple[Conversation | None, int]:
-        """The one that shares most messages from the beginning, and how many."""
-        with self._lock:
-            latest = list(self._latest)
-        best, most = None, 0
-        for one in reversed(latest):
-            if one.tenant != tenant or one.template is not template:
-                continue
-            if one.keys[most : most + 1] == keys[most : most + 1]:
-                shared = shared_length(one.keys, keys)
-                best, most = (one, shared) if shared > most else (best, most)
-        return best, most
-
-    def put(self, made: Conversation, instead: Conversation | None) -> None:
-        """Remember one, in place of one that it goes on from."""
-        with self._lock:
-            self._latest = [one for one in self._latest if one is not instead][1 - MOST :]
-            self._latest.append(made)
-
-    def clear(self, tenant: str | None = None) -> None:
-        """Forget those of one tenant, or of all."""
-        with self._lock:
-            self._latest = [one for one in self._latest if tenant not in (None, one.tenant)]
-
-    def __len__(self) -> int:
-        return len(self._latest)
-
-
 class EarlierPrompts:
     """What is remembered of the latest prompts: their messages, and their texts with ids."""
 
     def __init__(self) -> None:
-        self.texts, self.conversations = Encodings(), Conversations()
+        self.texts, self.conversations = Encodings(), Latest[Conversation]()
 
     def of(self, tenant: str) -> TenantPrompts:
         """Those of one tenant."""
@@ -118,7 +79,7 @@ class TenantPrompts:
 
     tenant: str
     texts: TenantEncodings
-    conversations: Conversations
+    conversations: Latest[Conversation]
 
     def read(self, messages: object, template: ChatTemplate) -> ReadConversation:
         """A conversation, of which only what was added is read."""
@@ -135,7 +96,12 @@ class TenantPrompts:
                 except TypeError:
                     return read_anew(given, template)
             keys.append(key)
-        known, count = self.conversations.longest(self.tenant, template, keys)
+
+        def alike(one: Conversation) -> list[Key] | None:
+            same = one.tenant == self.tenant and one.template is template
+            return one.keys if same else None
+
+        known, count = self.conversations.longest(keys, alike)
         if known is not None and count == len(keys) == len(known.keys):
             return ReadConversation(known.read, media, known)
         read = [] if known is None else known.read[:count]

@@ -9,16 +9,16 @@ the new ones are made again each time, and compared.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from keepsight.core.latest import Latest
+
 LEAST = 512  # characters; a shorter text is tokenized whole
-MOST = 32  # texts that are remembered, of all tenants together
 _AGAIN = 2  # seams from the end of what is the same: so far back tokens are made again
 # What stands beside a seam when a tokenizer is tried: spaces of all kinds, accents that join with
 # what is before them, ligatures, scripts without spaces, joined emoji, digits, signs.
@@ -90,16 +90,15 @@ class Seams:
         return found
 
 
-class Encodings:
-    """The latest texts of all tenants; each tenant's are of use to that tenant alone, also in time.
+class Encodings(Latest[EncodedText]):
+    """The latest texts, and of which tokenizers they may be cut.
 
     Safe in several threads, each with a tokenizer of its own.
     """
 
     def __init__(self) -> None:
-        self._latest: list[EncodedText] = []
+        super().__init__()
         self._tried: list[tuple[PreTrainedTokenizerBase, Seams]] = []
-        self._lock = threading.Lock()
 
     def of(self, tenant: str) -> TenantEncodings:
         """Those of one tenant."""
@@ -116,36 +115,6 @@ class Encodings:
             self._tried = [pair for pair in self._tried if pair[0] is not tokenizer][-7:]
             self._tried.append((tokenizer, seams))
         return seams
-
-    def longest(
-        self, tenant: str, seams: Seams, special: bool, text: str
-    ) -> tuple[EncodedText | None, int]:
-        """The text that shares most with another, and how many characters."""
-        with self._lock:
-            known = list(self._latest)
-        best, most = None, 0
-        for one in reversed(known):
-            if one.tenant != tenant or one.seams_of is not seams or one.special != special:
-                continue
-            if one.text[most : most + 1] == text[most : most + 1]:
-                shared = shared_length(one.text, text)
-                if shared > most:
-                    best, most = one, shared
-        return best, most
-
-    def put(self, made: EncodedText, instead: EncodedText | None) -> None:
-        """Remember a text, in place of one that it goes on from."""
-        with self._lock:
-            self._latest = [one for one in self._latest if one is not instead][1 - MOST :]
-            self._latest.append(made)
-
-    def clear(self, tenant: str | None = None) -> None:
-        """Forget the texts of one tenant, or of all."""
-        with self._lock:
-            self._latest = [one for one in self._latest if tenant not in (None, one.tenant)]
-
-    def __len__(self) -> int:
-        return len(self._latest)
 
 
 @dataclass(frozen=True)
@@ -168,7 +137,12 @@ class TenantEncodings:
         seams = self._all.seams(tokenizer)
         if not seams.names:
             return None
-        begun, shared = self._all.longest(self.tenant, seams, special, text)
+
+        def alike(one: EncodedText) -> str | None:
+            same = one.tenant == self.tenant and one.seams_of is seams and one.special == special
+            return one.text if same else None
+
+        begun, shared = self._all.longest(text, alike)
         character, token, until = (0, 0, 0) if begun is None else _cut(begun, shared, seams)
         rest = text[character:]
         made = tokenizer(
@@ -201,18 +175,6 @@ def _cut(begun: EncodedText, shared: int, seams: Seams) -> tuple[int, int, int]:
     if not count or not begun.characters[place]:
         return 0, 0, 0
     return begun.characters[place], begun.tokens[place], begun.tokens[count - 1]
-
-
-def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many leading characters two texts share, or items two lists."""
-    low, high, step = 0, min(len(one), len(other)), 4096
-    while low < high and one[low : low + step] == other[low : low + step]:
-        low, step = low + step, 2 * step
-    low, high = min(low, high), min(low + step, high)
-    while low < high:  # all before `low` is the same
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
