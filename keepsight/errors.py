@@ -96,6 +96,13 @@ class UnknownOption(KeepsightError, TypeError):
     """An unknown option."""
 
     @classmethod
+    def refuse(cls, given: Iterable[str], known: Iterable[str], where: str) -> None:
+        """Raise the error for the first of `given` that is not `known`, if there is one."""
+        given, known = set(given), set(known)
+        if not given <= known:
+            raise cls.among(given, known, where)
+
+    @classmethod
     def among(cls, given: Iterable[str], known: Iterable[str], where: str) -> UnknownOption:
         """The error for the first of `given` that is not `known`, with the nearest known name."""
         known = sorted(known)

@@ -28,8 +28,7 @@ class Call:
     def of(cls, options: Options, tenant: str) -> Call:
         """The options of a call that answers. `tenant` is used where the options name none."""
         known = [*known_options(), *CHAT_OPTIONS]
-        if set(options) - set(known):
-            raise UnknownOption.among(options, known, "chat")
+        UnknownOption.refuse(options, known, "chat")
         options = dict(options)
         asked = options.pop("tenant", None)
         exact = options.pop("exact", True)
@@ -42,6 +41,5 @@ class Call:
     @classmethod
     def before_decoding(cls, options: Options, tenant: str, where: str) -> Call:
         """For calls that decode nothing: what only decoding listens to is refused, not ignored."""
-        if set(options) - set(CHAT_OPTIONS):
-            raise UnknownOption.among(options, CHAT_OPTIONS, where)
+        UnknownOption.refuse(options, CHAT_OPTIONS, where)
         return cls.of(options, tenant)

@@ -167,8 +167,7 @@ def _sort(runtime: Runtime, inputs: torch.Tensor | None, options: Options) -> tu
                 "pixel_values"
             )
     known = [*known_options(), *_OWN, *names, "tenant"]
-    if set(options) - set(known):
-        raise UnknownOption.among(options, known, "generate")
+    UnknownOption.refuse(options, known, "generate")
     return {name: value for name, value in tensors.items() if value is not None}, options
 
 

@@ -114,8 +114,7 @@ def sampler(
     except ValueError as error:  # upstream's own check of each value
         raise InputError(str(error)) from error
     left = {k: v for k, v in left.items() if k not in ("output_attentions", "output_hidden_states")}
-    if left:
-        raise UnknownOption.among(left, known_options(), "generation")
+    UnknownOption.refuse(left, known_options(), "generation")
     _refuse(config)
     length = ids.shape[1]
     count = _new_tokens(asked, length, default_tokens, model)

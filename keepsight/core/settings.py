@@ -126,8 +126,7 @@ def image_options(processor: Processor | None, given: Options) -> Record:
     image_processor = processor.image_processor
     known = set(getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", given))
     known |= set(vars(image_processor))
-    if set(given) - known:
-        raise UnknownOption.among(given, known, "image_options")
+    UnknownOption.refuse(given, known, "image_options")
     if not isinstance(processor, ProcessorMixin):  # an image processor alone
         return given
     merged = upstream.merged_options(processor, given)
@@ -144,8 +143,7 @@ _WRAP_OPTIONS = sorted(
 
 def check_options(options: Options) -> None:
     """Refuse an option that neither `load` nor `wrap` has."""
-    if set(options) - set(_WRAP_OPTIONS):
-        raise UnknownOption.among(options, _WRAP_OPTIONS, "load")
+    UnknownOption.refuse(options, _WRAP_OPTIONS, "load")
 
 
 def check_processor(processor: object, answers: bool) -> None:

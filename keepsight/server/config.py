@@ -255,8 +255,7 @@ def read_config(path: str) -> dict[str, object]:
     """Return the checked settings in a TOML or YAML file, those of the model and of the server."""
     settings = {name.replace("-", "_"): value for name, value in _parsed(Path(path)).items()}
     known = {**ModelSettings.model_fields, **ServerConfig.model_fields}
-    if set(settings) - set(known):
-        raise UnknownOption.among(settings, known, path)
+    UnknownOption.refuse(settings, known, path)
     if "keys" in settings:
         settings["keys"] = _keys(settings["keys"], path)
     checked: dict[str, object] = {}
@@ -309,8 +308,7 @@ def _keys(rows: object, path: str) -> tuple[ApiKey, ...]:
 def _key(given: Mapping[object, object], path: str) -> ApiKey:
     row = {str(name).replace("-", "_"): value for name, value in given.items()}
     known = [one.name for one in fields(ApiKey)]
-    if set(row) - set(known):
-        raise UnknownOption.among(row, known, f"{path}: a key")
+    UnknownOption.refuse(row, known, f"{path}: a key")
     for name in ("name", "key"):
         if not isinstance(row.get(name), str):
             raise InputError(f"{path}: a key has no {name}")

@@ -33,8 +33,7 @@ def check_dtype(name: str) -> None:
 
 def check_runtime(name: str) -> None:
     """Refuse a runtime that there is not."""
-    if name not in RUNTIMES:
-        raise UnknownOption.among([name], RUNTIMES, "runtime")
+    UnknownOption.refuse([name], RUNTIMES, "runtime")
 
 
 def check_weights(name: str) -> None:
@@ -70,8 +69,7 @@ def check_export_place(runtime: str | None, weights: str | None, store: str | No
 
 def check_export_words(runtime: str, quantised: str | None) -> None:
     """Refuse what `keepsight export` cannot write."""
-    if runtime not in EXPORTS:
-        raise UnknownOption.among([runtime], EXPORTS, "--format")
+    UnknownOption.refuse([runtime], EXPORTS, "--format")
     if quantised is not None and quantised not in WEIGHTS:
         raise InputError(f"--quant {quantised} is not known; known: {', '.join(WEIGHTS)}")
 

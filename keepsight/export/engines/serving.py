@@ -43,8 +43,7 @@ class Binding:
     def of(cls, given: Options) -> Binding:
         """From the engine's configuration; a missing or unknown field is named."""
         known = [field.name for field in fields(cls)]
-        if set(given) - set(known):
-            raise UnknownOption.among(given, known, "the connector")
+        UnknownOption.refuse(given, known, "the connector")
         missing = [name for name in known[:4] if not isinstance(given.get(name), str)]
         if missing:
             raise InputError(
