@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -133,6 +133,7 @@ _IMAGES, _VIDEOS, _SOUND = (
     PrivateApi("transformers.ProcessorMixin", f"_process_{kind}", f"to prepare {kind}")
     for kind in ("images", "videos", "audio")
 )
+_PROCESS = {"images": _IMAGES, "videos": _VIDEOS, "audio": _SOUND}
 _MERGE = PrivateApi(
     "transformers.ProcessorMixin", "_merge_kwargs", "to pass a processor's options to its parts"
 )
@@ -150,21 +151,11 @@ _TILES = PrivateApi(
 Processed = tuple[transformers.BatchFeature, list[str]]
 
 
-def process_images(processor: Processor, images: list[Decoded], **options: object) -> Processed:
-    """Images by way of a composite processor, and the texts that stand for them."""
-    found: Processed = _IMAGES.needed(processor)(images, **options)
-    return found
-
-
-def process_videos(processor: Processor, videos: list[ndarray], **options: object) -> Processed:
-    """The same with videos."""
-    found: Processed = _VIDEOS.needed(processor)(videos, **options)
-    return found
-
-
-def process_audio(processor: Processor, sounds: list[ndarray], **options: object) -> Processed:
-    """The same with sounds."""
-    found: Processed = _SOUND.needed(processor)(sounds, **options)
+def processed(
+    processor: Processor, kind: str, media: Sequence[Decoded | ndarray], **options: object
+) -> Processed:
+    """Media of a kind by way of a composite processor, and the texts that stand for them."""
+    found: Processed = _PROCESS[kind].needed(processor)(media, **options)
     return found
 
 

@@ -62,7 +62,7 @@ class Marked(Family):
     def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:
         """By way of the processor, which knows how many rows, columns and tokens there are."""
         given = {**self.settings(processor), **options, "return_tensors": "pt"}
-        processed, texts = upstream.process_images(processor, [image], **given)
+        processed, texts = upstream.processed(processor, "images", [image], **given)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         layout = parse_layout(texts[0], placeholder)
         ids = np.full(sum(n for n in layout if isinstance(n, int)), self.image_token_id)

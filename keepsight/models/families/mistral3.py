@@ -36,7 +36,7 @@ class Mistral3(Family):
     def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:
         """By way of the processor: it tells its image processor how large a cell is."""
         given = {**processor.images_kwargs, **options, "return_tensors": "pt"}
-        processed, texts = upstream.process_images(processor, [image], **given)
+        processed, texts = upstream.processed(processor, "images", [image], **given)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return self._pixels(dict(processed), parse_layout(texts[0], placeholder))
 

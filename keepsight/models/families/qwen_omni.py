@@ -53,7 +53,7 @@ class QwenOmni(QwenVL):
                 f"{extractor.sampling_rate}; resample it first"
             )
         given = {**getattr(processor, "audio_kwargs", {}), "return_tensors": "pt"}
-        processed, texts = upstream.process_audio(processor, [samples], **given)
+        processed, texts = upstream.processed(processor, "audio", [samples], **given)
         mask = torch.as_tensor(processed[AUDIO[1]])
         clip = self._clip(torch.as_tensor(processed[AUDIO[0]])[0], int(mask[0].sum()))
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.placeholders["audio"])
@@ -72,7 +72,7 @@ class QwenOmni(QwenVL):
             },
             "load_audio_from_video": False,
         }
-        processed, texts = upstream.process_videos(processor, [frames], **given)
+        processed, texts = upstream.processed(processor, "videos", [frames], **given)
         return dict(processed), texts[0]
 
     def _clip(self, features: torch.Tensor, length: int) -> Pixels:

@@ -82,8 +82,8 @@ class QwenVL(Family):
     ) -> tuple[Record, str]:
         """By way of the processor: it works out how many seconds a step in time takes."""
         given = {**options, "return_tensors": "pt", "return_metadata": True}
-        processed, texts = upstream.process_videos(
-            processor, [frames], video_metadata=[about], **given
+        processed, texts = upstream.processed(
+            processor, "videos", [frames], video_metadata=[about], **given
         )
         return dict(processed), texts[0]
 
