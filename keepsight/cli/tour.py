@@ -28,12 +28,11 @@ import keepsight as ks
 from keepsight.cli import show
 from keepsight.cli.terminal import table
 from keepsight.cli.tour_opening import opening
-from keepsight.cli.tour_stage import Ask, Stage, TurnTimes, scenes_of, script, times
-from keepsight.cli.tour_stock import Heard, Outcome, StockSession, answer, judge, question
+from keepsight.cli.tour_stage import Ask, Stage, TurnTimes, scenes_of, script, timed, times
+from keepsight.cli.tour_stock import TOKENS, Heard, Outcome, StockSession, answer, judge, question
 from keepsight.demo.scene import Scene
 from keepsight.errors import KeepsightError
 from keepsight.kinds import Message
-from keepsight.report import Reply
 from keepsight.store import DiskStore
 from keepsight.system.units import bytes_text
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
 _RUNS = 3  # the table of act 1 shows medians of so many
-_TOKENS = 96  # more than any answer has
 
 
 def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) -> None:
@@ -133,22 +131,12 @@ def _play(
     messages: list[Message] = []
     for ask in asks:
         pictures = [stage.pictures[i] for i in ask.new]
-        reply, ms = _timed(session, ask.text, pictures)
+        reply, ms = timed(session, ask.text, pictures)
         messages.append(question(ask.text, pictures))
         stock_ms = stock.first_token_ms(messages)
         heard = stock.answer(stock.inputs(messages))
         messages.append(answer(reply.text))
         yield ask, TurnTimes(reply, ms, stock_ms, heard.text)
-
-
-def _timed(session: Session, text: str, pictures: Sequence[Path]) -> tuple[Reply, float]:
-    """An answer, and the milliseconds from the question to its first token."""
-    start, first = time.perf_counter(), 0.0
-    pieces = []
-    for piece in session.stream(text, list(pictures) or None):
-        first = first or 1e3 * (time.perf_counter() - start)
-        pieces.append(piece)
-    return Reply.of(pieces), first
 
 
 # -- act 2 -------------------------------------------------------------------------------------
@@ -185,7 +173,7 @@ def _keepsight(
     """Keepsight's answer to the very tensors that stock was given."""
     output = vlm.generate(
         **stock.inputs(messages),
-        max_new_tokens=_TOKENS,
+        max_new_tokens=TOKENS,
         return_dict_in_generate=True,
         output_logits=True,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 import keepsight as ks
 from keepsight.cli.terminal import table
-from keepsight.cli.tour_stage import Stage
+from keepsight.cli.tour_stage import Stage, timed
 from keepsight.cli.tour_stock import StockSession, answer, question
 from keepsight.demo.scene import Scene
 from keepsight.kinds import Message
@@ -82,16 +81,11 @@ def _conversation(
     messages: list[Message] = []
     for number, text in enumerate(questions):
         new = [picture] if number == 0 else []
-        start, first, said = time.perf_counter(), 0.0, ""
-        for piece in session.stream(text, list(new) or None, max_new_tokens=_TOKENS):
-            first = first or 1e3 * (time.perf_counter() - start)
-            said += piece.text
-            usage = piece.usage or None
-        if usage is None:
-            raise RuntimeError("an answer came without its usage")
+        reply, first = timed(session, text, new, max_new_tokens=_TOKENS)
         messages.append(question(text, new))
         stock_ms = stock.first_token_ms(messages)
-        messages.append(answer(said))
+        messages.append(answer(reply.text))
+        usage = reply.usage
         turns.append((usage.prompt_tokens, usage.cached_tokens, first, stock_ms))
     return turns
 

@@ -81,15 +81,12 @@ class TourPage:
         right = reply.text.strip() == truth
         mark = "" if truth is None else _mark(right)
         wrong = "" if truth is None or right else f" <span class=bad>(it is: {_text(truth)})</span>"
-        report, usage = reply.report, reply.usage
+        report = reply.report
         share = 100 * report.cached_tokens / max(1, report.prompt_tokens)
-        summary = f"{report.cached_tokens} of {report.prompt_tokens} tokens reused"
-        if usage.images:
-            summary += f", {usage.images_encoded} of {usage.images} pictures looked at"
         self._parts.append(
             f"<div class=turn><p><b>{_text(asked)}</b></p>\n<p>{mark}{_text(reply.text)}{wrong}</p>"
             f'\n<span class=bar><i style="width:{share:.1f}%"></i></span>\n<details>'
-            f"<summary>{summary}</summary>{_shown(report_table(report))}</details></div>"
+            f"<summary>{reuse_of(reply)}</summary>{_shown(report_table(report))}</details></div>"
         )
 
     def pictures(self, shown: Iterable[tuple[Path, str]]) -> None:
@@ -142,6 +139,15 @@ class TourPage:
             )
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def reuse_of(reply: Reply) -> str:
+    """What was reused for an answer, in words."""
+    report, usage = reply.report, reply.usage
+    reused = f"{report.cached_tokens} of {report.prompt_tokens} tokens reused"
+    if not usage.images:
+        return reused
+    return f"{reused}, {usage.images_encoded} of {usage.images} pictures looked at"
 
 
 def _text(text: str) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 from rich.console import Console, RenderableType
@@ -18,10 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from keepsight.cli.terminal import plain, share_bar, table, thumbnail
-from keepsight.cli.tour_page import TourPage
+from keepsight.cli.tour_page import TourPage, reuse_of
 from keepsight.demo.scene import Scene, difference
 from keepsight.errors import StoreError
 from keepsight.report import Reply
+
+if TYPE_CHECKING:
+    from keepsight.session import Session
 
 PICTURES = 4
 _INDENT = " " * 7
@@ -139,12 +144,8 @@ class Stage:
                 "" if truth is None or right else (f"  (it is: {truth})", "red"),
             )
         )
-        report, usage = reply.report, reply.usage
-        summary = f" {report.cached_tokens} of {report.prompt_tokens} tokens reused"
-        if usage.images:
-            summary += f", {usage.images_encoded} of {usage.images} pictures looked at"
-        bar = share_bar(report.cached_tokens, report.prompt_tokens, _BAR)
-        self.console.print(Text.assemble(_INDENT, bar, summary))
+        bar = share_bar(reply.report.cached_tokens, reply.report.prompt_tokens, _BAR)
+        self.console.print(Text.assemble(_INDENT, bar, f" {reuse_of(reply)}"))
 
     def turn(self, ask: Ask, turn: TurnTimes) -> None:
         """One turn of the conversation, beside stock."""
@@ -175,6 +176,18 @@ class Stage:
         mark = "✓ " if right else "✗ "
         self.console.print(Text.assemble((mark, style), (who, "bold"), ": ", (verdict, style)))
         self.console.print(Text(f"     {plain(text)}"))
+
+
+def timed(
+    session: Session, text: str, pictures: Sequence[Path], **options: object
+) -> tuple[Reply, float]:
+    """An answer, and the milliseconds from the question to its first token."""
+    start, first = time.perf_counter(), 0.0
+    pieces = []
+    for piece in session.stream(text, list(pictures) or None, **options):
+        first = first or 1e3 * (time.perf_counter() - start)
+        pieces.append(piece)
+    return Reply.of(pieces), first
 
 
 def times(runs: Sequence[Sequence[TurnTimes]]) -> Table:

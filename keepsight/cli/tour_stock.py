@@ -22,7 +22,7 @@ from keepsight.kinds import Inputs, Message, Processor
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-_TOKENS = 96  # more than any answer of the demo models has
+TOKENS = 96  # more than any answer of the demo models has
 _MEDIA = ("pixel_values", "image_grid_thw")
 CLOSE = 1e-3  # logits this close come from the same computation in another order
 
@@ -76,7 +76,7 @@ class StockSession:
         """The whole answer to one prompt."""
         output = self._model.generate(
             **inputs,
-            **{"max_new_tokens": _TOKENS, "do_sample": False} | options,
+            **{"max_new_tokens": TOKENS, "do_sample": False} | options,
             return_dict_in_generate=True,
             output_logits=True,
         )

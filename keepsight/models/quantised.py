@@ -157,11 +157,9 @@ def _kind(layer: torch.nn.Module) -> str:
 def _settings(thing: object) -> list[tuple[str, str]]:
     plain = {n: v for n, v in getattr(thing, "__dict__", {}).items() if not n.startswith("_")}
     sizes = ("in_features", "out_features")
-    return sorted((n, repr(v)) for n, v in plain.items() if n not in sizes and not _is_tensor(v))
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor | torch.nn.Module)
+    parts = torch.Tensor | torch.nn.Module
+    named = ((n, v) for n, v in plain.items() if n not in sizes and not isinstance(v, parts))
+    return sorted((name, repr(value)) for name, value in named)
 
 
 def _ask(model: PreTrainedModel, layer: torch.nn.Module) -> float:

@@ -29,13 +29,9 @@ from keepsight.errors import (
 from keepsight.kinds import Record
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
@@ -234,12 +230,8 @@ def _labels(branch: object) -> set[str]:
     if tag := _tag(branch):
         return {tag}
     fields = _fields(branch)
-    own = get_args(fields["type"]) if "type" in fields and _is_literal(fields["type"]) else ()
+    own = get_args(fields["type"]) if get_origin(fields.get("type")) is Literal else ()
     return {*own, getattr(branch, "__name__", "")}
-
-
-def _is_literal(kind: object) -> bool:
-    return get_origin(kind) is Literal
 
 
 def _inside(kind: object, part: object) -> object:

@@ -320,7 +320,7 @@ class RemoteStore:
         layout.checked(kind, key)
         self._outbox.settle()
         with telling(self.address, "pinned"):
-            if self._upkeep().is_absent((kind, key)):
+            if not self._link.exists(self._name(kind, key)):  # asked, not remembered
                 return False
             self._upkeep().pin((kind, key), pinned)
         return True

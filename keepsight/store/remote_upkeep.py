@@ -57,10 +57,6 @@ class Upkeep(Survey):
             self._link.remove(sign)
         return gone
 
-    def is_absent(self, name: Name) -> bool:
-        """Whether nothing lies there, by asking and not by remembering."""
-        return not self._link.exists(self.path(name))
-
     def clear_rest(self) -> None:
         """Remove what is no entry: pins, signposts, and what killed writers left behind."""
         signs = self._link.listed(self._link.folders(f"{self._prefix}{layout.UPON}/snapshot"))
