@@ -32,7 +32,8 @@ def _attention(query: Shape, key: Shape, value: Shape, *_: object, **__: object)
 
 
 # The attention that PyTorch has on a CPU is not in its own table.
-_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+_FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_ATTENTION = {} if _FLASH is None else {_FLASH: _attention}
 
 
 def roofline(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> Record:

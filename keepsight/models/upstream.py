@@ -41,6 +41,7 @@ NAMED = frozenset(
         *("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"),
         *("_init_weights", "_cdata", "_schema", "_forward_hooks", "_make_wrapper_subclass"),
         *("_mkl_reorder_linear_weight", "_mkl_linear", "_weight_int8pack_mm"),
+        "_scaled_dot_product_flash_attention_for_cpu",
     }
 )
 
