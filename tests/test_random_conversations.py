@@ -18,6 +18,7 @@ import torch
 from models import build, picture, turn
 
 import keepsight as ks
+from keepsight.models.weights import settle
 from keepsight.scheduler import Together
 
 WORDS = "the red cat sees a blue dog beside many small green hills and asks what colour is it"
@@ -98,6 +99,7 @@ def changed(model: Any, deed: str, seed: int) -> None:
         for layer in adapted:
             if layer.merged != (deed == "fold"):
                 {"fold": layer.merge, "unfold": layer.unmerge}[deed]()
+    settle(model)  # as the next pass would: a process that only repeats the changes has none
     model.eval()
 
 
@@ -206,11 +208,15 @@ class Talks:
 
     def cancel(self) -> None:
         talk = self.some()
-        stream = talk.session.stream(self.words(40), max_new_tokens=20, **GREEDY)
+        said = self.words(40)
+        stream = talk.session.stream(said, max_new_tokens=20, **GREEDY)
         for _ in range(self.random.randint(0, 8)):
             next(stream, None)
         stream.close()
-        self.answer(talk, talk.messages[:-1], talk.session.regenerate)
+        # An answer that had ended before it was cancelled stays in the session.
+        ended = len(talk.session.messages) > len(talk.messages)
+        asked = [*talk.messages, turn(said)] if ended else talk.messages[:-1]
+        self.answer(talk, asked, talk.session.regenerate)
 
     def together(self) -> None:
         """Several at once; some are given up on the way, others come when some have gone."""
