@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
 
 import keepsight
 from bench import page
@@ -22,6 +23,7 @@ from keepsight.bench.checkpoints import checkpoint
 from keepsight.bench.contestants import Answer, agreement
 from keepsight.bench.measure import Round, guard
 from keepsight.bench.options import SCALES
+from keepsight.bench.roofline import ATTENTION
 from keepsight.bench.workloads import Pictures, workloads
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +71,13 @@ def test_the_roofs_are_those_of_this_model(result: dict[str, Any], tmp_path: Pat
     block = 2 * patches * 12 * width * width + 4 * patches * patches * width
     assert found["tower"]["gflop"] >= round(vision.depth * block / 1e9, 4) > 0
     assert found["decode"]["keepsight_over_floor"] > 0 and found["tower"]["floor_ms"] > 0
+
+
+def test_attention_is_counted() -> None:
+    rows = torch.randn(1, 2, 256, 64)
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+        torch.nn.functional.scaled_dot_product_attention(rows, rows, rows)
+    assert counter.get_total_flops() == 4 * 2 * 256 * 256 * 64
 
 
 def test_new_reused_and_repeated_tokens_make_the_prompt(result: dict[str, Any]) -> None:

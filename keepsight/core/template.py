@@ -107,8 +107,7 @@ class ChatTemplate:
             if token in self._turns:
                 raise InputError(
                     f"the layout of a package would write {token!r} into the prompt, which only "
-                    "the "
-                    "chat template may; encode the image again"
+                    "the chat template may; encode the image again"
                 )
 
     def _guarded(self, text: str, own: Spans, code: Code) -> Rendered:

@@ -87,8 +87,7 @@ class Package:
                 return self
             raise InputError(
                 f"this package is packed already ({codecs.describe(before)}), so the error of "
-                "packing "
-                f"it as {codec} could not be measured; encode the image again"
+                f"packing it as {codec} could not be measured; encode the image again"
             )
         tensors_packed, claims = codecs.pack(self.tensors, codec)
         if not claims:
