@@ -57,7 +57,7 @@ BY_BOUNDARIES = {
     "aria": "experts",
     "ernie4_5_vl_moe": "decoded",
     "llama4": "bmm",
-    "paligemma": "see those behind them",
+    "paligemma": "attend to later tokens",
     "mllama": "cross",
 }
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -98,7 +98,7 @@ def test_it_holds_for(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_behind_a_router_of_four_outputs(kind: str) -> None:
-    """Whose kernel in bfloat16 depends on its rows, on some machines."""
+    """Whose kernel in bfloat16 depends on the number of rows, on some machines."""
     with wrapped(kind) as vlm, wrapped(kind) as other:
         assert vlm.stats()["engine"]["any_cut"]
         ids = ids_of(vlm, 150)
@@ -460,7 +460,9 @@ def test_a_machine_that_rounds_otherwise_is_found_out(monkeypatch: Any) -> None:
         assert rows_of(shape) is None
     with wrapped("qwen3_vl") as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "depend on their rows" in engine["boundaries_because"]
+        assert (
+            not engine["any_cut"] and "depend on the number of rows" in engine["boundaries_because"]
+        )
         assert engine["boundaries_because"].endswith("(pack=True may help)")
         assert vlm.chat([turn("Look.", picture(1))], max_new_tokens=2).tokens
     with wrapped("qwen3_vl", pack=True) as vlm:

@@ -110,7 +110,10 @@ def test_a_delta_rule_that_depends_on_its_rows_means_boundaries(
     monkeypatch.setattr(any_cut, "delta_rows_are_equal", lambda heads: False)
     with wrapped("qwen3_5") as vlm:
         engine = vlm.stats()["engine"]
-        assert not engine["any_cut"] and "depends on its rows" in engine["boundaries_because"]
+        assert (
+            not engine["any_cut"]
+            and "depends on the number of rows" in engine["boundaries_because"]
+        )
 
 
 @pytest.mark.tries_anew
@@ -119,7 +122,7 @@ def test_other_layers_under_a_known_name_mean_boundaries(monkeypatch: pytest.Mon
     normal = delta._normal
     monkeypatch.setattr(delta, "_normal", lambda rows: 2 * normal(rows))
     with wrapped("qwen3_5") as vlm:
-        assert "known under their name" in vlm.stats()["engine"]["boundaries_because"]
+        assert "known by their class name" in vlm.stats()["engine"]["boundaries_because"]
 
 
 def _a_hundredth_more(function: Any) -> Any:
@@ -148,7 +151,7 @@ def test_a_rule_that_is_wrong_by_a_hundredth_means_boundaries(
     with wrapped("lfm2_vl" if name == "convolve" else "qwen3_5", dtype) as vlm:
         engine = vlm.stats()["engine"]
         assert not engine["any_cut"]
-        assert "known under their name" in engine["boundaries_because"]
+        assert "known by their class name" in engine["boundaries_because"]
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 16, 16), (2, 4, 16, 32), (4, 8, 128, 128)])

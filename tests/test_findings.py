@@ -95,7 +95,7 @@ def test_a_kernel_that_no_longer_agrees_is_found_out(
     monkeypatch.setattr(linear, "_plain", restless)
     engine = ask(tmp_path, pack=False)[3]
     assert len(trials) == 2
-    assert not engine["any_cut"] and "depend on their rows" in engine["boundaries_because"]
+    assert not engine["any_cut"] and "depend on the number of rows" in engine["boundaries_because"]
 
 
 SHAPE = [8, 8, "torch.float32", False, False]

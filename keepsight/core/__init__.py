@@ -1,3 +1,2 @@
 """One turn: rendered, matched, prefilled, decoded, remembered. May import prefix, report and
-below.
-"""
+below."""

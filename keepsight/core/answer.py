@@ -1,6 +1,6 @@
-"""Messages in, pieces of the answer out: the way of every call that answers.
+"""From messages to the pieces of an answer: the path of every call that answers.
 
-`chat`, `ask`, sessions and the server all come through here.
+`chat`, `ask`, sessions and the server all use it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keepsight.report import Piece, Report
 
 
 def turn_of(runtime: Runtime, messages: list[Message], call: Call) -> Turn:
-    """Make the turn that answers messages; nothing is computed yet."""
+    """Create the turn that answers messages; compute nothing yet."""
     runtime.require_answers()
     runtime.tokenizer()
     return Turn(
@@ -36,7 +36,7 @@ def answer(runtime: Runtime, messages: list[Message], call: Call) -> Iterator[Pi
 
 
 def prepare(runtime: Runtime, messages: list[Message], call: Call) -> Report:
-    """Encode and prefill messages now; the report says what was reused."""
+    """Encode and prefill messages now; return the report of what was reused."""
     turn = turn_of(runtime, messages, call)
     with runtime.lock:
         try:

@@ -1,10 +1,11 @@
-"""Whether a model's states depend on the tokens before them and on nothing else, on this machine.
+"""Finds out whether this machine computes a token's states from the tokens before it alone.
 
-Nothing is assumed. Each shape of a linear layer and each kind of attention that the model uses is
-tried with numbers whose sums cancel, so that another order of adding shows; a pass of the model is
-watched for products that are computed by other functions; and the whole model is run over one
-prompt in one pass, in pieces, token by token and beside others, which must give equal bits. Where
-one of these fails, or cannot be asked, the model runs by boundaries, and `why` says why.
+If so, a prompt can be cut at any token. Nothing is assumed: each shape of a linear layer and each
+kind of attention is tried with numbers whose sums cancel, so that another order of adding shows. A
+pass of the model is watched for products that other functions compute. Then the whole model runs
+over one prompt in one pass, in pieces, token by token and beside other sequences; all bits must be
+equal. If a trial fails or cannot be made, prompts are cut at boundaries, and `why` gives the
+reason.
 """
 
 from __future__ import annotations
@@ -42,31 +43,31 @@ from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt, Rule
 from keepsight.store.contract import Store
 
-TOKENS = 46  # of the prompt that is run
-CUTS = (1, 4, 9, 24, 45)  # where it is cut
-_TOKENS_ON_A_GRID = 145  # of the prompt, where layers compute tokens in chunks
+TOKENS = 46  # tokens of the test prompt
+CUTS = (1, 4, 9, 24, 45)  # where the test prompt is cut
+_TOKENS_ON_A_GRID = 145  # tokens of the test prompt where layers compute in chunks
 _CUTS_ON_A_GRID = (*CUTS, *range(46, 68), 80, 81, 127, 129, 144)
 _NEAR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the logits' scale
-_ALIKE = 0.3  # of the logits' length: no more than experts that are chosen otherwise by rounding
-_APART, _LONGEST = 16, 512  # tokens of a snapshot, where any cut gives the same bits
+_ALIKE = 0.3  # of the logits' norm: no more than rounding does by choosing other experts
+_APART, _LONGEST = 16, 512  # tokens of a snapshot if any cut is exact
 _CHOSEN = "the caller chose boundaries, with grain="
 _OTHER_BITS = "the whole model gives other bits"
-_NOT_KNOWN = "its linear layers are not the ones that are known under their name"
-# Layers all of whose keys a lane can hold, and those whose states are computed on a grid.
-_AS_EXPORTED = ("graphs as they were exported",)
+_NOT_KNOWN = "its linear layers are not those known by their class name"
+# Layers whose keys a lane can hold completely, and layers whose states are computed on a grid.
+_AS_EXPORTED = ("exported graphs",)
 _SHOWN = ("full", "sliding", "none", "linear")
-_MOST = 8  # environments whose findings are remembered
+_MOST = 8  # environments whose findings are kept
 
 
 class Graphs(Protocol):
-    """What computes in the place of torch."""
+    """A runtime that computes in place of PyTorch."""
 
-    boundaries_because: str  # what excludes any cut, where something does
+    boundaries_because: str  # why a prompt cannot be cut anywhere; empty if it can
     decoder_bytes: int
 
 
 class AnyCut:
-    """What holds for one model, in the environment of the moment."""
+    """Tells whether any cut is exact for one model in the current environment."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class AnyCut:
         self._store = store
         self._model, self._family, self._engine = model, family, engine
         self._weights = weights
-        self._is_narrow = is_narrow(model)  # once: it walks over all modules
+        self._is_narrow = is_narrow(model)  # once, because it walks over all modules
         # A caller who names a grain wants boundaries.
         self.asked = settings.grain is None and not family.packages_only
         self.before = Finding(None, "" if self.asked else _CHOSEN)
@@ -95,8 +96,8 @@ class AnyCut:
         self._packed_for = self._shapes = ""
 
     def rule(self, boundaries: Rule, environment: Record, engine: Engine) -> tuple[Rule, Finding]:
-        """Whether a prompt can be cut anywhere now, or at boundaries only; and what was found. The
-        engine that will run it is given."""
+        """Return the rule for cutting prompts now, and the finding it rests on. The engine gets the
+        kernels that were found."""
         found = self.find(environment)
         engine.lanes.grows, engine.kernels = found.kernels is not None, found.kernels
         if found.kernels is None:
@@ -105,7 +106,7 @@ class AnyCut:
         return replace(rule, states=self._engine.shape.has_states), found
 
     def find(self, environment: Record) -> Finding:
-        """What holds now; it is tried once for all that it can depend on."""
+        """Return the finding for this environment; try only once per environment."""
         weights = self._weights
         why = self._why_not(environment)
         if why:
@@ -129,38 +130,38 @@ class AnyCut:
         return found
 
     def forget_steps(self) -> None:
-        """Record steps again: old ones read what was packed before, or miss what came since."""
+        """Record steps again: old recordings read dropped copies, or miss new ones."""
         for known in self._found.values():
             if known.kernels is not None:
                 known.kernels.steps.clear()
 
     def stats(self) -> Record:
-        """Bytes of packed copies, and how many decoded steps were run as a list of operations
-        since the model was last seen to change."""
-        # Copies of both: another thread may be adding to them.
+        """Bytes of packed copies, and the number of decoded steps that ran as a recorded list since
+        the model last changed."""
+        # Copy both: another thread may be adding to them.
         kernels = [known.kernels for known in list(self._found.values()) if known.kernels]
         ran = sum(step.ran for one in kernels for step in list(one.steps.values()))
         return {"packed_bytes": self.packing.nbytes, "recorded_steps": ran}
 
     def _name(self, environment: Record) -> str:
-        """What a finding depends on, beside the machine."""
+        """The name of a finding: everything it depends on except the machine."""
         now = (self._shapes, self.packing.wanted)
         return digests.digest(
             "any cut", environment, self._weights.code, self._weights.config, *now
         )
 
     def _read(self, name: str) -> findings.Noted | None:
-        # What only this process can know is in no note.
+        # A private fingerprint means nothing to other processes, so it has no note.
         store = None if self._weights.is_private else self._store
         return findings.read(store, name, lambda: self.packing.packed)
 
     def _remember_rules(self, name: str, here: str) -> None:
-        """How packed weights are read, where a process before this one tried it."""
+        """Reuse an earlier process's findings about packed weights."""
         if self.packing.wanted and not self.packing.rules and (noted := self._read(name)):
             self.packing.rules, self.packing.tried_in = noted.packing, here
 
     def _recalled(self, name: str) -> Finding | None:
-        """What a process before this one found, where this machine still does the same."""
+        """The finding of an earlier process, if a quick check confirms it here."""
         noted = self._read(name)
         if noted is None or noted.finding.kernels is None:
             return None if noted is None else noted.finding
@@ -183,11 +184,11 @@ class AnyCut:
         return found
 
     def _doubts(self, kernels: Kernels) -> list[str]:
-        """What was met, when it was tried or since, that is not shown to be exact."""
+        """Everything the model used that is not shown to be exact."""
         return [*kernels.linears.doubts, *kernels.doubts]
 
     def _why_not(self, environment: Record) -> str:
-        """What excludes it, without trying."""
+        """The reason that excludes any cut without a trial, or an empty text."""
         model, shape = self._model, self._engine.shape
         kinds = sorted({kind for kind in shape.kinds if kind not in _SHOWN})
         if self._graphs is not None and self._graphs.boundaries_because:
@@ -195,25 +196,27 @@ class AnyCut:
         if model.device.type != "cpu":
             return f"its kernels were never tried on {model.device.type}"
         if self._is_narrow:
-            return "its weights have eight bits, and few tokens are computed otherwise than many"
+            return (
+                "its weights have eight bits, and a pass over few tokens computes them differently"
+            )
         if kinds:
             return f"it has layers of other kinds than attention: {', '.join(kinds)}"
         if self._family.reuse != "prefix":
-            return "tokens of the prompt see those behind them"
+            return "prompt tokens attend to later tokens"
         if not self._family.decodes_as_prefilled:
-            return "a decoded token may go another way through the model than one of a prompt"
+            return "decoded tokens may take another path through the model than prompt tokens"
         if environment.get("compiled") or environment.get("autocast"):
             return "it is compiled, or runs under autocast"
         return ""
 
     def _groups(self) -> Iterator[Group]:
-        """The linear layers of the decoder and the output head; in graphs there are none."""
+        """The linear layers of the decoder and the output head; none for exported graphs."""
         if self._graphs is None:
             for part in self._family.text_modules():
                 yield from groups_in(part)
 
     def _shapes_now(self) -> str:
-        """The shapes of all weights of the language model: adapters come in others."""
+        """The shapes of all weights of the language model; adapters change them."""
         parts = [part.named_parameters() for part in self._family.text_modules()]
         shapes = [[name, list(w.shape), str(w.dtype)] for part in parts for name, w in part]
         return digests.digest("shapes", shapes)
@@ -238,12 +241,12 @@ class AnyCut:
                 if self._engine.shape.has_states:
                     names.append(f"states on a grid of {GRID}, in blocks of {BLOCK}")
                 return Finding(kernels, "", tuple(names))
-        except Exception as error:  # whatever a strange model runs into
+        except Exception as error:  # a foreign model may raise anything
             why = f"it could not be tried: {type(error).__name__}: {error}"
             return Finding(None, why, lasts=False)
 
     def _advice(self, why: str, kernels: Kernels) -> str:
-        """What may help where bits differ that other kernels give alike."""
+        """What the user may change to make bits equal, where other kernels are known to help."""
         if not why.startswith(_OTHER_BITS) and None not in kernels.linears.rows.values():
             return ""
         plain, dtype = self._may_pack and not self.packing.wanted, self._model.dtype
@@ -259,19 +262,17 @@ class AnyCut:
         return GraphTrial(self._model, self._family, self._engine, begin, self._ids(count))
 
     def _fails(self, kernels: Kernels) -> str:
-        """What shows that bits depend on something else; empty where nothing does."""
+        """What shows that bits depend on more than earlier tokens; empty if nothing does."""
         ids = self._ids(_TOKENS_ON_A_GRID if self._on_a_grid else TOKENS)
         others: set[str] = set()
         with doubtful.noted_in(others, len(ids)):
             wanted = self._states(kernels, ids, ())
         if others:
-            return (
-                f"numbers that depend on their company are computed by {', '.join(sorted(others))}"
-            )
+            return f"results that depend on neighbouring rows come from {', '.join(sorted(others))}"
         if doubts := self._doubts(kernels):
             return doubts[0]
         if not kernels.query_rows.fillings:
-            return "its attention is computed by functions of its own"
+            return "its attention is computed by its own functions"
         if why := self._mixers_fail(kernels):
             return why
         if why := self._unlike_stock(wanted[-1].float(), ids):
@@ -291,28 +292,31 @@ class AnyCut:
         return _CUTS_ON_A_GRID if self._on_a_grid else CUTS
 
     def _mixers_fail(self, kernels: Kernels) -> str:
-        """What is wrong with layers that have a state of fixed size, of which the last pass had
-        some; empty where nothing is."""
+        """What is wrong with the layers of fixed-size state used in the last pass; empty if nothing
+        is."""
         count, met = self._engine.shape.kinds.count("linear"), list(kernels.mixers)
         if len(met) != count:
-            return "it has linear layers that are computed by functions of their own"
+            return "it has linear layers computed by their own functions"
         for heads in {heads for heads in met if heads is not None}:
             if not delta_rows_are_equal(heads):
-                return f"a gated delta rule of {heads.values} heads depends on its rows"
+                return (
+                    f"the gated delta rule with {heads.values} heads depends on the number of rows"
+                )
         return "" if mixers.are_upstreams(self._model, MixerLayer) else _NOT_KNOWN
 
     def _unlike_stock(self, ours: torch.Tensor, ids: np.ndarray) -> str:
-        """What shows that the model's own code gives other logits, more than by rounding."""
+        """How the logits of the model's own code differ from ours by more than rounding; empty if
+        not."""
         stock = self._states(None, ids, ())[-1].float()
         near = _NEAR.get(self._model.dtype, 0.0)
         if self._on_a_grid and (ours - stock).abs().max() > near * stock.abs().max():
             return _NOT_KNOWN
         if (ours - stock).norm() > _ALIKE * stock.norm():
-            return "it computes something else than our kernels do in its place"
+            return "it computes something other than our kernels do in its place"
         return ""
 
     def _ids(self, tokens: int) -> np.ndarray:
-        """Ids of text."""
+        """Token ids of ordinary text."""
         count = self._model.get_input_embeddings().num_embeddings
         kept = set(self._family.placeholders.values())
         some = (np.arange(tokens * 2) * 7919 + 11) % count
@@ -328,7 +332,7 @@ class AnyCut:
     def _states(
         self, kernels: Kernels | None, ids: np.ndarray, cuts: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Keys, values, states and logits of a prompt that is computed in these pieces."""
+        """Keys, values, states and logits of a prompt computed in the given pieces."""
         run, engine = self._run(kernels, ids), self._engine
         counted, logits = engine.prefill_tokens, None
         for start, stop in pairwise([0, *cuts, len(ids)]):
@@ -339,7 +343,7 @@ class AnyCut:
     def _equal_beside_others(
         self, kernels: Kernels, ids: np.ndarray, wanted: list[torch.Tensor]
     ) -> bool:
-        """Whether the last tokens, decoded beside other sequences, have the states of before."""
+        """Whether the last tokens get the same states when decoded beside other sequences."""
         engine, first = self._engine, len(ids) - 2
         runs = [self._run(kernels, ids[:count]) for count in (first, 5)]
         counted = engine.prefill_tokens

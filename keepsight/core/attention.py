@@ -1,11 +1,10 @@
-"""Attention that reads grouped keys and values where they lie, in passes of ours on a CPU.
+"""Makes attention read grouped keys and values in place, in our own passes on a CPU.
 
-With a mask, upstream first copies all keys and values once for each query of a group, in every
-layer and every pass: most of what a short chunk on a long prefix costs. It asks one function
-whether to, and only an environment variable makes that say no. A variable is the whole process's:
-it would reach other people's models, change under a pass that runs in another thread, and move
-memory that C code reads without a lock. So the function is asked through ours, which answers for
-the thread whose pass it is.
+With a mask, Transformers first copies all keys and values once per query of a group, in every layer
+and pass. That is most of the cost of a short chunk on a long prefix. One function of theirs decides
+this, and it only listens to an environment variable. A variable would affect other models in the
+process, change under a running thread, and be written while C code reads it without a lock. So we
+wrap that function; the wrapper answers per thread.
 """
 
 from __future__ import annotations
@@ -23,28 +22,27 @@ _here = threading.local()
 
 
 def _passes() -> int:
-    """How many of ours this thread is in, one inside the other."""
+    """How many of our passes are active in this thread; they may be nested."""
     found: int = vars(_here).get("passes", 0)
     return found
 
 
 def _wanted() -> bool:
-    # A tracer cannot look into a thread; what is compiled is as upstream has it.
+    # A tracer cannot see thread state, so compiled code keeps the behaviour of Transformers.
     return not torch.compiler.is_compiling() and _passes() > 0
 
 
 @functools.cache
 def begin() -> None:
-    """Install our answer in front of upstream's: once in a process, before upstream's code is first
-    looked at."""
+    """Wrap the function of Transformers: once per process, before its code is first inspected."""
     upstream.ask_first(_wanted)
 
 
 @contextmanager
 def grouped_queries(device: torch.device) -> Iterator[None]:
-    """Let attention of this thread read grouped keys and values where they lie, on a CPU.
+    """Let attention in this thread read grouped keys and values in place, on a CPU.
 
-    On an accelerator the copy is right: its fast kernels take no groups with masks.
+    An accelerator needs the copy: its fast kernels take no groups with masks.
     """
     if device.type != "cpu":
         yield

@@ -1,12 +1,11 @@
-"""Sequences that decode together: one forward pass for all of them each step, while some come and
-others go.
+"""A padded batch of sequences that decode together, one forward pass per step.
 
-Each was prefilled alone, on its own lane (law 2). Here their states are laid side by side, aligned
-at the right, as one left-padded prefill would have left them. Sums over padded rows are ordered in
-another way, so a batch promises the greedy tokens of float32 and not the bits.
+Each sequence was prefilled alone, on its own lane (law 2). Here the states are aligned at the
+right, as one left-padded prefill would have left them. Sums over padded rows are added in another
+order, so a batch promises the greedy tokens of float32, not equal bits.
 
-Who joins or leaves costs one copy; a step copies nothing. Rows lie in seats: the first ones are
-taken, so a step works on a view of the buffers, and a row that leaves gives its seat to the last.
+Joining or leaving costs one copy; a step copies nothing. The rows in use come first, so a step
+works on a view of the buffers. When a row leaves, the last row moves into its place.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from keepsight.models.families import Family
 from keepsight.models.no_gradients import quietly
 from keepsight.models.upstream import DummyLayer, DynamicSlidingWindowLayer
 
-_WASTE = 4  # unused columns: one in so many may be left, then all move up
+_WASTE = 4  # compact when more than one column in this many is unused
 _ROUND = 64
 
 
@@ -38,20 +37,20 @@ class TokenSampler(Protocol):
     over: bool
 
     def take(self, logits: torch.Tensor) -> int:
-        """The next token; `over` is true after the last."""
+        """Return the next token, and whether it is the last."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The place of one sequence's states: a row in some layers."""
+    """Where the states of one sequence are: a row in some layers."""
 
     layers: Sequence[CacheLayer]
     row: int
-    length: int  # its tokens
-    beside: int  # rows of the media beside it
+    length: int  # tokens of the sequence
+    beside: int  # rows of its media in cross attention
 
     def tail(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer that keeps them, without padding: (heads, n, width)."""
+        """Keys and values of one layer without padding: (heads, n, width)."""
         layer = self.layers[index]
         if isinstance(layer, CrossLayer):
             return layer.keys[self.row, :, : self.beside], layer.values[self.row, :, : self.beside]
@@ -60,26 +59,26 @@ class _Source:
 
 
 class _Seats(LaneLayer):
-    """A full-attention layer of several sequences; the rows behind the last one are free seats."""
+    """A full-attention layer of several sequences, with free rows behind the rows in use."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
         self._all = keys, values
 
     def seat(self, rows: int, length: int) -> None:
-        """Let the first rows be those that a step works on."""
+        """Use the first `rows` rows in the next steps."""
         keys, values = self._all
         self.hold(keys[:rows], values[:rows], length)
 
     def put(self, row: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """One sequence into its seat, aligned at `end`; zeros before it, whoever sat there."""
+        """Write one sequence into a row, aligned at `end`, and zero everything before it."""
         for room, states in zip(self._all, (keys, values), strict=True):
             room[row, :, : end - states.shape[-2]] = 0
             room[row, :, end - states.shape[-2] : end] = states
 
 
 class Batch:
-    """The memory of the sequences that decode together, and their next positions."""
+    """The states of all sequences that decode together, and their next positions."""
 
     def __init__(
         self, model: PreTrainedModel, family: Family, runs: Sequence[Run] = (), room: int = 0
@@ -87,7 +86,7 @@ class Batch:
         self._model, self._family = model, family
         self.runs: list[Run] = []
         self.length = 0  # columns in use
-        self.columns = self.seats = 0  # what there is
+        self.columns = self.seats = 0  # allocated
         self.copies = 0  # how often all rows were copied
         self._lengths: list[int] = []
         self._beside: list[int] = []
@@ -104,7 +103,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states, free seats and columns included."""
+        """Bytes of all states, including free rows and columns."""
         tensors: list[torch.Tensor | None] = []
         for layer in self.cache.layers:
             tensors += [getattr(layer, "keys", None), getattr(layer, "values", None)]
@@ -115,7 +114,7 @@ class Batch:
 
     @quietly
     def join(self, runs: Sequence[Run], room: int) -> None:
-        """Take in sequences, each in the state of its lane. `room`: tokens that will follow."""
+        """Add sequences with the states of their lanes. `room`: tokens that will follow."""
         came = [_on_lane(run) for run in runs]
         count = len(self.runs) + len(runs)
         longest = max(source.length for source in came)
@@ -131,7 +130,7 @@ class Batch:
 
     @quietly
     def absorb(self, other: Batch, room: int) -> None:
-        """Take in all rows of another batch, which is of no use afterwards."""
+        """Add all rows of another batch, which cannot be used afterwards."""
         came = other._sources()
         self._lay([*self._sources(), *came], len(self.runs) + len(came), room)
         positions = torch.cat([self._positions, other._positions], dim=-2)
@@ -141,7 +140,7 @@ class Batch:
 
     @quietly
     def leave(self, run: Run) -> None:
-        """Let a sequence go; its seat is taken by the last."""
+        """Remove a sequence; the last row moves into its place."""
         row = self.runs.index(run)
         order = list(range(len(self.runs)))
         order[row] = order[-1]
@@ -164,7 +163,7 @@ class Batch:
 
     @quietly
     def put_back(self, run: Run) -> None:
-        """Let the lane of a sequence hold all that the sequence has become here."""
+        """Copy everything this sequence has become back to its lane."""
         source = self._sources()[self.runs.index(run)]
         lane, end = run.lane, source.length
         for index, layer in enumerate(lane.cache.layers):
@@ -185,7 +184,7 @@ class Batch:
 
     def _sources(self) -> list[_Source]:
         both = zip(self._lengths, self._beside, strict=True)
-        # The list is copied: its layers are exchanged while rows are moved.
+        # Copy the list: its layers are replaced while rows move.
         layers = list(self.cache.layers)
         return [_Source(layers, row, length, beside) for row, (length, beside) in enumerate(both)]
 
@@ -204,11 +203,11 @@ class Batch:
         self._seen += seen if seen is not None else [self._see(run) for run in runs]
 
     def _see(self, run: Run) -> dict[str, torch.Tensor]:
-        """What the tokens behind a prompt see of its media."""
+        """The masks and media inputs that tokens after a prompt need."""
         end = len(run.prompt)
         return self._family.media_inputs(run.prompt.ids, run.prompt.grids, end, end + 1)
 
-    # -- where everything lies -------------------------------------------------------------------
+    # -- layout -----------------------------------------------------------------------------------
 
     def _put(self, row: int, source: _Source) -> None:
         for index, layer in enumerate(self.cache.layers):
@@ -216,7 +215,7 @@ class Batch:
                 layer.put(row, self.length, *source.tail(index))
 
     def _lay(self, sources: Sequence[_Source], seats: int, room: int) -> None:
-        """Copy all rows to make seats and columns for more; where that fails all stays as is."""
+        """Copy all rows into larger buffers. If that fails, everything stays as it is."""
         before = self.length, self.columns, self.seats
         self.copies += 1
         self.length = max(source.length for source in sources)
@@ -246,7 +245,7 @@ class Batch:
     def _rearrange(
         self, sources: Sequence[_Source], layers: list[CacheLayer] | None = None
     ) -> None:
-        """Put together what has a row for each sequence and no free seats."""
+        """Rebuild the states that have exactly one row per sequence and no free rows."""
         fresh = DynamicCache(config=self._model.config).layers
         layers = list(self.cache.layers) if layers is None else layers
         for index, layer in enumerate(layers):
@@ -255,13 +254,13 @@ class Batch:
                 layers[index] = _cross(index, sources)
             elif not isinstance(layer, _Seats) and not isinstance(theirs, DummyLayer):
                 layers[index] = _fixed(fresh[index], index, sources, self.length)
-        for layer in layers:  # only now: from here on nothing can fail
+        for layer in layers:  # assigned last: nothing below can fail
             if isinstance(layer, _Seats):
                 layer.seat(len(sources), self.length)
         self.cache.layers = layers
 
     def _follow(self) -> None:
-        """Mask and media inputs follow the rows."""
+        """Reorder masks and media inputs like the rows."""
         padded = self.length - torch.tensor(self._lengths)[:, None]
         device = self._model.device
         self._mask = (torch.arange(self.columns) >= padded).long().to(device)
@@ -272,7 +271,7 @@ class Batch:
 
     @quietly
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """One token of each sequence through the model; the logits behind them, a row for each."""
+        """Run one token of each sequence through the model; return the logits, one row each."""
         device = self._model.device
         if self.length == self.columns:
             self._lay(self._sources(), len(self.runs), self.length // 2)
@@ -298,7 +297,7 @@ class Batch:
     def decode(self, samplers: Sequence[TokenSampler], logits: torch.Tensor) -> int:
         """Decode until every row has ended; return the number of steps.
 
-        The row of a sequence that has ended goes on with a token that is not read.
+        The row of a sequence that has ended is still computed; its token is not read.
         """
         steps = 0
         running = dict(enumerate(samplers))
@@ -329,7 +328,7 @@ def _linear(layer: CacheLayer) -> Iterable[tuple[str, int, torch.Tensor]]:
 
 
 def _cross(index: int, sources: Sequence[_Source]) -> CrossLayer:
-    """The media of several sequences, aligned at the left; the zeros behind them are masked."""
+    """Cross-attention states of several sequences, aligned at the left; padding is masked."""
     layer = CrossLayer()
     longest = max(source.beside for source in sources)
     filled = next((source for source in sources if source.beside), None)
@@ -346,7 +345,7 @@ def _cross(index: int, sources: Sequence[_Source]) -> CrossLayer:
 
 
 def _padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One tensor of each name for all rows, zeros where a row has less or nothing."""
+    """Stack tensors by name over all rows, with zeros where a row has less or nothing."""
     joined: dict[str, torch.Tensor] = {}
     for name in {name for row in rows for name in row}:
         have = [row[name] for row in rows if name in row]
@@ -362,7 +361,7 @@ def _padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def _fixed(layer: CacheLayer, index: int, sources: Sequence[_Source], length: int) -> CacheLayer:
-    """Sliding, convolution and recurrent states side by side, in a new layer."""
+    """Put sliding, convolution and recurrent states side by side in a new layer."""
     if isinstance(layer, DynamicSlidingWindowLayer):
         tails = [source.tail(index) for source in sources]
         width = min(length, layer.sliding_window - 1)

@@ -1,6 +1,6 @@
-"""The options of one call, sorted by who uses them; unknown ones are refused.
+"""The options of one call, sorted by consumer; unknown options are refused.
 
-Each call goes through here before anything else happens, so that no option is taken and ignored.
+Each call comes here first, so that no option is accepted and then ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call:
 
     @classmethod
     def of(cls, options: Options, tenant: str) -> Call:
-        """The options of a call that answers. `tenant` is used where the options name none."""
+        """The options of a call that answers. `tenant` applies if the options name none."""
         known = [*known_options(), *CHAT_OPTIONS]
         UnknownOption.refuse(options, known, "chat")
         options = dict(options)
@@ -40,6 +40,6 @@ class Call:
 
     @classmethod
     def before_decoding(cls, options: Options, tenant: str, where: str) -> Call:
-        """For calls that decode nothing: what only decoding listens to is refused, not ignored."""
+        """The options of a call that decodes nothing; options of decoding are refused."""
         UnknownOption.refuse(options, CHAT_OPTIONS, where)
         return cls.of(options, tenant)

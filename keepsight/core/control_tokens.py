@@ -1,7 +1,7 @@
-"""Control tokens as text: how they are written, a code for them, and the ids of texts with some.
+"""Control tokens as text: their spelling, a code for them, and token ids of text that holds some.
 
-Whoever renders text puts what looks like a control token and is none in code. Here it is read again
-and becomes the ids of ordinary text.
+The renderer writes text that only looks like a control token in code. This module reads the code
+back and gives such text the ids of ordinary text.
 """
 
 from __future__ import annotations
@@ -19,65 +19,66 @@ from keepsight.core.encodings import TenantEncodings
 from keepsight.errors import MessagesError
 from keepsight.models import upstream
 
-# Ideographs that hardly any text holds. Unlike private-use characters they print, so that nothing
-# which writes a list or a record as text escapes them.
+# Rare ideographs. Unlike private-use characters they print, so no tool escapes them when it writes
+# a list or a record as text.
 _RARE = (range(0x30000, 0x3134B), range(0x20000, 0x2A6D7))
 _IS_RARE = re.compile("[\U00030000-\U0003134a\U00020000-\U0002a6d6]")
 _NEVER = "(?!)"  # a pattern that nothing matches
 
 
 class Code:
-    """One rare character for each of some characters; none of those is in `taken`."""
+    """A code: one rare character for each of some characters. No character of the code is in
+    `taken`."""
 
     def __init__(self, characters: Collection[str], taken: Collection[str] = ()) -> None:
         free = (new for block in _RARE for new in map(chr, block) if new not in taken)
         pairs = list(zip(sorted(characters), free, strict=False))
         if len(pairs) < len(characters):
-            raise MessagesError("the messages hold every character that could be used for another")
+            raise MessagesError("the messages use every character that the code could use")
         self.characters = frozenset(new for _, new in pairs)
         self._put = {ord(old): new for old, new in pairs}
         self._read = {ord(new): old for old, new in pairs}
         self.runs = re.compile(f"([{''.join(new for _, new in pairs)}]+)" if pairs else "((?!))")
 
     def put(self, text: str) -> str:
-        """A text in code."""
+        """Encode a text."""
         return text.translate(self._put)
 
     def read(self, text: str) -> str:
-        """The text, with coded control tokens decoded."""
+        """Decode a text, including its coded control tokens."""
         return self.runs.sub(lambda run: run[0].translate(self._read), text)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered conversation. What looks like a control token and is none is written in `code`."""
+    """A rendered conversation. Text that only looks like a control token is written in `code`."""
 
     text: str
     code: Code | None = None
 
     def plain(self, text: str) -> str:
-        """A text made of this one, out of code."""
+        """Decode a text that was cut out of this one."""
         return text if self.code is None else self.code.read(text)
 
 
 class ControlTokens:
-    """The control tokens of a model: how they are written, and their ids."""
+    """The control tokens of a model: their spelling and their ids."""
 
     def __init__(self, names: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
-        # A single character is in every text, even where a tokenizer calls it special.
+        # A single character occurs in ordinary text, even if a tokenizer calls it special.
         self.names = sorted({n for n in names if len(n) > 1 and not n.isspace()})
         pattern = _any_of(self.names) or _NEVER
         self.find, self._cut = re.compile(pattern), re.compile(f"({pattern})")
         self.characters = frozenset("".join(self.names))
         edges = {c for name in self.names for c in (name[0], name[-1])}
         marks = edges | {c for c in self.characters if not (c.isalnum() or c.isspace() or c == "_")}
-        # Whoever gives a token its beginning, its end or its punctuation gives one of these.
+        # To forge a token, a text must hold its beginning, its end or its punctuation.
         self.marks = marks_of(marks)
         ids = {name: tokenizer.convert_tokens_to_ids(name) for name in self.names}
         self._ids = {n: i for n, i in ids.items() if i not in (None, tokenizer.unk_token_id)}
 
     def in_code(self, code: Code) -> re.Pattern[str]:
-        """A pattern that finds control tokens as they are written in code."""
+        """A pattern that finds control tokens written in code."""
         return re.compile(_any_of(map(code.put, self.names)) or _NEVER)
 
     def encode(
@@ -87,10 +88,10 @@ class ControlTokens:
         start: list[int],
         earlier: TenantEncodings | None = None,
     ) -> list[int] | np.ndarray:
-        """The ids of a text, in which no control token is but those that it writes out of code.
+        """The ids of a text; only control tokens outside of the code become control tokens.
 
-        `start` is what the tokenizer puts before a text of its own accord. A text that begins as an
-        `earlier` one did is tokenized from there on.
+        `start` is what the tokenizer puts before every text. If the text begins like an `earlier`
+        one, only the rest is tokenized.
         """
         text, code = rendered.text, rendered.code
         bos = tokenizer.bos_token
@@ -110,7 +111,7 @@ class ControlTokens:
         else:
             ids = [*lead, *self._joined(tokenizer, [*map(rendered.plain, pieces)], 1)]
         allowed = self._written(text) + Counter(lead)
-        if self._among(ids) - allowed:  # the tokenizer makes them of something else too
+        if self._among(ids) - allowed:  # the tokenizer also makes control tokens of other text
             pieces = [rendered.plain(piece) for piece in self._cut.split(text)]
             ids = [*lead, *self._joined(tokenizer, pieces, 0)]
         if forged := self._among(ids) - allowed:
@@ -121,7 +122,8 @@ class ControlTokens:
     def _joined(
         self, tokenizer: PreTrainedTokenizerBase, pieces: list[str], literal: int
     ) -> Iterator[int]:
-        """The ids of a text in pieces; in every second one, from `literal` on, all is text."""
+        """The ids of a text given in pieces. Every second piece, starting with `literal`, is plain
+        text."""
 
         def encode(texts: list[str]) -> list[list[int]]:
             found: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -139,32 +141,32 @@ class ControlTokens:
 
     def _as_text(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         ids = upstream.encode_as_text(tokenizer, text)
-        if self._among(ids):  # some models of a vocabulary know them as words: spell them
+        if self._among(ids):  # some vocabulary models know them as words: spell them in characters
             return [i for c in text for i in upstream.encode_as_text(tokenizer, c)]
         return ids
 
     def _among(self, ids: list[int] | np.ndarray) -> Counter[int]:
-        """How often each control token occurs among some ids."""
+        """How often each control token occurs in a list of ids."""
         found = np.asarray(ids, dtype=np.int64)
         return Counter(found[np.isin(found, list(self._ids.values()))].tolist())
 
     def _written(self, text: str) -> Counter[int]:
-        """How often each is written in a text, by id."""
+        """How often each control token is written in a text, by id."""
         return Counter(self._ids[name] for name in self.find.findall(text) if name in self._ids)
 
 
 def marks_of(characters: Collection[str]) -> re.Pattern[str]:
-    """A pattern that finds any of these characters."""
+    """A pattern that matches any of these characters."""
     return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else _NEVER)
 
 
 def rare_characters(texts: Iterable[str]) -> frozenset[str]:
-    """The characters in some texts that a code may not use for them."""
+    """The characters of some texts that their code may not use."""
     return frozenset(c for t in texts if not t.isascii() for c in _IS_RARE.findall(t))
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """A pattern of the longest of some words; its time does not grow with their number."""
+    """A pattern for the longest of some words; its run time does not grow with their number."""
     rests: dict[str, list[str]] = {}
     ends = False
     for word in words:
@@ -178,8 +180,8 @@ def _any_of(words: Iterable[str]) -> str:
 
 
 def _behind(texts: list[str], encode: Callable[[list[str]], list[list[int]]]) -> list[list[int]]:
-    """The ids of texts that follow others."""
-    # Behind a line break, because SentencePiece puts a space before what begins a text.
+    """The ids of texts that follow other text."""
+    # After a line break, because SentencePiece adds a space before the start of a text.
     newline, *found = encode(["\n", *(f"\n{text}" for text in texts)])
     cut = len(newline)
     alone = [not cut or ids[:cut] != newline for ids in found]

@@ -1,12 +1,12 @@
-"""Conversations that go on: only messages that were added are parsed, counted and searched.
+"""Reuses the work on earlier turns: only added messages are parsed, counted and searched.
 
-The latest conversations of each tenant are remembered message by message. Two messages are the
-same where all data in them is, types and order too: 1 is neither True nor 1.0, and what is no plain
-data is never the same. Messages with media are parsed each time, for what they show is named anew;
-the places of media in the text are as they were.
+The latest conversations of each tenant are kept message by message. Two messages are equal if all
+their data is, including types and order: 1 equals neither True nor 1.0. Anything but plain data
+never equals. Messages with media are parsed each time, because their media need new names; the
+places of media in the text are reused.
 
-A text that was rendered of exactly these messages is taken as it was, unless the template asks for
-the time or for chance.
+The rendered text of exactly these messages is reused too, unless the template asks for the time or
+for random numbers.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from keepsight.core.template import ChatTemplate
 from keepsight.kinds import Message
 
 _FIELDS = ["role", "content"]
-_TEXTS = 4  # rendered texts of one conversation: with and without the beginning of an answer
-_CHANGES = re.compile(r"\b(strftime_now|random)\b")  # what a template may ask for that is not given
+_TEXTS = 4  # rendered texts per conversation: with and without the beginning of an answer
+_CHANGES = re.compile(r"\b(strftime_now|random)\b")  # functions that make a template's output vary
 
-Key = Hashable  # of plain data
+Key = Hashable  # types of plain data
 
 
 @dataclass(frozen=True)
 class ReadMessage:
-    """A message as the template wants it, and what must be known of it."""
+    """A message as the template wants it, with facts needed later."""
 
     message: Message
     characters: int
-    is_simple: bool  # a role and texts or places of media, and nothing else
-    may_forge: bool  # something in it could be a part of a control token
+    is_simple: bool  # only a role, texts and places of media
+    may_forge: bool  # some text in it could be part of a control token
 
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """Messages by their keys, as they were read for one template."""
+    """Messages by their keys, as read for one template."""
 
     tenant: str
     template: ChatTemplate
@@ -55,17 +55,17 @@ class Conversation:
 
 
 class EarlierPrompts:
-    """What is remembered of the latest prompts: their messages, and their texts with ids."""
+    """The latest prompts of all tenants: messages, texts and ids."""
 
     def __init__(self) -> None:
         self.texts, self.conversations = Encodings(), Latest[Conversation]()
 
     def of(self, tenant: str) -> TenantPrompts:
-        """Those of one tenant."""
+        """The prompts of one tenant."""
         return TenantPrompts(tenant, self.texts.of(tenant), self.conversations)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget those of one tenant, or of all."""
+        """Forget the prompts of one tenant, or of all."""
         self.texts.clear(tenant)
         self.conversations.clear(tenant)
 
@@ -82,7 +82,7 @@ class TenantPrompts:
     conversations: Latest[Conversation]
 
     def read(self, messages: object, template: ChatTemplate) -> ReadConversation:
-        """A conversation, of which only what was added is read."""
+        """Read a conversation; parse only messages that were added."""
         given = listed(messages)
         media: list[tuple[str, object]] = []
         keys: list[Key] = []
@@ -108,7 +108,7 @@ class TenantPrompts:
         for i in range(count, len(given)):
             message = parsed[i] if i in parsed else parse_message(given[i], i, [])
             one = _read(message, template)
-            if not one.is_simple:  # what the caller may change in place is copied
+            if not one.is_simple:  # copy what the caller may change in place
                 one = replace(one, message=copy.deepcopy(message))
             read.append(one)
         made = Conversation(self.tenant, template, keys, read)
@@ -119,7 +119,8 @@ class TenantPrompts:
 
 @dataclass(frozen=True)
 class ReadConversation:
-    """What a conversation says and shows; as what it is remembered, where it is plain data."""
+    """A conversation as read: its messages and media, and the record to keep if it is plain
+    data."""
 
     read: list[ReadMessage]
     media: list[tuple[str, object]]
@@ -127,7 +128,7 @@ class ReadConversation:
 
     @property
     def characters(self) -> int:
-        """Of all texts in it."""
+        """The number of characters in all texts."""
         return sum(one.characters for one in self.read)
 
     def rendered(
@@ -137,7 +138,7 @@ class ReadConversation:
         generate: bool,
         options: Mapping[str, object],
     ) -> Rendered:
-        """Its text."""
+        """The rendered text."""
         texts, how = self._texts(template, generate, options, tokenizer.special_tokens_map)
         if found := texts.get(how):
             return found
@@ -151,7 +152,7 @@ class ReadConversation:
         return made
 
     def _texts(self, template: ChatTemplate, *how: object) -> tuple[dict[Key, Rendered], Key]:
-        """The texts among which one of these messages is looked for, and by what."""
+        """The remembered texts to search for one of these messages, and the key to search by."""
         if self.conversation is None or _CHANGES.search(template.source):
             return {}, ""
         try:
@@ -161,7 +162,7 @@ class ReadConversation:
 
 
 def read_anew(messages: object, template: ChatTemplate) -> ReadConversation:
-    """A conversation of which nothing is remembered."""
+    """Read a conversation that nothing is remembered of."""
     media: list[tuple[str, object]] = []
     parsed = [parse_message(one, i, media) for i, one in enumerate(listed(messages))]
     return ReadConversation([_read(message, template) for message in parsed], media)
@@ -173,7 +174,7 @@ def _read(message: Message, template: ChatTemplate) -> ReadMessage:
 
 
 def _key_of_text(message: object) -> Key | None:
-    """The key of a message of the usual form that shows nothing; None for all others."""
+    """The key of a usual message without media; None for all others."""
     if type(message) is not dict or [*message] != _FIELDS or type(message["role"]) is not str:
         return None
     content = message["content"]
@@ -192,7 +193,7 @@ def _key_of_text(message: object) -> Key | None:
 
 
 def _key(value: object) -> Key:
-    """Plain data so that two are equal only where everything is; a TypeError for other data."""
+    """A key for plain data that is equal only if everything is; TypeError for other data."""
     kind = type(value)
     if kind is str or value is None:
         return value
@@ -208,7 +209,7 @@ def _key(value: object) -> Key:
 
 
 def _is_simple(message: Message) -> bool:
-    """Whether Transformers hands a message to a template as it is."""
+    """Whether Transformers passes this message to a template unchanged."""
     if message.keys() != {"role", "content"} or type(message["role"]) is not str:
         return False
     content = message["content"]

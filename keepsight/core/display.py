@@ -1,6 +1,6 @@
-"""What a model, a session and its history look like in a notebook or at a prompt.
+"""How a model, a session and its history look in a notebook or at a prompt.
 
-`repr` is one line; `_repr_html_` is a table, in which nothing that came from outside is HTML.
+`repr` is one line; `_repr_html_` is a table in which outside text is escaped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def described(runtime: Runtime) -> str:
 
 
 class DisplayedModel:
-    """How an object that holds a model shows itself: its name, and what each tier remembers."""
+    """Shows an object that holds a model: its name, and what each tier holds."""
 
     runtime: Runtime
 

@@ -1,8 +1,8 @@
-"""Functions of torch whose numbers may depend on their company, noted while a model computes.
+"""Records torch functions whose results may depend on neighbouring rows, while a model computes.
 
-Products of matrices add in an order that depends on the number of rows. Some functions of single
-numbers round those that are left over behind whole vectors otherwise. What is made of several
-functions (`einsum`) is taken apart and looked at piece by piece.
+Matrix products add in an order that depends on the number of rows. Some elementwise functions round
+the last numbers, which fill no whole vector, differently. Composite functions such as `einsum` are
+checked by their parts.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _UNEVEN = {
 }
 _SCALED = ("add", "sub", "rsub")  # where one of the two is multiplied first
 _COMPLEX = ("mul", "div", "addcmul", "reciprocal")  # of complex numbers
-_EVEN_POWERS = (0.5, 1, 2, 3, -1, -2)  # each of which is a function of its own
+_EVEN_POWERS = (0.5, 1, 2, 3, -1, -2)  # each a function of its own
 _UNEVEN_HALVES = ("gelu", "rsqrt", "pow", *_SCALED)  # in bfloat16
 _VECTOR = 64
-_EXACT = 1 << 24  # whole numbers up to here are sums of float32
+_EXACT = 1 << 24  # float32 adds whole numbers up to here exactly
 
 
 def noted_in(names: set[str], tokens: int) -> AbstractContextManager[object]:
-    """Note the names of such functions that this thread asks for, outside of our kernels, in a
-    pass over so many tokens."""
+    """Collect the names of such functions called in this thread outside of our kernels, in a pass
+    over `tokens` tokens."""
 
     def run(function: TorchFunction, given: Args, options: Record) -> object:
         name = str(function).split(".")[1].rstrip("_")  # such as aten.mm.default
@@ -74,8 +74,8 @@ def _is_uneven(name: str, given: Args, options: Record) -> bool:
 
 
 def _harmless(args: Sequence[object]) -> bool:
-    """Whether a product has nothing to add: columns times rows, as rotary positions are made; or
-    adds whole numbers, which is exact in any order."""
+    """Whether a product is exact in any order: it adds nothing (an outer product, as for rotary
+    positions), or it adds whole numbers."""
     given = [arg for arg in args if isinstance(arg, torch.Tensor)]
     sizes = [arg.shape for arg in given]
     outer = len(sizes) == 2 and len(sizes[0]) > 1 and sizes[0][-1] == 1
@@ -83,7 +83,7 @@ def _harmless(args: Sequence[object]) -> bool:
 
 
 def leaves_none(name: str, args: Sequence[object], tokens: int) -> bool:
-    """Whether no number of tokens leaves any over."""
+    """Whether every number of tokens fills whole vectors."""
     given = next(arg for arg in args if isinstance(arg, torch.Tensor))
     power = args[1] if name == "pow" and isinstance(args[1], int | float) else None
     if power in _EVEN_POWERS:

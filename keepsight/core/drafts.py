@@ -1,14 +1,13 @@
-"""Tokens guessed from what was said before, and checked several in one pass.
+"""Guesses tokens from earlier text and checks several in one pass.
 
-Where any cut of a sequence gives the same bits, a pass over several tokens gives for each of them
-the logits of a single step. So the next tokens are guessed: the last ones are looked for in this
-sequence and in earlier answers to the same tenant, and what followed there is put into the pass
-behind the token that was chosen. Sampling then goes on as always, token by token; as long as it
-chooses what was guessed, the logits behind it are there already. Nothing else changes: what was
-guessed wrongly is taken back from the lane.
+If any cut of a sequence gives the same bits, a pass over several tokens gives the logits of single
+steps. So the last tokens are looked up in this sequence and in earlier answers to the same tenant;
+the tokens that followed there are the guess. They go into the pass behind the chosen token.
+Sampling then proceeds token by token. As long as it chooses the guessed token, the next logits are
+already there. Wrong guesses are removed from the lane.
 
 A pass over several tokens may cost more than a step. `Costs` measures both, and how often guesses
-come true, while answers run; it says how many tokens to guess, which may be none.
+are right, while answers run. From that it decides how many tokens to guess, possibly none.
 """
 
 from __future__ import annotations
@@ -25,42 +24,42 @@ import torch
 from keepsight.core.conversations import EarlierPrompts
 from keepsight.prefix.prompt import Prompt
 
-SHORTEST = 2  # tokens that must agree before what followed them is taken for a guess
-LONGEST = 32  # of those that agree, so many are counted
-GUESSES = (3, 7, 15)  # tokens guessed at once; with the one before them, rows that kernels like
-MAX_PLACES = 8  # places that are compared, the latest first
-MAX_TENANTS = 64  # whose answers are remembered
-MAX_TOKENS = 16_384  # of earlier answers, per tenant
-BEFORE = 256  # tokens of its prompt that are remembered before an answer
-NOTHING = -1  # where no token can be guessed: in pictures, and between answers
-FEW = 16  # tokens of an answer that is too short to guess for
-MARGIN = 1.05  # how much more a pass must promise than a step
-LOSS = 0.02  # of the time of an answer that guesses may cost
+SHORTEST = 2  # tokens that must agree before the next ones are guessed
+LONGEST = 32  # matching tokens are counted up to here
+GUESSES = (3, 7, 15)  # tokens guessed at once; plus the chosen one: row counts kernels like
+MAX_PLACES = 8  # matches that are compared, the latest first
+MAX_TENANTS = 64  # tenants whose answers are kept
+MAX_TOKENS = 16_384  # tokens of earlier answers, per tenant
+BEFORE = 256  # prompt tokens kept before an answer
+NOTHING = -1  # marks places without a token to guess: pictures, and gaps between answers
+FEW = 16  # answers shorter than this get no guesses
+MARGIN = 1.05  # how much cheaper than steps a pass must be expected to be
+LOSS = 0.02  # largest share of an answer's time that guesses may cost
 
 
 class Rewindable(Protocol):
-    """What guessing needs of the sequence that is decoded."""
+    """What guessing needs of a sequence that is decoded."""
 
     @property
     def length(self) -> int:
-        """Tokens that were put through the model."""
+        """Tokens that went through the model."""
 
     def forward(self, tokens: list[int]) -> torch.Tensor:
-        """Put tokens behind them; the logits behind each, a row for each."""
+        """Run tokens through the model; return the logits behind each, one row each."""
 
     def rewind(self, length: int) -> None:
-        """Take tokens back."""
+        """Remove tokens from the end."""
 
 
 @dataclass
 class Tally:
-    """How many tokens were guessed, and how many of them came true."""
+    """How many tokens were guessed, and how many of the guesses were right."""
 
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
     def add(self, other: Tally) -> None:
-        """Count in what another has counted."""
+        """Add the counts of another tally."""
         self.drafted_tokens += other.drafted_tokens
         self.accepted_tokens += other.accepted_tokens
 
@@ -74,11 +73,11 @@ class Answers:
         self._by_tenant: OrderedDict[str, np.ndarray] = OrderedDict()
 
     def of(self, tenant: str) -> np.ndarray:
-        """All that is remembered of one tenant, the latest answer last."""
+        """All answers of one tenant, the latest last."""
         return self._by_tenant.get(tenant, _EMPTY)
 
     def add(self, tenant: str, prompt: Prompt, answer: list[int]) -> None:
-        """Remember an answer; the oldest make room for it."""
+        """Add an answer; drop the oldest to make room."""
         parts = [self.of(tenant), words_of(prompt)[-BEFORE:], np.asarray(answer, np.int64), _BREAK]
         self._by_tenant[tenant] = np.concatenate(parts)[-MAX_TOKENS:]
         self._by_tenant.move_to_end(tenant)
@@ -100,7 +99,7 @@ class Answers:
 
 
 def words_of(prompt: Prompt) -> np.ndarray:
-    """The ids of a prompt, NOTHING where a picture is."""
+    """The ids of a prompt, NOTHING in place of pictures."""
     return np.where(prompt.types == 0, prompt.ids, NOTHING)
 
 
@@ -109,20 +108,21 @@ _BREAK = np.full(1, NOTHING, np.int64)
 
 
 class Costs:
-    """What passes over so many tokens cost, and how often guesses come true."""
+    """What passes over n tokens cost, and how often guesses are right."""
 
     def __init__(self) -> None:
-        self._times: dict[int, float] = {}  # seconds of a pass, by its tokens
-        self._truth: dict[int, float] = {}  # by how many tokens agreed: the share that came true
+        self._times: dict[int, float] = {}  # seconds of a pass, by number of tokens
+        self._truth: dict[int, float] = {}  # share of right guesses, by number of matching tokens
 
     def passed(self, tokens: int, seconds: float) -> None:
-        """Count a pass in. A first one is slow for reasons of its own, so the least counts more."""
+        """Record the time of a pass. First passes are slow for other reasons, so the minimum counts
+        most."""
         before = self._times.get(tokens, seconds)
         share = 0.5 if seconds < before else 0.1
         self._times[tokens] = before + share * (seconds - before)
 
     def guessed(self, agreeing: int, right: int, asked: int) -> None:
-        """Count guesses: how many were checked, and how many were right before the first wrong
+        """Record how many guesses were checked, and how many were right before the first wrong
         one."""
         kind = _kind(agreeing)
         tried = min(right + 1, asked)
@@ -130,26 +130,26 @@ class Costs:
         self._truth[kind] = self.truth(agreeing) + share * (right / tried - self.truth(agreeing))
 
     def declined(self, agreeing: int) -> None:
-        """Note that a guess was not tried: its estimate moves back towards the first value."""
+        """Record that no guess was tried; its estimate moves back towards the initial value."""
         kind = _kind(agreeing)
         self._truth[kind] = self.truth(agreeing) + 0.01 * (_HOPES[kind] - self.truth(agreeing))
 
     def truth(self, agreeing: int) -> float:
-        """The share of guesses that came true where as many tokens agreed."""
+        """The share of right guesses where this many tokens matched."""
         kind = _kind(agreeing)
         return self._truth.get(kind, _HOPES[kind])
 
     def step(self) -> float | None:
-        """Seconds of a step, once one was seen."""
+        """Seconds of a step, once one was measured."""
         return self._times.get(1)
 
     def time(self, tokens: int) -> float:
-        """Seconds of a pass, or what it may cost where none was seen."""
+        """Seconds of a pass, estimated if none was measured."""
         step = self._times.get(1, 0.0)
         return self._times.get(tokens, step * (1 + 0.02 * tokens))
 
     def best(self, agreeing: int, there: int) -> int:
-        """How many tokens to guess, of so many that could be guessed."""
+        """How many of the guessable tokens to guess."""
         if self.step() is None or not there:
             return 0
         truth = min(self.truth(agreeing), 0.99)
@@ -170,11 +170,11 @@ def _kind(agreeing: int) -> int:
 
 @dataclass
 class _Pending:
-    """A pass with guesses, of which `used` came true so far."""
+    """A pass with guesses, of which `used` were right so far."""
 
     tokens: list[int]
     rows: torch.Tensor
-    start: int  # the length of the lane before it
+    start: int  # length of the lane before the pass
     agreeing: int
     seconds: float
     used: int = 0
@@ -190,13 +190,13 @@ class Drafts:
     """The guesses of one sequence."""
 
     lane: Rewindable
-    ids: np.ndarray  # its prompt, NOTHING where a picture is
+    ids: np.ndarray  # its prompt, NOTHING in place of pictures
     earlier: np.ndarray
     costs: Costs
     most: int  # tokens that may follow the prompt
     tenant: str
     tally: Tally
-    _count: int = 0  # tokens behind the prompt that were chosen
+    _count: int = 0  # tokens chosen after the prompt
     _pending: _Pending | None = None
     _balance: float = 0.0  # seconds that guesses have saved, or lost
     _spent: float = 0.0
@@ -206,7 +206,7 @@ class Drafts:
         self._all = np.concatenate([self.ids, np.empty(min(self.most, 512), np.int64)])
 
     def step(self, token: int) -> torch.Tensor:
-        """The logits behind one token more, a row."""
+        """Return the logits after one more token, a row."""
         self._append(token)
         pending = self._pending
         if pending is not None and pending.next == token and self._stands(pending):
@@ -217,12 +217,12 @@ class Drafts:
         return self._forward(token)
 
     def note(self, token: int) -> None:
-        """A token more goes through the model beside other sequences."""
+        """Note a token that went through the model beside other sequences."""
         self._append(token)
         self.settle()
 
     def settle(self) -> None:
-        """Take back what was guessed and not chosen."""
+        """Remove guesses that were not chosen."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -235,7 +235,7 @@ class Drafts:
                 self.lane.rewind(pending.start + 1 + pending.used)
 
     def _stands(self, pending: _Pending) -> bool:
-        """Whether the lane is as that pass has left it."""
+        """Whether the lane is still as that pass left it."""
         return self.lane.length == pending.start + len(pending.tokens)
 
     def _forward(self, token: int) -> torch.Tensor:
@@ -258,8 +258,8 @@ class Drafts:
         self._count += 1
 
     def _guess(self) -> tuple[int, list[int]]:
-        """How many of the last tokens were seen before, and what may follow them now."""
-        left = self.most - self._count - 1  # the last token is chosen, and put through nothing
+        """How many of the last tokens occurred before, and what may follow now."""
+        left = self.most - self._count - 1  # the last token is chosen, but not through the model
         if self.most <= FEW or left < 1 or self._balance < -LOSS * self._spent:
             return 0, []
         said = self._all[: len(self.ids) + self._count]
@@ -273,8 +273,8 @@ class Drafts:
 
 
 def _latest(said: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
-    """Where most of the last tokens of `said` occur earlier: how many they are, and what
-    follows."""
+    """The earlier place in `said` that matches the most of its last tokens: how many match, and
+    what follows."""
     best, following = 0, _EMPTY
     for end in _places(said, where):
         agreeing = _agreeing(said, where[: end + 1])
@@ -285,7 +285,7 @@ def _latest(said: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 def _places(said: np.ndarray, where: np.ndarray) -> Iterator[int]:
-    """Where the last tokens of `said` occur earlier with tokens behind them, the latest first."""
+    """Earlier places of the last tokens of `said` with tokens behind them, the latest first."""
     if len(said) < SHORTEST or len(where) <= SHORTEST:
         return
     found = where[SHORTEST - 1 : -1] == said[-1]

@@ -1,7 +1,8 @@
-"""Ids behind embeddings: for pipelines that hand over `inputs_embeds` and no `input_ids`.
+"""Recovers token ids from embeddings, for pipelines that pass `inputs_embeds` without `input_ids`.
 
-A row that equals the embedding of a token is that token. Where several tokens have one embedding it
-is the placeholder of a picture, as upstream takes it, or else any of them: they give one answer.
+A row that equals the embedding of a token is that token. If several tokens share an embedding, the
+placeholder of a picture is taken, as Transformers does; otherwise any of them, since all give one
+answer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from keepsight.errors import InputError, UnsupportedInput
 from keepsight.models.families import Family
 from keepsight.models.families.pixels import embedding_of
 
-_AT_ONCE = 8192  # rows of the table that are compared at a time
+_AT_ONCE = 8192  # rows of the table compared at a time
 
 
 def ids_behind(family: Family, embeddings: object) -> torch.Tensor:
-    """The ids of a batch of embeddings, shape (batch, tokens)."""
+    """The ids for a batch of embeddings, shape (batch, tokens)."""
     model, marks = family.model, torch.tensor(sorted(family.placeholders.values()))
     width = embedding_of(model).embedding_dim
     if not isinstance(embeddings, torch.Tensor) or embeddings.dim() != 3:
@@ -49,8 +50,8 @@ def ids_behind(family: Family, embeddings: object) -> torch.Tensor:
     if bool((ids < 0).any()):
         row, token = divmod(int(torch.nonzero(ids < 0)[0, 0]), embeddings.shape[1])
         raise UnsupportedInput(
-            f"token {token} of row {row} of inputs_embeds is the embedding of no token (a soft "
-            "prompt, or features that were put in already); give input_ids, and pictures as "
+            f"row {row}, token {token} of inputs_embeds equals the embedding of no token (a "
+            "soft prompt, or features already inserted); give input_ids, and pictures as "
             "pixels or packages"
         )
     return ids.view(embeddings.shape[:2])
@@ -65,7 +66,7 @@ def _embedded(model: PreTrainedModel, begin: int, end: int) -> torch.Tensor:
 
 
 def _table(model: PreTrainedModel) -> Iterator[tuple[int, torch.Tensor]]:
-    """The embeddings of all tokens, some at a time, as the model itself makes them."""
+    """The embeddings of all tokens in parts, computed by the model itself."""
     count = embedding_of(model).num_embeddings
     for begin in range(0, count, _AT_ONCE):
         yield begin, _embedded(model, begin, min(count, begin + _AT_ONCE))

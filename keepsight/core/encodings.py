@@ -1,10 +1,9 @@
-"""Token ids of a text that begins as an earlier one did: only what was added is tokenized.
+"""Tokenizes only the added part of a text that begins like an earlier one.
 
-A tokenizer takes the tokens that were added to it out of a text first, as they are written, and
-makes ids of each stretch between them by itself. So a text may be cut in front of such a token:
-what stands before it has the ids that it had. This is used for tokenizers of which it is shown by
-trying (`Seams`); they are found again when anything of a tokenizer changes. A few tokens before
-the new ones are made again each time, and compared.
+A tokenizer first splits a text at its added tokens and tokenizes each part by itself. So a text may
+be cut before an added token: the ids before it do not change. Only tokenizers that pass a trial
+(`Seams`) are treated so; the trial is repeated when the tokenizer changes. A few tokens before the
+new ones are always made again and compared.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from keepsight.core.latest import Latest
 
-LEAST = 512  # characters; a shorter text is tokenized whole
-_AGAIN = 2  # seams from the end of what is the same: so far back tokens are made again
-# What stands beside a seam when a tokenizer is tried: spaces of all kinds, accents that join with
-# what is before them, ligatures, scripts without spaces, joined emoji, digits, signs.
+LEAST = 512  # characters; shorter texts are tokenized whole
+_AGAIN = 2  # how many seams before the end of the common part tokenizing starts again
+# Texts beside a seam in the trial: all kinds of spaces, combining accents, ligatures, scripts
+# without spaces, joined emoji, digits, signs.
 _BESIDE = (
     "x", " x", "x ", "  ", "\n", "\n\n x", "\t", "\u00a0", "\u2581", "\u0301e", "e\u0301", "\ufb01",
     "\u4e2d\u6587", "\U0001f469\u200d\U0001f467", "12 345", "'s", "<|", "|>", "\u0e33", "\uac01",
@@ -32,7 +31,7 @@ Clean = Callable[[np.ndarray, str, bool], bool]
 
 @dataclass(frozen=True, eq=False)
 class EncodedText:
-    """A text and its ids. In front of each seam, a character and a token, it may be cut."""
+    """A text and its ids. It may be cut before each seam, given as (character, token)."""
 
     tenant: str
     seams_of: Seams
@@ -44,7 +43,7 @@ class EncodedText:
 
 
 class Seams:
-    """In front of which tokens a tokenizer's texts may be cut."""
+    """The added tokens before which a tokenizer's texts may be cut."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._state = _state(tokenizer)
@@ -63,11 +62,11 @@ class Seams:
         self.ids = np.array(sorted(self.names), dtype=np.int64)
 
     def hold(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether nothing of the tokenizer was changed since it was tried."""
+        """Whether the tokenizer is unchanged since the trial."""
         return self._state == _state(tokenizer)
 
     def _are_shown(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        # Only Transformers' own classes, which hand a text to the library as it is.
+        # Only Transformers' own classes, which pass a text to the library unchanged.
         if not self.names or not type(tokenizer).__module__.startswith("transformers."):
             return False
         name = next(iter(self.names.values()))
@@ -80,7 +79,7 @@ class Seams:
         return bool(tokenizer(wholes)["input_ids"] == joined)
 
     def find(self, text: str, ids: np.ndarray, places: list[tuple[int, int]]) -> list[list[int]]:
-        """The seams of a text of which the place of each token is known: characters, and tokens."""
+        """The seams of a text, given the place of each token: (character, token) pairs."""
         found: list[list[int]] = [[], []]
         for token in np.flatnonzero(np.isin(ids, self.ids)).tolist():
             start, end = places[token]
@@ -91,9 +90,9 @@ class Seams:
 
 
 class Encodings(Latest[EncodedText]):
-    """The latest texts, and of which tokenizers they may be cut.
+    """The latest texts, and the tokenizers whose texts may be cut.
 
-    Safe in several threads, each with a tokenizer of its own.
+    Thread-safe if each thread has its own tokenizer.
     """
 
     def __init__(self) -> None:
@@ -101,11 +100,11 @@ class Encodings(Latest[EncodedText]):
         self._tried: list[tuple[PreTrainedTokenizerBase, Seams]] = []
 
     def of(self, tenant: str) -> TenantEncodings:
-        """Those of one tenant."""
+        """The texts of one tenant."""
         return TenantEncodings(self, tenant)
 
     def seams(self, tokenizer: PreTrainedTokenizerBase) -> Seams:
-        """Where texts of a tokenizer, as it is now, may be cut."""
+        """Where texts of this tokenizer may be cut, in its present state."""
         with self._lock:
             tried = next((seams for known, seams in self._tried if known is tokenizer), None)
         if tried is not None and tried.hold(tokenizer):
@@ -127,10 +126,10 @@ class TenantEncodings:
     def encode(
         self, tokenizer: PreTrainedTokenizerBase, text: str, special: bool, clean: Clean
     ) -> np.ndarray | None:
-        """The ids of a text, or None where it has to be tokenized in another way.
+        """The ids of a text, or None if it must be tokenized in another way.
 
-        With `special` the tokenizer puts before it what it puts before a text. `clean` is asked
-        whether new ids, of a text, are what they should be; and whether that text is the beginning.
+        With `special` the tokenizer adds its start tokens. `clean` is called with new ids, their
+        text and whether that text is the beginning; it tells whether the ids are as expected.
         """
         if len(text) < LEAST:
             return None
@@ -167,9 +166,9 @@ class TenantEncodings:
 
 
 def _cut(begun: EncodedText, shared: int, seams: Seams) -> tuple[int, int, int]:
-    """Where a text that shares so much is cut: the character, its token, and the token up to which
-    both are certainly the same."""
-    # A longer token could begin at the last seam, or before it and end in what is new.
+    """Where to cut a text that shares this much: the character, its token, and the token up to
+    which both texts surely agree."""
+    # A longer token could begin at or before the last seam and end in the new text.
     count = bisect_right(begun.characters, shared - seams.longest)
     place = max(count - _AGAIN, 0)
     if not count or not begun.characters[place]:
@@ -178,8 +177,8 @@ def _cut(begun: EncodedText, shared: int, seams: Seams) -> tuple[int, int, int]:
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
-    """All that decides which ids a text gets, as far as it can be changed on a live tokenizer, but
-    for what is changed while it encodes."""
+    """Everything that decides the ids of a text and can be changed on a live tokenizer, except what
+    changes while it encodes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return (tokenizer,)

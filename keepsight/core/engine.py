@@ -1,9 +1,9 @@
-"""The only caller of the language model: lanes, prefill boundary by boundary, decode steps.
+"""The only caller of the language model: lanes, prefill from boundary to boundary, decode steps.
 
-A prompt is always prefilled in the chunks its boundaries give, whether something was remembered or
-not, so the same shapes run either way and a warm answer equals a cold one bit for bit. Prefill of
-two prompts never shares a forward pass. Nothing that a model object keeps between calls is used:
-positions are passed explicitly each time.
+A prompt is always prefilled in the chunks that its boundaries give, remembered or not. So the same
+shapes run either way, and a warm answer equals a cold one bit for bit. Two prompts never share a
+prefill pass. State that a model object keeps between calls is not used: positions are passed
+explicitly each time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keepsight.prefix.node import LOGITS, Node, Received
 from keepsight.prefix.prompt import Prompt
 from keepsight.system.devices import Order
 
-MAX_PATTERNS = 64  # makings whose snapshots are known by shape
+MAX_PATTERNS = 64  # namespaces whose snapshot layout is known
 
 
 @dataclass(eq=False)
@@ -46,30 +46,30 @@ class Run:
     positions: torch.Tensor
     lane: Lane
     node: Node
-    next_positions: torch.Tensor  # of the token behind the prompt, as forward takes it
+    next_positions: torch.Tensor  # position of the token after the prompt, as forward takes it
     logits: torch.Tensor | None = None
     computed: int = 0
     since: int = 0  # when the prompt was matched
     open: bool = True
-    left: bool = False  # its lane is for others, it goes on in a batch or not at all
-    kernels: Kernels | None = None  # those by which any cut gives the same bits
-    changed: bool = False  # another thread changed the model meanwhile: nothing is remembered
-    drafts: Drafts | None = None  # tokens that are guessed, where several in a pass are exact
+    left: bool = False  # its lane was given to others; it goes on in a batch or not at all
+    kernels: Kernels | None = None  # the kernels that make any cut exact
+    changed: bool = False  # another thread changed the model meanwhile: remember nothing
+    drafts: Drafts | None = None  # guesses tokens if passes over several are exact
 
     def settle(self) -> None:
-        """Take back from the lane what was guessed and not chosen."""
+        """Remove guesses that were not chosen from the lane."""
         if self.drafts is not None:
             self.drafts.settle()
 
     def last_logits(self) -> torch.Tensor:
-        """The logits behind the prompt."""
+        """The logits after the prompt."""
         if self.logits is None:
             raise KeepsightError("a prompt that is not prefilled to its end has no logits")
         return self.logits
 
 
 class Engine:
-    """Runs one model. Callers take turns; the lock is theirs."""
+    """Runs one model. Callers take turns and hold the lock themselves."""
 
     def __init__(
         self,
@@ -87,21 +87,21 @@ class Engine:
         self.decode_steps = 0
         self.answers, self.costs, self.tally = Answers(), Costs(), Tally()
         self.guessing = True
-        self.kernels: Kernels | None = None  # of this moment, by which any cut gives the same bits
-        self._patterns: dict[str, Record] = {}  # by making
+        self.kernels: Kernels | None = None  # the current kernels that make any cut exact
+        self._patterns: dict[str, Record] = {}  # by namespace
         self._placement: Placement | None = None
         self._order = Order()
 
     def bind(self, making: str) -> None:
-        """Say what the model is now; called before each turn. What this caller queues on a device
-        comes behind what callers before it queued there."""
+        """Set the current model and kernels; called before each turn. Work that this caller queues
+        on a device waits for the work of earlier callers."""
         self.lanes.making = making
         if self._model.device.type != "cpu":
             self._order.follow(self.placement.devices)
 
     def receive(self, rows: Tensors, fixed: Tensors | None) -> Received | None:
-        """A snapshot from a file, each tensor on the device where its layer computes; None where
-        this model could not have made it."""
+        """Place a snapshot from a file on the devices of its layers; None if this model could not
+        have made it."""
         kv = {name: tensor for name, tensor in rows.items() if name != LOGITS}
         found, wanted = pattern(kv, fixed or {}), self.snapshot_pattern()
         if fixed is None:
@@ -113,14 +113,14 @@ class Engine:
 
     @property
     def placement(self) -> Placement:
-        """On which device each layer keeps its state."""
+        """The device on which each layer keeps its state."""
         if self._placement is None:
             self._placement = Placement(self._model, self.shape)
         return self._placement
 
     def look_again(self) -> bool:
-        """The weights are not what they were. Where they have moved, what lies beside their old
-        place is dropped, and True says that snapshots lie there too."""
+        """Handle changed weights. If they moved, drop what lies beside their old place and return
+        True: snapshots lie there too."""
         self._core = self._model.base_model
         before, self._placement = self._placement, None
         if before is not None and before != self.placement:
@@ -129,7 +129,7 @@ class Engine:
         return False
 
     def snapshot_pattern(self) -> Record:
-        """What all snapshots of one making have in common; it costs one small pass, once."""
+        """The layout that all snapshots of a namespace share; costs one small pass, once."""
         making = f"{self.lanes.making} {self.lanes.grows}"
         if making not in self._patterns:
             while len(self._patterns) >= MAX_PATTERNS:
@@ -139,7 +139,7 @@ class Engine:
 
     @quietly
     def _look_at_a_snapshot(self) -> Record:
-        """The pattern of all snapshots, from one of two tokens that is thrown away."""
+        """Derive the layout from a snapshot of two tokens, which is dropped."""
         ids = np.zeros(2, dtype=np.int64)
         lane = self.lanes.fresh()
         positions = self._family.positions(ids, ids, [])
@@ -152,7 +152,8 @@ class Engine:
 
     @quietly
     def start(self, prompt: Prompt, match: Match, room: int, kernels: Kernels | None = None) -> Run:
-        """Put a lane where the (held) match ends. `room`: tokens that will follow the prompt."""
+        """Prepare a lane at the end of the (held) match. `room`: tokens that will follow the
+        prompt."""
         lane = self.lanes.take(match.node)
         lane.busy = True
         lane.reserve(len(prompt) + room)
@@ -161,8 +162,8 @@ class Engine:
         positions = lane.placed.positions
         lane.rewind(length)
         restore(lane, match, length)
-        # As upstream's `generate` goes on: behind the last token, not behind the largest position,
-        # which may belong to the last frame of a slow video.
+        # Continue like `generate` of Transformers: after the last token, not after the largest
+        # position, which may belong to the last frame of a slow video.
         behind = (positions[..., -1:] + 1).to(self._model.device)
         run = Run(prompt, positions, lane, match.base, behind, kernels=kernels)
         run.logits, run.since = match.logits, match.since
@@ -173,7 +174,7 @@ class Engine:
 
     @quietly
     def go_on(self, run: Run, match: Match) -> None:
-        """Take over what the (held) match remembers behind the run's end, instead of computing."""
+        """Restore what the (held) match remembers beyond the run's end, instead of computing it."""
         restore(run.lane, match, run.lane.length)
         if match.base is not match.node:
             self._prefixes.hold(match.base)
@@ -189,13 +190,13 @@ class Engine:
         changed: Callable[[], bool],
         ends: Sequence[int] = (),
     ) -> None:
-        """Compute up to the next cut; its snapshot is in the tree when this returns.
+        """Compute up to the next cut; when this returns, its snapshot is in the tree.
 
-        Where any cut gives the same bits, one pass goes over several snapshots, at `ends`.
+        If any cut is exact, one pass covers several snapshots, at `ends`.
 
-        `fetch` gives the package of a medium by its index; each chunk asks only for its own.
-        `changed` is asked behind the pass: where another thread changed the model or a switch
-        meanwhile, neither this snapshot nor any behind it is remembered.
+        `fetch` returns the package of a medium by index; each chunk asks only for its own.
+        `changed` is called after the pass: if another thread changed the model or a setting
+        meanwhile, neither this snapshot nor a later one is remembered.
         """
         start = run.lane.length
         parts = [
@@ -219,7 +220,7 @@ class Engine:
     def chunk(
         self, run: Run, start: int, end: int, parts: list[tuple[Package, int, int]]
     ) -> torch.Tensor | None:
-        """One pass over a stretch of a prompt; the logits behind it, at the prompt's end."""
+        """Run one pass over a stretch of a prompt; return the logits at the prompt's end."""
         device = self._model.device
         inputs: Inputs = {
             "input_ids": torch.from_numpy(run.prompt.ids[start:end])[None].to(device),
@@ -237,7 +238,7 @@ class Engine:
         with grouped_queries(device), running(run.kernels):
             if last or self._core is self._model:
                 output = self._model(**inputs, logits_to_keep=1)
-            else:  # without the output head, whose logits would not be read
+            else:  # without the output head: nobody reads these logits
                 output = self._core(**inputs)
         run.lane.length = end
         if not last:
@@ -264,7 +265,7 @@ class Engine:
     def _remember_all(
         self, run: Run, ends: Sequence[int], logits: torch.Tensor | None, cost: float
     ) -> None:
-        """The snapshots of one pass, which went over several."""
+        """Remember the several snapshots of one pass."""
         begin, stop = run.node.end, run.lane.length
         for end in ends:
             if run.node.end < end <= stop:
@@ -272,7 +273,7 @@ class Engine:
                 self._remember(run, end, logits if end == len(run.prompt) else None, share)
 
     def guess(self, run: Run, tenant: str, most: int, tally: Tally) -> None:
-        """Guess tokens while this sequence decodes, where several in a pass are exact."""
+        """Guess tokens while this sequence decodes, if passes over several tokens are exact."""
         family, length = self._family, run.lane.length
         exact = run.kernels is not None and not self.shape.has_states  # these are not taken back
         if not self.guessing or not exact or family.step_inputs(1, length + 1):
@@ -282,14 +283,14 @@ class Engine:
         run.drafts = Drafts(lane, words, earlier, self.costs, most, tenant, tally)
 
     def step(self, run: Run, token: int) -> torch.Tensor:
-        """One decoded token through the model; the logits behind it."""
+        """Run one decoded token through the model; return the logits after it."""
         if run.drafts is not None:
             return run.drafts.step(token)
         return self.forward(run, [token])
 
     @quietly
     def forward(self, run: Run, tokens: list[int]) -> torch.Tensor:
-        """Decoded tokens through the model in one pass; the logits behind each."""
+        """Run decoded tokens through the model in one pass; return the logits after each."""
         start, end = run.lane.length, run.lane.length + len(tokens)
         extra = self._family.step_inputs(1, end)
         extra = {name: tensor.to(self._model.device) for name, tensor in extra.items()}
@@ -302,12 +303,12 @@ class Engine:
         return logits[0]
 
     def take_back(self, run: Run, length: int) -> None:
-        """Rewind what was decoded to so many tokens."""
+        """Rewind the decoded part to this many tokens."""
         run.next_positions = run.next_positions - (run.lane.length - length)
         run.lane.rewind(length)
 
     def again(self, run: Run, tokens: Sequence[int]) -> None:
-        """Compute a sequence again on a separate lane, from its prompt's snapshot on."""
+        """Compute a sequence again on a separate lane, starting at its prompt's snapshot."""
         self.leave_lane(run)
         if not self._prefixes.load(run.node, run.prompt):
             raise KeepsightError("the prompt was forgotten while its answer was being computed")
@@ -319,7 +320,7 @@ class Engine:
 
     @quietly
     def keep_decoded(self, run: Run, prompt: Prompt, answer: list[int]) -> None:
-        """Remember the lane as it is, with its decoded tokens."""
+        """Remember the lane with its decoded tokens."""
         if self._prefixes.is_forgotten(run.node, prompt, run.since):
             return
         if run.drafts is not None:
@@ -341,13 +342,13 @@ class Engine:
         self._prefixes.release(decoded)
 
     def leave_lane(self, run: Run) -> None:
-        """The sequence goes on elsewhere, or ends: its lane is for others."""
+        """Release the lane: the sequence goes on elsewhere, or ends."""
         run.settle()
         if run.lane.busy and not run.left:
             run.left = True
             run.lane.busy = False
             if not self._prefixes.is_forgotten(run.node, run.prompt, run.since):
-                self.lanes.give_back(run.lane)  # else it still holds what must not be kept
+                self.lanes.give_back(run.lane)  # else it still holds states that must not be kept
 
     def clear(self, tenant: str | None) -> None:
         """Forget idle lanes, and the answers of one tenant or of all."""
@@ -355,14 +356,14 @@ class Engine:
         self.answers.clear(tenant)
 
     def let_go(self, run: Run | None, node: Node | None) -> None:
-        """Finish a run, or release the node that was held for one that never began."""
+        """Finish a run, or release the held node if the run never began."""
         if run is not None:
             self.finish(run)
         elif node is not None:
             self._prefixes.release(node)
 
     def finish(self, run: Run) -> None:
-        """Let go of the path and the lane; safe to call twice."""
+        """Release the path and the lane; safe to call twice."""
         if run.open:
             run.open = False
             self.leave_lane(run)
@@ -370,11 +371,11 @@ class Engine:
                 self.tally.add(run.drafts.tally)
                 run.drafts = None
             self._prefixes.release(run.node)
-            self._prefixes.settle()  # what fell out of the device goes now, not before an answer
+            self._prefixes.settle()  # write evicted entries now, not before an answer
 
 
 class _Decoding:
-    """A run, as far as guessing its tokens goes."""
+    """A run, as guessing sees it."""
 
     def __init__(self, engine: Engine, run: Run) -> None:
         self._engine, self._run = engine, run
@@ -385,7 +386,7 @@ class _Decoding:
         return self._run.lane.length
 
     def forward(self, tokens: list[int]) -> torch.Tensor:
-        """Put tokens through the model; the logits behind each."""
+        """Run tokens through the model; return the logits after each."""
         return self._engine.forward(self._run, tokens)
 
     def rewind(self, length: int) -> None:

@@ -1,6 +1,6 @@
-"""Why each stretch of a prompt was reused or computed, from what its turn found.
+"""Explains why each stretch of a prompt was reused or computed, from the findings of its turn.
 
-A pure function: it looks nothing up but where the features of a medium lie, and changes nothing.
+A pure function: it looks up only where features come from, and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from keepsight.report import Segment
 
 @dataclass
 class Findings:
-    """What a turn found remembered, at first and while it was prefilled."""
+    """What a turn found remembered, at first and during prefill."""
 
     match: Match
     known: Known
     other: tuple[int, str] | None = None  # how far another namespace knows the prompt, and which
-    taken_over: list[tuple[int, Match]] = field(default_factory=list)  # from where, and what
+    taken_over: list[tuple[int, Match]] = field(default_factory=list)  # (from token, match)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were remembered when the turn began or became so before they were
+        """Prompt tokens that were remembered when the turn began, or became so before they were
         needed."""
         return self.match.length + sum(match.length - start for start, match in self.taken_over)
 
@@ -35,13 +35,14 @@ class Origin:
     """Where the features of a medium come from."""
 
     where: str  # memory, disk, remote, caller or tower
-    elsewhere: bool = False  # what the store has of it was made elsewhere
+    elsewhere: bool = False  # the store has features of it that were made elsewhere
 
 
 def explain(
     prompt: Prompt, rule: Rule, found: Findings, origin: Callable[[int], Origin]
 ) -> list[Segment]:
-    """Split a prompt into stretches with one fate each; `origin` is asked per computed medium."""
+    """Split a prompt into stretches that were reused or computed; `origin` is called per computed
+    medium."""
     reasons = _reasons(prompt, rule, found)
     reused = [(0, found.match), *found.taken_over]
     edges = {0, len(prompt), *(start for start, _ in reasons)}
@@ -81,7 +82,7 @@ def _computed(
 
 
 def _reasons(prompt: Prompt, rule: Rule, found: Findings) -> list[tuple[int, str]]:
-    """(from token, reason) for what is behind the match, in order."""
+    """(first token, reason) pairs for everything after the match, in order."""
     at, known = found.match.length, found.known
     if found.other is not None and found.other[0] > max(at, known.until):
         return [(at, found.other[1])]

@@ -1,9 +1,9 @@
-"""What was found about the kernels of a model, as a note in the store that the next process reads.
+"""Stores what was found about a model's kernels as a note for the next process.
 
-Trying takes seconds for a large model, so it is done once for a machine. The name of a note is made
-of all that a finding can depend on: the processor with its caches and cores, the builds of torch
-and of this package, the environment, and the model's code, settings and shapes. After any change of
-these it is tried again. A note that cannot be read is as none.
+A trial takes seconds for a large model, so it is made once per machine. The name of a note covers
+everything a finding depends on: the processor with caches and cores, the builds of torch and of
+this package, the environment, and the model's code, settings and shapes. If any of them changes,
+the trial is repeated. An unreadable note counts as none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from keepsight.store.contract import Store
 
 _KIND = "kernels"
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-# What Linux says of a processor and does not change while it runs.
+# Facts that Linux reports about a processor and that do not change while it runs.
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
 _CPUINFO, _CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -35,11 +35,11 @@ Rules = dict[Shape, Rows | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found: the kernels by which it holds, or why it does not."""
+    """The result of a trial: the kernels with which any cut is exact, or why it is not."""
 
     kernels: Kernels | None
     why: str = ""
-    names: tuple[str, ...] = ()  # of the kernels, for the name of what is computed with them
+    names: tuple[str, ...] = ()  # names of the kernels, part of the namespace
     lasts: bool = True  # whether another process on this machine would find the same
 
 
@@ -48,11 +48,11 @@ class Noted:
     """A finding as an earlier process left it."""
 
     finding: Finding
-    packing: Rules  # how rows of packed weights are filled up
+    packing: Rules  # how packed weights pad their rows
 
 
 def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]) -> Noted | None:
-    """What an earlier process found under a name on this machine."""
+    """Read what an earlier process on this machine found under a name."""
     note = None if store is None else store.note(_KIND, _key(name))
     if note is None:
         return None
@@ -70,7 +70,7 @@ def read(store: Store | None, name: str, packed: Callable[[], dict[int, Packed]]
 
 
 def write(store: Store | None, name: str, finding: Finding, packing: Rules) -> None:
-    """Leave a finding to the processes that come."""
+    """Save a finding for later processes."""
     if store is None or not finding.lasts:
         return
     found = finding.kernels
@@ -135,7 +135,8 @@ def _count(given: object) -> int:
 
 @functools.cache
 def machine() -> str:
-    """The digest of what chooses kernels on this machine, and of the code that tries them."""
+    """A digest of everything on this machine that decides which kernels run, and of the code that
+    tries them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     core = Path(__file__).parent
     files = [file for room in (core, core.parent / "runtimes") for file in room.rglob("*.py")]

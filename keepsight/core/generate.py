@@ -1,8 +1,8 @@
-"""Tensors in, tensors out: `generate` as Transformers has it, with a memory.
+"""Tensors in, tensors out: `generate` with the signature of Transformers, and a memory.
 
-A processor's packed output is taken apart into media, row by row; what the caller says about masks,
-type ids and positions is compared with what the prompt itself says, and refused by name if it
-differs, because a path does not carry it.
+The packed output of a processor is split into media, row by row. Masks, type ids and positions from
+the caller are compared with those that follow from the prompt. If they differ they are refused by
+name, because a path does not carry them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 _CHECKED = ("attention_mask", "position_ids", *_TYPES)
 _REFUSED = {
-    "mm_encoder_outputs": "hand images in as packages, with chat() or ask()",
+    "mm_encoder_outputs": "pass images as packages, to chat() or ask()",
     "past_key_values": "Keepsight keeps its own",
 }
 _OF_OTHER_MEDIA = (
@@ -70,7 +70,7 @@ class Generated:
 
 @dataclass
 class _Row:
-    """One finished row: its new tokens and what it measured."""
+    """One finished row: its new tokens and its measurements."""
 
     tokens: list[int]
     turn: Turn
@@ -80,14 +80,14 @@ class _Row:
 class GenerateRequest:
     """One call, checked and taken apart; nothing is computed yet."""
 
-    ids: torch.Tensor  # a row for each answer
+    ids: torch.Tensor  # one row per answer
     prompts: list[Prompt]
-    options: Options  # of decoding, for each row
+    options: Options  # decoding options, per row
     exact: bool
     streamer: BaseStreamer | None
     as_dict: bool
     tenant: str
-    embedded: bool = False  # whether the prompt came as embeddings: then only answers go back
+    embedded: bool = False  # the prompt came as embeddings: return new tokens only
 
 
 def generate(
@@ -100,7 +100,7 @@ def generate(
 def request(
     runtime: Runtime, inputs: torch.Tensor | None, options: Options, tenant: str = ""
 ) -> GenerateRequest:
-    """Check a call and name its media; what cannot be served is refused by name."""
+    """Check a call and name its media; refuse unsupported options by name."""
     embeddings = options.pop("inputs_embeds", None)
     tensors, options = _sort(runtime, inputs, options)
     if embeddings is not None:
@@ -115,14 +115,14 @@ def request(
     if as_dict is None:
         given = options.get("generation_config") or runtime.model.generation_config
         as_dict = given.return_dict_in_generate
-    options["return_dict_in_generate"] = bool(as_dict)  # what output_logits depends on
+    options["return_dict_in_generate"] = bool(as_dict)  # output_logits depends on it
     ids = _check_ids(runtime, tensors)
     mask = _check_mask(tensors.get("attention_mask"), ids)
     with runtime.lock:
         runtime.refresh(exact, tenant)
         prompts = _prompts(runtime, runtime.vision_of(tenant), tensors, ids, mask)
     count = samples_of(runtime.model, options)
-    if count > 1:  # of each prompt; its first sample prefills it for the others
+    if count > 1:  # per prompt; its first sample prefills it for the others
         ids, prompts = ids.repeat_interleave(count, 0), [p for p in prompts for _ in range(count)]
         options["num_return_sequences"] = 1
     if streamer is not None and len(ids) > 1:
@@ -133,7 +133,7 @@ def request(
 
 
 def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
-    """Compute what a request asks for."""
+    """Compute the request."""
     ids, streamer = asked.ids, asked.streamer
     if streamer is not None and not asked.embedded:
         streamer.put(ids.cpu())
@@ -142,7 +142,7 @@ def run(runtime: Runtime, asked: GenerateRequest) -> torch.Tensor | Generated:
         options = dict(asked.options)
         if options.get("seed") is not None:
             same = sum(prompt is other for other in asked.prompts[:row])
-            options["seed"] = int(options["seed"]) + same  # samples of one prompt differ
+            options["seed"] = int(options["seed"]) + same  # samples of one prompt must differ
         render = partial(_same, prompt)
         turns.append(Turn(runtime, render, options, asked.exact, _TOKENS, asked.tenant))
     rows = _run(runtime, turns, streamer)
@@ -192,7 +192,7 @@ def _check_ids(runtime: Runtime, tensors: Inputs) -> torch.Tensor:
 
 
 def _check_mask(mask: object, ids: torch.Tensor) -> np.ndarray:
-    """Left padding is stripped; a hole or right padding would change positions silently."""
+    """Strip left padding; a hole or right padding would silently change positions."""
     if mask is None:
         return np.ones(tuple(ids.shape), dtype=bool)
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
@@ -234,7 +234,7 @@ def _prompts(
 
 
 def split_media(runtime: Runtime, tensors: Inputs, rows: list[np.ndarray]) -> list[Pixels]:
-    """The media in a processor's tensors; what no processor makes is refused."""
+    """Split the tensors of a processor into media; refuse tensors that no processor makes."""
     try:
         return runtime.family.split(tensors, rows)
     except KeepsightError:
@@ -249,7 +249,7 @@ def split_media(runtime: Runtime, tensors: Inputs, rows: list[np.ndarray]) -> li
 def _place(
     family: Family, row: np.ndarray, kind: str, media: list[Medium], number: int
 ) -> tuple[tuple[Range, ...], ...]:
-    """The ranges of each medium of a kind whose placeholders are in this row, in order."""
+    """The ranges of this row's media of one kind, in order."""
     spots = family.spots(row, kind)
     placed: list[tuple[Range, ...]] = []
     while len(spots):
@@ -260,9 +260,8 @@ def _place(
         one_run = family.mrope and _GRID in family.tensor_inputs and kind == "image"
         if len(spots) < count or (one_run and len(found) > 1):
             raise PlaceholderMismatch(
-                f"{kind} {number + len(placed)} has {count} tokens, but its placeholders are not "
-                "one "
-                f"run of {count} in input_ids"
+                f"{kind} {number + len(placed)} has {count} tokens, but its placeholders are "
+                f"not one run of {count} in input_ids"
             )
         placed.append(found)
         spots = spots[count:]
@@ -270,7 +269,7 @@ def _place(
 
 
 def _runs(spots: np.ndarray) -> tuple[Range, ...]:
-    """Stretches without a gap, as half-open ranges."""
+    """Stretches without gaps, as half-open ranges."""
     parts = np.split(spots, np.flatnonzero(np.diff(spots) != 1) + 1)
     return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
 
@@ -297,7 +296,7 @@ def _check_placeholders(runtime: Runtime, tensors: Inputs, flat: np.ndarray) -> 
 def _check_claims(
     runtime: Runtime, tensors: Inputs, prompt: Prompt, keep: np.ndarray, row: int
 ) -> None:
-    """Type ids and positions must be those that follow from the prompt."""
+    """Require that type ids and positions follow from the prompt."""
     family = runtime.family
     own = {"mm_token_type_ids": torch.from_numpy(prompt.types.astype(np.int64))[None]}
     own |= family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
@@ -308,7 +307,7 @@ def _check_claims(
         if name not in own:
             raise UnsupportedInput(f"{name} is not an input of {runtime.model.config.model_type}")
         if not torch.equal(given[row].cpu()[torch.from_numpy(keep)].long(), own[name][0].long()):
-            raise UnsupportedInput(f"{name} differ from where the images are")
+            raise UnsupportedInput(f"{name} disagree with the places of the images")
     positions = tensors.get("position_ids")
     if positions is not None:
         wanted = family.positions(prompt.ids, prompt.types, prompt.grids)[..., 0, :]
@@ -316,9 +315,7 @@ def _check_claims(
         if mine.dim() == 2 and wanted.dim() == 2 and mine.shape[0] == 3:
             wanted = wanted[1:]
         if mine.shape != wanted.shape or not torch.equal(mine.to(wanted.dtype), wanted):
-            raise UnsupportedInput(
-                "position_ids differ from the ones this prompt has; leave them out"
-            )
+            raise UnsupportedInput("position_ids differ from those of this prompt; leave them out")
 
 
 def _run(runtime: Runtime, turns: list[Turn], streamer: BaseStreamer | None) -> list[_Row]:
@@ -355,14 +352,15 @@ def _run_together(runtime: Runtime, turns: list[Turn]) -> list[_Row]:
 
 
 def _side_by_side(runtime: Runtime, count: int) -> list[slice]:
-    """Which rows decode together: all, or each alone where padding would change a row."""
+    """Which rows decode together: all, or each alone if padding would change a row."""
     if runtime.family.decodes_together:
         return [slice(0, count)]
     return [slice(row, row + 1) for row in range(count)]
 
 
 def _join(ids: torch.Tensor, rows: list[_Row], runtime: Runtime) -> torch.Tensor:
-    """Prompts and answers in one rectangle, shorter answers padded as upstream pads them."""
+    """Prompts and answers in one rectangle; shorter answers are padded as Transformers pads
+    them."""
     longest = max(len(row.tokens) for row in rows)
     fill = padding_of(rows[0].turn.sampler.config) if rows[0].turn.sampler else 0
     answers = [row.tokens + [fill] * (longest - len(row.tokens)) for row in rows]
@@ -386,7 +384,7 @@ def _as_dict(sequences: torch.Tensor, rows: list[_Row]) -> Generated:
 
 
 def _stack(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...] | None:
-    """One tensor for each step, a row for each prompt; rows that ended early repeat zeros."""
+    """One tensor per step, a row for each prompt; rows that ended early repeat zeros."""
     longest = max((len(row) for row in rows), default=0)
     if not longest:
         return None

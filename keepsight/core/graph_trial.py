@@ -1,9 +1,9 @@
-"""Whether the graphs of an exported model give the same bits however a prompt is cut.
+"""Finds out whether exported graphs give the same bits however a prompt is cut.
 
-Nothing is known of the kernels that another runtime chooses for a graph: they may differ with the
-number of rows, with the length of what is held, between processors and versions. So the graphs
-themselves are run: one prompt in one pass, in pieces of many sizes, token by token, and
-beside other sequences. All logits, keys, values and states must be equal, bit for bit.
+Nothing is known about the kernels that another runtime chooses: they may depend on the number of
+rows, the length of the cache, the processor and the version. So the graphs are run over one prompt
+in one pass, in pieces of many sizes, token by token, and beside other sequences. All logits, keys,
+values and states must be equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from keepsight.core.lane_batch import LaneBatch
 from keepsight.core.state import Lane
 from keepsight.models.families import Family
 
-# Pieces that a prompt is cut into: each number of rows for which kernels are known to differ.
+# Sizes of the pieces: each row count at which kernels are known to differ.
 _PIECES = (*range(1, 18), 31, 33)
-_MORE = (*range(18, 31), 32, 63, 64, 65, 128)  # where a pass takes little time
-_SINGLE = 33  # tokens at the end that are computed one by one: at every place in a vector
+_MORE = (*range(18, 31), 32, 63, 64, 65, 128)  # prompt length if a pass takes little time
+_SINGLE = 33  # tokens at the end that are computed one by one: every place in a vector
 _LIGHT = 1 << 30  # bytes of weights that a pass reads
-_BESIDE = 3  # of these, that are computed beside other sequences
-_AGAIN = (1, 2, 5, 16)  # what is tried of what an earlier process found
+_BESIDE = 3  # how many of these are computed beside other sequences
+_AGAIN = (1, 2, 5, 16)  # tokens of the quick check of an earlier finding
 
 _CUT = (_PIECES, (*_PIECES, *_MORE))
 
 
 def tokens_of(decoder_bytes: int) -> int:
-    """How many tokens are tried, with weights of so many bytes."""
+    """How many tokens to try, given the bytes of the weights."""
     return sum(_CUT[decoder_bytes <= _LIGHT])
 
 
 class GraphTrial:
-    """The graphs of one model, and what they gave for one prompt."""
+    """The graphs of one model, and their results for one prompt."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class GraphTrial:
         self._begin, self._ids = begin, ids
 
     def fails(self) -> str:
-        """What shows that bits depend on something else; empty where nothing does."""
+        """What shows that bits depend on more than earlier tokens; empty if nothing does."""
         ids, count = self._ids, len(self._ids)
         whole, wanted = self._ran(ids, [count])
         pieces = next(one for one in _CUT if sum(one) == count)
@@ -62,12 +62,12 @@ class GraphTrial:
         return ""
 
     def agrees(self) -> bool:
-        """Whether what an earlier process found can still be so: a look at a few tokens."""
+        """Whether a finding of an earlier process still seems true: checks a few tokens."""
         few = self._ids[: sum(_AGAIN)]
         return equal(self._ran(few, [len(few)])[1], self._ran(few, _AGAIN)[1])
 
     def _ran(self, ids: np.ndarray, pieces: Sequence[int]) -> tuple[Run, list[torch.Tensor]]:
-        """A prompt that is computed in such pieces: its logits, keys, values and states."""
+        """Logits, keys, values and states of a prompt computed in the given pieces."""
         run, logits, start = self._begin(ids), [], 0
         run.next_positions = run.positions[..., :1]
         for count in pieces:
@@ -77,7 +77,7 @@ class GraphTrial:
         return run, [torch.cat(logits), *states_of(run.lane)]
 
     def _equal_beside_others(self, whole: Run, logits: torch.Tensor) -> bool:
-        """Whether the last tokens, decoded beside other sequences, have the states of before."""
+        """Whether the last tokens get the same states when decoded beside other sequences."""
         ids = self._ids
         lengths = [len(ids) - _BESIDE, 5, 37]
         runs = [self._ran(ids[:count], [count])[0] for count in lengths]
@@ -97,7 +97,7 @@ def _keys(lane: Lane, count: int | None = None) -> list[torch.Tensor]:
 
 
 def states_of(lane: Lane) -> list[torch.Tensor]:
-    """All that a lane holds: keys and values, and states of fixed size."""
+    """Everything a lane holds: keys, values and states of fixed size."""
     kv, fixed = lane.capture(0, lane.length)
     return [*kv.values(), *(fixed[name] for name in sorted(fixed))]
 

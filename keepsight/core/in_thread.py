@@ -1,7 +1,8 @@
-"""Answers for programs with an event loop: the model runs in a thread, pieces come by `async for`.
+"""Answers for programs with an event loop: the model runs in a thread, pieces arrive by `async
+for`.
 
-Each answer has a thread of its own from its first step to its last. Leaving the loop, closing it or
-cancelling the task ends the answer at its next token; what was remembered by then stays.
+Each answer keeps one thread from its first step to its last. Leaving the loop, closing it or
+cancelling the task ends the answer at its next token; snapshots remembered by then stay.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from keepsight.report import Piece, Reply
 
 
 async def in_thread(answer: Callable[[], Iterator[Piece]]) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of an answer that is made in a thread."""
+    """Yield the pieces of an answer that is computed in a thread."""
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
     left = threading.Event()
@@ -58,26 +59,26 @@ async def in_thread(answer: Callable[[], Iterator[Piece]]) -> AsyncGenerator[Pie
 
 
 async def gathered(pieces: AsyncGenerator[Piece, None]) -> Reply:
-    """The whole answer; a cancelled task cancels it."""
+    """Collect the whole answer; cancelling the task cancels it."""
     async with aclosing(pieces):
         return Reply.of([piece async for piece in pieces])
 
 
 class AsyncAnswers:
-    """The calls of a model that answers, for programs with an event loop."""
+    """The calls of a model that answer, for programs with an event loop."""
 
     def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
         """Yield the answer piece by piece; the model runs in a thread for this call."""
         raise NotImplementedError
 
     def astream(self, messages: list[Message], **options: object) -> AsyncGenerator[Piece, None]:
-        """`stream` by `async for`; the answer is made in a thread of its own."""
+        """`stream` for `async for`; the answer is computed in its own thread."""
         return in_thread(partial(self.stream, messages, **options))
 
     async def achat(self, messages: list[Message], **options: object) -> Reply:
-        """`chat` with `await`; a cancelled task cancels the answer."""
+        """`chat` for `await`; cancelling the task cancels the answer."""
         return await gathered(self.astream(messages, **options))
 
     async def aask(self, *given: Pictures | None, **options: object) -> Reply:
-        """`ask` with `await`."""
+        """`ask` for `await`."""
         return await self.achat([user_turn(given, options, True)], **options)

@@ -177,7 +177,9 @@ class Attention:
         heads = heads_of(query, key, value)
         filling = self._query_rows.of(heads)
         if filling is None:
-            self._doubts.append(f"attention of {heads[0]} heads of {heads[2]} depends on its rows")
+            self._doubts.append(
+                f"attention of {heads[0]} heads of {heads[2]} depends on the number of rows"
+            )
             filling = USUAL
         rows = []
         for row, (keys, values, length, first) in enumerate(self._rooms(key, value)):

@@ -167,7 +167,7 @@ class Linears:
             self.rows[shape] = rule
             if rule is None:
                 self.doubts.append(
-                    f"linear layers of shape {shape[1]}x{shape[0]} depend on their rows"
+                    f"linear layers of shape {shape[1]}x{shape[0]} depend on the number of rows"
                 )
             return rule
 
