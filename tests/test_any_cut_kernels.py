@@ -355,7 +355,7 @@ def test_inputs_are_watched_while_a_model_is_tried(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(linear.Packed, "split", changing)
     with wrapped("qwen3_vl", pack=True) as vlm:
-        assert "changed between layers" in vlm.stats()["engine"]["boundaries_because"]
+        assert "changes between layers" in vlm.stats()["engine"]["boundaries_because"]
 
 
 @pytest.mark.tries_anew

@@ -1,7 +1,7 @@
 """Sequences that decode together, each on its own lane, with the bits that each has alone.
 
-Linear layers read their weights once for all rows; attention goes over each lane by itself. So who
-joins or leaves copies nothing, nothing is padded, and no row knows of the others.
+Linear layers read their weights once for all rows; attention runs per lane. So joining and leaving
+copy nothing, nothing is padded, and no row depends on the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Rows(LaneLayer):
     def __init__(self, layers: list[LaneLayer]) -> None:
         super().__init__()
         self._layers = layers
-        self._copied: list[int] = []  # what each lane was when it was laid beside the others
+        self._copied: list[int] = []  # the write counter of each lane when it was last copied
         self.is_initialized, self.is_sliding = True, layers[0].is_sliding
 
     @property
@@ -38,8 +38,8 @@ class _Rows(LaneLayer):
     def stretch(
         self, tokens: int, like_k: torch.Tensor, like_v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The lanes side by side, as a graph reads them, with place for some tokens more; what
-        changed since it was asked last is copied anew."""
+        """The lanes side by side for a graph, with space for more tokens; lanes that changed since
+        the last call are copied again."""
         if len(self._layers) == 1:
             return self._layers[0].stretch(tokens, like_k, like_v)
         rooms = [layer.stretch(tokens, like_k[:1], like_v[:1]) for layer in self._layers]
@@ -56,7 +56,7 @@ class _Rows(LaneLayer):
         return self.room_k, self.room_v
 
     def advance(self, tokens: int) -> None:
-        """The tokens that were written in there, each to its lane."""
+        """Copy the tokens written here back to their lanes."""
         for row, layer in enumerate(self._layers):
             if len(self._layers) > 1:
                 rows, new = slice(row, row + 1), slice(layer.length, layer.length + tokens)
@@ -68,7 +68,7 @@ class _Rows(LaneLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a token to each lane; attention finds the lanes by these keys."""
+        """Append a token to each lane; attention finds the lanes by the returned keys."""
         for row, layer in enumerate(self._layers):
             layer.append(key_states[row : row + 1], value_states[row : row + 1])
         attention = attention_here()
@@ -81,14 +81,14 @@ class _Rows(LaneLayer):
         return max(layer.length for layer in self._layers)
 
     def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
-        """Of the longest lane; attention makes masks of its own for each."""
+        """Of the longest lane; attention makes its own masks per lane."""
         return self.get_seq_length() + query_length, 0
 
 
 def batch_of(
     model: PreTrainedModel, family: Family, runs: Sequence[Run], room: int
 ) -> Batch | LaneBatch:
-    """The sequences in one batch: each on its lane where that gives the bits it has alone."""
+    """The sequences in one batch: on their own lanes if that is exact, otherwise padded."""
     kind = Batch if runs[0].kernels is None else LaneBatch
     return kind(model, family, runs, room)
 
@@ -111,7 +111,7 @@ class LaneBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all lanes, and of what is beside them for a graph."""
+        """Bytes of all lanes, and of their copy for a graph."""
         beside = sum(one.nbytes for one in self._cache.layers if isinstance(one, _Rows))
         return beside + sum(run.lane.nbytes for run in self.runs)
 
@@ -121,12 +121,12 @@ class LaneBatch:
         self._lay()
 
     def leave(self, run: Run) -> None:
-        """Let a sequence go."""
+        """Remove a sequence."""
         self.runs.remove(run)
         self._lay()
 
     def put_back(self, run: Run) -> None:
-        """Its lane holds all that it has become."""
+        """Nothing to copy: its lane already holds everything."""
 
     def _lay(self) -> None:
         self._cache = DynamicCache(config=self._model.config)
@@ -140,7 +140,7 @@ class LaneBatch:
                 self._cache.layers[index] = MixerRows(rows)
 
     def decode(self, samplers: Sequence[TokenSampler], logits: torch.Tensor) -> int:
-        """Let each sequence take tokens until all have ended; the number of steps that took."""
+        """Decode until every sequence has ended; return the number of steps."""
         running = list(zip(self.runs, samplers, strict=True))
         steps = 0
         while True:
@@ -159,8 +159,7 @@ class LaneBatch:
 
     @quietly
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Run one token of each sequence through the model; the logits behind them, a row for
-        each."""
+        """Run one token of each sequence through the model; return the logits, one row each."""
         runs = self.runs
         if len(runs) == 1 and runs[0].drafts is not None:
             return runs[0].drafts.step(tokens[0])

@@ -1,7 +1,7 @@
 """A full-attention layer of a lane: keys and values in one buffer at a fixed address.
 
-Buffers have room for whole blocks of keys, zeros behind the last one, so that attention can read
-them where they lie.
+Buffers hold whole blocks of keys, with zeros behind the last one, so attention can read them in
+place.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from keepsight.errors import ModelError
 from keepsight.formats.package import storage_bytes
 from keepsight.models.tested import refuse_unknown
 
-_ROUND = BLOCK  # capacities are multiples of this, which also keeps every head's rows aligned
+_ROUND = BLOCK  # capacities are multiples of this, which also aligns the rows of every head
 
 
 class LaneLayer(DynamicLayer):
-    """A full-attention layer in one preallocated buffer. Rows past `length` mean nothing."""
+    """A full-attention layer in one preallocated buffer. Rows past `length` are undefined."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_initialized: bool = False
         self.length = 0
-        self.changes = 0  # how often something was written or taken away
+        self.changes = 0  # number of writes and removals
         self.reserved = 0
         self.room_k: torch.Tensor | None = None
         self.room_v: torch.Tensor | None = None
-        self._written = 0  # rows that were ever written since the room was made
-        self._clean = 0  # up to here the rows behind the end are zeros
+        self._written = 0  # rows ever written since the buffer was allocated
+        self._clean = 0  # rows behind the end are zero up to here
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -43,12 +43,12 @@ class LaneLayer(DynamicLayer):
             attention.note(self.keys, self.values, [self])
             return self.keys, self.values
         if start == 0:
-            # The first chunk gets what stock gives it: its own contiguous tensors.
+            # The first chunk gets the same contiguous tensors as in stock code.
             return key_states, value_states
         return self.keys, self.values
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values behind those that are held."""
+        """Write keys and values after those held."""
         if not self.is_initialized:
             self.dtype, self.device = keys.dtype, keys.device
             self.is_initialized = True
@@ -61,7 +61,7 @@ class LaneLayer(DynamicLayer):
             self._clear_behind(end)
 
     def _clear_behind(self, end: int) -> None:
-        """Zeros behind the end, up to the end of its block: attention reads whole blocks."""
+        """Zero the rest of the last block: attention reads whole blocks."""
         self._written = max(self._written, end)
         whole = -(-end // BLOCK) * BLOCK
         if self._written > end and self._clean < whole:
@@ -87,7 +87,7 @@ class LaneLayer(DynamicLayer):
             self.room_v[:, :, : self.length] = old_v[:, :, : self.length]
 
     def _make_anew(self, room: torch.Tensor, like: torch.Tensor) -> None:
-        """Drop buffers that cannot take what comes; they must be empty."""
+        """Drop buffers of another dtype or device; they must be empty."""
         if self.length:
             raise ModelError(
                 f"the model computed in {room.dtype} on {room.device} when this turn began, and "
@@ -103,7 +103,8 @@ class LaneLayer(DynamicLayer):
         self.values = self.room_v[:, :, :length]  # type: ignore[index]
 
     def rewind(self, length: int) -> None:
-        """Forget everything from `length` on. What is before it was written by the same chunks."""
+        """Forget everything from `length` on. Rows before it come from the same chunks as
+        without."""
         if length > self.length:
             raise ValueError(f"cannot rewind from {self.length} to {length}")
         self._written, self._clean = max(self._written, self.length), 0
@@ -111,11 +112,11 @@ class LaneLayer(DynamicLayer):
         if self.room_k is not None:
             self._view(length)
         if length == 0:
-            # As new: PaliGemma and Mllama ask it whether this is the first chunk.
+            # As new: PaliGemma and Mllama use it to detect the first chunk.
             self.is_initialized = False
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put remembered keys and values back at their place."""
+        """Write remembered keys and values back to their place."""
         if not self.is_initialized:
             self.dtype, self.device = keys.dtype, keys.device
             self.is_initialized = True
@@ -130,7 +131,7 @@ class LaneLayer(DynamicLayer):
     def stretch(
         self, tokens: int, like_k: torch.Tensor, like_v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The room, with place for some tokens more; who writes them there then says `advance`."""
+        """The buffer, with space for more tokens; whoever writes them then calls `advance`."""
         if not self.is_initialized:
             self.dtype, self.device = like_k.dtype, like_k.device
             self.is_initialized = True
@@ -140,11 +141,11 @@ class LaneLayer(DynamicLayer):
         return self.room_k, self.room_v  # type: ignore[return-value]
 
     def advance(self, tokens: int) -> None:
-        """Some tokens more were written behind what was held."""
+        """Count tokens that were written behind the end."""
         self._view(self.length + tokens)
 
     def hold(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Take these buffers as the room, their first `length` rows filled already."""
+        """Use these buffers, with their first `length` rows filled."""
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         self.room_k, self.room_v = keys, values
@@ -152,25 +153,25 @@ class LaneLayer(DynamicLayer):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens held by each lane, where there are several."""
+        """Tokens of each lane, for layers of several lanes."""
         return [self.length]
 
     def first_seen(self) -> int | None:
-        """The first key that the last token sees, where it does not see all."""
+        """The first key that the last token sees, or None if it sees all."""
         return self.first_seen_by(self.length - 1)
 
     def first_seen_by(self, place: int) -> int | None:
-        """The same of the token at a place."""
+        """The first key that the token at a place sees, or None if it sees all."""
         return None
 
     @property
     def sight(self) -> tuple[int, bool]:
-        """Layers with the same see the same."""
+        """Layers with equal values need the same mask."""
         return 0, False
 
     def make_room(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffers, with room for some more tokens and zeros behind it, because attention reads
-        there; the caller writes the tokens and then calls `advance`."""
+        """Buffers with space for more tokens and zeros behind, because attention reads there. The
+        caller writes the tokens and then calls `advance`."""
         if self.room_k is None or self.room_v is None:
             raise ValueError("a layer that holds nothing yet")
         end = self.length + tokens
@@ -184,23 +185,23 @@ class LaneLayer(DynamicLayer):
         return self.length
 
     def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
-        """How many keys a mask covers, held and new, and where they begin: at the first token."""
+        """The number of keys a mask covers, and the place of the first."""
         refuse_unknown("get_mask_sizes of a cache layer", more, named)
         return self.length + query_length, 0
 
     def reset(self) -> None:
-        """Forget everything, keep the room."""
+        """Forget everything, keep the buffers."""
         self.rewind(0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the room."""
+        """Bytes of the buffers."""
         return storage_bytes(t for t in (self.room_k, self.room_v) if t is not None)
 
 
 class WindowLayer(LaneLayer):
-    """A layer whose tokens see only the ones near them. All keys and values are held, so that any
-    prefix can be taken of them; masks say which are seen."""
+    """A layer whose tokens see only nearby tokens. It holds all keys and values, so any prefix can
+    be taken; masks limit what is seen."""
 
     is_sliding = True
 
@@ -216,16 +217,16 @@ class WindowLayer(LaneLayer):
 
     @property
     def sight(self) -> tuple[int, bool]:
-        """Layers with the same see the same."""
+        """Layers with equal values need the same mask."""
         return self._window, self._chunked
 
 
 def _alike(room: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether rows of one tensor can be written into the other as they are."""
+    """Whether rows of one tensor fit the other without conversion."""
     if room.dtype != like.dtype or room.device != like.device:
         return False
     return room.shape[:2] == like.shape[:2] and room.shape[-1] == like.shape[-1]
 
 
 class CrossLayer(LaneLayer):
-    """Keys and values of the media beside the sequence: as many rows as the media have."""
+    """Keys and values of the media in cross attention, one row per media token."""

@@ -1,7 +1,7 @@
-"""A layer of a lane that remembers a state of fixed size: a convolution, or a gated delta rule.
+"""A layer of a lane with a state of fixed size: a convolution or a gated delta rule.
 
-Where passes are cut at boundaries it is upstream's own. Where any cut gives the same bits it holds
-the last inputs of its convolution, the state at the last place of a grid, and the rows behind it.
+If passes are cut at boundaries it behaves as in Transformers. If any cut is exact it holds the last
+inputs of its convolution, the state at the last chunk start, and the rows after it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MixerLayer(LinearAttentionLayer):
         self._restored: Tensors = {}
 
     def opened(self, heads: DeltaHeads) -> OpenSequence:
-        """Where the sequence is in a gated delta rule."""
+        """The sequence of a gated delta rule at its current end."""
         if self._open is None:
             grid_state = None
             if self._restored:
@@ -42,15 +42,15 @@ class MixerLayer(LinearAttentionLayer):
         return None if held is None else held[0]
 
     def take(self, inputs: torch.Tensor) -> None:
-        """Hold these inputs from now on."""
+        """Replace these inputs."""
         self.conv_states[0] = inputs[None]
         self.conv_kernel_size[0] = inputs.shape[-1]
         self.dtype, self.device = inputs.dtype, inputs.device
         self.is_conv_states_initialized[0] = self.has_previous_state[0] = True
 
     def block(self, tokens: int) -> int | None:
-        """Where the block of the rule begins that is open (0 without a rule), if so many tokens
-        more lie in it and nothing of them is to be captured; else None."""
+        """The first row of the rule's open block (0 without a rule) if this many more tokens fit
+        into it and no state of theirs is captured; otherwise None."""
         if self.ends or self._restored or self.inputs() is None:
             return None
         if self._open is None:
@@ -59,11 +59,12 @@ class MixerLayer(LinearAttentionLayer):
 
     @property
     def sequence(self) -> OpenSequence | None:
-        """Where the sequence is in a rule, if there is one."""
+        """The sequence of the rule, if there is one."""
         return self._open
 
     def held(self, end: int | None = None) -> Tensors:
-        """What a snapshot here holds, or one behind so many tokens of the last pass; not copied."""
+        """What a snapshot holds here, at the end or after some tokens of the last pass; not
+        copied."""
         if end is not None:
             inputs, grid_state = self.found[end]
             own = {} if grid_state is None else {"grid": grid_state.state, "tail": grid_state.rows}
@@ -76,7 +77,7 @@ class MixerLayer(LinearAttentionLayer):
         }
 
     def restore(self, what: str, state: torch.Tensor) -> None:
-        """Put the state of a gated delta rule back."""
+        """Restore the state of a gated delta rule."""
         self._open = None
         self._restored[what] = state.clone()
 

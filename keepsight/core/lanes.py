@@ -1,6 +1,6 @@
-"""Idle lanes, and what is put back into one of what was remembered.
+"""Idle lanes, and how remembered states are restored into one.
 
-A conversation that goes on finds most of its keys and values where it left them.
+A conversation that continues finds most of its keys and values still in its lane.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from keepsight.core.state import Lane, Shape, first_rows
 from keepsight.prefix.match import Match
 from keepsight.prefix.node import Node
 
-MAX_LANES = 4  # idle lanes kept; each spares its conversation a copy of the whole cache
+MAX_LANES = 4  # idle lanes kept; each saves its conversation a copy of the whole cache
 
 
 class Lanes:
-    """A few lanes, so that a conversation that goes on finds its keys and values in place.
+    """A few idle lanes, so that a conversation finds its keys and values in place.
 
-    `making` names everything that shapes and bits of a lane's tensors depend on: weights and
-    environment, but not the tenant. A lane serves turns of its own making only; after a cast, or
-    inside and outside of autocast, its buffers would be of another dtype or on another device.
+    `making` names everything that decides shapes and bits of a lane's tensors: weights and
+    environment, but not the tenant. A lane serves only turns with the same `making`: after a cast,
+    or inside autocast, its buffers would have another dtype or device.
     """
 
     def __init__(self, model: PreTrainedModel, shape: Shape, budget: int) -> None:
@@ -33,7 +33,7 @@ class Lanes:
         return sum(lane.nbytes for lane in self._idle)
 
     def take(self, node: Node) -> Lane:
-        """A lane for continuing from `node`: the one that holds most of its path already."""
+        """Take the lane that already holds most of the path to `node`."""
         chain = node.chain()
         best, most = None, 0
         wanted = self.making, self.grows
@@ -42,7 +42,7 @@ class Lanes:
             end = shared(lane, chain)
             if end > most:
                 best, most = lane, end
-        # A lane with much of another conversation behind the shared part is left to it.
+        # A lane with much of another conversation after the shared part is left to that one.
         crowded = best is not None and most * 2 < _marked(best)
         if (best is None or crowded) and len(self._idle) < MAX_LANES:
             return self.fresh()
@@ -64,7 +64,7 @@ class Lanes:
             self._idle.pop(0)
 
     def clear(self) -> None:
-        """Let all idle lanes go."""
+        """Drop all idle lanes."""
         self._idle.clear()
 
 
@@ -82,7 +82,7 @@ def _marked(lane: Lane) -> int:
 
 
 def restore(lane: Lane, match: Match, length: int) -> None:
-    """Put into a lane what a match remembers behind its first `length` tokens."""
+    """Restore what a match remembers after its first `length` tokens into a lane."""
     for node in match.node.chain():
         if node.end <= length:
             continue

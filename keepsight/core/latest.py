@@ -1,6 +1,6 @@
-"""The latest texts or conversations of all tenants, of which the next one may be one more turn.
+"""The latest texts or conversations of all tenants; the next one may continue one of them.
 
-What a tenant has is of use to that tenant alone, so that no timing tells of another's.
+A tenant only finds its own, so timing reveals nothing about other tenants.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-MOST = 32  # that are remembered, of all tenants together
+MOST = 32  # kept for all tenants together
 
 
 class Remembered(Protocol):
-    """A thing of one tenant."""
+    """An entry of one tenant."""
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant it belongs to."""
 
 
 T = TypeVar("T", bound=Remembered)
 
 
 class Latest(Generic[T]):
-    """A bounded list of things, safe in several threads."""
+    """A bounded, thread-safe list of entries."""
 
     def __init__(self) -> None:
         self._latest: list[T] = []
@@ -33,8 +33,8 @@ class Latest(Generic[T]):
     def longest(
         self, whole: Sequence[object], parts: Callable[[T], Sequence[object] | None]
     ) -> tuple[T | None, int]:
-        """The one that shares most leading parts with `whole`, and how many; one whose `parts` are
-        None is passed over."""
+        """The entry that shares the most leading parts with `whole`, and how many; entries whose
+        `parts` are None are skipped."""
         with self._lock:
             latest = list(self._latest)
         best, most = None, 0
@@ -46,13 +46,13 @@ class Latest(Generic[T]):
         return best, most
 
     def put(self, made: T, instead: T | None) -> None:
-        """Remember one, in place of one that it goes on from."""
+        """Add an entry, in place of the one that it continues."""
         with self._lock:
             self._latest = [one for one in self._latest if one is not instead][1 - MOST :]
             self._latest.append(made)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget those of one tenant, or of all."""
+        """Forget the entries of one tenant, or of all."""
         with self._lock:
             self._latest = [one for one in self._latest if tenant not in (None, one.tenant)]
 
@@ -61,12 +61,12 @@ class Latest(Generic[T]):
 
 
 def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many leading characters two texts share, or items two lists."""
+    """The number of leading characters or items that two texts or lists share."""
     low, high, step = 0, min(len(one), len(other)), 4096
     while low < high and one[low : low + step] == other[low : low + step]:
         low, step = low + step, 2 * step
     low, high = min(low, high), min(low + step, high)
-    while low < high:  # all before `low` is the same
+    while low < high:  # everything before `low` is equal
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
     return low

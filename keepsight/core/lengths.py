@@ -1,8 +1,8 @@
-"""Whether a text can fit a model's context, found out before a tokenizer has worked for minutes.
+"""Refuses texts that cannot fit a model's context, before a tokenizer works on them for minutes.
 
-A token covers no more characters than the longest one of the vocabulary has, so a text of more
-characters than so many tokens can cover is too long for certain. What lies between is counted piece
-by piece, up to the point where it is too long.
+No token covers more characters than the longest in the vocabulary. So a text with more characters
+than a full context of such tokens is surely too long. Shorter ones are counted piece by piece until
+they are too long.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from keepsight.errors import PromptTooLong
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_FOLDED = 4  # characters that a normalizer may make one of, such as a letter and its accents
-_UNKNOWN = 1024  # characters that a token for unknown text may cover
-_ORDINARY = 8  # characters to a token in any language; where there are more, tokens are counted
+_FOLDED = 4  # characters a normalizer may merge into one, such as a letter and its accents
+_UNKNOWN = 1024  # characters a token for unknown text may cover
+_ORDINARY = 8  # characters per token in any language; for longer texts, tokens are counted
 _PIECE = 1 << 15  # characters
 _LONG_NAME = 64
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """How many tokens the language model was made for."""
+    """The number of tokens the language model was made for."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 
 
 def characters(value: object) -> int:
-    """Of all texts in messages, tools or settings; names of fields count where they are long."""
+    """The characters of all texts in messages, tools or settings; field names count where they are
+    long."""
     count = 0
     waiting: list[object] = [value]
     while waiting:
@@ -40,7 +41,7 @@ def characters(value: object) -> int:
             count += len(value)
         elif isinstance(value, dict):
             for name, inside in value.items():
-                if name != "type":  # which says what is there, and is not read
+                if name != "type":  # names the kind of a part and is not read
                     if type(inside) is str:
                         count += len(inside)
                     else:
@@ -53,17 +54,17 @@ def characters(value: object) -> int:
 
 
 class Lengths:
-    """What fits one model's context, by its tokenizer."""
+    """The limits of one model's context, for its tokenizer."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.limit, self._tokenizer = context_length(model), tokenizer
 
     def check(self, *given: object) -> None:
-        """Refuse texts that cannot fit, however they are written."""
+        """Refuse texts that cannot fit, however they are spelled."""
         self.check_count(characters(given))
 
     def check_count(self, count: int) -> None:
-        """The same for so many characters."""
+        """Refuse this many characters if they cannot fit."""
         if self.limit is not None and count > self.limit and count > self.limit * self.longest:
             raise PromptTooLong(
                 f"the texts have {count} characters, the model's context is {self.limit} tokens of "
@@ -71,14 +72,14 @@ class Lengths:
             )
 
     def check_rendered(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a prompt of more tokens, before all of it is tokenized. The tokenizer is that of
-        the thread that asks."""
+        """Refuse a prompt with too many tokens before all of it is tokenized. The tokenizer must be
+        the calling thread's."""
         if self.limit is None or len(text) <= self.limit * _ORDINARY:
             return
         count = 0
         for start in range(0, len(text), _PIECE):
             piece = tokenizer(text[start : start + _PIECE], add_special_tokens=False)
-            # Where it is cut there may be more tokens than in the whole, but no more than that.
+            # Cutting may add tokens to the whole text, but no more than this.
             count += max(0, len(piece["input_ids"]) - self.longest)
             if count >= self.limit:
                 raise PromptTooLong(
@@ -88,7 +89,7 @@ class Lengths:
 
     @functools.cached_property
     def longest(self) -> int:
-        """The most characters that a token covers."""
+        """The most characters that one token covers."""
         longest = max(map(len, self._tokenizer.get_vocab()))
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or not _has_bytes(backend):
@@ -97,7 +98,7 @@ class Lengths:
 
 
 def _has_bytes(backend: Tokenizer) -> bool:
-    """Whether the tokenizer has tokens for every text, down to bytes."""
+    """Whether the tokenizer falls back to bytes, so that it has tokens for every text."""
     return "ByteLevel" in repr(backend.decoder) or bool(
         getattr(backend.model, "byte_fallback", False)
     )

@@ -1,7 +1,7 @@
-"""Messages as chat templates want them, and the media that they show.
+"""Converts messages to the form that chat templates want, and collects their media.
 
-What a caller gives is of many dialects: parts named as OpenAI or Hugging Face name them, pictures
-as paths, addresses, data or objects. A template sees roles, texts and the places of media.
+Callers use many dialects: parts named as OpenAI or Hugging Face name them; pictures as paths, URLs,
+data or objects. A template sees roles, texts and the places of media.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from keepsight.errors import ImageError, MessagesError
 from keepsight.kinds import Message, Record
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
-# Types of a part and the fields that hold it. Which modalities a model takes, its family says.
+# Part types and the fields that hold their data. The family decides which modalities a model takes.
 _MEDIA: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "video": (("video", "video_url", "input_video"), ("video", "video_url")),
     "audio": (("audio", "audio_url", "input_audio"), ("audio", "audio_url", "input_audio")),
     "image": (("image", "image_url", "input_image"), ("image", "image_url", "base64", "file")),
 }
-_ANY = ("url", "path")  # fields that say nothing of what they hold; without a type, an image
+_ANY = ("url", "path")  # fields that do not tell their modality; without a type, an image
 
 
 def parse_messages(messages: object) -> tuple[list[Message], list[tuple[str, object]]]:
-    """Messages as the template wants them, and the media in the order they appear."""
+    """Messages as the template wants them, and the media in order of appearance."""
     media: list[tuple[str, object]] = []
     return [parse_message(one, i, media) for i, one in enumerate(listed(messages))], media
 
 
 def listed(messages: object) -> Sequence[object]:
-    """A conversation as a list of messages; one message is such a list too."""
+    """A conversation as a list of messages; one message becomes a list of one."""
     if isinstance(messages, dict):
         messages = [messages]
     if not isinstance(messages, list | tuple) or not messages:
@@ -42,7 +42,7 @@ def listed(messages: object) -> Sequence[object]:
 
 
 def parse_message(message: object, i: int, media: list[tuple[str, object]]) -> Message:
-    """Message `i` as the template wants it; what it shows comes behind the media."""
+    """Message `i` as the template wants it; its media are appended to `media`."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise MessagesError(f"message {i} is not a dict with a 'role'")
     content = message.get("content")

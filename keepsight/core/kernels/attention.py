@@ -1,10 +1,10 @@
-"""Attention whose rows come out the same however many there are, and however long the lane is.
+"""Attention whose result for a row depends neither on the number of rows nor on the lane's length.
 
-The kernel reads keys in blocks of 512 and treats a block that is cut off in another way than a
-whole one. So keys and values lie in rooms of whole blocks, zeros behind the end, and a mask of
-numbers says which of them a row sees. Queries that share keys are laid side by side as rows, filled
-up to a multiple of a number that is found by trying: it differs between processors and widths. On
-some they are computed in blocks of so many, side by side as sequences of a batch are.
+Torch's kernel reads keys in blocks of 512, and computes a partial block differently from a whole
+one. So keys and values lie in buffers of whole blocks with zeros behind the end, and a numeric mask
+says which keys a row sees. Queries that share keys become rows of one call, padded to a multiple of
+a number found by trial; it depends on the processor and the width. On some processors each such
+multiple is a batch entry of its own.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch.nn import functional
 
 _plain = functional.scaled_dot_product_attention
-BLOCK = 512  # keys that the kernel reads at a time
-_QUERIES = 256  # of one call, so that keys that none of them sees are not read
-_TRIED = 1100  # keys of a trial
+BLOCK = 512  # keys the kernel reads at a time
+_QUERIES = 256  # rows per call, so that keys none of them sees are not read
+_TRIED = 1100  # keys in a trial
 _PIECES = (
     *((0, 1), (0, 2), (0, 7), (1, 9), (5, 300), (300, 301), (509, 514), (511, 512), (512, 513)),
     *((513, 516), (600, 777), (777, 1100), (1023, 1024), (1024, 1025), (1090, 1100), (1099, 1100)),
 )
 _WINDOWS = (64, 600)  # keys that rows of a trial see
-_AMPLIFIED = 3e4  # scores of a trial are the rounding of sums: so much, and they are distinct
+_AMPLIFIED = 3e4  # scores of a trial are rounding errors: at least this large, and distinct
 
 
 Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width and dtype
@@ -33,19 +33,20 @@ Heads = tuple[int, int, int, torch.dtype]  # of queries, of keys, their width an
 
 @dataclass(frozen=True)
 class Filling:
-    """Rows of queries are filled up to a multiple of `step`. `apart`: each `step` of them is a
-    sequence of its own in a batch, so that the kernel never sees another number of rows."""
+    """Pads rows of queries to a multiple of `step`. With `apart`, each `step` rows are one sequence
+    of a batch, so the kernel always sees the same number of rows."""
 
     step: int = 4
     apart: bool = False
 
     def fill(self, rows: int) -> int:
-        """The smallest such number that has room."""
+        """The smallest allowed number of rows that holds `rows`."""
         return -(-rows // self.step) * self.step
 
 
 def heads_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:
-    """What is tried of attention: `plain` makes keys and values equally wide."""
+    """The parameters of attention that decide its kernel; with `plain` keys and values have one
+    width."""
     width = max(query.shape[-1], value.shape[-1])
     return query.shape[1], key.shape[1], width, query.dtype
 
@@ -55,20 +56,20 @@ FILLINGS = (*map(Filling, (4, 8, 16, 32, 64)), *(Filling(step, True) for step in
 
 
 class Room(Protocol):
-    """A layer of a lane: buffers of whole blocks, of which the first `length` rows are filled."""
+    """A layer of a lane: buffers of whole blocks, with `length` rows filled."""
 
     length: int
     room_k: torch.Tensor | None
     room_v: torch.Tensor | None
 
     def first_seen(self) -> int | None:
-        """The first key that the last token sees, where it does not see all."""
+        """The first key that the last token sees, or None if it sees all."""
 
 
 @dataclass(frozen=True, eq=False)
 class _NotedKeys:
-    """What a layer gave out: by these keys and values, a call of attention is known to be over its
-    room, also where a later layer has none of its own and asks for those (Gemma 4)."""
+    """Keys and values that a layer returned. They identify the buffers that a call of attention
+    reads, also if a later layer shares them (Gemma 4)."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -77,7 +78,7 @@ class _NotedKeys:
 
 @dataclass(frozen=True, eq=False)
 class _Mask:
-    """What some rows of queries see, and how many keys that takes."""
+    """What some rows of queries see, and the range of keys this takes."""
 
     given: torch.Tensor | None
     values: torch.Tensor
@@ -93,9 +94,9 @@ def plain(
     scale: float | None,
     filling: Filling,
 ) -> torch.Tensor:
-    """Torch's own, over whole blocks of keys, for rows that were filled up."""
+    """Torch's own kernel, over whole blocks of keys and padded rows."""
     _, heads, count, width = query.shape
-    if (own := value.shape[-1]) != width:  # (MLA) torch's kernel for these adds otherwise
+    if (own := value.shape[-1]) != width:  # MLA: torch's kernel for it adds in another order
         scale, wide = scale or width**-0.5, max(own, width)
         query, key, value = (_widened(x, wide) for x in (query, key, value))
         return plain(query, key, value, mask, scale, filling)[..., :own]
@@ -115,10 +116,10 @@ def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class Attending(Protocol):
-    """What computes attention in a pass of ours."""
+    """Computes attention in our passes."""
 
     def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
-        """Say in which rooms these lie, over which attention is asked for next."""
+        """Note the buffers of the keys and values that the next attention call reads."""
 
     def __call__(
         self,
@@ -129,12 +130,12 @@ class Attending(Protocol):
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        """`scaled_dot_product_attention` over sequences that each have a room."""
+        """`scaled_dot_product_attention` over sequences that each have their own buffers."""
 
 
 class QueryRows:
-    """How rows of queries are filled up, by kind of attention: found when a kind is met.
-    `windows`: whether layers see the last keys only."""
+    """How to pad rows of queries, per kind of attention; tried when a kind is first met. `windows`:
+    whether layers see the last keys only."""
 
     def __init__(
         self, windows: bool = False, fillings: Mapping[Heads, Filling | None] | None = None
@@ -143,14 +144,14 @@ class QueryRows:
         self.fillings: dict[Heads, Filling | None] = dict(fillings or {})
 
     def of(self, heads: Heads) -> Filling | None:
-        """How, or None where rows depend on their company whatever is done."""
+        """The padding for a kind, or None if no padding makes rows independent."""
         if heads not in self.fillings:
             self.fillings[heads] = _filling_of(heads, self.windows)
         return self.fillings[heads]
 
 
 class Attention:
-    """The attention of one pass; layers that see the same share their masks."""
+    """The attention of one pass; layers with the same view share their masks."""
 
     def __init__(self, query_rows: QueryRows, doubts: list[str]) -> None:
         self._query_rows, self._doubts = query_rows, doubts
@@ -158,7 +159,7 @@ class Attention:
         self._masks: dict[tuple[object, ...], _Mask] = {}
 
     def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
-        """Say in which rooms these lie, over which attention is asked for next."""
+        """Note the buffers of the keys and values that the next attention call reads."""
         self._held[id(keys)] = _NotedKeys(keys, values, layers)
 
     def __call__(
@@ -170,9 +171,9 @@ class Attention:
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        """`scaled_dot_product_attention` over sequences that each have a room."""
+        """`scaled_dot_product_attention` over sequences that each have their own buffers."""
         if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
-            self._doubts.append("attention has a mask of its own for each head")
+            self._doubts.append("attention has a separate mask per head")
             return _plain(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=True)
         heads = heads_of(query, key, value)
         filling = self._query_rows.of(heads)
@@ -184,7 +185,7 @@ class Attention:
         rows = []
         for row, (keys, values, length, first) in enumerate(self._rooms(key, value)):
             own = mask if mask is None or mask.shape[0] == 1 else mask[row : row + 1]
-            if first is not None:  # the mask is that of the longest lane
+            if first is not None:  # the mask given is that of the longest lane
                 own = _behind(first, length)
             sees_all = own is None and not causal and query.shape[-2] > 1
             one = query[row : row + 1]
@@ -194,8 +195,8 @@ class Attention:
     def _rooms(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, int, int | None]]:
-        """Keys and values of each sequence in whole blocks, how many of them there are, and of
-        several sequences the first that each sees."""
+        """For each sequence: keys and values in whole blocks, their number, and the first key it
+        sees if there are several sequences."""
         held, found = self._held.get(id(key)), []
         if held is not None and held.values is value:
             several = len(held.layers) > 1
@@ -287,14 +288,14 @@ def _make_mask(
 
 
 def _behind(first: int, length: int) -> torch.Tensor:
-    """The mask of a token that sees the tokens from `first` on."""
+    """The mask of a token that sees all tokens from `first` on."""
     return (torch.arange(length) >= first)[None, None, None]
 
 
 def _of_given(
     given: torch.Tensor, start: int, stop: int, length: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, int, int]:
-    """A mask that the model made, as numbers over whole blocks, and between which keys it is."""
+    """A mask made by the model, as numbers over whole blocks, and the range of keys it covers."""
     rows = given[0, 0, start:stop, :length]
     if rows.dtype == torch.bool:
         seen = rows
@@ -311,9 +312,9 @@ def _of_given(
 
 
 def _filling_of(heads: Heads, windows: bool) -> Filling | None:
-    """How rows of this kind of attention have to be filled up to come out the same in
-    any company, over lanes of any length: in one call, in pieces, and one by one; with `windows`,
-    where they see the last keys too."""
+    """The padding that makes rows of this kind independent of neighbouring rows and of the lane's
+    length: tried in one call, in pieces and one by one. With `windows` also for rows that see the
+    last keys only."""
     queries, keys, width, dtype = heads
     generator = torch.Generator().manual_seed(queries * 31 + width)
 
@@ -324,7 +325,7 @@ def _filling_of(heads: Heads, windows: bool) -> Filling | None:
         odd = (0, width - 2 * (width // 2))
         return functional.pad(torch.cat([half, sign * half[..., order]], -1), odd)
 
-    # Products cancel, but for what rounding leaves of them.
+    # Products cancel except for rounding.
     query, key, value = noise(queries, 1), noise(keys, -1), noise(keys, 1)
     for filling in FILLINGS:
         rows = QueryRows(windows, {heads: filling})
@@ -359,7 +360,7 @@ def _over(
     window: int | None,
     rows: QueryRows,
 ) -> torch.Tensor:
-    """Some rows of queries over the keys up to the last of them, or over a window of these."""
+    """Some rows of queries over the keys they see: all up to their last, or a window."""
     own = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
     mask = None
     if window is not None:

@@ -1,11 +1,10 @@
-"""The gated delta rule whose rows come out the same however a sequence is cut.
+"""The gated delta rule, with results that do not depend on where a sequence is cut.
 
-Tokens are computed in chunks of 64 that begin at multiples of 64 from the beginning of the
-sequence, and in blocks of 16 within them, wherever a pass begins or ends. What is remembered of a
-sequence is the state at the last such place, and the keys, values, decays and rates of the tokens
-behind it. A pass that goes on computes the block again that was left open, in products of the same
-sizes, and gives out the new rows. So a token is computed alike in a prompt, in any piece of it, and
-when it is decoded.
+Tokens are computed in chunks of 64 that start at multiples of 64 of the sequence, and in blocks of
+16 inside them, wherever a pass begins or ends. What is kept of a sequence is the state at the last
+chunk start, and the keys, values, decays and rates of the tokens after it. The next pass recomputes
+the open block, in products of the same sizes, and returns only the new rows. So a token is computed
+alike in a prompt, in any piece of it, and in decoding.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import torch
 
 GRID = 64
 BLOCK = 16
-_TRIED = 150  # tokens of a trial
+_TRIED = 150  # tokens in a trial
 _PIECES = (1, 2, 5, 31, 64, 65, 66, 128, 149)
 
 
 @dataclass(frozen=True)
 class DeltaHeads:
-    """How many there are, of keys and of values, and how wide."""
+    """The number and width of the heads of keys and of values."""
 
     keys: int
     values: int
@@ -32,35 +31,36 @@ class DeltaHeads:
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """Numbers of a token's row: its keys, values, decays and rates."""
+        """The sizes of a token's row: keys, values, decays and rates."""
         return self.keys * self.key_width, self.values * self.value_width, self.values, self.values
 
 
 @dataclass(frozen=True, eq=False)
 class GridState:
-    """A sequence at some token: the state at the last place of the grid, and the rows after it."""
+    """The state of a sequence at a token: the state at the last chunk start, and the rows after
+    it."""
 
-    state: torch.Tensor  # heads of values x width of keys x width of values
+    state: torch.Tensor  # value heads x key width x value width
     rows: torch.Tensor
 
 
 @dataclass(eq=False)
 class _Asked:
-    """What some rows of chunks ask: of the keys in their chunk, and of the state before it."""
+    """What rows of chunks read: from the keys of their chunk, and from the state before it."""
 
-    system: torch.Tensor  # what they take back of what others wrote; ones on the diagonal
+    system: torch.Tensor  # what they subtract of earlier rows' writes; ones on the diagonal
     scores: torch.Tensor
-    readers: torch.Tensor  # the rows once as keys, once as queries
+    readers: torch.Tensor  # the rows as keys, then as queries
     values: torch.Tensor
 
 
 class OpenSequence:
-    """One sequence as it grows."""
+    """One growing sequence."""
 
     def __init__(self, heads: DeltaHeads, grid_state: GridState | None = None) -> None:
         self.heads = heads
         self._room = torch.zeros(GRID, sum(heads.parts))
-        self._made = False  # the keys and writings below are those of the rows
+        self._made = False  # the keys and writes below belong to the rows
         self._keys = torch.zeros(heads.values, GRID, heads.key_width)
         self._written = torch.zeros(heads.values, GRID, heads.value_width)
         self.count = 0 if grid_state is None else len(grid_state.rows)
@@ -72,34 +72,34 @@ class OpenSequence:
 
     @property
     def rows(self) -> torch.Tensor:
-        """The rows behind the last place of the grid."""
+        """The rows after the last chunk start."""
         return self._room[: self.count]
 
     def grid_state(self) -> GridState:
-        """Where it is now; a copy."""
+        """A copy of the current state."""
         return GridState(self.state.clone(), self.rows.clone())
 
     @property
     def block(self) -> int:
-        """Where the block begins that is open."""
+        """The first row of the open block."""
         return self.count // BLOCK * BLOCK
 
     def stays_open(self, count: int) -> bool:
-        """Whether so many rows more lie in the block that is open, and do not end its chunk."""
+        """Whether this many new rows fit into the open block without ending its chunk."""
         last = self.count + count - 1
         return self._made and last + 1 < GRID and last // BLOCK * BLOCK == self.block
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that it reads and writes."""
+        """Every tensor that it reads and writes."""
         named = {"room": self._room, "keys": self._keys, "written": self._written}
         return {"state": self.state, **named}
 
     def advance(
         self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
     ) -> tuple[torch.Tensor, dict[int, GridState]]:
-        """Some tokens more: what is read for each, and where the sequence stood behind the first
-        so many of them, for each of `ends`."""
+        """Add tokens. Return what each token reads, and the state after each number of tokens in
+        `ends`."""
         before, after = self.count, self.count + len(rows)
         wanted = sorted(ends)
         if self._made and after <= GRID and before // BLOCK == (after - 1) // BLOCK and not wanted:
@@ -109,7 +109,7 @@ class OpenSequence:
     # -- a few rows of one block -----------------------------------------------------------------
 
     def _in_one_block(self, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """New rows of the block that is open; all before it are final."""
+        """New rows inside the open block; everything before it is final."""
         before = self.count
         start, self.count = self.block, before + len(rows)
         self._room[before : self.count] = rows
@@ -122,7 +122,7 @@ class OpenSequence:
         return found[:, before - start : before - start + len(rows)].transpose(0, 1)
 
     def _read_block(self, start: int, asking: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is read for each row of a block, and the decays of its chunk."""
+        """What each row of a block reads, and the decays of its chunk."""
         heads, block = self.heads, slice(start, start + BLOCK)
         total = self._total(self._room)[0]
         keys = _keys(heads, self._room[block], 1, BLOCK)
@@ -140,7 +140,7 @@ class OpenSequence:
             tensor.zero_()
 
     def _total(self, rows: torch.Tensor) -> torch.Tensor:
-        """The decay from the beginning of its chunk to each row: chunks x heads x rows."""
+        """The decay from the start of its chunk to each row: chunks x heads x rows."""
         first = sum(self.heads.parts[:2])
         decays = rows[:, first : first + self.heads.values]
         return decays.reshape(-1, GRID, self.heads.values).transpose(1, 2).contiguous().cumsum(-1)
@@ -186,7 +186,8 @@ class OpenSequence:
 
 
 class PlacedSequence(OpenSequence):
-    """One that stays in a block, of which a tensor says which rows come next: for a recording."""
+    """A sequence that stays in one block; a tensor says which rows come next, so it can be
+    recorded."""
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class PlacedSequence(OpenSequence):
     def advance(
         self, queries: torch.Tensor, rows: torch.Tensor, ends: Iterable[int] = ()
     ) -> tuple[torch.Tensor, dict[int, GridState]]:
-        """What is read for these rows."""
+        """What these rows read."""
         self._room[self._start : self._start + BLOCK].index_copy_(0, self._places, rows)
         asking = queries.new_zeros(BLOCK, queries.shape[1])
         found, _ = self._read_block(self._start, asking.index_copy_(0, self._places, queries))
@@ -234,7 +235,7 @@ def _ask(
     start: int,
     size: int,
 ) -> _Asked:
-    """What `size` rows of each chunk ask, from `start` on, among all the keys of the chunk."""
+    """What `size` rows of each chunk from `start` on read, among all keys of the chunk."""
     chunks = len(among)
     _, values, _, rates = rows.split(heads.parts, dim=1)
     query = _normal(_rows_of(queries, chunks, size, heads.keys)) * heads.key_width**-0.5
@@ -254,7 +255,7 @@ def _ask(
 
 
 def _write(written: torch.Tensor, system: torch.Tensor, values: torch.Tensor, start: int) -> None:
-    """What a block of rows writes: its values, less what those before it wrote already."""
+    """What a block of rows writes: its values minus what earlier rows already wrote."""
     block = slice(start, start + BLOCK)
     if start:
         values = values - system[..., :start].contiguous() @ written[:, :start].contiguous()
@@ -267,14 +268,14 @@ def _write(written: torch.Tensor, system: torch.Tensor, values: torch.Tensor, st
 def _next(
     state: torch.Tensor, keys: torch.Tensor, total: torch.Tensor, written: torch.Tensor
 ) -> torch.Tensor:
-    """The state behind a whole chunk."""
+    """The state after a whole chunk."""
     last = total[..., -1:]
     writers = keys * (last - total).exp()[..., None]
     return state * last.exp()[..., None] + writers.transpose(-1, -2) @ written
 
 
 def delta_rows_are_equal(heads: DeltaHeads) -> bool:
-    """Whether rows come out the same in one pass, in pieces and one by one."""
+    """Whether rows are equal when computed in one pass, in pieces and one by one."""
     generator = torch.Generator().manual_seed(heads.values * 31 + heads.value_width)
 
     def noise(width: int) -> torch.Tensor:

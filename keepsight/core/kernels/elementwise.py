@@ -1,7 +1,7 @@
-"""Functions of single numbers, whose bits do not depend on how many numbers there are.
+"""Elementwise functions whose bits do not depend on how many numbers there are.
 
-Most numbers of a call are computed by vector instructions, and those that are left over one by one,
-which rounds otherwise. So calls are filled up until nothing is left over.
+Vector instructions compute most numbers of a call; the remainder is computed one by one and rounds
+differently. So calls are padded until nothing remains.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-_GRAIN = 32768  # numbers of an elementwise operation, from which on torch shares them out
-_FEW = 16384  # those of a GELU, from which on all threads share them
-_WHOLE = 64  # numbers that are computed by one vector instruction or two, whatever their dtype
+_GRAIN = 32768  # from this many numbers on, torch splits an elementwise operation over threads
+_FEW = 16384  # from this many numbers on, all threads share a GELU
+_WHOLE = 64  # numbers per one or two vector instructions, for any dtype
 
 
 def evenly(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """A function of each row, on so many rows that vector instructions compute all: numbers that
-    are left over are computed one by one, and come out with other bits."""
+    """Call a function of rows, padded so that vector instructions compute every number. A remainder
+    would be computed one by one, with other bits."""
     count, width = inputs[0].shape
     missing = _fill(count, width, torch.get_num_threads()) - count
     if missing:
         inputs = tuple(functional.pad(one, (0, 0, 0, missing)) for one in inputs)
-    # Numbers that lie apart are computed one by one, all of them.
+    # Numbers that are not contiguous are computed one by one, all of them.
     return function(*(one.contiguous() for one in inputs))[:count]
 
 
 def _fill(count: int, width: int, threads: int) -> int:
-    """The next number of rows that threads can share without a rest."""
+    """The next number of rows that threads can share without a remainder."""
     while True:
         sharing = max(1, min(threads, -(-count * width // _GRAIN)))
         everyone = threads if count * width > _FEW else 1

@@ -1,9 +1,8 @@
-"""Linear layers whose rows come out the same however many there are.
+"""Linear layers whose result for a row does not depend on the number of rows.
 
-A library chooses its kernel by the number of rows, and another kernel adds in another order. Which
-numbers of rows give the same bits is found by trying; a call with fewer is filled up to the next
-such number, one with many goes in several calls, so that none is used that was not tried.
-Packed weights, where there are any, are also read faster.
+A library chooses its kernel by the number of rows, and another kernel adds in another order. A
+trial finds which numbers of rows give equal bits. A call with fewer rows is padded to the next such
+number; a call with more is split. Packed weights are also read faster.
 """
 
 from __future__ import annotations
@@ -17,41 +16,41 @@ import torch
 from torch.nn import functional
 
 _plain = functional.linear
-_ROWS = 512  # of one call at most: kernels of large matrices choose another order again
-# The numbers of rows that are used, and no others: with 11 rows, twelve are computed.
+_ROWS = 512  # rows per call: kernels of large matrices change the order again
+# Only these numbers of rows are used: 11 rows are padded to twelve.
 COUNTS: tuple[int, ...] = (*range(1, 9), *range(12, 33, 4), *range(64, _ROWS + 1, 32))
-_FEW = 32  # rows, which are tried at more places
+_FEW = 32  # rows that are tried at more places
 _NARROW = 32  # numbers that are added
-_TINY, _PLAIN = 2**-18, 3  # a factor, and one row of so many
+_TINY, _PLAIN = 2**-18, 3  # a factor, and one row of this many
 _LOOK, _LOOKED_AT = 24, (1, 3)  # rows
 
 _HOOKS_ON_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks")
-PLAIN, MKL, ONEDNN = "", "mkl", "onednn"  # weights as they are, and packed for a kernel
+PLAIN, MKL, ONEDNN = "", "mkl", "onednn"  # weights unchanged, and packed for a kernel
 Shape = tuple[int, int, torch.dtype, bool, str]  # out, in, dtype, with a bias, kernel
 OfRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Numbers of rows that give equal bits: at least `least`, a multiple of `step`, in calls of
-    `most` at most."""
+    """Numbers of rows that give equal bits: at least `least`, a multiple of `step`, `most` per
+    call."""
 
     least: int = 1
     step: int = 1
     most: int = _ROWS
 
     def fill(self, rows: int) -> int:
-        """The smallest such number that has room, of those that are used; for one call."""
+        """The smallest usable number of rows for one call."""
         found: int = _filled(self.least, self.step, rows)
         return found
 
     @property
     def counts(self) -> list[int]:
-        """All that are used."""
+        """All usable numbers of rows."""
         return [c for c in COUNTS if self.least <= c <= self.most and c % self.step == 0]
 
     def run(self, function: OfRows, rows: torch.Tensor) -> torch.Tensor:
-        """A function of rows, of as many as one likes."""
+        """Call a function of rows with any number of them."""
         count = len(rows)
         if count > self.most:
             return torch.cat([self.run(function, piece) for piece in rows.split(self.most)])
@@ -66,18 +65,18 @@ def _filled(least: int, step: int, rows: int) -> int:
     return min(c for c in COUNTS if c >= max(least, rows) and c % step == 0)
 
 
-# Rows that read weights only, then those that add to the work of a token. With many rows, another
-# kernel may come than with few, and the largest numbers are left out first.
+# First the row counts at which reading weights dominates, then those that add to the work of a
+# token. With many rows another kernel may run, so the largest counts are dropped first.
 _SMALL = ((1, 1), (2, 1), (4, 1), (4, 4), (8, 8), (16, 16))
 CANDIDATES = (
     *(Rows(least, step, most) for most in (_ROWS, _ROWS // 2) for least, step in _SMALL),
-    *(Rows(most=_FEW), Rows(2, 2, _FEW)),  # matrix units (AMX) take so few in one way
+    *(Rows(most=_FEW), Rows(2, 2, _FEW)),  # matrix units (AMX) take this many in one way
     *(Rows(32), Rows(64), Rows(128), Rows(64, 64, 64)),
 )
 
 
 class Linears:
-    """Linear layers of one model. How rows of each shape are filled up is found when it is met."""
+    """The linear layers of one model. The padding for each shape is found when it is first met."""
 
     def __init__(
         self,
@@ -85,22 +84,22 @@ class Linears:
         tried: Mapping[Shape, Rows | None] | None = None,
     ) -> None:
         self.rows: dict[Shape, Rows | None] = {}
-        self._tried = tried or {}  # shapes that were tried for another reason
+        self._tried = tried or {}  # shapes tried earlier
         self.doubts: list[str] = []
-        self.is_watched = False  # whether inputs are compared with what they were
+        self.is_watched = False  # whether to check that inputs stay unchanged
         self._packed = packed
         self._held: _NotAsked | None = None
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """`functional.linear`, row by row the same bits."""
+        """`functional.linear` with bits that do not depend on the number of rows."""
         known = self._packed().get(id(weight))
         if known is None or not known.has(weight, bias):
             return self._run(None, input, weight, bias)
         if len(known.layers) == 1:
             return self._run(known, input, weight, bias)
-        if known.has_guests:  # who may change the input before the next layer reads it
+        if known.has_guests:  # a hook may change the input before the next layer reads it
             return self._run(None, input, weight, bias)
         return self._piece(known, input, weight, bias)
 
@@ -116,7 +115,7 @@ class Linears:
         rule = self._rule((out, weight.shape[1], weight.dtype, bias is not None, kernel))
         if rule is None or input.dtype != weight.dtype:
             return _plain(input, weight, bias)
-        # Rows that lie side by side, as they were tried: others may go another way.
+        # Contiguous rows, as in the trial: others may take another path.
         flat = input.reshape(-1, input.shape[-1]).contiguous()
         if known is None:
             result = rule.run(lambda rows: _plain(rows, weight, bias), flat)
@@ -128,8 +127,8 @@ class Linears:
     def _piece(
         self, known: Packed, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """What one of several layers gives that read this input: the first that is asked computes
-        all, and what the others give is held for them."""
+        """The result of one of several layers that read this input. The first call computes all of
+        them and keeps the others' results."""
         held = self._held
         if held is not None and held.packed is known and held.input is input:
             piece = held.pieces.pop(id(weight), None)
@@ -137,7 +136,7 @@ class Linears:
                 if not held.pieces:
                     self._held = None
                 if held.copy is not None and not torch.equal(held.copy, input):
-                    self.doubts.append("an input is changed between layers that read it")
+                    self.doubts.append("an input changes between layers that read it")
                 return piece
         if input.dtype != weight.dtype:
             return _plain(input, weight, bias)
@@ -148,14 +147,14 @@ class Linears:
         return found
 
     def grouped(self, rows: torch.Tensor, weights: torch.Tensor, ends: list[int]) -> torch.Tensor:
-        """`functional.grouped_mm`: rows sorted by expert, each group times the weights of its own;
-        zeros behind the last group."""
+        """`functional.grouped_mm`: rows sorted by expert, each group times its own weights; zeros
+        after the last group."""
         found = rows.new_zeros(len(rows), weights.shape[-1])
         for expert, (start, end) in enumerate(pairwise([0, *ends])):
             if end > start:
                 weight = weights[expert].t()
                 if not weight.is_contiguous():
-                    self.doubts.append("weights of experts lie another way than was tried")
+                    self.doubts.append("weights of experts have another layout than was tried")
                 found[start:end] = self(rows[start:end], weight, None)
         return found
 
@@ -174,18 +173,18 @@ class Linears:
 
 @dataclass(frozen=True)
 class _NotAsked:
-    """What layers give that were not asked yet."""
+    """Results of layers that were not called yet."""
 
     packed: Packed
     input: torch.Tensor
     pieces: dict[int, torch.Tensor]
-    copy: torch.Tensor | None  # of the input, as it was
+    copy: torch.Tensor | None  # of the input when it was read
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The weight of a layer as a kernel reads it fastest, or the weights of several that read one
-    input, behind each other. The weights themselves are held, to be compared with."""
+    """The packed weight of one layer, or of several layers that read one input, one after another.
+    The original weights are kept for comparison."""
 
     layers: tuple[torch.nn.Linear, ...]
     weights: tuple[torch.Tensor, ...]
@@ -194,8 +193,8 @@ class Packed:
 
     @classmethod
     def of(cls, layers: Sequence[torch.nn.Linear], kernel: str) -> Packed:
-        """Pack weights for a kernel. MKL packs for a number of rows: with the most that one call
-        has, it adds in one order for fewer rows too."""
+        """Pack weights for a kernel. MKL packs for a row count: packed for the most rows of a call,
+        it adds in one order for fewer rows too."""
         weights = tuple(layer.weight for layer in layers)
         plain = [weight.detach() for weight in weights]
         whole = torch.cat(plain) if len(plain) > 1 else plain[0].contiguous()
@@ -206,7 +205,7 @@ class Packed:
         return cls(tuple(layers), weights, kernel, packed)
 
     def has(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Whether this is one of them, with its own bias where they are several."""
+        """Whether this weight is packed here, and has its own bias if it is one of several."""
         if len(self.layers) == 1:
             return weight is self.weights[0]
         pairs = zip(self.weights, self.layers, strict=True)
@@ -214,7 +213,7 @@ class Packed:
 
     @property
     def has_guests(self) -> bool:
-        """Whether code of somebody's own runs with one of them: a hook, or a method."""
+        """Whether foreign code runs with one of the layers: a hook or a replaced method."""
         return hooks_on_all() or any(
             layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
             for layer in self.layers
@@ -222,7 +221,7 @@ class Packed:
 
     @functools.cached_property
     def out(self) -> int:
-        """How many numbers the layers give."""
+        """The number of outputs of all layers."""
         return sum(len(weight) for weight in self.weights)
 
     @functools.cached_property
@@ -232,22 +231,22 @@ class Packed:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """What is added, by all of them or by none, as it is now."""
+        """The current bias of all layers, or None."""
         found: list[torch.Tensor] = [one.bias for one in self.layers if one.bias is not None]
         if len(found) < 2:
             return found[0] if found else None
         return torch.cat(found)
 
     def split(self, given: torch.Tensor) -> dict[int, torch.Tensor]:
-        """What each of them gives, by its weight."""
+        """Split a result by layer, keyed by the weight."""
         parts = given.split([len(weight) for weight in self.weights], dim=-1)
         pairs = zip(self.weights, parts, strict=True)
         return {id(weight): part.contiguous() for weight, part in pairs}
 
     def run(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The linear layers."""
+        """Run the linear layers."""
         found: torch.Tensor
-        if self.kernel == MKL:  # which is told the number of rows, else it takes the plain weight
+        if self.kernel == MKL:  # without the row count it would use the plain weight
             found = torch.ops.mkl._mkl_linear(rows, self.tensor, self._sized, bias, len(rows))
         else:
             found = torch.ops.mkldnn._linear_pointwise(rows, self.tensor, bias, "none", [], "")
@@ -255,13 +254,13 @@ class Packed:
 
     @functools.cached_property
     def _sized(self) -> torch.Tensor:
-        """A weight of the size of all, of which a kernel asks the size only."""
+        """An empty weight of the total size; the kernel reads only its size."""
         weight = self.weights[0]
         return weight.new_full((1, 1), torch.nan).expand(self.out, weight.shape[1])
 
 
 def hooks_on_all() -> bool:
-    """Whether hooks run with every module."""
+    """Whether hooks run on every module."""
     return any(vars(torch.nn.modules.module).get(name) for name in _HOOKS_ON_ALL)
 
 
@@ -276,14 +275,15 @@ def kernels_for(dtype: torch.dtype) -> list[str]:
 
 
 def has_bfloat16() -> bool:
-    """Whether this CPU multiplies in bfloat16; others are several times slower in it than in
-    float32, in stock code too."""
+    """Whether this CPU has bfloat16 instructions. Without them bfloat16 is several times slower
+    than float32, in stock code too."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is None or bool(supported())
 
 
 def rows_of(shape: Shape) -> Rows | None:
-    """Which numbers of rows give equal bits for linear layers of a shape here; None for none."""
+    """The numbers of rows that give equal bits for a shape of linear layer here; None if there are
+    none."""
     out, width, dtype, biased, kernel = shape
     generator = torch.Generator().manual_seed(out * 31 + width)
     weight, inputs = _telling(out, width, dtype, generator)
@@ -317,7 +317,7 @@ def _in_calls(run: OfRows, inputs: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def _places(count: int, width: int) -> Iterable[int]:
-    """Where to cut out rows to compare. Short sums seldom show their order."""
+    """Where to cut out rows for comparison. Short sums seldom reveal their order."""
     last = _ROWS - count
     if count > _FEW:
         return (last // 2,)
@@ -325,7 +325,7 @@ def _places(count: int, width: int) -> Iterable[int]:
 
 
 def rows_agree(linears: Linears, layer: torch.nn.Linear) -> bool:
-    """Whether a layer still gives a row the same bits beside other rows: a quick check, not a full
+    """Whether rows of a layer are still independent of other rows: a quick check, not a full
     trial."""
     weight, bias = layer.weight, layer.bias
     rows = torch.randn(_LOOK, weight.shape[1], generator=torch.Generator().manual_seed(0))
@@ -340,18 +340,18 @@ def rows_agree(linears: Linears, layer: torch.nn.Linear) -> bool:
 def _telling(
     out: int, width: int, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and inputs whose products cancel, so that what is left of a sum is its rounding: sums
-    in another order differ in nearly every number, also where results are rounded to few digits.
-    They have all digits of their type: a product that is exact hides whether it was rounded before
-    it was added, which is all that differs where sums are short (adapters of a low rank)."""
+    """Weights and inputs whose products cancel, so that only rounding remains of a sum. Another
+    order of adding then changes nearly every number, even if results have few digits. They use all
+    digits of their type: an exact product would hide whether it was rounded before it was added,
+    which is the only difference if sums are short (adapters of low rank)."""
     half, odd = width // 2, width % 2
     order = torch.randperm(half, generator=generator)
     left = torch.randn(out, half, generator=generator)
     rows = torch.randn(_ROWS, half, generator=generator)
-    # What has no other to cancel it is as small as what rounding leaves of the rest.
+    # Terms that cancel with no other are as small as the rounding error of the rest.
     alone = torch.randn(out, odd, generator=generator), torch.randn(_ROWS, odd, generator=generator)
     weight = torch.cat([left, -left[:, order], alone[0]], dim=1)
     inputs = torch.cat([rows, rows[:, order], alone[1] * (_TINY if half else 1)], dim=1)
-    # Some sums are of numbers as they come: short ones of two products look alike in any order.
+    # Some sums are of uncancelled numbers: short sums of two products look alike in any order.
     inputs[::_PLAIN] = torch.randn(inputs[::_PLAIN].shape, generator=generator)
     return weight.to(dtype), inputs.to(dtype)

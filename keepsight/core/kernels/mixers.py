@@ -1,8 +1,8 @@
-"""Layers that remember a state of fixed size, computed so that no row depends on the cut.
+"""Layers with a state of fixed size, computed so that no row depends on where a prompt is cut.
 
-Gated delta rules are computed on a grid (`keepsight.core.kernels.delta`); convolutions are added up
-number by number. Two of upstream's layers are known; in passes of ours, on layers of lanes, they
-are computed here, and everywhere else by their own code.
+Gated delta rules are computed on a grid (`keepsight.core.kernels.delta`); convolutions are added
+term by term. Two layer types of Transformers are known. In our passes, on layers of lanes, this
+module computes them; everywhere else their own code does.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from keepsight.core.kernels.delta import DeltaHeads, GridState, OpenSequence
 from keepsight.core.kernels.elementwise import evenly
 from keepsight.models.upstream import activation
 
-Layer = Any  # one of upstream's, with all it has; and what it is called with
-_ROWS = 64  # of a convolution at a time
+Layer = Any  # a layer of Transformers and the arguments of its call
+_ROWS = 64  # tokens of a convolution at a time
 _TRIED = 80  # tokens, more than a chunk of the grid
-_OFF = 1e-4  # of the scale: what rounding of float32 may do
-_MILD = -4.0  # of a decay: little of a state is forgotten from one chunk to the next
+_OFF = 1e-4  # of the scale: float32 rounding
+_MILD = -4.0  # decay in a trial: little of a state is lost from one chunk to the next
 
 
 class MixerState(Protocol):
-    """The layer of one lane."""
+    """The state of one layer in one lane."""
 
-    ends: Sequence[int]  # tokens of the pass, behind which its state is wanted too
+    ends: Sequence[int]  # tokens of the pass after which its state is captured too
     found: dict[int, tuple[torch.Tensor, GridState | None]]
 
     def opened(self, heads: DeltaHeads) -> OpenSequence:
-        """Where the sequence is."""
+        """The sequence at its current end."""
 
     def inputs(self) -> torch.Tensor | None:
         """The last inputs of the convolution, channels x inputs."""
 
     def take(self, inputs: torch.Tensor) -> None:
-        """Hold these from now on."""
+        """Replace these inputs."""
 
 
 def convolve(
     state: MixerState, rows: torch.Tensor, layer: torch.nn.Conv1d
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """A causal convolution of each channel over new rows, and its last inputs behind each end."""
+    """A causal convolution of each channel over new rows, and its last inputs after each end."""
     weight, bias = layer.weight[:, 0], layer.bias
     size, count = weight.shape[-1], len(rows)
     held = state.inputs()
     before = rows.new_zeros(size, rows.shape[1]) if held is None else held.T
     everything = torch.cat([before, rows])
-    factors = weight.float().T.contiguous()  # one row for each place
+    factors = weight.float().T.contiguous()  # one row per place
     pieces = []
     for start in range(0, count, _ROWS):
         stop = min(start + _ROWS, count)
@@ -68,11 +68,11 @@ def convolve(
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces), inputs_at
 
 
-# -- upstream's layers ---------------------------------------------------------------------------
+# -- layers of Transformers -----------------------------------------------------------------------
 
 
 def _gated_delta(module: Layer, hidden: torch.Tensor, states: Sequence[MixerState]) -> torch.Tensor:
-    """Queries, keys and values from a convolution, then the gated delta rule."""
+    """A gated delta rule, with queries, keys and values from a convolution."""
     heads = DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
     each = (*hidden.shape[:2], heads.values)
     mixed, gates = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
@@ -117,7 +117,7 @@ _KNOWN: dict[str, _Ours] = {
     "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _gated_delta,
     "transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv": _short_convolution,
 }
-# Functions of single numbers that vector instructions round otherwise than others.
+# Elementwise functions for which the last numbers round differently.
 _ACTIVATIONS = {
     ("torch.nn.modules.activation", "GELU"),
     ("transformers.activations", "GELUTanh"),
@@ -127,7 +127,7 @@ _begun: set[type] = set()
 
 
 def begin(model: torch.nn.Module) -> None:
-    """Put ours before the code of these layers: once for each class, before its first look."""
+    """Wrap the code of these layers: once per class, before it is first inspected."""
     for kind in {type(module) for module in model.modules()} - _begun:
         ours = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}")
         if ours is not None:
@@ -139,7 +139,7 @@ def begin(model: torch.nn.Module) -> None:
 
 
 def are_upstreams(model: torch.nn.Module, begin_state: Callable[[], MixerState]) -> bool:
-    """Whether the layers that are known give what their own code gives."""
+    """Whether our code for the known layers gives what their own code gives."""
     seen = []
     for layer in model.modules():
         ours = _KNOWN.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
@@ -156,15 +156,16 @@ def are_upstreams(model: torch.nn.Module, begin_state: Callable[[], MixerState])
 
 
 class _Gates(torch.nn.Module):
-    """In the place of a norm, which takes away any factor."""
+    """Replaces a norm, which would hide any constant factor."""
 
     def forward(self, rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         return rows * gates
 
 
 def _is_upstreams(layer: Layer, ours: _Ours, state: MixerState) -> bool:
-    """In float32, whatever the dtype of the layer: in fewer digits a rule that is wrong by a
-    hundredth looks like rounding. Half of the heads forget so little that two chunks are seen."""
+    """Compare in float32, whatever the dtype of the layer: with fewer digits a rule that is wrong
+    by one percent looks like rounding. Half of the heads forget so little that two chunks
+    matter."""
     wide = copy.deepcopy(layer).float()
     if hasattr(wide, "A_log"):
         wide.norm = _Gates()

@@ -1,9 +1,9 @@
-"""Packed copies of the weights of linear layers, which follow every change of the weights.
+"""Packed copies of weights of linear layers, which follow every change of the weights.
 
-A copy takes as much memory as its weight; layers that read one input have one together, which is
-read by one call. It is made before the first pass that needs it, dropped
-when its weight may have changed, and none is made where memory is short: then weights are read as
-they are, which takes more time and may round otherwise, so it is tried and named on its own.
+A copy takes as much memory as its weight. Layers that read one input share a copy, which one call
+reads. A copy is made before the first pass that needs it, and dropped when its weight may have
+changed. If memory is short no copies are made. Plain weights take more time and may round
+differently, so they are tried and named separately.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from keepsight.system.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 4  # of the memory that is free, copies may take one part in so many
-_SMALLEST = 16  # numbers in and out, below which nothing is gained
+_SHARE = 4  # copies may take one part in this many of the free memory
+_SMALLEST = 16  # inputs x outputs; below this nothing is gained
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 Group = tuple[torch.nn.Linear, ...]  # layers that read one input
@@ -29,12 +29,12 @@ class Packing:
     """The packed weights of one model."""
 
     def __init__(self, wanted: bool, sparing: bool = False) -> None:
-        self._sparing = sparing  # none, where they would take much of the memory that is free
+        self._sparing = sparing  # no copies if they would take too much of the free memory
         self.wanted = wanted and bool(kernels_for(torch.float32))
         self.packed: dict[int, Packed] = {}
-        self.rules: dict[Shape, Rows | None] = {}  # how rows are filled up, by shape
+        self.rules: dict[Shape, Rows | None] = {}  # padding of rows, by shape
         self.tried_in = ""  # the environment that found it
-        self.is_behind = False  # whether copies were dropped since the last look
+        self.is_behind = False  # whether copies were dropped since the last check
 
     @property
     def nbytes(self) -> int:
@@ -49,11 +49,11 @@ class Packing:
                 self.is_behind |= self.packed.pop(id(one), None) is not None
 
     def follow(self, groups: Iterable[Group], environment: str) -> None:
-        """Have a copy of the weights of each of these layers, and of no others."""
+        """Keep a copy of the weights of exactly these layers."""
         if not self.wanted:
             return
         self.is_behind = False
-        if environment != self.tried_in:  # MKL packs otherwise with other threads
+        if environment != self.tried_in:  # MKL packs differently for another number of threads
             self.rules, self.packed, self.tried_in = {}, {}, environment
         wanted = [(group, kernel) for group in groups for group, kernel in self._packable(group)]
         kept = {tuple(id(layer.weight) for layer in group) for group, _ in wanted}
@@ -64,7 +64,7 @@ class Packing:
         needed = sum(layer.weight.nbytes for group, _ in missing for layer in group)
         free = free_memory(swap=False)
         if self._sparing and free is not None and needed * _SHARE > free:
-            self._give_up(f"they would take {needed} bytes of memory, of {free} that are free")
+            self._give_up(f"they would take {needed} bytes of memory, {free} are free")
             return
         try:
             for group, kernel in missing:
@@ -76,10 +76,10 @@ class Packing:
     def _give_up(self, why: object) -> None:
         self.wanted = False
         self.packed.clear()
-        logger.warning("weights are not packed, they are read as they are: %s", why)
+        logger.warning("weights are not packed: %s", why)
 
     def _packable(self, group: Group) -> Iterator[tuple[Group, str]]:
-        """The layers that can be packed, together or each by itself, with their kernel."""
+        """The layers that can be packed, jointly or alone, with their kernel."""
         kernel = self.kernel_of(group)
         if kernel:
             yield group, kernel
@@ -88,8 +88,8 @@ class Packing:
                 yield from self._packable((layer,))
 
     def kernel_of(self, group: Group) -> str:
-        """The kernel to pack layers for: the first that takes any number of rows, else the first
-        that gives equal bits in some way; empty for none."""
+        """The kernel to pack these layers for: the first that takes any number of rows, else the
+        first that gives equal bits for some; empty if none does."""
         weights = [layer.weight for layer in group]
         if any(type(w) is not torch.nn.Parameter or w.device.type != "cpu" for w in weights):
             return ""
@@ -112,7 +112,8 @@ class Packing:
 
 
 def groups_in(module: torch.nn.Module) -> Iterator[Group]:
-    """The linear layers in a module, those together that read one input, as their names say."""
+    """The linear layers in a module. Layers that read one input, judged by their names, are one
+    group."""
     if type(module) is torch.nn.Linear:
         yield (module,)
     for parent in module.modules():
@@ -126,5 +127,5 @@ def groups_in(module: torch.nn.Module) -> Iterator[Group]:
 def _tried(shape: Shape) -> Rows | None:
     try:
         return rows_of(shape)
-    except (RuntimeError, MemoryError):  # not on this machine
+    except (RuntimeError, MemoryError):  # missing on this machine
         return None

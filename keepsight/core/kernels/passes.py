@@ -1,9 +1,9 @@
-"""Our kernels in the place of torch's own, in passes of ours and in no others.
+"""Installs our kernels in place of torch's functions, in our passes only.
 
 A model calls `torch.nn.functional.linear`, `scaled_dot_product_attention`, `silu` and `sigmoid` by
-name, the last also as a method, and `grouped_mm` for experts, so these names are exchanged once in
-a process. What stands there asks whether the thread is in a pass of ours, and else calls torch's
-own function with the same arguments.
+name, `sigmoid` also as a method, and `grouped_mm` for experts. These names are replaced once per
+process. The replacement checks whether the thread is in one of our passes; otherwise it calls
+torch's function with the same arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keepsight.core.kernels.script import RecordedStep, StepSize
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
-# Torch 2.9 has none; experts make their products in another way there, and boundaries are used.
+# Torch 2.9 has none: there experts compute differently and boundaries are used.
 _stock_grouped: Callable[..., torch.Tensor] = getattr(functional, "grouped_mm", _stock_linear)
 _stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
 _stock_sigmoid_of = torch.Tensor.sigmoid
@@ -37,16 +37,16 @@ class Kernels:
 
     linears: Linears = field(default_factory=Linears)
     query_rows: attention.QueryRows = field(default_factory=attention.QueryRows)
-    doubts: list[str] = field(default_factory=list)  # what was met that was not tried
+    doubts: list[str] = field(default_factory=list)  # what was met without a trial
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
-    in_graphs: bool = False  # of another runtime: no function of torch's is exchanged
+    in_graphs: bool = False  # of another runtime: torch functions stay
 
 
 @contextmanager
 def running(kernels: Kernels | None, recorded: attention.Attending | None = None) -> Iterator[None]:
-    """What this thread computes meanwhile is computed with these kernels, where there are any; for
-    a recording, attention is another's."""
+    """Use these kernels for everything this thread computes meanwhile; None for torch's own. A
+    recording replaces the attention."""
     if kernels is None or kernels.in_graphs:
         yield
         return
@@ -62,11 +62,11 @@ def running(kernels: Kernels | None, recorded: attention.Attending | None = None
 
 @dataclass
 class _Pass:
-    """One pass: its kernels, and what its attention layers have in common."""
+    """One pass: its kernels, and what its attention layers share."""
 
     kernels: Kernels
     attention: attention.Attending
-    inside: bool = False  # one of ours runs
+    inside: bool = False  # one of our kernels is running
 
 
 _here = threading.local()
@@ -78,7 +78,7 @@ def _call() -> _Pass | None:
 
 
 def is_inside() -> bool:
-    """Whether one of ours runs now, in this thread."""
+    """Whether one of our kernels is running in this thread."""
     call = _call()
     return call is not None and call.inside
 
@@ -90,7 +90,7 @@ def is_running() -> bool:
 
 @contextmanager
 def inside() -> Iterator[None]:
-    """One of ours runs meanwhile, and what it calls is its own affair."""
+    """While one of our kernels runs, let its calls reach torch directly."""
     call = _call()
     if call is None:
         yield
@@ -103,14 +103,14 @@ def inside() -> Iterator[None]:
 
 
 def note_mixer(heads: DeltaHeads | None) -> None:
-    """A layer with a state of fixed size was computed: a delta rule, or a convolution alone."""
+    """Note that a layer of fixed-size state was computed: a delta rule, or only a convolution."""
     call = _call()
     if call is not None:
         call.kernels.mixers.append(heads)
 
 
 def attention_here() -> attention.Attending | None:
-    """Where a layer notes what room its keys and values lie in, during a pass of ours."""
+    """The attention of the running pass, in which a layer notes its buffers; None outside."""
     call = _call()
     return None if call is None else call.attention
 
@@ -145,7 +145,7 @@ def _sigmoid(input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
 
 
 def _sigmoid_by_name(input: torch.Tensor) -> torch.Tensor:
-    return _sigmoid(input)  # torch wants two functions at two places
+    return _sigmoid(input)  # torch needs a separate function at each place
 
 
 def _ours_or_stock_sigmoid(input: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _ours_or_stock_sigmoid(input: torch.Tensor, out: torch.Tensor | None) -> tor
 
 
 def _sigmoid_of(self: torch.Tensor) -> torch.Tensor:
-    """As routers ask for it: `logits.sigmoid()`."""
+    """The method that routers call: `logits.sigmoid()`."""
     if torch.compiler.is_compiling() or _call() is None:
         return _stock_sigmoid_of(self)
     return _evened(_stock_sigmoid_of, self)
@@ -237,7 +237,7 @@ def _ours_or_stock_attention(
 
 @functools.cache
 def begin() -> None:
-    """Put them there: once in a process, before the first look at the code of a model."""
+    """Install them: once per process, before a model's code is first inspected."""
     functional.linear = _linear
     if hasattr(functional, "grouped_mm"):
         functional.grouped_mm = _grouped

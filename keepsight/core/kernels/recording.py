@@ -1,10 +1,10 @@
-"""One step of a model as a list of torch's operations, to be run again without the model's code.
+"""Records one step of a model as a list of torch operations that runs without the model's code.
 
-A step is recorded while it runs. What it is given anew each time is known by name; all else that it
-reads is weights. Where the code reads a number out of a tensor, draws lots or writes into a weight,
-a list would not do the same again, and nothing is recorded. Operations that change nothing are left
-out, shapes of shapes are one shape, and a mean or a square is written with the operations that it
-is made of, where these give its bits.
+A step is recorded while it runs. Its inputs are known by name; everything else it reads is weights.
+Nothing is recorded if the code reads a number out of a tensor, draws random numbers or writes into
+a weight: a list would not repeat that. Operations that change nothing are dropped, nested views
+become one view, and a mean or a square is written as torch's own operations for it, if they give
+its bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from keepsight.models import upstream
 from keepsight.models.upstream import TorchFunction
 
-# What hands numbers to Python without asking any kernel.
+# Operations that hand numbers to Python without calling a kernel.
 _READS = frozenset(
     {
         *("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__", "__array__"),
@@ -41,11 +41,11 @@ _ADD = torch.ops.aten.add.Tensor
 _SUM, _MEAN = torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim
 _POWER = torch.ops.aten.pow.Tensor_Scalar
 
-Name = tuple[str, int, object]  # of what a step is given: what, of which lane, and for whom
+Name = tuple[str, int, object]  # an input of a step: kind, lane or layer, and details
 
 
 class CannotRecord(Exception):
-    """A step does something that a list of operations would not do again."""
+    """A step does something that a list of operations cannot repeat."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Operation:
-    """One call: its arguments with slots in the places of tensors, and the slots that it fills."""
+    """One call: its arguments with slots for tensors, and the slots it fills."""
 
     function: TorchFunction
     arguments: list[object]
@@ -70,7 +70,7 @@ class Operation:
         return bool(self.function._schema.is_mutable)
 
     def renamed(self, name: Callable[[Slot], Slot]) -> Operation:
-        """The same on other slots."""
+        """The same operation with other slots."""
         arguments = [_replaced(one, name) for one in self.arguments]
         options = {key: _replaced(one, name) for key, one in self.options.items()}
         return Operation(self.function, arguments, options, [name(slot) for slot in self.fills])
@@ -78,7 +78,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Recording:
-    """The operations of one step, with what they read from outside."""
+    """The operations of one step, and the tensors they read from outside."""
 
     given: dict[Name, Slot]
     weights: dict[Slot, torch.Tensor]
@@ -86,8 +86,8 @@ class Recording:
     result: Slot
 
     def equals(self, other: Recording) -> bool:
-        """Whether two steps ran the same operations: then these depend neither on the inputs nor on
-        the length of the sequence."""
+        """Whether two steps ran the same operations; then these depend neither on the inputs nor on
+        the sequence length."""
         return (
             self.given == other.given
             and self.result == other.result
@@ -98,7 +98,7 @@ class Recording:
 
 
 def record(step: Callable[[], torch.Tensor], given: Mapping[Name, torch.Tensor]) -> Recording:
-    """What a step does. `given` may get more names while it runs."""
+    """Record a step. `given` may get more names while it runs."""
     recorder = _Recorder()
     with _NoReads(), upstream.watched(recorder.run):
         result = step()
@@ -106,7 +106,7 @@ def record(step: Callable[[], torch.Tensor], given: Mapping[Name, torch.Tensor])
 
 
 class _NoReads(TorchFunctionMode):
-    """Code that makes numbers of tensors may go another way next time."""
+    """Refuses code that reads numbers out of tensors: it may branch differently next time."""
 
     def __torch_function__(
         self,
@@ -116,14 +116,14 @@ class _NoReads(TorchFunctionMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if getattr(func, "__name__", "") in _READS:
-            raise CannotRecord(f"a number is read by {func.__name__}")
+            raise CannotRecord(f"{func.__name__} reads a number")
         return func(*args, **(kwargs or {}))
 
 
 @functools.cache
 def _torch_makes_them_so() -> bool:
-    """Whether this torch makes squares, sums with a number and means of these operations: tried
-    with many numbers, since those of one step may agree by chance."""
+    """Whether this torch computes squares, scalar sums and means by these operations. Tried with
+    many numbers, because those of one step may agree by chance."""
     rows = torch.randn(256, 768, generator=torch.Generator().manual_seed(0)).exp()
     pairs = [(_POWER(rows, 2), rows * rows), (_ADD(rows, 1e-6), rows + torch.tensor(1e-6))]
     for width in (5, 64, 768):
@@ -133,14 +133,14 @@ def _torch_makes_them_so() -> bool:
 
 
 class _Recorder:
-    """Operations as they come. All tensors are held, so that each has a number of its own."""
+    """Collects operations. It holds all tensors, so each keeps its own number."""
 
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
         self._tensors: list[torch.Tensor] = []
         self._outside: list[Slot] = []
         self._operations: list[Operation] = []
-        self._own: dict[Slot, Slot] = {}  # memory of the step's own, and whose shape another is
+        self._own: dict[Slot, Slot] = {}  # the step's own memory, and the slot it is a view of
         self._shapes: dict[tuple[Slot, torch.Size], Slot] = {}
         self._held: list[torch.Tensor] = []
 
@@ -149,7 +149,7 @@ class _Recorder:
     ) -> object:
         """Run one operation and note it."""
         if _DIFFERS & set(function.tags) and not _drops_nothing(function, args, options):
-            raise CannotRecord(f"{function} depends on numbers, or on chance")
+            raise CannotRecord(f"{function} depends on values or on random numbers")
         arguments = [self._noted(one) for one in args]
         named = {key: self._noted(one) for key, one in options.items()}
         found = function(*args, **options)
@@ -168,13 +168,13 @@ class _Recorder:
         named: dict[str, object],
         found: object,
     ) -> None:
-        """Note an operation as it is."""
+        """Note an operation unchanged."""
         fills = []
         for one in found if isinstance(found, list | tuple) else [found]:
             if not isinstance(one, torch.Tensor):
-                raise CannotRecord(f"{function} gives what is no tensor")
+                raise CannotRecord(f"{function} returns something that is not a tensor")
             fills.append(self._slots.get(id(one)) or self._number(one))
-        if function._schema.name == "aten::detach_":  # of a number that was made a tensor
+        if function._schema.name == "aten::detach_":  # a number that became a tensor
             return
         self._operations.append(Operation(function, arguments, named, fills))
         views = [one.alias_info is not None for one in function._schema.returns]
@@ -182,8 +182,8 @@ class _Recorder:
             self._own.update((slot, slot) for slot in fills)
 
     def _is_shape_of(self, given: object, found: torch.Tensor) -> bool:
-        """Whether this is memory of the step's own in another shape, or in the same. Then one
-        operation makes it, or none. What a step is given may be longer next time."""
+        """Whether this is a view of the step's own memory. Then one view operation, or none,
+        replaces a chain; inputs may be longer next time."""
         whole = self._own.get(self._slots.get(id(given), Slot(-1)))
         if whole is None or not isinstance(given, torch.Tensor) or id(found) in self._slots:
             return False
@@ -206,11 +206,11 @@ class _Recorder:
     def _in_parts(
         self, function: TorchFunction, args: tuple[object, ...], found: torch.Tensor
     ) -> bool:
-        """Note a square or a mean by the operations that torch makes it of, without the numbers
-        that it makes tensors of each time."""
+        """Note a square or a mean as the operations that torch composes it of, without the scalar
+        tensors it makes each time."""
         one, *rest = args
         if not isinstance(one, torch.Tensor) or {one.dtype, found.dtype} != {torch.float32}:
-            return False  # in fewer digits a number that is no tensor has more than one that is
+            return False  # in few digits a Python number is more precise than a tensor
         if not _torch_makes_them_so():
             return False
         if function is _POWER and rest == [2]:
@@ -242,9 +242,9 @@ class _Recorder:
         return slot
 
     def recording(self, names: dict[int, Name], result: torch.Tensor) -> Recording:
-        """What was noted, without what nobody reads, numbered in the order of use."""
+        """The noted operations without unused ones, numbered in order of use."""
         if id(result) not in self._slots:
-            raise CannotRecord("its result comes from elsewhere")
+            raise CannotRecord("its result is not computed in the step")
         given = {slot for slot in self._outside if id(self._tensors[slot.number]) in names}
         weights = set(self._outside) - given
         live = _live(self._operations, self._slots[id(result)], given, weights)
@@ -266,7 +266,7 @@ class _Recorder:
 def _live(
     operations: list[Operation], result: Slot, given: set[Slot], weights: set[Slot]
 ) -> list[Operation]:
-    """The operations on which the result depends, or what is given."""
+    """The operations on which the result or an input depends."""
     whole = _Memories()
     for one in operations:
         whole.join(one)
@@ -286,19 +286,19 @@ def _live(
 
 
 class _Memories:
-    """Which tensors may lie in the same memory."""
+    """Groups tensors that may share memory."""
 
     def __init__(self) -> None:
         self._above: dict[Slot, Slot] = {}
 
     def of(self, slot: Slot) -> Slot:
-        """One tensor that stands for all that lie there."""
+        """The tensor that represents a group."""
         while slot in self._above:
             slot = self._above[slot]
         return slot
 
     def join(self, operation: Operation) -> None:
-        """What an operation gives may be a view of what it takes."""
+        """Note that results of an operation may be views of its arguments."""
         schema = operation.function._schema
         if not any(one.alias_info is not None for one in schema.returns):
             return
@@ -318,7 +318,7 @@ class _Memories:
 def _drops_nothing(
     function: TorchFunction, args: tuple[object, ...], options: dict[str, object]
 ) -> bool:
-    """Whether chance would only have a say with a dropout, and there is none."""
+    """Whether randomness would only come from dropout, and dropout is off."""
     names = [argument.name for argument in function._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **options}
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
@@ -351,7 +351,7 @@ def _replaced(given: object, name: Callable[[Slot], Slot]) -> object:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether these are one weight, or a number that the code wrote down twice."""
+    """Whether both are one weight, or one number that the code wrote twice."""
     if one is other:
         return True
     alike = one.dtype == other.dtype and one.shape == other.shape and not one.is_mkldnn

@@ -1,7 +1,7 @@
-"""A recorded step as a function of TorchScript, which runs operations without Python between them.
+"""A recorded step as a TorchScript function, which runs operations without Python between them.
 
-Nothing is fused or put in another order: each operation is the one that was recorded, so the bits
-are those of the model's own code. Python's lock is free meanwhile.
+Operations are neither fused nor reordered, so the bits are those of the model's own code. The GIL
+is free meanwhile.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch.jit import optimized_execution  # type: ignore[attr-defined]
 from keepsight.core.kernels.recording import Name, Operation, Recording, Slot
 from keepsight.models.private import FUNCTION
 
-StepSize = tuple[int, int, int]  # rows, tokens of each, and where an open block of a rule begins
+StepSize = tuple[int, int, int]  # rows, tokens of each, and where the open block of a rule begins
 Step = Callable[[Mapping[Name, torch.Tensor]], torch.Tensor]
 
 
 @dataclass
 class RecordedStep:
-    """What is known of steps of one size: how many were run, and the function, once there is one
-    and as long as it gives the bits of the model's own code."""
+    """What is known about steps of one size: how many ran, and the function, if there is one that
+    gives the bits of the model's own code."""
 
     seen: int = 0
     run: Step | None = None
-    names: frozenset[Name] = frozenset()  # of what it is given
-    seconds: float = torch.inf  # the shortest of a step by the model's own code
-    agreed: int = 0  # steps that the model ran too, with the same bits
-    ran: int = 0  # steps that it ran alone
-    given_up: str = ""  # why there is none
+    names: frozenset[Name] = frozenset()  # its inputs
+    seconds: float = torch.inf  # shortest time of a step by the model's own code
+    agreed: int = 0  # steps that the model ran too, with equal bits
+    ran: int = 0  # steps run by the function alone
+    given_up: str = ""  # why there is no function
 
     def timed(self, by_model: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """What the model's own code does, with its shortest time noted."""
+        """Run the model's own code and note its shortest time."""
 
         def run() -> torch.Tensor:
             start = time.perf_counter()
@@ -51,18 +51,18 @@ class RecordedStep:
 
 
 def can_script() -> bool:
-    """Whether this torch can be given lists of operations."""
+    """Whether this torch accepts lists of operations."""
     return FUNCTION.found() is not None
 
 
 def scripted(recording: Recording) -> Step:
-    """A recording as a function of what it is given."""
+    """Turn a recording into a function of its inputs."""
     graph = _Graph(recording)
     function = FUNCTION.needed()("step", graph.made)
     names, weights = list(recording.given), list(recording.weights.values())
 
     def run(given: Mapping[Name, torch.Tensor]) -> torch.Tensor:
-        with optimized_execution(False):  # in this thread: nothing is fused
+        with optimized_execution(False):  # for this thread: fuse nothing
             found: torch.Tensor = function(*[given[name] for name in names], *weights)
         return found
 
@@ -80,7 +80,7 @@ class _Node(Protocol):
 
 
 class _Builder(Protocol):
-    """Torch's graph, as far as it is used."""
+    """The part of torch's graph builder used here."""
 
     def addInput(self) -> _Value: ...
 
@@ -126,7 +126,7 @@ class _Graph:
             for value in outputs:
                 value.setType(torch.TensorType.get())
         for value, slot in zip(outputs, operation.fills, strict=True):
-            self._values.setdefault(slot, value)  # what is written into stays what it was
+            self._values.setdefault(slot, value)  # arguments written into keep their slot
 
     def _value(self, given: object, wanted: torch.JitType) -> _Value:
         if isinstance(given, Slot):
