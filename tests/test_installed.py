@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import keepsight as ks
-from keepsight.errors import ModelError, TowerRan
+from keepsight.errors import InputError, ModelError, TowerRan
 
 KINDS = ("qwen3_vl", "qwen2_vl", "gemma3", "llava")
 FIRST = [turn("What is it?", picture(1))]
@@ -162,6 +162,26 @@ def test_dicts_streamers_and_processors(parts: tuple[Any, Any]) -> None:
         thread.join()
     new = wanted.sequences[0, stock_inputs(processor, FIRST)["input_ids"].shape[1] :]
     assert text == processor.tokenizer.decode(new)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+def test_going_on_with_the_cache_of_a_reply(kind: str) -> None:
+    """There is none: stock would take the placeholders for words, without an error."""
+    model, processor = build(kind)
+    inputs = stock_inputs(processor, FIRST)
+    with ks.installed(model, processor) as vlm:
+        reply = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+        ids = torch.cat([reply.sequences, torch.tensor([[15, 16]])], dim=1)
+        more = {"input_ids": ids, "past_key_values": reply.past_key_values}
+        with pytest.raises(InputError, match="Keepsight's replies hold no past_key_values"):
+            model.generate(**more, **GREEDY)
+        pictures = {n: t for n, t in inputs.items() if n.startswith(("pixel", "image"))}
+        with vlm.blindfold():
+            found = model.generate(**more, **pictures, **GREEDY)
+            assert vlm.report().cached_tokens >= reply.sequences.shape[1] - 1
+    wanted = model.generate(input_ids=ids, **pictures, **GREEDY)
+    if kind == "internvl":  # M-RoPE's stock code wants to be told where pictures stand
+        assert torch.equal(found, wanted)
 
 
 class _AfterThree(StoppingCriteria):

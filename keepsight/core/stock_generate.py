@@ -170,6 +170,7 @@ class InstalledGenerate:
         """The model's own `generate`, in turns with ours: both use the model's own state. It gets
         remembered features in place of pixels where it can use them."""
         notes = [f"handed to the model's own generate: {why}"]
+        self._refuse_without_pictures(args, options)
         with _turn(self._runtime):
             try:
                 args, options, report = self._with_features(args, options)
@@ -181,6 +182,27 @@ class InstalledGenerate:
         report.notes[:0] = notes
         self._note(report)
         return found
+
+    def _refuse_without_pictures(self, args: tuple[object, ...], options: Options) -> None:
+        """A reply of ours has no cache, so a caller who goes on with it hands on None: stock would
+        take the placeholders of its pictures for words, and say nothing."""
+        try:
+            given = self._given(args, options)
+        except TypeError:  # stock says so
+            return
+        ids = given.get("input_ids", given.get("inputs"))
+        family = self._runtime.family
+        if given.get("past_key_values", self) is not None or not isinstance(ids, torch.Tensor):
+            return
+        features = [given.get(name) for name in ("mm_encoder_outputs", "inputs_embeds")]
+        if pixels_in(family, given) or any(one is not None for one in features):
+            return
+        if any(bool((ids == token).any()) for token in family.placeholders.values()):
+            raise InputError(
+                "past_key_values is None, and input_ids has placeholders of pictures that are not "
+                "given: Keepsight's replies hold no past_key_values. Give the pictures again; they "
+                "are remembered, and nothing is computed twice"
+            )
 
     def _with_features(
         self, args: tuple[object, ...], options: Options
