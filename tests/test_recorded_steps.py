@@ -392,3 +392,30 @@ def test_states_of_fixed_size(kind: str, dtype: torch.dtype, at_once: None) -> N
         assert [vlm.chat(messages, **GREEDY).tokens for messages in talks] == replies
         given_up = {step.given_up for step in steps(vlm).values()}
         assert given_up == {""} and vlm.stats()["engine"]["recorded_steps"] > 200, steps(vlm)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_warmed_up_steps_are_recorded_before_anyone_waits(kind: str) -> None:
+    model, processor = build(kind)
+    with by_the_model(), ks.wrap(model, processor) as vlm:
+        wanted = vlm.chat(TALK[0], **GREEDY).tokens
+    with ks.wrap(model, processor) as vlm:
+        before = vlm.stats()["engine"]
+        vlm.runtime.warm_up()
+        made, after = steps(vlm), vlm.stats()["engine"]
+        assert all(step.agreed == 2 and not step.given_up for step in made.values()), made
+        assert {count for _, count, _ in made} == ({1} if kind == "qwen3_5" else {1, 4, 8, 16})
+        assert len(made) == 4  # of the hybrid, one for each block of its grid
+        assert all(after[name] == before[name] for name in ("prefill_tokens", "decode_steps"))
+        assert not vlm.stats()["prefix"]["bytes"]
+        ran = after["recorded_steps"]
+        reply = vlm.chat(TALK[0], **GREEDY)
+        assert reply.tokens == wanted
+        assert vlm.stats()["engine"]["recorded_steps"] == ran + GREEDY["max_new_tokens"] - 1
+
+
+def test_warming_up_leaves_what_has_no_steps_to_record_alone() -> None:
+    model, processor = build("qwen3_vl")
+    with ks.wrap(model, processor, grain=16) as vlm:
+        vlm.runtime.warm_up()
+        assert vlm.chat(TALK[0], **GREEDY).tokens

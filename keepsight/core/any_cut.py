@@ -11,6 +11,7 @@ reason.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from keepsight import digests
 from keepsight.core import doubtful, findings
+from keepsight.core.drafts import GUESSES
 from keepsight.core.engine import Engine, Run
 from keepsight.core.findings import Finding, Rules
 from keepsight.core.graph_trial import GraphTrial, equal, states_of, tokens_of
@@ -32,6 +34,7 @@ from keepsight.core.kernels.packing import Group, Packing, groups_in
 from keepsight.core.kernels.passes import Kernels
 from keepsight.core.lane_batch import LaneBatch
 from keepsight.core.lane_mixer import MixerLayer
+from keepsight.core.recorded_steps import SETTLED
 from keepsight.core.settings import RuntimeSettings
 from keepsight.core.state import Lane
 from keepsight.kinds import Record
@@ -134,6 +137,38 @@ class AnyCut:
         for known in self._found.values():
             if known.kernels is not None:
                 known.kernels.steps.clear()
+
+    def warm_up(self) -> None:
+        """Record decoded steps before anyone waits for one: of one token and, where tokens are
+        guessed, of as many as a pass checks."""
+        kernels = self._engine.kernels
+        if kernels is None or kernels.in_graphs:
+            return
+        ids = self._ids(2)
+        run = self._run(kernels, ids)
+        sizes = [1] * GRID  # a list for each block of the grid
+        if not self._on_a_grid:
+            sizes = [
+                size for size in (1, *(guessed + 1 for guessed in GUESSES)) for _ in range(SETTLED)
+            ]
+        kernels.warming_up = True
+        try:
+            with quiet(self._model), self._uncounted():
+                self._engine.chunk(run, 0, len(ids), [])
+                for size in sizes:
+                    self._engine.forward(run, [int(ids[0])] * size)
+        finally:
+            kernels.warming_up = False
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Tokens that nobody asked about are not counted."""
+        engine = self._engine
+        counted = engine.prefill_tokens, engine.decode_steps
+        try:
+            yield
+        finally:
+            engine.prefill_tokens, engine.decode_steps = counted
 
     def stats(self) -> Record:
         """Bytes of packed copies, and the number of decoded steps that ran as a recorded list since
@@ -334,10 +369,10 @@ class AnyCut:
     ) -> list[torch.Tensor]:
         """Keys, values, states and logits of a prompt computed in the given pieces."""
         run, engine = self._run(kernels, ids), self._engine
-        counted, logits = engine.prefill_tokens, None
-        for start, stop in pairwise([0, *cuts, len(ids)]):
-            logits = engine.chunk(run, start, stop, [])
-        engine.prefill_tokens = counted
+        logits = None
+        with self._uncounted():
+            for start, stop in pairwise([0, *cuts, len(ids)]):
+                logits = engine.chunk(run, start, stop, [])
         return [*states_of(run.lane), *([] if logits is None else [logits])]
 
     def _equal_beside_others(
@@ -346,10 +381,9 @@ class AnyCut:
         """Whether the last tokens get the same states when decoded beside other sequences."""
         engine, first = self._engine, len(ids) - 2
         runs = [self._run(kernels, ids[:count]) for count in (first, 5)]
-        counted = engine.prefill_tokens
-        for run in runs:
-            engine.chunk(run, 0, len(run.prompt), [])
-        engine.prefill_tokens = counted
+        with self._uncounted():
+            for run in runs:
+                engine.chunk(run, 0, len(run.prompt), [])
         batch, logits = LaneBatch(self._model, self._family, runs), torch.empty(0)
         for token in ids[first:]:
             logits = batch.step([int(token)] * len(runs))

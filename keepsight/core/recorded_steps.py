@@ -26,6 +26,7 @@ from keepsight.core.recorded_layers import IDS, POSITIONS, Decoded, Scratch, Tok
 from keepsight.kinds import Inputs
 from keepsight.models.families import Family
 from keepsight.models.fingerprint.difference import is_silent
+from keepsight.system.memory import without_collecting
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ _AFTER = 16  # steps of one size, from which on a recording pays; so many for ea
 _THEN = 4  # of another size of one sequence, once one could be recorded
 _LONG = 0.15  # seconds of a step, beside which Python's part is small
 _CHECKED = 2  # steps that both run
+SETTLED = 2 + _CHECKED  # steps of one size while warming up: timed, recorded, checked
 _MOST = 16  # sizes of steps that are recorded
 _SCRATCH = ((5, 5), (700, 1_000_003))  # where scratch lanes go on, and how many tokens they claim
 
@@ -86,7 +88,7 @@ def _step(
     known.seen += 1
     if known.run is None:
         by_model = known.timed(by_model)
-    if known.given_up or (known.run is None and not _pays(kernels, runs, count)):
+    if known.given_up or (known.run is None and not _is_time(known, kernels, runs, count)):
         return by_model()
     try:
         if known.run is None:
@@ -107,9 +109,11 @@ def _step(
     return found
 
 
-def _pays(kernels: Kernels, runs: Sequence[Decoded], count: int) -> bool:
-    """Whether steps of one size were many enough, each of them waiting for the recordings: there
-    is one for each block of a rule."""
+def _is_time(step: RecordedStep, kernels: Kernels, runs: Sequence[Decoded], count: int) -> bool:
+    """Whether to record a step: it was timed, and steps of its size were many enough, each of them
+    waiting for the recordings. There is one for each block of a rule."""
+    if kernels.warming_up:
+        return step.seconds < torch.inf
     known, rows = list(kernels.steps.items()), len(runs)
     enough = _AFTER * rows * recorded_layers.blocks_of(runs[0].lane)
     if rows == 1 and any(one.run is not None for _, one in known):
@@ -155,10 +159,11 @@ def _record(
         raise CannotRecord(f"{_MOST} sizes of steps are recorded")
     if not can_script():
         raise CannotRecord("this torch makes no function of a list of operations")
-    one, other = (_run_over(model, kernels, runs, count, *how) for how in _SCRATCH)
-    if not one.equals(other):
-        raise CannotRecord("what the model does depends on how many tokens there are")
-    known.run, known.names = scripted(one), frozenset(one.given)
+    with without_collecting():
+        one, other = (_run_over(model, kernels, runs, count, *how) for how in _SCRATCH)
+        if not one.equals(other):
+            raise CannotRecord("what the model does depends on how many tokens there are")
+        known.run, known.names = scripted(one), frozenset(one.given)
 
 
 def _refuse_watchers(model: PreTrainedModel, family: Family) -> None:

@@ -34,7 +34,7 @@ from keepsight.media.features import Vision, feature_stats
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
 from keepsight.models.compiled import Compiled
-from keepsight.models.environment import backend_version, environment_of
+from keepsight.models.environment import about, backend_version, environment_of
 from keepsight.models.families import Family
 from keepsight.models.fingerprint.processors import ProcessorCode
 from keepsight.models.quantised import Quantised, named_weights, refuse_experts_without_kernel
@@ -212,7 +212,7 @@ class Runtime:
         namer = Namer(*how, store, *kept, tenant, self._ttl)
         making = (settings.accept_features, tenant, self._ttl, settings.feature_codec)
         self.visions[tenant] = vision = Vision(self.family, namer, self.caches, store, *making)
-        vision.tower.about = self._about()
+        vision.tower.about = about(self.model, self.processor)
         return vision
 
     def _make_room_for(self, tenant: str) -> None:
@@ -247,16 +247,6 @@ class Runtime:
     def store_of(self, tenant: str) -> Store | None:
         """The store as one tenant sees it."""
         return self.store.tenant(tenant) if self.store is not None and tenant else self.store
-
-    def _about(self) -> Record:
-        config = self.model.config
-        return {
-            "model_type": config.model_type,
-            # The last part only: a package may travel, and a local path is private.
-            "name": str(getattr(config, "_name_or_path", "")).rstrip("/").split("/")[-1] or None,
-            "commit": getattr(config, "_commit_hash", None),
-            "image_processor": type(getattr(self.processor, "image_processor", None)).__name__,
-        }
 
     def refresh(
         self, exact: bool = True, tenant: str = "", remembered: dict[str, str] | None = None
@@ -323,6 +313,12 @@ class Runtime:
         if not until or made is None:
             return None
         return until, "other settings" if made.weights == self.weights.all else "other weights"
+
+    def warm_up(self) -> None:
+        """Record decoded steps before anyone waits for one."""
+        with self.lock:
+            self.refresh()
+            self._any_cut.warm_up()
 
     def _now(self) -> Record:
         """The environment at this moment, in this thread."""

@@ -20,11 +20,25 @@ from keepsight.models.switches import switches
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from keepsight.kinds import Processor
+
 # Where a configuration keeps by which of Transformers' functions its part of a model runs.
 _CHOSEN = {
     "attention": "_attn_implementation_internal",
     "experts": "_experts_implementation_internal",
 }
+
+
+def about(model: PreTrainedModel, processor: Processor | None) -> Record:
+    """What a package says of the model that made it, for people who read it."""
+    config = model.config
+    return {
+        "model_type": config.model_type,
+        # The last part only: a package may travel, and a local path is private.
+        "name": str(getattr(config, "_name_or_path", "")).rstrip("/").split("/")[-1] or None,
+        "commit": getattr(config, "_commit_hash", None),
+        "image_processor": type(getattr(processor, "image_processor", None)).__name__,
+    }
 
 
 def environment_of(model: PreTrainedModel, dtype: str) -> Record:

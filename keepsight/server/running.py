@@ -66,6 +66,7 @@ def warm_up(vlm: VLM) -> None:
         content = [{"type": "image", "image": image}, *asked]
         vlm.chat([{"role": "user", "content": content}], max_new_tokens=2, tenant=whose)
     vlm.clear(store=True, tenant=whose)
+    vlm.runtime.warm_up()
 
 
 class Server(uvicorn.Server):

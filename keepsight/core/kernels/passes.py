@@ -41,6 +41,7 @@ class Kernels:
     mixers: list[DeltaHeads | None] = field(default_factory=list)  # of the last pass, in order
     steps: dict[StepSize, RecordedStep] = field(default_factory=dict)
     in_graphs: bool = False  # of another runtime: torch functions stay
+    warming_up: bool = False  # steps are recorded as soon as they can be: nobody waits for them
 
 
 @contextmanager
