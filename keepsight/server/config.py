@@ -228,7 +228,7 @@ class ServerConfig(StrictSettings):
         512, description="Tokens of a prompt between two steps of running answers."
     )
     drain: Time = Field("30s", description="Longest time that running answers get after SIGTERM.")
-    warm_up: bool = Field(True, description="Make one small answer at start.")
+    warm_up: bool = Field(True, description="At start, make one small answer and record decoding.")
     log: bool = Field(True, description="Log a line for each request.")
 
     def __init__(self, **settings: object) -> None:

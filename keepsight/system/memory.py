@@ -1,4 +1,7 @@
-"""How much memory a process can still have, and when its garbage is collected."""
+"""How much memory a process can still have, and when its garbage is collected.
+
+Linux says how much is free; elsewhere nothing is known, and whoever asks goes on without.
+"""
 
 from __future__ import annotations
 

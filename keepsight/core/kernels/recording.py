@@ -10,7 +10,7 @@ its bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,30 @@ class CannotRecord(Exception):
 
 
 @dataclass(frozen=True)
+class _Traits:
+    """What torch says of a function; asking takes as long as the function itself."""
+
+    writes: bool
+    gives_views: bool
+    seen: list[bool]  # by argument: whether what it gives may be a view of it
+    changes: list[tuple[int, str]]  # arguments that it changes
+
+
+@functools.cache
+def _traits(function: TorchFunction) -> _Traits:
+    schema, changes = function._schema, []
+    for number, one in enumerate(schema.arguments):
+        if one.is_out or (one.alias_info is not None and one.alias_info.is_write):
+            changes.append((number, one.name))
+    return _Traits(
+        bool(schema.is_mutable),
+        any(one.alias_info is not None for one in schema.returns),
+        [bool(one.alias_info) for one in schema.arguments],
+        changes,
+    )
+
+
+@dataclass(frozen=True)
 class Slot:
     """A tensor of a step, by number."""
 
@@ -67,7 +91,7 @@ class Operation:
     @property
     def writes(self) -> bool:
         """Whether it changes one of its arguments."""
-        return bool(self.function._schema.is_mutable)
+        return _traits(self.function).writes
 
     def renamed(self, name: Callable[[Slot], Slot]) -> Operation:
         """The same operation with other slots."""
@@ -153,7 +177,7 @@ class _Recorder:
         arguments = [self._noted(one) for one in args]
         named = {key: self._noted(one) for key, one in options.items()}
         found = function(*args, **options)
-        known = isinstance(found, torch.Tensor) and not function._schema.is_mutable
+        known = isinstance(found, torch.Tensor) and not _traits(function).writes
         if known and (found is args[0] or self._is_shape_of(args[0], found)):
             return found
         if known and not options and self._in_parts(function, args, found):
@@ -177,8 +201,7 @@ class _Recorder:
         if function._schema.name == "aten::detach_":  # a number that became a tensor
             return
         self._operations.append(Operation(function, arguments, named, fills))
-        views = [one.alias_info is not None for one in function._schema.returns]
-        if not any(views) or arguments[0] in self._own:
+        if not _traits(function).gives_views or arguments[0] in self._own:
             self._own.update((slot, slot) for slot in fills)
 
     def _is_shape_of(self, given: object, found: torch.Tensor) -> bool:
@@ -299,16 +322,10 @@ class _Memories:
 
     def join(self, operation: Operation) -> None:
         """Note that results of an operation may be views of its arguments."""
-        schema = operation.function._schema
-        if not any(one.alias_info is not None for one in schema.returns):
+        traits = _traits(operation.function)
+        if not traits.gives_views:
             return
-        shared = [
-            *(
-                a
-                for a, s in zip(operation.arguments, schema.arguments, strict=False)
-                if s.alias_info
-            ),
-        ]
+        shared = [one for one, seen in zip(operation.arguments, traits.seen, strict=False) if seen]
         first, *others = [*_slots(shared), *operation.fills]
         for slot in others:
             if self.of(slot) != self.of(first):
@@ -327,19 +344,18 @@ def _drops_nothing(
 def _written(operation: Operation) -> list[object]:
     """The arguments that an operation changes."""
     written = []
-    for number, one in enumerate(operation.function._schema.arguments):
-        if one.is_out or (one.alias_info is not None and one.alias_info.is_write):
-            if number < len(operation.arguments):
-                written.append(operation.arguments[number])
-            elif one.name in operation.options:
-                written.append(operation.options[one.name])
+    for number, name in _traits(operation.function).changes:
+        if number < len(operation.arguments):
+            written.append(operation.arguments[number])
+        elif name in operation.options:
+            written.append(operation.options[name])
     return written
 
 
 def _slots(given: object) -> Iterator[Slot]:
     if isinstance(given, Slot):
         yield given
-    elif isinstance(given, Iterable) and not isinstance(given, str):
+    elif isinstance(given, list | tuple):
         for one in given:
             yield from _slots(one)
 
