@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import codeop
 import contextlib
 import importlib
 import io
@@ -66,6 +67,32 @@ def test_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for value in world.values():
         if hasattr(value, "close") and hasattr(value, "runtime"):
             value.close()
+
+
+def refused_when_typed(block: str) -> str | None:
+    """What Python's prompt says of a block whose lines come one by one, as they are pasted."""
+    lines: list[str] = []
+    for line in [*block.splitlines(), ""]:
+        lines.append(line)
+        try:
+            whole = codeop.compile_command("\n".join(lines), symbol="single") is not None
+        except SyntaxError as error:
+            return f"{line!r}: {error}"
+        if whole and not line.startswith(" "):
+            lines = []
+    return None
+
+
+def test_a_block_that_the_prompt_refuses_is_found() -> None:
+    assert refused_when_typed("with a:\n    b\nc") and not refused_when_typed("with a:\n    b\n\nc")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in NOT_RUN])
+def test_blocks_can_be_typed_at_the_prompt(page: str) -> None:
+    """A `with` or `def` ends in an empty line there; a class of several methods needs a file."""
+    for block in blocks(page):
+        if "\nclass " not in block:
+            assert refused_when_typed(block) is None, f"{page}: {refused_when_typed(block)}"
 
 
 def undefined(blocks: list[str]) -> list[str]:
