@@ -332,6 +332,19 @@ def test_by_keyboard_alone(opened: Open) -> None:
     expect(page.tab.get_by_role("button", name="Edit")).to_be_focused()
 
 
+def test_the_settings_give_the_focus_back_to_the_menu(opened: Open) -> None:
+    """Their entry in the menu is hidden when they close: nothing would have the focus."""
+    page = opened()
+    for done in ("Escape", "Enter"):
+        page.tab.get_by_role("button", name="Menu").focus()
+        page.tab.keyboard.press("Enter")
+        page.tab.locator("#open-settings").focus()
+        page.tab.keyboard.press("Enter")
+        page.tab.get_by_label("Temperature").press(done)
+        expect(page.tab.locator("#settings")).to_be_hidden()
+        expect(page.tab.get_by_role("button", name="Menu")).to_be_focused()
+
+
 def test_every_control_has_a_name(opened: Open) -> None:
     page = opened()
     page.attach(STAR)
@@ -438,6 +451,7 @@ def test_the_memory_shows_pins_and_forgets(opened: Open, server: Live) -> None:
     expect(page.tab.get_by_role("button", name="Unpin star.png")).to_be_focused()
     page.tab.get_by_role("button", name="Delete ring.png").click()
     expect(held).to_have_count(1)
+    expect(page.tab.get_by_role("button", name="Refresh")).to_be_focused()
     assert len(server.call("/v1/cache/images")[1]["data"]) == 1
     forget = page.tab.get_by_role("button", name="Forget everything")
     forget.click()

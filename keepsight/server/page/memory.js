@@ -18,9 +18,9 @@ export function memoryView(room, about) {
   async function draw() {
     try {
       const [stats, images, counted] = await Promise.all([call("v1/cache/stats"), call("v1/cache/images?stored=true"), counters()]);
-      const focused = document.activeElement?.dataset?.focus;
+      const focused = room.contains(document.activeElement) && (document.activeElement.dataset.focus ?? "refresh");
       room.replaceChildren(head(), trouble, tiers(stats), hits(counted), held(images.data));
-      if (focused) room.querySelector(`[data-focus="${focused}"]`)?.focus();
+      if (focused) (room.querySelector(`[data-focus="${focused}"]`) ?? room.querySelector("[data-focus]")).focus();
       say(null);
     } catch (error) {
       room.replaceChildren(head(), trouble);

@@ -29,7 +29,13 @@ export function settings({ onKey, onKeep }) {
   for (const radio of dialog.querySelectorAll("[name=look]")) {
     radio.addEventListener("change", () => setLook(radio.value));
   }
-  dialog.addEventListener("close", () => (onKeep(byId("set-keep").checked), take(onKey)));
+  dialog.addEventListener("close", () => {
+    onKeep(byId("set-keep").checked);
+    take(onKey);
+    // The entry of the menu that opened it is hidden by now.
+    const at = document.activeElement;
+    if (at === document.body || dialog.contains(at)) byId("open-menu").focus();
+  });
   byId("settings-form").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.tagName === "INPUT") (event.preventDefault(), finish());
   });
