@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from family_models import BUILDERS as _MORE
 from family_models import Builder
 from model_parts import MROPE, TEMPLATE, TEXT, TOKENS, picture, processor_of, tokenizer_with, wake
 
-__all__ = ["ALL", "TEMPLATE", "build", "folder_of", "picture", "saved", "stock_inputs", "turn"]
+__all__ = [
+    "ALL",
+    "TEMPLATE",
+    "build",
+    "folder_of",
+    "in_both",
+    "picture",
+    "saved",
+    "stock_inputs",
+    "turn",
+]
 
 
 @functools.cache
@@ -239,6 +251,15 @@ _BUILDERS = {
     "internvl": _internvl,
 }
 ALL = {**_BUILDERS, **_MORE}
+
+
+def in_both(kinds: Sequence[str], quick: Sequence[str]) -> list[Any]:
+    """Each family in float32, and in bfloat16: those that are not quick there are slow tests."""
+    found = [pytest.param(kind, torch.float32, id=f"f32-{kind}") for kind in kinds]
+    for kind in kinds:
+        marks = () if kind in quick else pytest.mark.slow
+        found.append(pytest.param(kind, torch.bfloat16, id=f"bf16-{kind}", marks=marks))
+    return found
 
 
 def stock_inputs(processor: Any, messages: list[Any]) -> dict[str, torch.Tensor]:

@@ -26,7 +26,9 @@ from keepsight.store.remote import RemoteStore
 from keepsight.system import devices
 from keepsight.testing.stores import KEYS
 
-KINDS = ("qwen3_vl", "qwen3_5", "sliding")  # full, linear and sliding layers
+# Linear and full layers, and sliding ones; a model of full layers alone repeats the first.
+FULL = pytest.param("qwen3_vl", marks=pytest.mark.slow)
+KINDS = (FULL, "qwen3_5", "sliding")
 GREEDY = {"do_sample": False}
 pytestmark = pytest.mark.usefixtures("loud")
 
@@ -127,7 +129,7 @@ def test_a_package_from_a_file_is_used_on_the_device(tmp_path: Path) -> None:
         assert torch.equal(logits(vlm, given), logits(vlm, pixels))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", [FULL, "qwen3_5"])
 def test_pins_forks_and_an_address_on_a_device(kind: str, tmp_path: Path) -> None:
     parts, place = on_device(kind), {"remote": (tmp_path / "far").as_uri()}
     question, more = ("What do you see in this picture here?", [picture(1)]), {"max_new_tokens": 3}
@@ -150,7 +152,7 @@ def test_pins_forks_and_an_address_on_a_device(kind: str, tmp_path: Path) -> Non
         assert {tensor.device for tensor in kept} == {device()}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", [FULL, "qwen3_5"])
 def test_the_host_tier_gives_back_what_lay_on_a_device(kind: str) -> None:
     with wrapped(on_device(kind), cache_budget="48KiB") as vlm:
         first, again = ([logits(vlm, messages) for messages in asked()] for _ in range(2))
@@ -234,7 +236,7 @@ def test_copies_to_the_host_are_not_there_before_their_fence() -> None:
     assert torch.equal(found["a"], numbers)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", [FULL, "qwen3_5"])
 def test_callers_with_streams_of_their_own_follow_each_other(kind: str, streams: Any) -> None:
     with wrapped(on_device(kind)) as vlm:
         known = cold(vlm, asked()[1])
@@ -248,7 +250,7 @@ def test_callers_with_streams_of_their_own_follow_each_other(kind: str, streams:
 # -- two devices ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", [FULL, "qwen3_5"])
 def test_a_model_on_two_devices(kind: str, tmp_path: Path) -> None:
     """Each layer's state lives where the layer computes, whoever wrote it: the same model on one
     device stacks its rows in another way."""

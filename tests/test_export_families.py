@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from exported_models import exported, small
 
 from keepsight.testing import FamilyTests
@@ -37,9 +38,6 @@ class ExportedTests(FamilyTests):
 
         return once((type(self), "stock", tokens), messages, generated)
 
-    def test_other_attention_and_dtype(self) -> None:
-        """Graphs compute as they were made to."""
-
 
 class TestQwen3VL(ExportedTests):
     kind = "qwen3_vl"
@@ -59,6 +57,7 @@ class TestQwen2VL(ExportedTests):
     kind = "qwen2_vl"
 
 
+@pytest.mark.slow  # the next has its tower and its layers
 class TestQwen25VL(ExportedTests):
     """Its tower looks through windows."""
 

@@ -236,14 +236,16 @@ class OpenVinoTests(ExportedTests):
         return exported(self.kind), small(self.kind)[1]
 
 
+@pytest.mark.slow
 class TestQwen25VL(OpenVinoTests):
     """Its tower looks through windows."""
 
     kind = "qwen2_5_vl"
 
 
-@pytest.mark.slow
 class TestQwen3VL(OpenVinoTests):
+    """Whose graphs other tests of this file need as well."""
+
     kind = "qwen3_vl"
 
 

@@ -94,11 +94,12 @@ def test_a_broken_family_is_caught(
     if wrong in TAKES_THE_RIGHT_ONE:
         wrong = wrong(getattr(owner, name))
     monkeypatch.setattr(owner, name, wrong)
-    suite, caught = Suite(), []
+    suite = Suite()
+    caught: list[Exception] = []
     for test in (
         suite.test_answers_are_those_of_stock_and_warm_equals_cold,
         suite.test_it_reuses_what_it_says,
-        suite.test_cuts_anywhere_that_is_allowed,
+        suite.test_cuts_every_few_tokens,
         suite.test_neighbours_change_nothing,
         suite.test_pictures_matter,
     ):
@@ -106,5 +107,7 @@ def test_a_broken_family_is_caught(
             test()
         except Exception as error:  # a broken family may also crash in some of them
             caught.append(error)
+            if isinstance(error, AssertionError):
+                break
     # A crash alone would not show that the suite looks at answers.
     assert any(isinstance(error, AssertionError) for error in caught), caught

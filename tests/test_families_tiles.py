@@ -76,7 +76,9 @@ class TestOvis2(FamilyTests):
             family = vlm.runtime.family
             true, right = self.logits(vlm, chat), family.feature_inputs
             family.feature_inputs = lambda parts, ids: right(parts, ids) if parts else {}
-            wrong = self.cold_with(family, chat)
+            with self.wrap() as other:
+                other.runtime = other.runtime.fresh(family)
+                wrong = self.logits(other, chat)
         self.expect_differ(true, wrong, "the embedding of a frame token")
 
     def test_frame_tokens_without_an_image_are_refused(self) -> None:

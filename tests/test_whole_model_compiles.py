@@ -47,7 +47,6 @@ KINDS = (
     "paddleocr_vl",
 )
 WAYS = ("pixels", "features", "step", "export", "export features")  # columns in docs/families.md
-QUICK = {"qwen3_vl", "qwen3_5"}
 # Attention in windows: with `sdpa` each window's length is compared with 1 inside the graph, and
 # the exporter's patches run all windows as one batch.
 WINDOWED = {"qwen2_5_vl", "qwen2_5_omni_thinker"}
@@ -205,7 +204,7 @@ def marked(*quick: str) -> list[Any]:
 # -- prefill -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", marked(*QUICK, "ernie4_5_vl_moe", "video_llama_3"))
+@pytest.mark.parametrize("kind", marked("qwen3_vl", "ernie4_5_vl_moe", "video_llama_3"))
 def test_from_pixels(kind: str) -> None:
     model, found = cases(kind)
     with attention(model, kind), listed("pixels", kind):
@@ -262,7 +261,7 @@ def test_features_without_the_mark_get_a_graph_for_each_size(kind: str) -> None:
 
 
 @pytest.mark.parametrize("memory", ["lane", "static"])
-@pytest.mark.parametrize("kind", marked(*QUICK, "ernie4_5_vl_moe", "glm4v"))
+@pytest.mark.parametrize("kind", marked("qwen3_5", "ernie4_5_vl_moe"))
 def test_a_decode_step(kind: str, memory: str) -> None:
     """A graph for one step serves the steps behind it, on the engine's lane and on StaticCache."""
     model, found = cases(kind)

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from PIL import Image
 import keepsight as ks
 from keepsight.core.generate import Generated
 from keepsight.kinds import Grid, Inputs, Processor
-from keepsight.models.families import Family
-from keepsight.testing.common import expect, swapped_in
-from keepsight.testing.prompts import Messages, answered, noise, once, pictures_of, turn
+from keepsight.testing.common import expect, gone, swapped_in
+from keepsight.testing.prompts import Messages, answered, logits_of, noise, once, pictures_of, turn
 from keepsight.vlm import VLM
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from transformers.generation import GenerateDecoderOnlyOutput
 
 _MADE: dict[type, tuple[PreTrainedModel, Processor]] = {}
+_EMPTIED: dict[tuple[type, object], VLM] = {}  # of one class at a time
 _WHOLE: Inputs = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 
 
@@ -96,6 +96,15 @@ class FamilyTests:
             vlm.runtime.rule = dataclasses.replace(vlm.runtime.rule, run=run)
         return vlm
 
+    def emptied(self, what: object = "memory", run: int | None = None) -> VLM:
+        """As `wrap` gives, by one memory for all tests of a class that is emptied each time."""
+        suite = type(self)
+        for name in [name for name in _EMPTIED if name[0] is not suite]:
+            _EMPTIED.pop(name).close()
+        vlm = _EMPTIED.get((suite, what)) or self.wrap(run)
+        vlm.clear()
+        return _EMPTIED.setdefault((suite, what), vlm)
+
     def conversation(self) -> list[Messages]:
         """Prompts that go on, branch, swap and edit; each shares something with one before."""
         a, b, wide = self.picture(1), self.picture(2), self.picture(3, wide=True)
@@ -127,10 +136,7 @@ class FamilyTests:
         """The same in a second memory, emptied before each prompt; once for each prompt."""
 
         def logits() -> torch.Tensor:
-            made: dict[int | None, VLM] = self.__dict__.setdefault("_emptied", {})  # by test, run
-            vlm = made[run] if run in made else made.setdefault(run, self.wrap(run))
-            vlm.clear()
-            return self.logits(vlm, messages)
+            return self.logits(self.emptied(("cold", run), run), messages)
 
         return once((type(self), "cold", run), messages, logits)
 
@@ -175,16 +181,16 @@ class FamilyTests:
     def test_it_reuses_what_it_says(self) -> None:
         """Tokens through the model are those not cached, and what cannot be reused is said."""
         first, second, new_image, equal_size, *_ = self.conversation()
-        with self.wrap() as vlm:
-            cached = []
-            for messages in (first, second, new_image, equal_size):
-                before = vlm.stats()["engine"]["prefill_tokens"]
-                usage = self.ask(vlm, messages).usage
-                ran = vlm.stats()["engine"]["prefill_tokens"] - before
-                expect(ran == usage.prompt_tokens - usage.cached_tokens, "all new tokens, once")
-                cached.append(usage.cached_tokens)
-            report = str(self.ask(vlm, [*new_image, answered("Yes."), turn("And?")]).report)
-            whole = self.ask(vlm, first).usage
+        vlm = self.emptied()
+        cached = []
+        for messages in (first, second, new_image, equal_size):
+            before = vlm.stats()["engine"]["prefill_tokens"]
+            usage = self.ask(vlm, messages).usage
+            ran = vlm.stats()["engine"]["prefill_tokens"] - before
+            expect(ran == usage.prompt_tokens - usage.cached_tokens, "all new tokens, once")
+            cached.append(usage.cached_tokens)
+        report = str(self.ask(vlm, [*new_image, answered("Yes."), turn("And?")]).report)
+        whole = self.ask(vlm, first).usage
         expect(whole.cached_tokens == whole.prompt_tokens, "an identical prompt is reused whole")
         expect((cached[1] > 0) == (self.reuse != "whole prompt"), "a text turn goes on")
         goes_on = self.reuse == "prefix"
@@ -196,14 +202,14 @@ class FamilyTests:
         """Two conversations in alternation, on a model that other code left in any state."""
         model = self.parts[0]
         chats = [self.conversation()[:3], [self.conversation()[i] for i in (4, 5, 6)]]
-        with self.wrap() as vlm:
-            for steps in zip(*chats, strict=True):
-                for messages in steps:
-                    wanted = self.cold(messages)
-                    for module in (model, model.base_model):
-                        if hasattr(module, "rope_deltas"):
-                            module.rope_deltas = torch.tensor([[999]])
-                    expect(torch.equal(self.logits(vlm, messages), wanted), "as if alone")
+        vlm = self.emptied()
+        for steps in zip(*chats, strict=True):
+            for messages in steps:
+                wanted = self.cold(messages)
+                for module in (model, model.base_model):
+                    if hasattr(module, "rope_deltas"):
+                        module.rope_deltas = torch.tensor([[999]])
+                expect(torch.equal(self.logits(vlm, messages), wanted), "as if alone")
 
     def test_after_a_restart(self, tmp_path: Path) -> None:
         """Another memory over the same store: nothing is encoded, and the answer is the same."""
@@ -224,41 +230,36 @@ class FamilyTests:
         """The control: another picture, two pictures exchanged, a remembered one replaced."""
         a, b, wide = self.picture(1), self.picture(2), self.picture(3, wide=True)
         question = "What do you see in this picture here?"
-        with self.wrap() as vlm:
-            one = self.logits(vlm, [turn(question, a)])
-            self.expect_differ(one, self.logits(vlm, [turn(question, b)]), "another picture")
-            both = self.logits(vlm, [turn(question, a, wide, b)])
-            turned = self.logits(vlm, [turn(question, b, wide, a)])
-            self.expect_differ(both, turned, "the order of the pictures")
-            changed = a.copy()
-            changed.putpixel((5, 5), (255, 0, 255))
-            self.ask(vlm, [turn(question, a)])
-            encoded = self.ask(vlm, [turn(question, changed)]).usage.images_encoded
-            expect(encoded == 1, "a picture with one changed pixel is another picture")
+        vlm = self.emptied()
+        one = self.logits(vlm, [turn(question, a)])
+        self.expect_differ(one, self.logits(vlm, [turn(question, b)]), "another picture")
+        both = self.logits(vlm, [turn(question, a, wide, b)])
+        turned = self.logits(vlm, [turn(question, b, wide, a)])
+        self.expect_differ(both, turned, "the order of the pictures")
+        changed = a.copy()
+        changed.putpixel((5, 5), (255, 0, 255))
+        self.ask(vlm, [turn(question, a)])
+        encoded = self.ask(vlm, [turn(question, changed)]).usage.images_encoded
+        expect(encoded == 1, "a picture with one changed pixel is another picture")
 
     def test_positions_matter(self) -> None:
         """The control: shifted positions behind the first picture give other logits."""
         if not self.positions_matter:
             return
         messages = self.conversation()[1]
-        with self.wrap() as vlm:
-            true, family = self.logits(vlm, messages), vlm.runtime.family
-            right = family.positions
+        vlm = self.emptied()
+        true, family = self.logits(vlm, messages), vlm.runtime.family
+        right = family.positions
 
-            def shifted(ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
-                positions = right(ids, types, grids).clone()
-                positions[..., len(ids) // 2 :] += 3
-                return positions
+        def shifted(ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
+            positions = right(ids, types, grids).clone()
+            positions[..., len(ids) // 2 :] += 3
+            return positions
 
-            with swapped_in(family, "positions", shifted):
-                wrong = self.cold_with(family, messages)
-            self.expect_differ(true, wrong, "a shifted position")
-
-    def cold_with(self, family: Family, messages: Messages) -> torch.Tensor:
-        """Cold logits, with a family that was tampered with."""
-        with self.wrap() as vlm:
-            vlm.runtime = vlm.runtime.fresh(family)
-            return self.logits(vlm, messages)
+        with swapped_in(family, "positions", shifted), self.wrap() as other:
+            other.runtime = other.runtime.fresh(family)
+            wrong = self.logits(other, messages)
+        self.expect_differ(true, wrong, "a shifted position")
 
     def test_neighbours_change_nothing(self) -> None:
         """A picture is the same picture alone, beside a larger one and in another order."""
@@ -273,18 +274,25 @@ class FamilyTests:
         """With the tower gone, known pictures still answer, in any new prompt."""
         a, b = self.picture(1), self.picture(2)
         messages = [turn("Something new in front of them.", b, a), turn("And now?")]
-        with self.wrap() as vlm:
-            self.ask(vlm, [turn("Look.", a, b)])
-            with swapped_in(vlm.runtime.family, "encode", _gone):
-                self.expect_as_stock(vlm, messages, "features of known pictures")
+        vlm = self.emptied()
+        self.ask(vlm, [turn("Look.", a, b)])
+        with swapped_in(vlm.runtime.family, "encode", gone):
+            self.expect_as_stock(vlm, messages, "features of known pictures")
 
     def test_cuts_anywhere_that_is_allowed(self) -> None:
-        """Boundaries every few tokens, inside pictures too where their tokens do not see ahead."""
-        for run, grain in ((7, 1), (23, 1)):
-            with self.wrap(run, grain=grain) as vlm:
-                for number in (0, 2, 5, 2):
-                    messages = self.conversation()[number]
-                    self.expect_as_stock(vlm, messages, f"cut every {run}, prompt {number}")
+        """Boundaries inside runs of text, and in pictures whose tokens do not see ahead."""
+        self.expect_as_stock_cut_every(23)
+
+    def test_cuts_every_few_tokens(self) -> None:
+        """The same with a boundary every seven tokens."""
+        self.expect_as_stock_cut_every(7)
+
+    def expect_as_stock_cut_every(self, run: int) -> None:
+        """Prompts that go on from others, with a boundary every few tokens."""
+        with self.wrap(run, grain=1) as vlm:
+            for number in (0, 2, 5, 2):
+                messages = self.conversation()[number]
+                self.expect_as_stock(vlm, messages, f"cut every {run}, prompt {number}")
 
     def test_any_cut_gives_the_same_bits(self) -> None:
         """Without a grain: to the last common token, where kernels are shown to give that."""
@@ -313,18 +321,12 @@ class FamilyTests:
         _, second, new_image, *_ = self.conversation()
         chats = [second, [turn("Just this?", self.picture(2))], new_image]
         inputs = self.batch(self.parts[1], chats)
-        with self.wrap() as vlm:
-            alone = [self.ask(vlm, chat, self.tokens) for chat in chats]
-            before = vlm.stats()["engine"]["decode_steps"]
-            rows = vlm.generate(
-                **inputs,
-                max_new_tokens=self.tokens,
-                min_new_tokens=self.tokens,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-            steps = vlm.stats()["engine"]["decode_steps"] - before
+        vlm = self.emptied()
+        alone = [self.ask(vlm, chat, self.tokens) for chat in chats]
+        before = vlm.stats()["engine"]["decode_steps"]
+        given = {**inputs, **_WHOLE, "min_new_tokens": self.tokens}
+        rows: Generated = vlm.generate(**given, max_new_tokens=self.tokens)
+        steps = vlm.stats()["engine"]["decode_steps"] - before
         passes = (self.tokens - 1) * (1 if self.decodes_together else len(chats))
         expect(steps == passes, f"{passes} passes for all rows, not {steps}")
         for number, one in enumerate(alone):
@@ -336,28 +338,27 @@ class FamilyTests:
 
     def test_messages_are_rendered_as_the_processor_does(self) -> None:
         """The same ids, and through packages the same features."""
-        with self.wrap() as vlm:
-            for number, messages in enumerate(self.conversation()):
-                ids = self.given(messages)["input_ids"][0].tolist()
-                expect(vlm.render(messages).ids.tolist() == ids, f"prompt {number}: same ids")
-                by_messages = vlm.chat(messages, max_new_tokens=2, do_sample=False)
-                cached = self.ask(vlm, messages).usage
-                expect(cached.cached_tokens == len(ids), "messages and tensors meet in one path")
-                expect(by_messages.usage.prompt_tokens == len(ids), "every token is counted")
+        vlm = self.emptied()
+        for number, messages in enumerate(self.conversation()):
+            ids = self.given(messages)["input_ids"][0].tolist()
+            expect(vlm.render(messages).ids.tolist() == ids, f"prompt {number}: same ids")
+            by_messages = vlm.chat(messages, max_new_tokens=2, do_sample=False)
+            cached = self.ask(vlm, messages).usage
+            expect(cached.cached_tokens == len(ids), "messages and tensors meet in one path")
+            expect(by_messages.usage.prompt_tokens == len(ids), "every token is counted")
 
     def test_stock_generate_from_packages(self) -> None:
         """`vlm.inputs` feeds stock `generate`, with the tower gone, and gives the same bits."""
         model = self.parts[0]
         a, wide = self.picture(1), self.picture(3, wide=True)
         messages = [turn("What is in these?", a, wide)]
-        with self.wrap() as vlm:
-            packages = vlm.encode([a, wide])
-            inputs = vlm.inputs(messages)
-            stock = self.stock(messages)
-            with swapped_in(vlm.runtime.family, "encode", _gone):
-                again = [turn("What is in these?", *packages)]
-                ours = self.ask_chat(vlm, again)
-            out = self.from_features(model, inputs)
+        vlm = self.emptied()
+        packages = vlm.encode([a, wide])
+        inputs = vlm.inputs(messages)
+        stock = self.stock(messages)
+        with swapped_in(vlm.runtime.family, "encode", gone):
+            ours = self.ask_chat(vlm, [turn("What is in these?", *packages)])
+        out = self.from_features(model, inputs)
         off = float((out - stock.logits[0]).abs().max() / out.abs().max())
         expect(off < self.tolerance, f"stock generate from packages is off by {off:.2g}")
         expect(ours == int(stock.logits[0].argmax()), "packages answer as pixels do")
@@ -372,25 +373,27 @@ class FamilyTests:
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    def test_other_attention_and_dtype(self) -> None:
-        """Eager attention in float32 as stock; bfloat16, both ways, warm equals cold."""
-        model, processor = copy.deepcopy(self.parts[0]), self.parts[1]
+    def test_other_dtype(self) -> None:
+        """Bfloat16: warm equals cold."""
+        self.expect_warm_as_cold("bfloat16", self.attentions[:1])
+
+    def test_other_attention(self) -> None:
+        """Eager attention in float32, where it is not the model's own."""
+        self.expect_warm_as_cold("float32", self.attentions[1:])
+
+    def test_other_attention_in_other_dtype(self) -> None:
+        """Both at once."""
+        self.expect_warm_as_cold("bfloat16", self.attentions[1:])
+
+    def expect_warm_as_cold(self, dtype: str, attentions: Sequence[str]) -> None:
+        """Prompts that go on, of a copy of the model in another dtype or attention."""
         chosen = [self.conversation()[number] for number in (0, 2, 1)]
-        chances = [(d, a) for d in ("float32", "bfloat16") for a in self.attentions]
-        for dtype, attention in chances:
-            model.to(getattr(torch, dtype)).set_attn_implementation(attention)
-            with ks.wrap(model, processor, grain=self.grain) as vlm:
+        for attention in attentions:
+            model = copy.deepcopy(self.parts[0]).to(getattr(torch, dtype))
+            model.set_attn_implementation(attention)
+            with ks.wrap(model, self.parts[1], grain=self.grain) as vlm:
                 warm = [self.logits(vlm, messages) for messages in chosen]
                 for messages, wanted in zip(chosen, warm, strict=True):
                     vlm.clear()
                     same = torch.equal(self.logits(vlm, messages), wanted)
                     expect(same, f"{dtype} {attention}: warm equals cold")
-
-
-def _gone(*_: object, **__: object) -> NoReturn:
-    raise RuntimeError("the tower was asked to encode a picture that is known")
-
-
-def logits_of(output: Generated) -> tuple[torch.Tensor, ...]:
-    """Those behind the prompt and behind each token."""
-    return output.logits or ()

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
+import torch
 from PIL import Image
 
 from keepsight import digests
+from keepsight.core.generate import Generated
 from keepsight.core.render import user_message
 from keepsight.kinds import Message
 
@@ -44,6 +46,11 @@ def pictures_of(messages: Messages) -> list[Picture]:
     """The pictures of a conversation, in order."""
     parts = [part for message in messages for part in message["content"]]
     return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def logits_of(output: Generated) -> tuple[torch.Tensor, ...]:
+    """Those behind the prompt and behind each token."""
+    return output.logits or ()
 
 
 def once(of: tuple[object, ...], messages: Messages, compute: Callable[[], T]) -> T:
