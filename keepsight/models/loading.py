@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import inspect
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 import transformers
@@ -104,11 +106,22 @@ def parse_dtype(dtype: Dtype) -> str | torch.dtype:
     return found
 
 
+def _from_pretrained() -> Callable[..., Processor]:
+    """What makes Transformers' processors, also where mlx-vlm put its own before them."""
+    found = vars(transformers.AutoProcessor)["from_pretrained"].__func__
+    while found.__module__.startswith("mlx_vlm."):
+        before = inspect.getclosurevars(found).nonlocals.get("previous_from_pretrained")
+        if before is None:
+            break
+        found = before.__func__
+    return cast("Callable[..., Processor]", found)
+
+
 def load_processor(path: str, revision: str | None) -> Processor:
     """The checkpoint's own tokenizer, image processor and chat template."""
     options = {} if revision is None else {"revision": revision}
     try:
-        processor: Processor = transformers.AutoProcessor.from_pretrained(path, **options)
+        processor: Processor = _from_pretrained()(transformers.AutoProcessor, path, **options)
         if hasattr(processor, "image_processor"):
             return processor
     except Exception as error:  # what is raised differs by what is missing; try it without video

@@ -6,6 +6,7 @@ own in Transformers' place when a model is loaded. Both are stepped around here.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -26,6 +27,7 @@ from keepsight.errors import MissingExtra, ModelError
 from keepsight.runtimes.imports import Foreign
 
 Array = Foreign
+_PUT = "install_auto_processor_patch"
 
 
 class Mlx:
@@ -139,15 +141,31 @@ def _put_inputs_first(weights: dict[str, Array]) -> None:
             weights[name], weights[other] = down.swapaxes(1, 2), both.swapaxes(1, 2)
 
 
+_held_back: list[tuple[object, ...]] = []  # kinds and processors that mlx-vlm would have put there
+
+
 @contextmanager
 def own_processors() -> Iterator[None]:
     """Loading a model, mlx-vlm puts processors of its own in the place of Transformers', for the
-    whole process. What Keepsight knows of pictures it knows of Transformers'."""
-    before = vars(AutoProcessor)["from_pretrained"]
+    whole process. What Keepsight knows of pictures it knows of Transformers'. They are put there
+    when mlx-vlm's own `load` asks for them."""
+    base, utils = vars(_imported("mlx_vlm.models.base")), vars(_imported("mlx_vlm.utils"))
+    before, put = vars(AutoProcessor)["from_pretrained"], base[_PUT]
+    load_processor, here = utils["load_processor"], len(_held_back)
+    base[_PUT] = lambda *given: _held_back.append(given)
+
+    @functools.wraps(load_processor)
+    def with_them(*given: object, **options: object) -> object:
+        for one in _held_back[here:]:
+            put(*one)
+        return load_processor(*given, **options)
+
     try:
         yield
     finally:
-        AutoProcessor.from_pretrained = before
+        AutoProcessor.from_pretrained, base[_PUT] = before, put
+        if len(_held_back) > here:  # the first time that this type was loaded
+            utils["load_processor"] = with_them
 
 
 def _imported(name: str) -> ModuleType:
