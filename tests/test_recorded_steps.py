@@ -114,7 +114,7 @@ def test_guesses_of_several_tokens(at_once: None) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("qwen3_vl_moe", "depends on numbers"), ("qwen3_5_moe", "depends on numbers")],
+    [("qwen3_vl_moe", "depends on values"), ("qwen3_5_moe", "depends on values")],
 )
 def test_what_cannot_be_recorded_is_run_by_the_model(kind: str, why: str, at_once: None) -> None:
     model, processor = build(kind)
