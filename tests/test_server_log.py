@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -12,7 +13,8 @@ from server_harness import Scripted, live
 from test_server_fair import until
 
 import keepsight as ks
-from keepsight.server import log
+from keepsight.server import log, running
+from keepsight.server.config import ServerConfig
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -50,3 +52,22 @@ def test_a_terminal_shows_short_lines_above_the_address(
     assert "  404  " in written(file, "")[2] and "/page/" not in str(
         written(file | {"status": 200}, "")
     )
+
+
+def test_garbage_is_not_looked_for_among_what_loading_made(
+    demo_parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look through all of it takes 0.2 s, amid an answer."""
+    frozen = []
+
+    class Listening:
+        ready: object = None
+
+        def run(self) -> None:
+            frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(running, "make_server", lambda service: Listening())
+    model, processor = demo_parts["demo"]
+    with ks.wrap(model, processor, grain=16) as vlm:
+        running.serve(vlm, "demo", ServerConfig(log=False), str)
+    assert frozen[0] > 100_000 and not gc.get_freeze_count()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import sys
@@ -226,6 +227,8 @@ def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], str]
     server.ready = begun
     before = sys.getswitchinterval()
     sys.setswitchinterval(_TURN)
+    gc.collect()
+    gc.freeze()  # a look through all that loading made takes 0.2 s, amid somebody's answer
     try:
         server.run()
     except SystemExit as error:  # uvicorn's way to say that it could not listen
@@ -233,6 +236,7 @@ def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], str]
         raise InputError(f"cannot listen on {where}; is something else there?") from error
     finally:
         sys.setswitchinterval(before)
+        gc.unfreeze()
         service.draining = True
         service.close()
         if terminal is not None:
