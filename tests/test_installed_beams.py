@@ -90,7 +90,7 @@ def test_what_takes_no_features_goes_as_pixels() -> None:
             model.eval()
         assert "went as pixels" in vlm.report().notes[1] and "training" in vlm.report().notes[1]
         tokens(model, inputs, num_beams=2, custom_generate=_own)
-        assert "custom_generate is the caller's own" in vlm.report().notes[1]
+        assert "custom_generate is set by the caller" in vlm.report().notes[1]
 
 
 def _own(model: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor:

@@ -60,7 +60,7 @@ def test_what_is_not_served_is_stock_with_a_note() -> None:
     short = {**inputs, "input_ids": inputs["input_ids"][:, 20:]}
     with ks.installed(model, processor, forwards=True) as vlm:
         assert torch.equal(model(**inputs).logits, wanted) and wanted.requires_grad
-        assert "gradients are asked for" in vlm.report().notes[0]
+        assert "gradients are requested" in vlm.report().notes[0]
         embedded = {**inputs, "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
         del embedded["input_ids"]
         with torch.no_grad():

@@ -58,7 +58,7 @@ def test_two_texts_stand_in_the_order_of_the_method(demo: Any, tmp_path: Path) -
         ((), {"prompt": "?"}, "did you mean 'question'?"),
         ((1, 2), {}, "the question is a int, expected a string"),
         ((QUESTION, "a.png", "b.png"), {}, "several pictures go into one list: images=[...]"),
-        ((QUESTION, 1), {"images": [2]}, "came twice"),
+        ((QUESTION, 1), {"images": [2]}, "were given twice"),
         ((QUESTION,), {"text": "?", "question": "?"}, "two names of one option"),
     ],
 )

@@ -247,7 +247,7 @@ def test_without_torchs_own_function_the_model_runs(
     )
     with ks.wrap(*build("qwen3_vl")) as vlm:
         vlm.chat(TALK[0], **GREEDY)
-        assert "no function of a list" in steps(vlm)[1, 1, 0].given_up
+        assert "cannot make a function from a list" in steps(vlm)[1, 1, 0].given_up
 
 
 # -- recordings ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a turn does and what it says of itself: hops, counts, streaming, reasons.
+"""What a turn does and what it says of itself: steps, counts, streaming, reasons.
 
 Reasons are provoked one by one and their indices compared with the true first difference of the
 prompts, found by comparing ids here.

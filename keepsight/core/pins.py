@@ -1,10 +1,11 @@
-"""Pinned, gone, or only looked at: what a caller says of an image or of one conversation.
+"""Pins, removes or looks up an image or a conversation.
 
-Pins and deletions reach every tier: memory, the store's folder, and whatever lies behind it. An
-image may also be meant by its key, which reports show; its bytes are not needed then.
+Pins and deletions reach every tier: memory, the store's folder, and tiers behind it. An image may
+be named by its key, which reports show, instead of its bytes.
 
-Memory is changed under the model's lock and a store without it, because a disk may take its time.
-`Runtime.housekeeping` puts those who do this in a row, so that both are left in the same order.
+Memory changes under the model's lock. A store changes without it, because a disk may be slow.
+`Runtime.housekeeping` makes such calls wait for each other, so memory and store see them in one
+order.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Undo = contextlib.ExitStack
 
 
 def pin(runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call) -> None:
-    """Keep (or no longer keep) an image's features, or a conversation's features and prefix. What
-    there is no room for is refused, and then nothing of it is kept."""
+    """Pin (or unpin) an image's features, or a conversation's features and prefix. If there is no
+    room the call is refused and pins nothing."""
     with runtime.housekeeping, contextlib.ExitStack() as undo:
         with runtime.lock:
             names = _pin_in_memory(runtime, what, pinned, call, undo)
@@ -45,7 +46,7 @@ def pin(runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Ca
 def _pin_in_memory(
     runtime: Runtime, what: Pictures | list[Message], pinned: bool, call: Call, undo: Undo
 ) -> list[Name]:
-    """The same in memory alone; what is to be pinned in a store then."""
+    """Pin in memory alone; return the names to pin in a store."""
     vision, packages = runtime.vision_of(call.tenant), runtime.caches.packages
     runtime.refresh(call.exact, call.tenant)
     names: list[Name] = []
@@ -67,7 +68,7 @@ def _pin_in_memory(
 def _pin_path(
     runtime: Runtime, messages: list[Message], pinned: bool, call: Call, undo: Undo
 ) -> tuple[tuple[Medium, ...], list[Name]]:
-    """Prefill a conversation's prompt and pin its path before anything else can take its place."""
+    """Prefill a conversation's prompt and pin its path before anything else can evict it."""
     turn = _turn(runtime, call, lambda: runtime.render(messages, call))
     try:
         turn.begin(sample=False)
@@ -83,7 +84,8 @@ def _pin_path(
 
 
 def _pin_in_store(store: Store | None, names: list[Name], pinned: bool, undo: Undo) -> int:
-    """Pin those of these entries that a store has; how many. Only the caller waits for the disk."""
+    """Pin those of these entries that a store has; return their number. Only the caller waits for
+    the disk."""
     if store is None:
         return 0
     count = 0
@@ -96,7 +98,7 @@ def _pin_in_store(store: Store | None, names: list[Name], pinned: bool, undo: Un
 
 
 def _unpin_in_store(store: Store, name: Name) -> None:
-    with contextlib.suppress(StoreError):  # the error that led here says what the disk refuses
+    with contextlib.suppress(StoreError):  # the error that led here names the disk's problem
         store.pin(*name, False)
 
 
@@ -127,10 +129,10 @@ def clear(runtime: Runtime, tenant: str | None, stored: bool) -> None:
 
 
 def delete(runtime: Runtime, what: Pictures | list[Message], call: Call) -> int:
-    """Remove images and all that was computed from them; the bytes freed."""
+    """Remove images and everything computed from them; return the bytes freed."""
     tenant, store = call.tenant, runtime.store_of(call.tenant)
     media: list[Medium] = []
-    path: dict[str, None] = {}  # digests of snapshots, the deepest first
+    path: dict[str, None] = {}  # digests of snapshots, deepest first
 
     def forget() -> int:
         runtime.refresh(call.exact, tenant)
@@ -158,10 +160,10 @@ def _everywhere(
     remove: Callable[[], int],
     again: Callable[[], object],
 ) -> int:
-    """Forget something in memory and remove it from a store; the bytes freed.
+    """Forget something in memory and remove it from a store; return the bytes freed.
 
-    A disk may take its time, so nothing that answers wait for is held meanwhile. What somebody read
-    from it before it was gone there is forgotten `again`.
+    A disk may be slow, so no lock that answers need is held meanwhile. `again` forgets what was
+    read back from the store before it was removed there.
     """
     with runtime.housekeeping:
         with runtime.lock:
@@ -180,8 +182,8 @@ def _remove(store: Store | None, images: list[str], snapshots: Iterable[str]) ->
 
 
 def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, None]) -> int:
-    """Forget the snapshots of a prompt that no other prompt goes through, deepest first, and enter
-    them in `path`."""
+    """Forget the snapshots of a prompt that no other prompt shares, deepest first, and add them to
+    `path`."""
     freed = 0
     turn = _turn(runtime, call, lambda: prompt)
     try:
@@ -198,12 +200,12 @@ def _forget_path(runtime: Runtime, prompt: Prompt, call: Call, path: dict[str, N
 
 
 def _stood_on(node: Node) -> bool:
-    """Whether anything that is kept depends on this snapshot."""
+    """Whether another entry depends on this snapshot."""
     return any(child.rows.tier or child.on_disk for child in node.children.values())
 
 
 def _named(vision: Vision, what: object) -> list[Medium]:
-    """The media behind one image in any form, or behind a list of them."""
+    """The media of one image in any form, or of a list of them."""
     images = what if isinstance(what, list | tuple) else [what]
     return [vision.name(image, getattr(image, "modality", "image")) for image in images]
 
@@ -216,13 +218,12 @@ def _is_conversation(what: object) -> TypeGuard[list[Message]]:
 
 
 def are_known(runtime: Runtime, keys: list[str], tenant: str) -> dict[str, bool]:
-    """Of each image whether its features are held anywhere for a tenant."""
+    """For each image, whether a tenant's features of it exist in any tier."""
     return {key: bool(_features_of(runtime, key, tenant)) for key in keys}
 
 
 def pin_images(runtime: Runtime, keys: list[str], pinned: bool, tenant: str) -> int:
-    """Keep (or no longer keep) the features of images where they lie, all of them or none; how many
-    features are held."""
+    """Pin (or unpin) the features of images, all or none; return how many features are pinned."""
     packages = runtime.caches.packages
     with runtime.housekeeping, contextlib.ExitStack() as undo:
         making = [made for key in keys for made in _features_of(runtime, key, tenant)]
@@ -238,7 +239,7 @@ def pin_images(runtime: Runtime, keys: list[str], pinned: bool, tenant: str) -> 
 
 
 def delete_images(runtime: Runtime, keys: list[str], tenant: str) -> int:
-    """Remove images and all that was computed from them; the bytes freed."""
+    """Remove images and everything computed from them; return the bytes freed."""
     media = [Medium(key, "", "", {}, (), None, _no_pixels) for key in keys]
 
     def forget() -> int:
@@ -249,12 +250,12 @@ def delete_images(runtime: Runtime, keys: list[str], tenant: str) -> int:
 
 
 def _no_pixels() -> Pixels:
-    raise ImageError("an image that is only named by its key has no pixels to encode")
+    raise ImageError("an image given by its key has no pixels to encode")
 
 
 def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
-    """The feature ids of an image, in whichever making. A store has no list of images, so it is
-    walked through, but only where memory has none."""
+    """The feature ids of an image, in every namespace. A store has no list of images, so it is
+    scanned, but only if memory has none."""
     packages, store = runtime.caches.packages, runtime.store_of(tenant)
     with runtime.lock:
         held = [made for made, package in packages.items(tenant) if shows(package, key)]
@@ -267,8 +268,8 @@ def _features_of(runtime: Runtime, key: str, tenant: str) -> list[str]:
 
 
 def foresee(runtime: Runtime, messages: list[Message], call: Call) -> Report:
-    """The report that a call would give. Nothing is computed with the model, brought from one tier
-    to another, or made more useful; an unknown picture is still unknown afterwards."""
+    """The report that a call would give. The model does not run, no entry moves between tiers or
+    becomes fresher, and an unknown picture stays unknown."""
 
     vision = runtime.vision_of(call.tenant)
 

@@ -1,7 +1,7 @@
-"""On which device each layer of a model keeps its state, and how remembered tensors get there.
+"""The device on which each layer keeps its state, and how remembered tensors get there.
 
-A model may be spread over several devices. Its snapshots are then in tensors of each layer, and
-those from elsewhere, where all rows are in one tensor, are taken apart as they arrive.
+A model may be spread over several devices; then each layer has its own tensors in a snapshot. A
+snapshot from elsewhere with all rows in one tensor is split when it arrives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placement:
         self._cross = [device for device, kind in both if kind == "cross"]
 
     def __eq__(self, other: object) -> bool:
-        """Whether every layer is where it is in the other."""
+        """Whether every layer is on the same device in both."""
         if not isinstance(other, Placement):
             return NotImplemented
         return (self._main, self._of_layer) == (other._main, other._of_layer)
@@ -39,12 +39,12 @@ class Placement:
         return {self._main, *self._of_layer}
 
     def rows(self, rows: Tensors) -> Tensors:
-        """Keys, values and last logits, each where its layer computes."""
+        """Keys, values and last logits, each on its layer's device."""
         apart = layered(rows) if len({*self._full}) > 1 else rows
         return to_devices(apart, self._of_rows)
 
     def fixed(self, states: Tensors) -> Tensors:
-        """States of fixed size, each where its layer computes."""
+        """States of fixed size, each on its layer's device."""
         return to_devices(states, lambda name: self._of_layer[int(name.split(".")[0])])
 
     def _of_rows(self, name: str) -> torch.device:

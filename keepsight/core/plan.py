@@ -1,7 +1,8 @@
-"""What a model and its memory take, from its configuration alone: no weight is read.
+"""The bytes that a model and its memory take, from its configuration alone, without reading
+weights.
 
-The model is built without memory for its weights and run over two tokens, so that what is counted
-is what a lane holds; a blank picture goes through the model's own processor.
+The model is built without memory for its weights and runs over two tokens, so that a real lane is
+counted. A blank picture goes through the model's own processor.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from keepsight.models.reachable import check_hub
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 _LEVELS = "deepstack_visual_indexes"
-_NOTHING = 1 << 20  # bytes of a cache for one picture
+_NOTHING = 1 << 20  # bytes of the package cache for one picture
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers, not bytes: a number takes four bytes in float32 and two in bfloat16."""
+    """Counts of numbers, not bytes: a number takes four bytes in float32 and two in bfloat16."""
 
     model_type: str
     parameters: int
     tower_parameters: int
     token_numbers: int  # keys and values of one token
-    state_numbers: int  # states of fixed size, of each snapshot that has them
-    feature_numbers: int  # of one token of a picture
+    state_numbers: int  # states of fixed size per snapshot
+    feature_numbers: int  # features of one picture token
     picture_tokens: int
 
     def weights(self, dtype: str) -> int:
@@ -45,12 +46,12 @@ class Plan:
         return self.parameters * DTYPES[dtype]
 
     def token(self, dtype: str) -> int:
-        """Bytes that a remembered token takes."""
+        """Bytes per remembered token."""
         return self.token_numbers * DTYPES[dtype]
 
     def snapshot(self, dtype: str) -> int:
-        """Bytes that a snapshot takes beside those of its tokens, at least: where any cut is exact
-        it also has what came into its layers since the last place of their grid."""
+        """Bytes per snapshot beyond those of its tokens, at least. If any cut is exact, a snapshot
+        also holds the layer inputs since the last chunk start."""
         return self.state_numbers * DTYPES[dtype]
 
     def features(self, dtype: str) -> int:
@@ -63,7 +64,7 @@ class Plan:
 
 
 def plan(name: str, size: tuple[int, int], revision: str | None = None) -> Plan:
-    """What a checkpoint takes, with pictures of some width and height."""
+    """The plan of a checkpoint, for pictures of a given width and height."""
     path = loading.model_path(name)
     check_hub(path, revision)
     check_sees(path, revision)
@@ -94,7 +95,7 @@ def _without_weights(path: str, revision: str | None) -> PreTrainedModel:
 
 @torch.no_grad()
 def _remembered(model: PreTrainedModel) -> tuple[int, int]:
-    """How many numbers a token leaves in a lane, and how many a snapshot has beside."""
+    """How many numbers a token leaves in a lane, and how many a snapshot adds."""
     lane = Lane(model, Shape.of(model), grows=True)
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:

@@ -1,7 +1,7 @@
-"""Positions of a prompt that goes on from the one its lane held before.
+"""Positions of a prompt that continues the one its lane held before.
 
-With multimodal rope upstream walks over a whole prompt to place its tokens. Text behind text counts
-on by one in each row, so where nothing but text was added, that is all there is to do.
+For multimodal rope, Transformers walks over the whole prompt to place its tokens. If only text was
+added after text, each row simply counts on by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepsight.prefix.prompt import Prompt
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A prompt, as far as positions depend on it, and its positions."""
+    """What positions depend on in a prompt, and its positions."""
 
     ids: np.ndarray
     types: np.ndarray
@@ -27,8 +27,8 @@ class Placed:
 
 
 def place(family: Family, prompt: Prompt, before: Placed | None) -> Placed:
-    """The positions of a prompt, from those of one `before` where it goes on from that with text
-    alone, else from the family."""
+    """The positions of a prompt: counted on from `before` if only text was added, otherwise from
+    the family."""
     ids, types, grids = prompt.ids, prompt.types, prompt.grids
     positions = None
     if before is not None and type(family).positions is Family.positions:
@@ -43,7 +43,7 @@ def _counted_on(family: Family, prompt: Prompt, before: Placed) -> torch.Tensor 
     if start > end or not start or before.types[-1] or prompt.types[start:].any():
         return None
     marks = [*family.placeholders.values(), *family.media_ends]
-    if np.isin(prompt.ids[start:], marks).any():  # upstream may look for them among ids
+    if np.isin(prompt.ids[start:], marks).any():  # Transformers may look for them among the ids
         return None
     same = np.array_equal(prompt.ids[:start], before.ids)
     same = same and np.array_equal(prompt.types[:start], before.types)

@@ -1,9 +1,9 @@
-"""A prepared beginning: messages whose media are encoded and whose tokens are prefilled once, for
-any number of queries.
+"""A prepared prefix: messages whose media are encoded and whose tokens are prefilled once, for any
+number of queries.
 
-Its snapshots are held in the tree for as long as it lives, never copied. A query is answered as the
-whole conversation would be: rendered as a whole, whatever the template makes of it, and computed
-behind what the two have in common.
+Its snapshots are held in the tree while it lives; they are never copied. A query is answered like
+the whole conversation: rendered as a whole, whatever the template does, and computed from the end
+of the common part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from keepsight.report import Piece, Reply, Report
 
 
 class History(Protocol):
-    """The messages, and how they are saved: a session."""
+    """Messages that can be saved, such as a session's."""
 
     messages: list[Message]
     notes: list[str]
@@ -62,17 +62,17 @@ class Prefix:
 
     @property
     def messages(self) -> list[Message]:
-        """The messages, with named media in place of pictures."""
+        """The messages, with media names in place of pictures."""
         return list(self._history.messages)
 
     @property
     def notes(self) -> list[str]:
-        """What was found when it was loaded: features or prefixes made elsewhere."""
+        """Notes from loading: features or prefixes that were made elsewhere."""
         return list(self._history.notes)
 
     @property
     def tokens(self) -> int:
-        """How many tokens are prepared."""
+        """The number of prepared tokens."""
         return len(self._prompt)
 
     # -- queries -----------------------------------------------------------------------------------
@@ -84,16 +84,16 @@ class Prefix:
         question: str | None = None,
         **options: object,
     ) -> Reply:
-        """One question, and images if there are any, behind the prefix; in either order."""
+        """Ask one question, with or without images, after the prefix; in either order."""
         options |= {"images": images, "question": question}
         return self.chat([user_turn(given, options)], **options)
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
-        """The answer to messages that follow those of the prefix."""
+        """Answer messages that follow those of the prefix."""
         return Reply.of(self.stream(messages, **options))
 
     def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
-        """The same, piece by piece."""
+        """Answer piece by piece, as `chat`."""
         call = self._call_of(options)
         self._renewed()
         more = [messages] if isinstance(messages, dict) else messages
@@ -109,7 +109,9 @@ class Prefix:
     def _call_of(self, options: Options) -> Call:
         whose = options.pop("tenant", None)
         if whose is not None and whose != self._call.tenant:
-            raise InputError(f"this prefix is of tenant {self._call.tenant!r}, not of {whose!r}")
+            raise InputError(
+                f"this prefix belongs to tenant {self._call.tenant!r}, not to {whose!r}"
+            )
         call = Call.of(options, self._call.tenant)
         call.template = {**self._call.template, **call.template}
         return call
@@ -119,12 +121,12 @@ class Prefix:
     ) -> torch.Tensor | Generated:
         """Tensors in, tensors out, as `vlm.generate`.
 
-        The ids are those of the whole conversation, with all of its pixels; or those of the query
-        alone, with the pixels of its own images, and then they are taken to follow right behind the
-        prefix. What comes back starts with the ids that were given.
+        The ids are those of the whole conversation, with all of its pixels, or those of the query
+        alone, with the pixels of its own images; a query is placed right after the prefix. The
+        result starts with the given ids.
         """
         if options.pop("tenant", None) not in (None, self._call.tenant):
-            raise InputError(f"this prefix is of tenant {self._call.tenant!r}")
+            raise InputError(f"this prefix belongs to tenant {self._call.tenant!r}")
         runtime = self._runtime
         with runtime.lock:
             self._renewed()
@@ -142,7 +144,7 @@ class Prefix:
         return run(runtime, asked)
 
     def _begins(self, prompt: Prompt) -> bool:
-        """Whether a prompt is a conversation that begins with this prefix."""
+        """Whether a prompt is a conversation that starts with this prefix."""
         return np.array_equal(prompt.ids[: self.tokens], self._prompt.ids)
 
     def _put_behind(self, asked: GenerateRequest) -> None:
@@ -153,24 +155,25 @@ class Prefix:
         for prompt in asked.prompts:
             if bos is not None and start == bos == int(prompt.ids[0]):
                 raise InputError(
-                    "the query begins with the token that begins a text, as the prefix does; leave "
-                    "it out, or give the whole conversation, or use prefix.chat"
+                    "the query starts with the token that begins a text, as the prefix does; "
+                    "leave it out, or give the whole conversation, or use prefix.chat"
                 )
             joined.setdefault(id(prompt), behind(self._prompt, prompt))
         asked.prompts = [joined[id(prompt)] for prompt in asked.prompts]
 
-    # -- what is held ------------------------------------------------------------------------------
+    # -- held snapshots
+    # ------------------------------------------------------------------------------
 
     def _render(self) -> Prompt:
         return self._runtime.render(self._history.messages, self._call, generate=False)
 
     def _renewed(self) -> Report:
-        """Prefill what is not remembered: everything at first, and later nothing, unless the memory
-        was cleared or the model was changed."""
+        """Prefill what is not remembered: everything at first; later only what was cleared or made
+        invalid by a changed model."""
         runtime, tenant = self._runtime, self._call.tenant
         with runtime.lock:
             if self._closed:
-                raise InputError("this prefix was closed; make it again with vlm.prefix")
+                raise InputError("this prefix is closed; make a new one with vlm.prefix")
             runtime.require_open()
             namespace = runtime.refresh(self._call.exact, tenant)
             if namespace == self._namespace:
@@ -196,18 +199,20 @@ class Prefix:
             self._runtime.prefixes.release(held)
 
     def save(self, path: str | Path) -> Path:
-        """Write messages, packages and snapshots to one `.keep` file, which `vlm.prefix(path)`
-        loads; `vlm.resume(path)` opens it as a conversation."""
+        """Write messages, packages and snapshots to one `.keep` file. `vlm.prefix(path)` loads it;
+        `vlm.resume(path)` opens it as a conversation."""
         if self._call.template:
             raise UnsupportedInput("a prefix with tools or template options cannot be saved")
         parts = [p for m in self.messages if isinstance(m["content"], list) for p in m["content"]]
         if other := sorted({part["type"] for part in parts} - {"text", "image"}):
-            raise UnsupportedInput(f"a prefix with {other[0]} in it cannot be saved, only pictures")
+            raise UnsupportedInput(
+                f"a prefix with {other[0]} in it cannot be saved; only pictures can"
+            )
         self._renewed()
         return self._history.save(path)
 
     def close(self) -> None:
-        """Release the snapshots, which may be evicted from then on."""
+        """Release the snapshots, so that they can be evicted."""
         with self._runtime.lock:
             self._closed = True
             self._let_go()
@@ -220,12 +225,12 @@ class Prefix:
 
     def __del__(self) -> None:
         held = getattr(self, "_held", None)
-        if held is not None:  # the collector must not wait for the lock
+        if held is not None:  # the garbage collector must not wait for the lock
             self._runtime.lock.leave(partial(self._runtime.prefixes.release, held))
 
 
 def behind(first: Prompt, second: Prompt) -> Prompt:
-    """One prompt of two, the second right behind the first."""
+    """Join two prompts, the second right after the first."""
     shift = len(first)
     moved = tuple(tuple((a + shift, b + shift) for a, b in its) for its in second.ranges)
     return dataclasses.replace(
@@ -238,7 +243,7 @@ def behind(first: Prompt, second: Prompt) -> Prompt:
 
 
 def _named(runtime: Runtime, messages: list[Message], tenant: str) -> list[Message]:
-    """The messages with their media named, once for all queries."""
+    """The messages with their media named once, for all queries."""
     clean, given = parse_messages(messages)
     with runtime.lock:
         runtime.require_open()

@@ -1,14 +1,14 @@
 """Probes an unlisted model type: finds the most reuse that is exact, or refuses the model.
 
-The model answers a few small prompts about noise, once as stock Transformers does it from pixels
-and once in pieces, cut at every few tokens and behind every picture. Sizes, shapes and numbers of
-pictures differ, so that a processor pads and cuts; every mask that it gives is tried with zeros; a
-conversation comes as messages too. The boldest kind of reuse that gives the same logits is taken;
-controls make sure that the pictures matter. Nothing is guessed: a model that fails all of them, or
-cannot be asked, is refused with what went wrong.
+The model answers a few small prompts about noise: once as stock Transformers does from pixels, and
+once in pieces, cut at every few tokens and after every picture. Sizes, shapes and numbers of
+pictures differ, so that a processor pads and crops. Every mask is tried with zeros, and a
+conversation is given as messages too. The most reuse with equal logits is chosen; controls check
+that pictures matter. A model that fails every kind of reuse, or cannot be tried, is refused with
+the reason.
 
-This is evidence from some short prompts. `keepsight verify` and `keepsight.testing.FamilyTests` are
-how anyone gets more.
+A few short prompts are limited evidence. `keepsight verify` and `keepsight.testing.FamilyTests`
+give more.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# (cuts inside a medium are wrong, what of a prompt serves another), the boldest first.
+# (cuts inside a medium are wrong, which reuse), the most reuse first.
 _CHANCES = (
     (False, "prefix"),
     (True, "prefix"),
     (True, "same media"),
     (True, "whole prompt"),
 )
-_RUN = 7  # tokens between cuts: some fall into every picture
+_RUN = 7  # tokens between cuts: some cuts fall into every picture
 _TOKENS = 3
 _OPTIONS: Record = {
     "max_new_tokens": _TOKENS,
@@ -69,7 +69,7 @@ _NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of t
 
 @dataclass(frozen=True)
 class _Case:
-    """One prompt or batch as the processor gives it, and what stock Transformers makes of it."""
+    """One prompt or batch as the processor gives it, and the result of stock Transformers."""
 
     name: str
     inputs: Inputs
@@ -79,16 +79,16 @@ class _Case:
 def settle(
     model: PreTrainedModel, family: Family, processor: Processor | None, weights: Weights
 ) -> None:
-    """Find out what this family may reuse, and write it into the instance; or refuse the model."""
+    """Find what this family may reuse and set it on the instance, or refuse the model."""
     kind = model.config.model_type
     if processor is None:
         raise UnsupportedModel(
-            f"model type {kind!r} is not one that tests have shown exact, and without a processor "
-            "it cannot be tried; wrap it with its processor"
+            f"model type {kind!r} is not one that tests have shown exact, and it cannot be "
+            "tried without a processor; wrap it with its processor"
         )
     try:
         cases = list(_cases(model, processor))
-    except Exception as error:  # whatever a strange model or processor runs into
+    except Exception as error:  # a foreign model or processor may raise anything
         raise UnsupportedModel(
             f"model type {kind!r} is not one that tests have shown exact, and it could not be "
             f"tried: {error if isinstance(error, _CannotAsk) else in_words(error)}; use it with "
@@ -107,17 +107,16 @@ def settle(
     if len(seen) == 1:
         tried = next(iter(seen))
     raise UnsupportedModel(
-        f"model type {kind!r} could not be shown exact: logits off by more than "
-        f"{_near(model):g} of their scale against stock Transformers ({tried}); use it with "
-        "Transformers alone"
+        f"model type {kind!r} is not exact: its logits differ from stock Transformers by more "
+        f"than {_near(model):g} of their scale ({tried}); use it with Transformers alone"
     )
 
 
 def try_again(
     model: PreTrainedModel, family: Family, processor: Processor | None, weights: Weights
 ) -> None:
-    """Refuse a model of a known type that is no longer exact, with a Transformers that is newer
-    than any which the tests were run with. What cannot be asked is logged."""
+    """Refuse a model of a known type that is no longer exact with a Transformers newer than any
+    tested one. If it cannot be tried, log that."""
     kind = model.config.model_type
     cases = [] if processor is None else list(_plain_cases(model, processor))
     if processor is None or not cases:
@@ -132,18 +131,18 @@ def try_again(
     wrong = _first_difference(model, family, processor, weights, cases)
     if wrong:
         raise UnsupportedModel(
-            f"model type {kind!r} was exact with Transformers {TESTED['transformers']} and is not "
-            f"with {transformers.__version__} ({wrong}); install {TESTED['transformers']}, or a "
-            "newer Keepsight"
+            f"model type {kind!r} was exact with Transformers {TESTED['transformers']} and is "
+            f"not with {transformers.__version__} ({wrong}); install {TESTED['transformers']}, "
+            "or a newer Keepsight"
         )
     _check_messages(model, family, processor, weights)
 
 
-# -- what is asked -------------------------------------------------------------------------------
+# -- the test prompts ----------------------------------------------------------------------------
 
 
 def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
-    """First what every model must answer, then what some processors or models do not take."""
+    """First what every model must answer, then what some processors or models refuse."""
     token = _in_prompt(processor)
     for name, text, images in _prompts(token):
         with _asking("its processor did not prepare a text with pictures"):
@@ -152,7 +151,7 @@ def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
             stock = _stock(model, inputs)
         yield _Case(name, inputs, stock)
         for masked, varied in _varied(inputs):
-            with contextlib.suppress(Exception):  # stock refuses what it cannot use
+            with contextlib.suppress(Exception):  # what stock refuses need not be tried
                 yield _Case(f"{name}, {masked} with zeros", varied, _stock(model, varied))
     for name, make in _more(processor, token):
         with contextlib.suppress(Exception):
@@ -161,19 +160,20 @@ def _cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
 
 
 class _CannotAsk(Exception):
-    """What kept a model from being tried, in words for its user."""
+    """Why a model could not be tried, in words for its user."""
 
 
 @contextlib.contextmanager
 def _asking(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever a strange model or processor runs into
+    except Exception as error:  # a foreign model or processor may raise anything
         raise _CannotAsk(f"{what} ({in_words(error)})") from error
 
 
 def _in_prompt(processor: Processor) -> str:
-    """What stands for a picture in a prompt: the image token, as the chat template frames it."""
+    """The text for a picture in a prompt: the image token, framed as the chat template frames
+    it."""
     token = getattr(processor, "image_token", None)
     if not isinstance(token, str) or not token:
         raise _CannotAsk(
@@ -181,12 +181,12 @@ def _in_prompt(processor: Processor) -> str:
             "their own in a prompt"
         )
     image, before, after = _noise(1, (96, 96)), "Before.", "After."
-    with contextlib.suppress(Exception):  # most take the token alone
+    with contextlib.suppress(Exception):  # most prompts hold the token alone
         processor(text=[token], images=[image], return_tensors="pt")
         return token
     texts = [{"type": "text", "text": words} for words in (before, after)]
     message = {"role": "user", "content": [texts[0], {"type": "image"}, texts[1]]}
-    with contextlib.suppress(Exception):  # without a template the token is all there is
+    with contextlib.suppress(Exception):  # without a template only the token is known
         text = processor.apply_chat_template([message], tokenize=False)
         framed: str = text.partition(before)[2].partition(after)[0]
         return framed.strip() or token
@@ -194,7 +194,7 @@ def _in_prompt(processor: Processor) -> str:
 
 
 def _plain_cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case]:
-    """What every model must answer, as far as stock does."""
+    """What every model must answer, if stock Transformers can."""
     for name, text, images in _prompts(_in_prompt(processor)):
         with contextlib.suppress(Exception):
             inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
@@ -202,7 +202,7 @@ def _plain_cases(model: PreTrainedModel, processor: Processor) -> Iterator[_Case
 
 
 def _prompts(token: str) -> Iterator[tuple[str, str, list[Image.Image]]]:
-    """One picture; a text behind it; a second picture; the first replaced; three of all shapes."""
+    """One picture; text after it; a second picture; another first picture; three of all shapes."""
     a, b, c = _noise(1, (96, 96)), _noise(2, (160, 96)), _noise(3, (96, 96))
     first = f"Look at this: {token} What do you see in it, and where?"
     longer = f"{first} It is a pattern."
@@ -216,7 +216,8 @@ def _prompts(token: str) -> Iterator[tuple[str, str, list[Image.Image]]]:
 
 
 def _more(processor: Processor, token: str) -> Iterator[tuple[str, Callable[[], Record]]]:
-    """Pictures side by side, no picture, and prompts with unlike numbers of pictures together."""
+    """Pictures side by side, no picture, and prompts with different numbers of pictures
+    together."""
     a, b, c = _noise(1, (96, 96)), _noise(6, (60, 150)), _noise(7, (160, 96))
     both = f"Here: {token}{token} Which of them is larger?"
     texts = [f"Look at this: {token} What do you see in it?", both]
@@ -236,7 +237,7 @@ def _more(processor: Processor, token: str) -> Iterator[tuple[str, Callable[[], 
 
 
 def _varied(inputs: Inputs) -> Iterator[tuple[str, Record]]:
-    """The same inputs with zeros in a corner of one mask: processors pad there, or they do not."""
+    """The same inputs with zeros in a corner of one mask, as if the processor had padded there."""
     ids = inputs["input_ids"]
     for name, tensor in inputs.items():
         if not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.dim() < 2:
@@ -266,7 +267,7 @@ def _stock(model: PreTrainedModel, inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def _refuse_blind(kind: str, cases: list[_Case]) -> None:
-    """The control: if another picture changes nothing, equal logits would prove nothing."""
+    """Control: if another picture changes nothing, equal logits would prove nothing."""
     by_name = {case.name: case.stock[0].float() for case in cases}
     one, other = by_name[_FIRST], by_name[_REPLACED]
     if float((one - other).abs().max()) < 1e-2 * float(one.abs().max()):
@@ -275,7 +276,7 @@ def _refuse_blind(kind: str, cases: list[_Case]) -> None:
         )
 
 
-# -- what is compared ----------------------------------------------------------------------------
+# -- the comparison ------------------------------------------------------------------------------
 
 
 def _near(model: PreTrainedModel) -> float:
@@ -285,7 +286,7 @@ def _near(model: PreTrainedModel) -> float:
 def _runtime(
     model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
 ) -> Runtime:
-    """An empty one, with a boundary at every few tokens."""
+    """An empty runtime with a boundary at every few tokens."""
     runtime = Runtime(model, family, processor, weights, RuntimeSettings(grain=1), None)
     runtime.rule = dataclasses.replace(runtime.rule, run=_RUN)
     return runtime
@@ -298,7 +299,7 @@ def _first_difference(
     weights: Weights,
     cases: list[_Case],
 ) -> str:
-    """What went wrong first, over all cases, each on top of the ones before; or nothing."""
+    """The first difference over all cases, each run on top of those before; empty if none."""
     runtime = _runtime(model, family, processor, weights)
     for case in cases:
         try:
@@ -312,9 +313,9 @@ def _first_difference(
 
 
 def in_words(error: Exception) -> str:
-    """What a user can make of an error: its sentence, where whoever raised it wrote one. The error
-    of a bug or of a missing part names insides only; it is the cause of the refusal, and logged."""
-    of_a_bug = isinstance(error.__cause__, _INSIDES)  # one of ours, about an error of theirs
+    """An error in words for the user: its own text if it was written for users. An internal error
+    names only internals, so it becomes the cause of the refusal and is logged."""
+    of_a_bug = isinstance(error.__cause__, _INSIDES)  # our error about one of theirs
     if isinstance(error, _SENTENCES) and str(error).strip() and not of_a_bug:
         return str(error).strip().splitlines()[0]
     logger.info("the trial met an error inside the model or its processor", exc_info=error)
@@ -324,9 +325,9 @@ def in_words(error: Exception) -> str:
 def _difference(
     model: PreTrainedModel, stock: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]
 ) -> str:
-    """How the logits of all steps differ, for each row until its tokens part; or nothing."""
+    """How the logits of all steps differ, per row until its tokens part; empty if they do not."""
     if len(ours) != len(stock):
-        return f"{len(ours)} of {len(stock)} tokens came out"
+        return f"{len(ours)} of {len(stock)} tokens were generated"
     for row in range(len(stock[0])):
         for theirs, mine in zip(stock, ours, strict=True):
             wanted, found = theirs[row].float(), mine[row].float()
@@ -341,8 +342,8 @@ def _difference(
 def _check_messages(
     model: PreTrainedModel, family: Family, processor: Processor, weights: Weights
 ) -> None:
-    """Messages must become the ids that the processor makes of them, and give the same logits;
-    tensors need no template."""
+    """Messages must give the ids that the processor gives, and equal logits. Tensors need no
+    template."""
     if not getattr(processor, "chat_template", None):
         return
     images = [_noise(1, (96, 96)), _noise(2, (160, 96)), _noise(4, (60, 150))]
@@ -369,13 +370,13 @@ def _check_messages(
 
 
 def _namer(runtime: Runtime) -> Callable[[object, str], Medium]:
-    """Names pictures as a call on messages would."""
+    """Names pictures as a call with messages does."""
     runtime.refresh()
     return runtime.vision.name
 
 
 def _answer(runtime: Runtime, prompt: Prompt) -> tuple[torch.Tensor, ...]:
-    """The logits of each step of an answer to a prompt of messages."""
+    """The logits of each step of an answer to a prompt."""
     turn = Turn(runtime, lambda: prompt, dict(_OPTIONS), True, _TOKENS)
     for _ in turn.tokens():
         continue

@@ -1,8 +1,8 @@
-"""What a person hands to `ask`: a question and pictures, in either order, and by either name.
+"""Sorts the arguments of `ask`: a question and pictures, in either order, by position or name.
 
 `vlm.ask(picture, question)` and `session.ask(question, picture)` are one call. Two texts, of which
-one may be a path, stand in the order of the method, and a call that looks turned round is refused
-with the one that was meant: a wrong guess would answer about a wrong picture.
+one may be a path, follow the order of the method. A call that looks reversed is refused and the
+likely one is shown, because a wrong guess would answer about a wrong picture.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MEANT = {
 
 
 def user_turn(given: tuple[object, ...], options: Options, picture_first: bool = False) -> Message:
-    """The message of one call of `ask`, whose `images=`, `videos=`, `audio=` and `question=` (or
-    `text=`) leave the options."""
+    """The message of one `ask`. Takes `images=`, `videos=`, `audio=` and `question=` (or `text=`)
+    out of the options."""
     if (wrong := next((name for name in options if name in _MEANT), None)) is not None:
         raise UnknownOption(f"ask has no option {wrong!r}; did you mean {_MEANT[wrong]!r}?")
     clips = [*_clips(options, "videos", "video"), *_clips(options, "audio", "audio")]
@@ -42,7 +42,8 @@ def user_turn(given: tuple[object, ...], options: Options, picture_first: bool =
         )
     if len(given) + (images is not None) + (named is not None) > 2:
         raise InputError(
-            "the question, or the pictures, came twice: by position and by name; give each once"
+            "the question, or the pictures, were given twice: by position and by name; give "
+            "each once"
         )
     if clips and len(given) == 1 and isinstance(given[0], str) and named is None:
         named, given = given[0], ()
@@ -54,7 +55,7 @@ def user_turn(given: tuple[object, ...], options: Options, picture_first: bool =
 
 
 def _clips(options: Options, name: str, kind: str) -> list[Record]:
-    """The parts of a message for `videos=` or `audio=`: one, or a list of several."""
+    """The message parts for `videos=` or `audio=`: one, or a list of several."""
     given = options.pop(name, None)
     if given is None:
         return []
@@ -70,7 +71,7 @@ def _clips(options: Options, name: str, kind: str) -> list[Record]:
 def _sorted(
     given: tuple[object, ...], images: object, named: object, picture_first: bool
 ) -> tuple[object, object]:
-    """Question and pictures; the question None where there is none."""
+    """The question and the pictures; the question is None if there is none."""
     if len(given) == 2:
         first, second = given
         if isinstance(first, str) and isinstance(second, str):
@@ -96,15 +97,15 @@ def _two_texts(first: str, second: str, picture_first: bool) -> tuple[str, str]:
 
 
 def _is_question(given: object) -> bool:
-    """Whether one value alone can only be a question: words that lead to no picture, and are not
-    spelled as the name of a file."""
+    """Whether a single value must be a question: text that leads to no picture and does not look
+    like a file name."""
     if not isinstance(given, str) or not given.strip() or _is_there(given):
         return False
     return bool(re.search(r"\s", given)) or not re.search(r"[/\\]|\.\w+$", given)
 
 
 def _is_there(text: str) -> bool:
-    """Whether a text leads to a picture: a file, or an address."""
+    """Whether a text leads to a picture: a file or a URL."""
     if re.match("(https?|data|file):", text, re.IGNORECASE):
         return True
     try:

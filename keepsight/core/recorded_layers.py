@@ -1,9 +1,9 @@
-"""What a recorded step is given of its lanes, and the empty lanes that it is recorded over.
+"""The inputs of a recorded step from its lanes, and the scratch lanes it is recorded over.
 
-Each step gets the blocks of keys and values that its tokens see, their places in these blocks, and
-masks. Of a layer with a state of fixed size it gets that state, and the list writes into it where
-it lies; the last inputs of a convolution are written beside the old ones, and taken when the whole
-list has run. So a list that fails leaves nothing behind that the model would not write again.
+Each step gets the blocks of keys and values that its tokens see, the tokens' places in these
+blocks, and masks. Of a layer with fixed-size state it gets that state, and the list writes into it
+in place. The last inputs of a convolution are written beside the old ones and swapped in when the
+whole list has run. So a list that fails leaves nothing that the model would not write again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keepsight.core.state import Lane
 
 IDS, POSITIONS = ("ids", 0, None), ("positions", 0, None)
 _INPUTS, _NEXT, _ROWS = "inputs", "next inputs", ("rows", 0, None)
-_SCRATCH_ROWS = 11  # in its block, a scratch lane is so far, or at the block's beginning
+_SCRATCH_ROWS = 11  # rows in the open block of a scratch lane; the other has none
 
 Given = dict[Name, torch.Tensor]
 Tokens = Sequence[Sequence[int]]
@@ -41,7 +41,7 @@ class Decoded(Protocol):
 
 
 def layers_of(lane: Lane) -> dict[int, LaneLayer]:
-    """The layers of a lane with keys and values, by their numbers."""
+    """The layers of a lane with keys and values, by index."""
     found = {}
     for index, layer in enumerate(lane.cache.layers):
         if type(layer) in (LaneLayer, WindowLayer):
@@ -52,14 +52,14 @@ def layers_of(lane: Lane) -> dict[int, LaneLayer]:
 
 
 def mixers_of(lane: Lane) -> dict[int, MixerLayer]:
-    """Those with a state of fixed size."""
+    """The layers of a lane with a state of fixed size, by index."""
     layers = enumerate(lane.cache.layers)
     return {index: layer for index, layer in layers if type(layer) is MixerLayer}
 
 
 def open_block(runs: Sequence[Decoded], count: int) -> int | None:
-    """Where the blocks of the rules begin that are open: a list is for one such place. None where
-    a step does more than go on in them, and is the model's."""
+    """Where the open blocks of the rules begin; a list is valid for one such place. None if a step
+    does more than extend them; then the model runs it."""
     mixers = mixers_of(runs[0].lane).values()
     if len(runs) > 1:
         return None if mixers else 0
@@ -71,18 +71,19 @@ def open_block(runs: Sequence[Decoded], count: int) -> int | None:
 
 
 def blocks_of(lane: Lane) -> int:
-    """How many such places there are."""
+    """The number of such places."""
     has_rule = any(mixer.sequence is not None for mixer in mixers_of(lane).values())
     return GRID // RULE_BLOCK if has_rule else 1
 
 
-# -- what a step is given --------------------------------------------------------------------------
+# -- inputs of a step
+# -------------------------------------------------------------------------------
 
 
 def given_to(
     runs: Sequence[Decoded], tokens: Tokens, names: Collection[Name], copied: bool
 ) -> Given:
-    """What each step is given; with `copied`, states that it writes into are copies."""
+    """The inputs of a step; with `copied`, states that it writes into are copies."""
     count = len(tokens[0])
     given: Given = {IDS: torch.tensor(tokens)}
     positions = [run.next_positions for run in runs]
@@ -106,7 +107,7 @@ def given_to(
 
 
 def advance(runs: Sequence[Decoded], given: Given, count: int) -> None:
-    """The list has run: the lanes hold its tokens."""
+    """Update the lanes after the list has run: they hold its tokens."""
     for run in runs:
         for layer in layers_of(run.lane).values():
             layer.advance(count)
@@ -117,8 +118,8 @@ def advance(runs: Sequence[Decoded], given: Given, count: int) -> None:
 
 
 def written(runs: Sequence[Decoded], given: Given | None, count: int) -> list[torch.Tensor]:
-    """Keys and values of the tokens behind each sequence, and the states that changed with them:
-    with what a list was given, those that it made; else those of the model. Keys are copied."""
+    """Keys and values of the new tokens, and the states that changed with them: from the list's
+    inputs if given, otherwise from the model. Keys are copied."""
     found = []
     for run in runs:
         start = run.lane.length
@@ -143,8 +144,8 @@ def _add_row(
     count: int,
     names: Collection[Name] | None,
 ) -> None:
-    """What one sequence needs: the blocks of its rooms that its new tokens see, their places in
-    these blocks, and who sees whom."""
+    """Add the inputs of one sequence: the blocks that its new tokens see, their places in these
+    blocks, and the masks."""
     end = -(-(length + count) // BLOCK) * BLOCK
     begins: dict[object, int] = {}
     for index, layer in layers.items():
@@ -164,7 +165,7 @@ def _add_row(
 
 @dataclass(frozen=True)
 class _Seen:
-    """For whom a mask is: all layers that see what one of them does, in groups of queries."""
+    """Which layers share a mask: those with the same view, per number of queries in a group."""
 
     layer: int
     group: int
@@ -175,8 +176,8 @@ class _Seen:
 def _mask(
     layer: LaneLayer, length: int, count: int, begin: int, end: int, of: _Seen
 ) -> torch.Tensor:
-    """Which keys of the blocks each new token sees, a row for each query of a group; rows that are
-    there for their number only see all."""
+    """Which keys of the blocks each new token sees, one row per query of a group. Padding rows see
+    all."""
     group, dtype = of.group, of.dtype
     rows = of.filling.fill(group * count)
     values = torch.zeros(1, 1, rows, end - begin, dtype=dtype)
@@ -189,11 +190,11 @@ def _mask(
     return values
 
 
-# -- lanes that hold nothing -----------------------------------------------------------------------
+# -- scratch lanes --------------------------------------------------------------------------------
 
 
 class Scratch:
-    """Lanes that hold nothing, like those of some sequences, to record a step of theirs over."""
+    """Empty lanes that resemble those of some sequences, to record a step over."""
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class Scratch:
 
 
 def _rooms(layers: Mapping[int, LaneLayer]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Rooms of two blocks; alike ones are one."""
+    """Buffers of two blocks; layers of one kind share a buffer."""
     memory: dict[tuple[object, ...], torch.Tensor] = {}
 
     def room(like: torch.Tensor | None) -> torch.Tensor:
@@ -245,7 +246,7 @@ def _rooms(layers: Mapping[int, LaneLayer]) -> dict[int, tuple[torch.Tensor, tor
 
 
 class _Layer(LaneLayer):
-    """A layer of all lanes, while a step over them is recorded."""
+    """One layer of all lanes while a step is recorded."""
 
     def __init__(self, index: int, like: LaneLayer, given: Given, rows: int, claimed: int) -> None:
         super().__init__()
@@ -256,7 +257,7 @@ class _Layer(LaneLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a row for each token into the room of each lane."""
+        """Write a row for each token into the buffer of each lane."""
         for row in range(self._rows):
             places = self._given["places", row, self.like.sight]
             for what, states in (("k", key_states), ("v", value_states)):
@@ -267,16 +268,16 @@ class _Layer(LaneLayer):
         return key_states, value_states
 
     def get_seq_length(self, *more: object, **options: object) -> int:
-        """Tokens that the lanes are said to hold."""
+        """The number of tokens that the lanes claim to hold."""
         return self._claimed
 
     def get_mask_sizes(self, query_length: int, *more: object, **named: object) -> tuple[int, int]:
-        """As many, and those that come."""
+        """That number, plus the new tokens."""
         return self._claimed + query_length, 0
 
 
 class _Mixer(MixerLayer):
-    """A layer with a state of fixed size, while a step is recorded."""
+    """A layer with a state of fixed size while a step is recorded."""
 
     def __init__(self, index: int, like: MixerLayer, given: Given) -> None:
         super().__init__()
@@ -294,7 +295,7 @@ class _Mixer(MixerLayer):
             self._placed = PlacedSequence(sequence.heads, own, sequence.block, rows)
 
     def opened(self, heads: DeltaHeads) -> OpenSequence:
-        """The sequence that is recorded."""
+        """The recorded sequence."""
         return self._placed
 
     def inputs(self) -> torch.Tensor:
@@ -302,7 +303,7 @@ class _Mixer(MixerLayer):
         return self._given[_INPUTS, 0, self._index]
 
     def take(self, inputs: torch.Tensor) -> None:
-        """Write them beside the old ones."""
+        """Write the new inputs beside the old ones."""
         self._given[_NEXT, 0, self._index].copy_(inputs)
 
 
@@ -317,7 +318,7 @@ class _Attending:
         self._noted: dict[int, tuple[torch.Tensor, torch.Tensor, _Layer]] = {}
 
     def note(self, keys: torch.Tensor, values: torch.Tensor, layers: Sequence[Room]) -> None:
-        """Say of which layer these are."""
+        """Note the layer of these keys and values."""
         if isinstance(layers[0], _Layer):
             self._noted[id(keys)] = keys, values, layers[0]
 
@@ -332,7 +333,7 @@ class _Attending:
     ) -> torch.Tensor:
         noted = self._noted.get(id(key))
         if noted is None or noted[1] is not value or (mask is not None and mask.shape[1] != 1):
-            raise CannotRecord("attention is asked for over other keys, or with a mask by head")
+            raise CannotRecord("attention is called with other keys, or with a mask per head")
         layer = noted[2]
         rows = [self._row(query[row : row + 1], row, layer, scale) for row in range(self._count)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -349,7 +350,7 @@ class _Attending:
             sight, group = self._sights[layer.like.sight], heads // keys.shape[1]
             mask = self._given.get(("mask", row, _Seen(sight, group, query.dtype, filling)))
         if filling is None or mask is None:
-            raise CannotRecord("its queries are grouped in another way than was tried")
+            raise CannotRecord("its queries are grouped differently than was tried")
         rows = query.reshape(1, keys.shape[1], -1, width)
         wanted = rows.shape[2]
         if missing := filling.fill(wanted) - wanted:

@@ -1,11 +1,10 @@
-"""Decoding without the model's Python code: a step is recorded once and run again as a list.
+"""Decodes without the model's Python code: a step is recorded once and run again as a list.
 
-A small model spends a third of a decoded token between torch's operations. So after some steps of
-one size, one is recorded over a scratch lane, and once more over another that says it is far
-longer: only where both did the same operations does the list depend on nothing but its inputs. The
-first steps that the list runs are run by the model too, and every logit, key and value must be
-equal. Where anything differs the model's own code goes on, as it does with hooks and exchanged
-methods.
+A small model spends a third of a decoded token between torch operations. So after some steps of one
+size, a step is recorded over a scratch lane, and again over another that claims to be far longer.
+Only if both did the same operations does the list depend on nothing but its inputs. The first steps
+of the list are run by the model too, and every logit, key and value must be equal. If anything
+differs, the model's own code continues, as it does with hooks and replaced methods.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from keepsight.system.memory import without_collecting
 
 logger = logging.getLogger(__name__)
 
-_AFTER = 16  # steps of one size, from which on a recording pays; so many for each sequence
-_THEN = 4  # of another size of one sequence, once one could be recorded
-_LONG = 0.15  # seconds of a step, beside which Python's part is small
-_CHECKED = 2  # steps that both run
+_AFTER = 16  # steps of one size before recording pays, per sequence
+_THEN = 4  # the same for a further size of one sequence
+_LONG = 0.15  # seconds; in longer steps Python's share is small
+_CHECKED = 2  # steps that both list and model run
 SETTLED = 2 + _CHECKED  # steps of one size while warming up: timed, recorded, checked
 _MOST = 16  # sizes of steps that are recorded
-_SCRATCH = ((5, 5), (700, 1_000_003))  # where scratch lanes go on, and how many tokens they claim
+_SCRATCH = ((5, 5), (700, 1_000_003))  # start of scratch lanes, and the length they claim
 
 
 def decode(
@@ -48,8 +47,8 @@ def decode(
     cache: DynamicCache,
     extra: Inputs,
 ) -> torch.Tensor:
-    """Tokens of each sequence, as many of each, through the model: the logits behind them. The
-    lanes hold them afterwards; `cache` gives the model their layers."""
+    """Run tokens of each sequence, equally many for each, through the model; return the logits. The
+    lanes hold the tokens afterwards; `cache` gives the model their layers."""
 
     def by_model() -> torch.Tensor:
         device, count = model.device, len(tokens[0])
@@ -79,7 +78,7 @@ def _step(
     tokens: Tokens,
     by_model: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """One step, by a recorded list of operations or by the model's own code."""
+    """Run one step, by a recorded list or by the model's own code."""
     count = len(tokens[0])
     block = recorded_layers.open_block(runs, count)
     if block is None:
@@ -98,9 +97,9 @@ def _step(
         looked_at = known.agreed < _CHECKED
         given = recorded_layers.given_to(runs, tokens, known.names, copied=looked_at)
         found = known.run(given)
-    except Exception as error:  # whatever a strange model runs into
+    except Exception as error:  # a foreign model may raise anything
         known.give_up(str(error))
-        logger.info("steps are run by the model's own code: %s", error)
+        logger.info("steps run by the model's own code: %s", error)
         return by_model()
     if looked_at:
         return _compared(known, found, runs, given, count, by_model)
@@ -129,7 +128,7 @@ def _compared(
     count: int,
     by_model: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """The model computes the same once more; whether logits, keys, values and states are equal."""
+    """Let the model compute the step too, and compare logits, keys, values and states."""
     ours = recorded_layers.written(runs, given, count)
     wanted = by_model()
     theirs = recorded_layers.written(runs, None, count)
@@ -138,7 +137,7 @@ def _compared(
         known.agreed += 1
     else:
         known.give_up("a recorded step gave other bits than the model")
-        logger.warning("%s; steps are run by the model's own code", known.given_up)
+        logger.warning("%s; steps run by the model's own code", known.given_up)
     return wanted
 
 
@@ -152,13 +151,13 @@ def _record(
     count: int,
     known: RecordedStep,
 ) -> None:
-    """Record a step of this size, and what can be run of it."""
+    """Record a step of this size and make a function of it."""
     if _LONG < known.seconds < torch.inf:
-        raise CannotRecord("a step takes so long that Python's part of it is small")
+        raise CannotRecord("a step takes so long that Python's share is small")
     if len([one for one in kernels.steps.values() if one.run is not None]) >= _MOST:
-        raise CannotRecord(f"{_MOST} sizes of steps are recorded")
+        raise CannotRecord(f"{_MOST} sizes of steps are already recorded")
     if not can_script():
-        raise CannotRecord("this torch makes no function of a list of operations")
+        raise CannotRecord("this torch cannot make a function from a list of operations")
     with without_collecting():
         one, other = (_run_over(model, kernels, runs, count, *how) for how in _SCRATCH)
         if not one.equals(other):
@@ -171,13 +170,13 @@ def _refuse_watchers(model: PreTrainedModel, family: Family) -> None:
     run = {id(module) for part in family.text_modules() for module in part.modules()}
     for name, module in model.named_modules():
         if run.isdisjoint(map(id, module.modules())):
-            continue  # a tower, which no decoded token goes through
+            continue  # a tower, which decoded tokens do not enter
         forward = type(module).forward
         homes = {base.__module__ for base in type(module).__mro__}
         foreign = "forward" in vars(module) or getattr(forward, "__module__", None) not in homes
         hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
         if foreign or not all(is_silent(*hook) for hook in hooks):
-            raise CannotRecord(f"{name or 'the model'} has a hook, or a method of somebody's own")
+            raise CannotRecord(f"{name or 'the model'} has a hook or a replaced method")
     if hooks_on_all():
         raise CannotRecord("all modules have a hook")
 
@@ -190,7 +189,7 @@ def _run_over(
     place: int,
     claimed: int,
 ) -> Recording:
-    """A recorded step over lanes that hold nothing."""
+    """Record a step over scratch lanes."""
     scratch = Scratch(runs, count, kernels.query_rows, place, claimed)
     cache = DynamicCache(config=model.config)
     cache.layers = list(scratch.layers)

@@ -1,8 +1,7 @@
-"""Messages to a prompt, through the checkpoint's own chat template and tokenizer.
+"""Renders messages to a prompt with the checkpoint's own chat template and tokenizer.
 
-Images are named here and nothing more. What a caller gives stays text (template.py), so the
-placeholders in a rendered conversation are those the template wrote, one for each image, and their
-ranges are known by construction.
+Images are only named here. Text of a caller stays text (template.py), so every placeholder in a
+rendered conversation was written by the template, one per image, and their ranges are known.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from keepsight.media.medium import Medium
 from keepsight.models.families import Family
 from keepsight.prefix.prompt import Prompt
 
-Name = Callable[[object, str], Medium]  # gives a medium for what a part holds, and its modality
+Name = Callable[[object, str], Medium]  # makes a medium of a part's value and modality
 
 
 class Renderer:
@@ -45,7 +44,7 @@ class Renderer:
         self._placeholders: dict[str, str] = {
             kind: to_token(token) for kind, token in family.placeholders.items()
         }
-        # What the template writes for a medium: the processor's word for it.
+        # What the template writes for a medium -> the processor's placeholder.
         self._words = {kind: self._word(kind) for kind in self._placeholders}
         more = {*self._words.values(), *self._placeholders.values()}
         self._chat = ChatTemplate(self.template, self.tokenizer, more)
@@ -56,14 +55,13 @@ class Renderer:
         self._state = self._look()
 
     def current(self) -> Renderer:
-        """This one, as long as the tokenizer and the template are what they were when it was made;
-        else one that knows them as they are."""
+        """This renderer, unless the tokenizer or the template changed since; then a new one."""
         if self._look() == self._state:
             return self
         return Renderer(self._family, self._processor, self._given)
 
     def _look(self) -> tuple[object, ...]:
-        """All that was read off the processor, which may be changed at any time."""
+        """Read everything needed from the processor, which may change at any time."""
         tokenizer = self._processor.tokenizer
         words = [getattr(self._processor, f"{kind}_token", None) for kind in self._placeholders]
         applies = vars(tokenizer).get("apply_chat_template")
@@ -76,7 +74,7 @@ class Renderer:
         return word if isinstance(word, str) and word else self._placeholders[kind]
 
     def _implicit_bos(self) -> list[int]:
-        """What the tokenizer puts before a text of its own accord."""
+        """The tokens that the tokenizer puts before every text."""
         ids: list[int] = self.tokenizer("")["input_ids"]
         return ids
 
@@ -90,10 +88,10 @@ class Renderer:
         **template: Any,
     ) -> Prompt:
         """The prompt of a conversation, ready for an answer unless `generate` is false. `earlier`
-        are prompts of the same tenant, of which this may be one more turn.
+        are prompts of the same tenant that this one may continue.
 
-        With `continue_final_message` among the template's options the answer goes on with the last
-        message; with `add_generation_prompt=False` the model writes its own beginning.
+        With `continue_final_message` among the template's options the answer continues the last
+        message; with `add_generation_prompt=False` the model writes its own start of an answer.
         """
         generate = template.pop("add_generation_prompt", generate)
         generate = generate and not template.get("continue_final_message")
@@ -124,7 +122,7 @@ class Renderer:
     def _insert(
         self, text: str, spots: list[re.Match[str]], media: tuple[Medium, ...]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Each image's own text at its spot, with one placeholder for a whole run of them."""
+        """Put each image's own text at its place, with one placeholder for a whole run."""
         parts, runs, cursor = [], [], 0
         for j, (spot, medium) in enumerate(zip(spots, media, strict=True)):
             parts.append(text[cursor : spot.start()])
@@ -141,7 +139,7 @@ class Renderer:
     def _expand(
         self, ids: np.ndarray, runs: list[tuple[int, int]], media: tuple[Medium, ...], text: str
     ) -> Prompt:
-        """Each placeholder to as many as its run has; where they are is known from here on."""
+        """Expand each placeholder to the length of its run; from here on the ranges are known."""
         spots = np.flatnonzero(np.isin(ids, list(self._family.placeholders.values())))
         if len(spots) != len(runs):
             raise PlaceholderMismatch(
@@ -170,8 +168,7 @@ def user_message(text: object, images: object = None) -> Message:
 
 
 def find_words(pattern: re.Pattern[str], text: str, words: list[str]) -> Iterator[re.Match[str]]:
-    """All matches of a pattern that is an alternation of words; quick where a long text has few of
-    them."""
+    """All matches of a pattern of alternative words; fast if a long text has few of them."""
     places = {word: text.find(word) for word in words}
     while any(place >= 0 for place in places.values()):
         match = pattern.match(text, min(place for place in places.values() if place >= 0))

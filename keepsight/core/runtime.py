@@ -1,9 +1,9 @@
-"""One live model, all that is remembered of it, and the lock under which it is used.
+"""One live model, everything remembered of it, and the lock for its use.
 
-`refresh` runs before each call: it looks at the weights and the settings that change results, and
-gives the namespace. Two calls share a namespace only if a snapshot of one is bit for bit what the
-other would compute, and only if they are of one tenant. Each tenant has names, packages and paths
-of its own; what they share is the model, and the budget.
+`refresh` runs before each call: it checks the weights and the settings that change results, and
+returns the namespace. Two calls share a namespace only if a snapshot of one is bit for bit what the
+other would compute, and only for one tenant. Each tenant has its own names, packages and paths;
+tenants share the model and the budget.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from keepsight.system.accounts import account_of
 from keepsight.system.lock import FairLock, Mutex
 from keepsight.system.units import parse_bytes, parse_seconds
 
-_STATS_WAIT = 0.2  # seconds that statistics wait for a store to count what it has
+_STATS_WAIT = 0.2  # seconds that statistics wait while a store counts its entries
 _NO_PROCESSOR = "this model was wrapped without a processor: use generate(**tensors)"
-MAX_TENANTS = 10_000  # known in memory at a time; a store knows them all
+MAX_TENANTS = 10_000  # tenants in memory at a time; a store keeps all
 MAX_SALTS = 1_000  # of one tenant, likewise
-HOST_BUDGET = "4GiB"  # for what falls out of an accelerator's memory
+HOST_BUDGET = "4GiB"  # for entries evicted from an accelerator
 
 
 @dataclass(frozen=True)
 class Made:
-    """Under what the snapshots of a namespace were made, and for whom."""
+    """The conditions under which a namespace's snapshots were made, and their tenant."""
 
     weights: str
     tenant: str
@@ -66,7 +66,7 @@ class Made:
 class Runtime:
     """A model with its family, processor and weights; tree, engine, features and store; and a lock.
 
-    Whoever computes with the model, or changes what is remembered, holds `lock` meanwhile.
+    Hold `lock` to compute with the model or to change what is remembered.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Runtime:
         attention.begin()
         passes.begin()
         self.lock, self._renderer, self.closed = FairLock(), renderer, False
-        self.housekeeping = Mutex()  # taken before `lock`, by who pins or removes in all tiers
+        self.housekeeping = Mutex()  # taken before `lock`, to pin or remove in all tiers
         self.model, self.family, self.processor = model, family, processor
         self.weights, self.store, self.settings = weights, store, settings
         refuse_stretching_rope(model)
@@ -95,7 +95,7 @@ class Runtime:
         self.image_options = image_options(processor, dict(settings.image_options))
         self._processor_code = ProcessorCode(processor)
         self.caches = MediaCaches.of(parse_bytes(settings.vision_budget), self._quota, self._ttl)
-        self.visions: OrderedDict[str, Vision] = OrderedDict()  # the latest refreshed is last
+        self.visions: OrderedDict[str, Vision] = OrderedDict()  # most recently refreshed last
         self.tree = self._tree(model)
         shape = Shape.of(model)
         self.prefixes: PrefixCache = self.tree if prefixes is None else prefixes
@@ -113,12 +113,12 @@ class Runtime:
         self._compiled.gather()
         self._quantised = Quantised(model)
         self._quantised.check()
-        self._read_at: tuple[str, ...] | None = None  # what the model was when it was last read
+        self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
         self._made_of: tuple[tuple[object, ...], str] = ((), "")  # as last seen, and its digest
-        self.made_under: dict[str, Made] = {}  # by namespace, to say why a path is not here
+        self.made_under: dict[str, Made] = {}  # by namespace, to explain why a path is missing
 
     def fresh(self, family: Family | None = None, prefixes: PrefixCache | None = None) -> Runtime:
-        """The same model and settings under the same lock, with nothing remembered."""
+        """A runtime with the same model, settings and lock, and nothing remembered."""
         own = (self.model, family or self.family, self.processor, self.weights, self.settings)
         other = Runtime(*own, None, self.renderer, prefixes)
         other.lock, other.rule, other._boundaries = self.lock, self.rule, self._boundaries
@@ -130,17 +130,17 @@ class Runtime:
 
     @property
     def renderer(self) -> Renderer | None:
-        """What makes prompts with the tokenizer and the chat template as they are now."""
+        """The renderer for the tokenizer and the chat template in their present state."""
         self._renderer = self._renderer and self._renderer.current()
         return self._renderer
 
     def require_open(self) -> None:
-        """Refuse a call after `close`."""
+        """Refuse calls after `close`."""
         if self.closed:
             raise Closed("this VLM was closed; load or wrap the model again")
 
     def require_answers(self) -> None:
-        """Refuse a call that needs a language model, where there is none."""
+        """Refuse calls that need a language model if there is none."""
         self.require_open()
         if what := self.family.packages_only:
             raise UnsupportedInput(
@@ -150,24 +150,24 @@ class Runtime:
 
     def close(self) -> None:
         """Finish writing and release everything but the model. Safe to call twice."""
-        if self.lock.unusable:  # a forked child that can use nothing of it has nothing to close
+        if self.lock.unusable:  # a forked child has nothing usable to close
             return
         with self.lock:
             if self.closed:
                 return
             self.closed = True
             self.clear()
-        if self.store is not None:  # without the lock: a disk may take its time
+        if self.store is not None:  # without the lock: a disk may be slow
             self.store.close()
 
     def needed_processor(self) -> Processor:
-        """The processor; refused by name for a model that was wrapped without one."""
+        """The processor, or an error that says none was given."""
         if self.processor is None:
             raise InputError(_NO_PROCESSOR)
         return self.processor
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, refused alike."""
+        """The tokenizer, or an error that says none was given."""
         return self.needed_processor().tokenizer
 
     def render(
@@ -184,7 +184,7 @@ class Runtime:
 
     def _tree(self, model: PreTrainedModel) -> Tree:
         host = self.settings.host_budget
-        if host is None:  # where the model computes on the host there is no second memory
+        if host is None:  # a model on the host needs no second memory
             host = 0 if model.device.type == "cpu" else HOST_BUDGET
         return Tree(
             parse_bytes(self.settings.cache_budget),
@@ -201,8 +201,8 @@ class Runtime:
         return self.vision_of("")
 
     def vision_of(self, tenant: str) -> Vision:
-        """The names and packages of one tenant; another's cannot be seen through it. One that is
-        not known yet is made, and for that the caller must have the model."""
+        """The names and packages of one tenant, invisible to others. A new tenant is created, which
+        needs the model's lock."""
         if (known := self.visions.get(tenant)) is not None:
             return known
         self._make_room_for(tenant)
@@ -216,9 +216,8 @@ class Runtime:
         return vision
 
     def _make_room_for(self, tenant: str) -> None:
-        """Whoever may name tenants may name any number: the one longest unheard of is let go. What
-        a tenant has under salts gives way to other salts of the same tenant only, and
-        what is pinned is never evicted."""
+        """Forget the tenant unused for longest if there are too many, since callers may invent
+        names. Salts of a tenant only displace other salts of it. A tenant with pins is kept."""
         if tenant != (account := account_of(tenant)):
             own = [name for name in self.visions if name != account == account_of(name)]
             while len(own) >= MAX_SALTS:
@@ -229,13 +228,13 @@ class Runtime:
                 self._let_go_of_one(plain, "tenants")
 
     def _let_go_of_one(self, names: list[str], what: str) -> None:
-        """Forget the first of some tenants of whom nothing is pinned."""
+        """Forget the first of some tenants that has nothing pinned."""
         pinned = self.caches.packages.pinning() | pinning(self.tree)
         oldest = next((name for name in names if name not in pinned), None)
         if oldest is None:
             raise PinsFull(
-                f"{len(names)} {what} are remembered, which is as many as may be, and something is "
-                "pinned of each; unpin something"
+                f"{len(names)} {what} are remembered, the maximum, and each has something "
+                "pinned; unpin something"
             )
         names.remove(oldest)
         self.tree.let_go_of(oldest)
@@ -251,7 +250,7 @@ class Runtime:
     def refresh(
         self, exact: bool = True, tenant: str = "", remembered: dict[str, str] | None = None
     ) -> str:
-        """Look at everything that results depend on; the namespace they give."""
+        """Check everything that results depend on; return the namespace."""
         if self.model.training:
             raise ModelError("the model is in training mode (dropout is random); call model.eval()")
         weights = self.weights
@@ -278,7 +277,7 @@ class Runtime:
         namespace = digests.digest("namespace", making, self.rule.record(), how, tenant)
         if namespace not in self.made_under:
             self.made_under[namespace] = Made(weights.all, tenant)
-            # What only this process can know would never be found in a store again.
+            # A private fingerprint would never be found in a store again.
             store = None if weights.is_private else self.store_of(tenant)
             self.tree.root(namespace, tenant, store)
             for empty in self.tree.drop_empty(namespace):
@@ -286,28 +285,29 @@ class Runtime:
         return namespace
 
     def _making(self, now: Record) -> str:
-        """The digest of the model and its environment, computed again only where they changed."""
+        """The digest of the model and its environment, recomputed only after a change."""
         seen = (self.weights.all, self.weights.config, self.weights.code, now)
         if seen != self._made_of[0]:
             self._made_of = (seen, digests.digest("making", *seen))
         return self._made_of[1]
 
     def _read_again(self) -> None:
-        """The model is not what it was. Whatever was read off it is read again, as for a model that
-        is wrapped now; what cannot be read again is refused until it is as it was."""
+        """Read everything again from a changed model, as if it was wrapped now. If that fails,
+        calls are refused until the model is as before."""
         if self._read_at is not None:
             refuse_stretching_rope(self.model)
             refuse_experts_without_kernel(self.model)
             type(self.family).__init__(self.family, self.model)
             if Shape.of(self.model) != self.engine.shape:
                 raise ModelError(
-                    "the layers of the model are of other kinds than when it was wrapped, so what "
-                    "is remembered has another shape; wrap the model again"
+                    "the layers of the model are of other kinds than when it was wrapped, so "
+                    "remembered states no longer fit; wrap the model again"
                 )
         self._read_at = self.weights.state
 
     def elsewhere(self, namespace: str, prompt: Prompt) -> tuple[int, str] | None:
-        """How far other namespaces of the tenant know a prompt, and why that is of no use here."""
+        """How far another namespace of the tenant knows a prompt, and why that cannot be used
+        here."""
         until, other = self.tree.elsewhere(namespace, prompt, prompt.boundaries_from(self.rule, 0))
         made = self.made_under.get(other)
         if not until or made is None:
@@ -321,16 +321,16 @@ class Runtime:
             self._any_cut.warm_up()
 
     def _now(self) -> Record:
-        """The environment at this moment, in this thread."""
+        """The environment now, in this thread."""
         now = environment_of(self.model, self.weights.dtype)
         return {**now, "compiled": dict(self._compiled.look())}
 
     def environment(self) -> Record:
-        """All that a snapshot depends on beside weights and input, as plain data for a file."""
+        """Everything a snapshot depends on except weights and input, as plain data for a file."""
         return {**self._now(), "rule": self.rule.record(), "config": self.weights.config}
 
     def _provenance(self, now: Record) -> Record:
-        """How features are made in this environment."""
+        """How features are computed in this environment."""
         processor = getattr(self.processor, "image_processor", None)
         backend = str(getattr(processor, "backend", None) or "tensors")
         return dict(
@@ -343,13 +343,14 @@ class Runtime:
         )
 
     def forget(self, medium: Medium, tenant: str) -> int:
-        """Drop all that memory holds of an image; the bytes freed."""
+        """Drop everything in memory about an image; return the bytes freed."""
         freed = self.vision_of(tenant).forget(medium)
         self.engine.answers.clear(tenant)
         return freed + self.tree.forget_media(medium.key, tenant)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget all in memory, of everyone or of one tenant; no turn under way brings it back."""
+        """Forget everything in memory, of all tenants or one; a running turn does not restore
+        it."""
         self.engine.clear(tenant)
         self.tree.clear(tenant)
         for name, vision in self.visions.items():
@@ -357,10 +358,10 @@ class Runtime:
                 vision.clear()
 
     def stats(self, tenant: str | None = None) -> Record:
-        """Bytes and counts per tier: of everyone, or of one tenant alone. Safe in any thread and
-        without the lock: these are counters in memory, and no disk is waited for."""
+        """Bytes and counts per tier, of all tenants or of one. Callable from any thread without the
+        lock: it reads counters in memory and waits for no disk."""
         of = list(self.visions) if tenant is None else [tenant]
-        known = filter(None, map(self.visions.get, of))  # who is not known is not made so
+        known = filter(None, map(self.visions.get, of))  # do not create an unknown tenant
         stats = {"features": {**self.caches.stats(tenant), **feature_stats(known)}}
         if tenant is not None:
             stats["prefix"] = {"bytes": self.tree.bytes_of(tenant), "quota": self._quota}
@@ -386,7 +387,7 @@ class Runtime:
         return {**stats, "store": _stats_of(self.store)}
 
     def check(self) -> None:
-        """Raise AssertionError where bytes are miscounted or a law of the tree is broken."""
+        """Raise AssertionError if bytes are miscounted or an invariant of the tree is broken."""
         self.tree.check()
         self.caches.check()
 

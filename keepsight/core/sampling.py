@@ -1,7 +1,7 @@
-"""From logits to tokens to text: Transformers' own processors and criteria, driven step by step.
+"""From logits to tokens to text, with Transformers' own processors and criteria.
 
-Every option of `GenerationConfig` is honoured or refused by name: what needs several sequences at
-once (beams) or a second model does not fit one remembered prefix, and says so.
+Every option of `GenerationConfig` is used or refused by name. Options that need several sequences
+(beams) or a second model do not fit one remembered prefix; the error says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keepsight.errors import InputError, PromptTooLong, UnknownOption
 from keepsight.kinds import Options
 from keepsight.models import upstream
 
-# Options of GenerationConfig that this engine cannot serve, with their harmless values.
+# Options of GenerationConfig that this engine cannot serve, with their neutral values.
 _REFUSED: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -52,12 +52,12 @@ _OURS = (
 )
 _ALIASES = {"max_tokens": "max_new_tokens"}
 DEFAULT_CHAT_TOKENS = 1024
-DEFAULT_GENERATE_TOKENS = 20  # what Transformers' `generate` defaults to
+DEFAULT_GENERATE_TOKENS = 20  # default of Transformers' `generate`
 
 
 @dataclass
 class Sampler:
-    """The decoding of one sequence, resolved against the checkpoint's generation_config."""
+    """How one sequence is decoded, with the checkpoint's generation_config applied."""
 
     config: GenerationConfig
     processors: LogitsProcessorList
@@ -71,7 +71,8 @@ class Sampler:
     finish_reason: str = "length"
 
     def pick(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """The next token, and the ids with it appended; as upstream's `_sample` does it."""
+        """Choose the next token as Transformers' `_sample` does; return it and the ids including
+        it."""
         raw = logits.to(torch.float32, copy=True)
         scores = self.processors(ids, raw)
         if self.config.output_logits:
@@ -87,7 +88,7 @@ class Sampler:
 
     def done(self, ids: torch.Tensor, count: int) -> bool:
         """Whether the sequence ends here."""
-        # A criterion of the caller's may say so in one bool, as stock takes it.
+        # A caller's criterion may answer with one bool, as stock accepts.
         kinds = [c for c in self.criteria if bool(torch.as_tensor(c(ids, None)).all())]
         if any(type(c).__name__ != "MaxLengthCriteria" for c in kinds):
             self.finish_reason = "stop"
@@ -102,7 +103,7 @@ def sampler(
     options: Options,
     default_tokens: int,
 ) -> Sampler:
-    """Resolve the options of one call; unknown or impossible ones are refused by name."""
+    """Resolve the options of one call; refuse unknown or impossible ones by name."""
     options = {_ALIASES.get(name, name): value for name, value in options.items()}
     ours = {name: options.pop(name) for name in _OURS if name in options}
     given = options.pop("generation_config", None)
@@ -111,7 +112,7 @@ def sampler(
     asked = _asked_length(options, given, model)
     try:
         config, left = upstream.generation_config(model, given, options)
-    except ValueError as error:  # upstream's own check of each value
+    except ValueError as error:  # Transformers' own check of each value
         raise InputError(str(error)) from error
     left = {k: v for k, v in left.items() if k not in ("output_attentions", "output_hidden_states")}
     UnknownOption.refuse(left, known_options(), "generation")
@@ -121,7 +122,7 @@ def sampler(
     config.max_length = length + count
     upstream.prepare_special_tokens(model, config, ids.device)
     endings = stop or stop_strings(config.stop_strings)
-    config.stop_strings = None  # ours ends at the same tokens, and costs less
+    config.stop_strings = None  # ours ends at the same tokens and is cheaper
     if endings and tokenizer is None:
         raise InputError("stop strings need a tokenizer; wrap the model with its processor")
     try:
@@ -140,7 +141,7 @@ def sampler(
             stopping_criteria=ours.get("stopping_criteria") or [],
             tokenizer=tokenizer,
         )
-    except (ValueError, TypeError) as error:  # values that only upstream's processors look at
+    except (ValueError, TypeError) as error:  # values that only Transformers' processors check
         raise InputError(f"an option of decoding was refused: {error}") from error
     if endings:
         criteria.append(StopStrings(tokenizer, endings))
@@ -153,7 +154,7 @@ def sampler(
 
 @functools.cache
 def known_options() -> tuple[str, ...]:
-    """Every option that decoding understands."""
+    """All options that decoding understands."""
     public = [name for name in GenerationConfig().to_dict() if not name.startswith("_")]
     known = {*public, *_OURS, *_ALIASES, "generation_config"} - {"transformers_version"}
     return tuple(sorted(known))
@@ -162,7 +163,7 @@ def known_options() -> tuple[str, ...]:
 def _asked_length(
     options: Options, given: GenerationConfig | None, model: PreTrainedModel
 ) -> tuple[str, int] | None:
-    """What the caller, or else the checkpoint, asked for."""
+    """The length that the caller asked for, or else the checkpoint."""
     for source in (options, vars(given) if given else {}, vars(model.generation_config)):
         for name in ("max_new_tokens", "max_length"):
             if source.get(name) is not None:
@@ -176,7 +177,9 @@ def _new_tokens(
     name, value = asked or ("max_new_tokens", default)
     count = value - length if name == "max_length" else value
     if not isinstance(value, int) or isinstance(value, bool) or count < 1:
-        raise InputError(f"{name}={value!r} leaves nothing to generate after {length} tokens")
+        raise InputError(
+            f"{name}={value!r} leaves no tokens to generate after {length} prompt tokens"
+        )
     limit = context_length(model)
     return count if limit is None else min(count, limit - length)
 
@@ -202,27 +205,27 @@ def _refuse(config: GenerationConfig) -> None:
 
 
 class Detokenizer:
-    """Text as tokens come, in pieces that never split a character."""
+    """Turns tokens into text as they come, in pieces that never split a character."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop: list[str], skip_special: bool = True
     ) -> None:
         self._tokenizer, self._stop, self._skip_special = tokenizer, stop, skip_special
         self._tokens: list[int] = []
-        self._done = 0  # tokens whose text is out
-        self._context = 0  # where the text before them begins
-        self._held = ""  # text that may be the beginning of a stop string
+        self._done = 0  # tokens whose text was returned
+        self._context = 0  # start of the text before them
+        self._held = ""  # text that may be the start of a stop string
         self.stopped = False
 
     @classmethod
     def of(cls, sampler: Sampler | None, tokenizer: PreTrainedTokenizerBase) -> Detokenizer:
-        """The one that a sampler's options ask for."""
+        """The detokenizer that a sampler's options require."""
         if sampler is None:
             return cls(tokenizer, [])
         return cls(tokenizer, sampler.stop, sampler.skip_special_tokens)
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain."""
+        """Return the text that is certain with this token."""
         self._tokens.append(token)
         before = self._decode(self._tokens[self._context : self._done])
         now = self._decode(self._tokens[self._context :])
@@ -232,7 +235,7 @@ class Detokenizer:
         return self._filter(now[len(before) :])
 
     def rest(self) -> str:
-        """What is left when no more tokens come."""
+        """Return the remaining text when no more tokens come."""
         before = self._decode(self._tokens[self._context : self._done])
         text = self._decode(self._tokens[self._context :])[len(before) :]
         self._context = self._done = len(self._tokens)
@@ -247,7 +250,7 @@ class Detokenizer:
         return text
 
     def _filter(self, text: str) -> str:
-        """Cut at a stop string; hold back what may become one."""
+        """Cut at a stop string; hold back text that may become one."""
         if not self._stop or self.stopped:
             return "" if self.stopped else text
         text = self._held + text
@@ -261,7 +264,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`."""
+    """How many characters at the end of `text` start `stop`."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)
@@ -269,7 +272,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class SequenceSampler:
-    """Takes the tokens of one sequence from the logits it is given."""
+    """Chooses the tokens of one sequence from its logits."""
 
     def __init__(
         self, sampler: Sampler, ids: torch.Tensor, note: Callable[[int], None] | None = None
@@ -279,7 +282,7 @@ class SequenceSampler:
         self.over = False
 
     def take(self, logits: torch.Tensor) -> int:
-        """The next token; `over` when it is the last."""
+        """Return the next token, and whether it is the last."""
         token, self._ids = self._sampler.pick(self._ids, logits)
         self._count += 1
         self.over = self._sampler.done(self._ids, self._count)
@@ -295,7 +298,7 @@ def decode(
     logits: torch.Tensor,
     step: Callable[[int], torch.Tensor],
 ) -> Iterator[int]:
-    """Tokens one by one; each is handed out before the step behind it is computed."""
+    """Yield tokens one by one, each before the next step is computed."""
     sequence = SequenceSampler(sampler, ids)
     while True:
         token = sequence.take(logits)
@@ -306,7 +309,7 @@ def decode(
 
 
 def samples_of(model: PreTrainedModel, options: Options) -> int:
-    """How many samples of each prompt are asked for, where several can be drawn."""
+    """The number of samples per prompt, if several can be drawn."""
     given = options.get("generation_config")
     homes = (options, vars(given) if given is not None else {}, vars(model.generation_config))
 
@@ -317,5 +320,5 @@ def samples_of(model: PreTrainedModel, options: Options) -> int:
     if not isinstance(count, int) or count < 2:
         return 1
     if value("num_beams") not in (None, 1) or not value("do_sample"):
-        return 1  # refused by name with the other options of decoding
+        return 1  # refused by name together with the other options
     return count

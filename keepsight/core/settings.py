@@ -1,4 +1,4 @@
-"""What the caller chose, checked before anything is loaded or computed.
+"""The caller's settings, checked before anything is loaded or computed.
 
 Sizes are bytes, as a number or as in "2GiB"; times are seconds, or as in "7d".
 """
@@ -26,22 +26,22 @@ LEAST_WAITING = 64 << 20  # bytes that may always wait to be written
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """The options of a VLM that its memory listens to."""
+    """The options of a VLM that its memory uses."""
 
     grain: int | None = None
     cache_budget: int | str = "2GiB"  # prefixes on the model's device
-    host_budget: int | str | None = None  # prefixes that fell out of that, in the host's memory
-    vision_budget: int | str = "2GiB"  # features and waiting pixels in memory
+    host_budget: int | str | None = None  # prefixes evicted from there, in the host's memory
+    vision_budget: int | str = "2GiB"  # features and pixels, in memory
     tenant_quota: int | str | None = None  # of each of these, for one tenant
     ttl: int | float | str | None = None  # seconds, or as in "7d"
     accept_features: str = "same"
-    feature_codec: str = "exact"  # how a store keeps packages
-    pack: bool | str = "auto"  # packed copies of weights: of models that `load` loaded, or not
-    drafts: bool = True  # guess tokens from what was said before, where that changes no bit
+    feature_codec: str = "exact"  # how a store encodes packages
+    pack: bool | str = "auto"  # packed copies of weights; None: only for models that `load` loaded
+    drafts: bool = True  # guess tokens from earlier text, if that changes no bit
     image_options: tuple[tuple[str, object], ...] = ()
 
     def check(self) -> None:
-        """Refuse what makes no sense, by name."""
+        """Refuse impossible values by name."""
         check_codec(self.feature_codec)
         if self.ttl is not None:
             parse_seconds(self.ttl)
@@ -59,7 +59,7 @@ class RuntimeSettings:
 
 
 def tenant_name(tenant: object) -> str:
-    """The name of a tenant; None is the default tenant."""
+    """Check the name of a tenant; None is the default tenant."""
     if tenant is None:
         return ""
     if not isinstance(tenant, str) or not 0 < len(tenant) <= _LONGEST_NAME:
@@ -76,8 +76,8 @@ def chosen_store(
     quota: int | str | None,
     memory: Sequence[int | str] = ("1GiB",),
 ) -> Store | None:
-    """What was named, or what the environment names; nothing is stored where none was named.
-    `memory`: the budgets of what is remembered in memory."""
+    """The store given, or else the one named in the environment, or none. `memory`: the budgets of
+    what is remembered in memory."""
     near = (store if store is not None else os.environ.get("KEEPSIGHT_STORE")) or None
     far = (remote if remote is not None else os.environ.get("KEEPSIGHT_REMOTE")) or None
     if near is None and far is None:
@@ -85,49 +85,51 @@ def chosen_store(
             raise InputError(f"store_budget={budget!r} without a store; name one with store=")
         return None
     bytes_of = [None if b is None else parse_bytes(b) for b in (budget, quota)]
-    # What waits to be written takes no more memory than what is remembered may.
+    # Data waiting to be written takes no more memory than remembered data may.
     room = min(max(sum(map(parse_bytes, memory)), LEAST_WAITING), ROOM)
     where = None if near is None else os.fspath(near)
     return open_store(where, bytes_of[0], far, bytes_of[1], room)
 
 
 def default_grain(model: PreTrainedModel) -> int:
-    """The least number of tokens between two boundaries. A pass of an exported model costs little
-    more than its tokens, so that the shortest of turns is worth a snapshot there."""
+    """The default number of tokens between two boundaries. A pass of an exported model costs little
+    beyond its tokens, so even a short turn is worth a snapshot there."""
     if hasattr(model, "exported"):
         return EXPORTED_GRAIN
     return CPU_GRAIN if model.device.type == "cpu" else ACCELERATOR_GRAIN
 
 
 def refuse_stretching_rope(model: PreTrainedModel) -> None:
-    """Rope whose frequencies depend on total length rewrites the past when a prompt grows."""
+    """Refuse rope whose frequencies depend on the total length: a longer prompt would change the
+    past."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     layers = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in [rope, *layers]:
         kind = parameters.get("rope_type", parameters.get("type"))
         if kind in ("dynamic", "longrope") and not _stretched_once(model):
             raise UnsupportedModel(
-                f"rope type {kind!r} changes its frequencies with the length of the prompt, so a "
-                "remembered prefix would be wrong for a longer one; load the model with "
-                "rope_parameters={'rope_type': 'default', ...} or use it without Keepsight"
+                f"rope type {kind!r} changes its frequencies with the length of the prompt, so "
+                "a remembered prefix would be wrong for a longer one; load the model with "
+                f"rope_parameters={{'rope_type': 'default', ...}} or use it without Keepsight"
             )
 
 
 def _stretched_once(model: PreTrainedModel) -> bool:
-    """Whether frequencies are fixed though the config says `dynamic` (Hunyuan's `alpha`)."""
+    """Whether frequencies are fixed although the config says `dynamic` (Hunyuan's `alpha`)."""
     kinds = {getattr(module, "rope_type", None) for module in model.modules()}
     return "ntk_alpha" in kinds and not kinds & {"dynamic", "longrope"}
 
 
 def image_options(processor: Processor | None, given: Options) -> Record:
-    """The image processor's options as the composite processor passes them, and the caller's."""
+    """The options of the image processor: those the composite processor passes, and the
+    caller's."""
     if processor is None:
         return given
     image_processor = processor.image_processor
     known = set(getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", given))
     known |= set(vars(image_processor))
     UnknownOption.refuse(given, known, "image_options")
-    if not isinstance(processor, ProcessorMixin):  # an image processor alone
+    if not isinstance(processor, ProcessorMixin):  # a bare image processor
         return given
     merged = upstream.merged_options(processor, given)
     options = dict(merged["images_kwargs"])
@@ -147,7 +149,7 @@ def check_options(options: Options) -> None:
 
 
 def check_processor(processor: object, answers: bool) -> None:
-    """A processor must have what naming an image and rendering a prompt take."""
+    """Refuse a processor without the parts needed to name images and render prompts."""
     wanted = ("image_processor", "tokenizer") if answers else ("image_processor",)
     missing = [name for name in wanted if not hasattr(processor, name)]
     if processor is not None and missing:

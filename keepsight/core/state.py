@@ -1,13 +1,13 @@
-"""What a layer remembers: a lane to compute in, and snapshots to keep.
+"""The memory of a layer: a lane to compute in, and snapshots to keep.
 
 A lane is the memory of one running sequence: a Transformers cache whose full-attention layers live
-in preallocated buffers at fixed addresses, so that nothing is copied as a sequence grows and a
-compiled or batched step can run on it later. A snapshot is what the tree keeps of a lane at a
-boundary: for full layers the keys and values that are new since the parent boundary, for sliding,
-linear and convolution layers their fixed-size state whole.
+in preallocated buffers at fixed addresses. Nothing is copied as a sequence grows, and a compiled or
+batched step can run on it later. A snapshot is what the tree keeps of a lane at a boundary: for
+full layers the keys and values since the parent boundary; for sliding, linear and convolution
+layers their whole fixed-size state.
 
-Which cuts are valid is decided here, in `Shape`, and nowhere else: with a fixed-size state anywhere
-in the model, a prompt can only be continued where such a state was captured.
+Only `Shape` decides which cuts are valid: if any layer has a fixed-size state, a prompt can only be
+continued where such a state was captured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 _KINDS: dict[type, str] = {
-    DummyLayer: "none",  # it reads the keys and values of a layer before it
+    DummyLayer: "none",  # it reads the keys and values of an earlier layer
     DynamicLayer: "full",
     DynamicSlidingWindowLayer: "sliding",
     LinearAttentionLayer: "linear",
@@ -57,7 +57,8 @@ class Shape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        """Read off the cache that Transformers itself would build; refuse what we do not know."""
+        """Read the layers from the cache that Transformers itself would build; refuse unknown
+        ones."""
         layers = DynamicCache(config=model.config).layers
         unknown = sorted({type(x).__name__ for x in layers if type(x) not in _KINDS})
         if unknown or not layers:
@@ -89,12 +90,13 @@ class Shape:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer remembers nothing but a state of fixed size."""
+        """Whether some layer has only a state of fixed size."""
         return "linear" in self.kinds
 
 
 def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
-    """Refuse a config that speaks of other layers than the decoder has: the cache follows it."""
+    """Refuse a config that disagrees with the decoder's layers, because the cache follows the
+    config."""
     have = getattr(model.get_decoder(), "layers", None)
     if have is None:
         return
@@ -105,7 +107,7 @@ def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
         )
     said = getattr(model.config.get_text_config(), "layer_types", None) or ()
     for index, (layer, kind) in enumerate(zip(have, said, strict=False)):
-        names = ("layer_type", "block_type", "attention_type")  # as families call it
+        names = ("layer_type", "block_type", "attention_type")  # the name that families use
         built = next((getattr(layer, name) for name in names if hasattr(layer, name)), kind)
         if isinstance(built, str) and built != kind:
             raise UnsupportedModel(
@@ -115,8 +117,8 @@ def _compare_with_decoder(model: PreTrainedModel, count: int) -> None:
 
 
 class Lane:
-    """The memory of one running sequence. With `grows`, sliding layers hold all keys and values,
-    so that any prefix can be taken of them."""
+    """The memory of one running sequence. With `grows`, sliding layers hold all keys and values, so
+    that any prefix can be taken of them."""
 
     def __init__(
         self, model: PreTrainedModel, shape: Shape, making: str = "", grows: bool = False
@@ -134,9 +136,9 @@ class Lane:
             elif kind == "linear":
                 self.cache.layers[i] = MixerLayer()
         self.length = self._start = 0
-        self.marks: list[tuple[int, Node]] = []  # (end, node): what of the tree is here in full
+        self.marks: list[tuple[int, Node]] = []  # (end, node): tree nodes that are completely here
         self.busy = False
-        self.placed: Placed | None = None  # the prompt it held last, with its positions
+        self.placed: Placed | None = None  # the last prompt it held, with its positions
 
     @property
     def full(self) -> list[LaneLayer]:
@@ -146,7 +148,7 @@ class Lane:
 
     @property
     def cross(self) -> list[CrossLayer]:
-        """The layers that hold the media beside the sequence."""
+        """The layers that hold media for cross attention."""
         return [layer for layer in self.cache.layers if isinstance(layer, CrossLayer)]
 
     @property
@@ -156,7 +158,7 @@ class Lane:
         return rooms + storage_bytes(self._fixed().values())
 
     def reserve(self, tokens: int) -> None:
-        """Say how long the sequence will get, so that the rooms need not grow step by step."""
+        """Announce the final length of the sequence, so that buffers are allocated once."""
         for layer in self.full:
             layer.reserved = tokens
 
@@ -167,11 +169,11 @@ class Lane:
         return self.capture_watched(start, end)
 
     def capture_watched(self, start: int, end: int) -> tuple[Tensors, Tensors]:
-        """The same, also where the last pass was watched."""
+        """A snapshot that may also end inside the last pass, where it was watched."""
         return self.capture_full(start, end), self._capture_fixed(end)
 
     def _capture_fixed(self, end: int) -> Tensors:
-        """The states of fixed size at the lane's end, or where the last pass was watched."""
+        """The fixed-size states at the lane's end, or where the last pass was watched."""
         if end == self.length:
             return {name: tensor.clone() for name, tensor in self._fixed().items()}
         states: Tensors = {}
@@ -185,21 +187,21 @@ class Lane:
         return states
 
     def watch(self, ends: Sequence[int]) -> None:
-        """Say behind which tokens of the next pass states of fixed size are captured too."""
+        """Capture fixed-size states after these tokens of the next pass too."""
         self._start = self.length
         for layer in self.cache.layers:
             if isinstance(layer, MixerLayer):
                 layer.ends = [end - self.length for end in ends]
 
     def unwatch(self) -> None:
-        """The passes that follow are not watched."""
+        """Stop watching passes."""
         for layer in self.cache.layers:
             if isinstance(layer, MixerLayer):
                 layer.ends = ()
 
     def capture_full(self, start: int, end: int) -> Tensors:
-        """Keys and values of the full layers in a range: one stacked tensor where all rows have
-        one shape on one device, else two for each layer."""
+        """Keys and values of the full layers in a range: one stacked tensor if all rows have one
+        shape on one device, otherwise two per layer."""
         rows = {}
         for i, layer in enumerate(self.full):
             rows[f"{i}.k"] = layer.keys[0, :, start:end]
@@ -210,7 +212,7 @@ class Lane:
         return {name: tensor.clone() for name, tensor in rows.items()} | beside
 
     def _capture_cross(self) -> Tensors:
-        """The media's keys and values: all of them are there after the first chunk."""
+        """The media's keys and values; all exist after the first chunk."""
         rows = {}
         for i, layer in enumerate(self.cross):
             if layer.length:
@@ -218,7 +220,7 @@ class Lane:
         return {name: tensor.clone() for name, tensor in rows.items()}
 
     def restore_full(self, start: int, tensors: Tensors) -> None:
-        """Put the keys and values of one snapshot back."""
+        """Restore the keys and values of one snapshot."""
         stacked = tensors.get("kv")
         for i, layer in enumerate(self.full):
             if stacked is not None:
@@ -230,7 +232,7 @@ class Lane:
                 layer.write(0, tensors[f"cross.{i}.k"][None], tensors[f"cross.{i}.v"][None])
 
     def restore_fixed(self, end: int, tensors: Tensors) -> None:
-        """Put the fixed-size states of the snapshot at `end` back."""
+        """Restore the fixed-size states of the snapshot at `end`."""
         for name, tensor in tensors.items():
             index, what, number = name.split(".")
             layer = self.cache.layers[int(index)]
@@ -243,7 +245,8 @@ class Lane:
         self.length = end
 
     def rewind(self, length: int) -> None:
-        """Keep only the first tokens of the full layers; fixed states must be restored after."""
+        """Keep only the first tokens of the full layers; fixed states must be restored
+        afterwards."""
         for layer in self.full:
             layer.rewind(length)
         self.marks = [mark for mark in self.marks if mark[0] <= length]
@@ -254,8 +257,8 @@ class Lane:
             self._reset_fixed()
 
     def _reset_fixed(self) -> None:
-        # Upstream's `reset` leaves zeroed tensors where a new layer has none, and layers ask
-        # "is there a state?": only new layers make a second first chunk equal to a first one.
+        # Transformers' `reset` leaves zeroed tensors where a new layer has none, and layers ask "is
+        # there a state?". Only new layers make a later first chunk equal to a first one.
         fresh = DynamicCache(config=self._config).layers
         for i, kind in enumerate(self.shape.kinds):
             if kind not in _GROWING and not isinstance(self.cache.layers[i], LaneLayer):
@@ -286,12 +289,12 @@ def _window(model: PreTrainedModel, index: int, layer: CacheLayer) -> WindowLaye
 
 
 def first_rows(rows: Tensors, count: int) -> Tensors:
-    """The first rows of a snapshot; what is no part of the sequence has no rows of it."""
+    """The first rows of a snapshot; tensors outside of the sequence have no rows."""
     return {n: t if n.startswith("cross.") else t[..., :count, :] for n, t in rows.items()}
 
 
 def layered(rows: Tensors) -> Tensors:
-    """Rows with a stacked tensor taken apart, two for each layer; a view where it was one."""
+    """Rows with a stacked tensor split into two per layer; views where possible."""
     stacked = rows.get("kv")
     if stacked is None or not stacked.dim():
         return rows
@@ -300,11 +303,11 @@ def layered(rows: Tensors) -> Tensors:
 
 
 def pattern(kv: Tensors, fixed: Tensors) -> Record:
-    """What every snapshot of one model has in common, however its rows are stacked: names, dtypes,
-    and sizes but for rows."""
+    """What all snapshots of one model share, however their rows are stacked: names, dtypes, and
+    sizes except the number of rows."""
     found: Record = {}
     for name, tensor in layered(kv).items():
-        if not name.startswith("cross."):  # there only where the prompt begins with media
+        if not name.startswith("cross."):  # only present if the prompt begins with media
             found[f"kv {name}"] = (tensor.dtype, *tensor.shape[:-2], tensor.shape[-1])
     for name, tensor in fixed.items():
         sliding = any(what in name for what in (".keys.", ".values.", ".tail."))
@@ -314,8 +317,8 @@ def pattern(kv: Tensors, fixed: Tensors) -> Record:
 
 
 def restore_linear(layer: CacheLayer, what: str, number: int, tensor: torch.Tensor) -> None:
-    """Put a convolution or recurrent state into a layer."""
-    # Upstream updates these states in place, at a static address: copy, never assign.
+    """Restore a convolution or recurrent state into a layer."""
+    # Transformers updates these states in place, at a static address: copy, never assign.
     if not getattr(layer, f"is_{what}_states_initialized")[number]:
         layer.lazy_initialization(**{f"{what}_states": tensor}, state_idx=number)
     getattr(layer, f"{what}_states")[number].copy_(tensor)
@@ -323,7 +326,7 @@ def restore_linear(layer: CacheLayer, what: str, number: int, tensor: torch.Tens
 
 
 def _restore_sliding(layer: CacheLayer, what: str, tensor: torch.Tensor, end: int) -> None:
-    # Upstream never writes into these tensors (it concatenates), so they need no copy.
+    # Transformers never writes into these tensors (it concatenates), so they need no copy.
     if not layer.is_initialized:
         layer.lazy_initialization(tensor, tensor)
     setattr(layer, what, tensor)

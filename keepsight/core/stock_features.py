@@ -1,8 +1,9 @@
-"""Features in the place of the pixels of one call of stock code, in the form of upstream's encoder.
+"""Puts features in place of the pixels of one call of stock code, in the form of its encoder's
+output.
 
 Stock `generate` repeats the features of each prompt for its beams: it counts rows of features until
-they fill a prompt's placeholders. So each picture has to stand by itself there, as it stands in
-what upstream's encoder gives, and a list of levels must not be empty.
+they fill the prompt's placeholders. So each picture must be separate, as in the encoder's output,
+and a list of levels must not be empty.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from keepsight.report import Report, Segment
 
 
 def pixels_in(family: Family, given: Options) -> Inputs:
-    """The tensors of media that a tower would look at."""
+    """The media tensors that a tower would read."""
     found = {n: given[n] for n in family.tensor_inputs if isinstance(given.get(n), torch.Tensor)}
     seen = any(tensor.is_floating_point() for tensor in found.values())
     return found if seen else {}
 
 
 def refuse_unfit(family: Family, given: Options) -> None:
-    """Refuse media that stock code takes no features of."""
+    """Refuse media for which stock code takes no features."""
     if not isinstance(given.get("input_ids"), torch.Tensor):
-        raise UnsupportedInput("without input_ids nothing says where the pictures stand")
+        raise UnsupportedInput("without input_ids the places of the pictures are unknown")
     if not family.feeds_stock or "input_features" in pixels_in(family, given):
         kind = family.model.config.model_type
-        raise UnsupportedInput(f"stock code of {kind} takes no features of these media")
+        raise UnsupportedInput(f"stock code of {kind} takes no features for these media")
 
 
 def with_features(
     runtime: Runtime, tenant: str, given: Options, stage: str, repeated: bool = False
 ) -> tuple[Options, Report]:
-    """The arguments of a call with features in place of pixels, and where these came from.
+    """The arguments of a call with features in place of pixels, and the origin of each.
 
-    `repeated` says that stock code will want to repeat them for several answers.
+    `repeated` says that stock code may repeat them for several answers.
     """
     refuse_unfit(runtime.family, given)
     runtime.refresh(True, tenant)
@@ -85,17 +86,17 @@ def repeatable(family: Family, parts: Sequence[Part], ids: torch.Tensor) -> Reco
 
 
 def _by_picture(packed: torch.Tensor, packages: Sequence[Package], prompts: int) -> torch.Tensor:
-    """Packed rows as the tower gave them, picture by picture or tile by tile, if all are alike."""
+    """Split packed rows by picture or by tile, as the tower does, if all have one shape."""
     shapes = {tuple(package.tensors["features"].shape[1:]) for package in packages}
     if len(shapes) == 1 and len(min(shapes)) > 1:
         return packed.reshape(-1, *shapes.pop())
     if prompts > 1:
-        raise UnsupportedInput("pictures of several sizes in several prompts come as one tensor")
+        raise UnsupportedInput("pictures of several sizes in several prompts form one tensor")
     return packed
 
 
 def _rows(ids: torch.Tensor, mask: object) -> list[np.ndarray]:
-    """The tokens of each row that are no padding."""
+    """The tokens of each row without padding."""
     all_ids = ids.cpu().numpy().astype(np.int64)
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         return list(all_ids)

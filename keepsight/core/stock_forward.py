@@ -1,8 +1,8 @@
-"""Plain forward passes of a live model while Keepsight is installed in it with `forwards=True`.
+"""Serves plain forward passes of a live model after `install(forwards=True)`.
 
-A forward pre-hook puts features in the place of the pixels that somebody's code hands to the model.
-What this cannot serve (gradients, sound, tensors that do not fit) reaches the model untouched, and
-the report of the call says why.
+A forward pre-hook replaces the pixels of any call of the model by features. Calls that cannot be
+served (gradients, sound, tensors that do not fit) reach the model unchanged, and their report says
+why.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class InstalledForward:
         self._names = list(inspect.signature(type(runtime.model).forward).parameters)[1:]
 
     def put(self) -> None:
-        """Put it on the model."""
+        """Install the hook."""
         home = vars(self._runtime.model)
         home["_forward_pre_hooks"][OUR_HOOK] = self
         home[_FLAG][OUR_HOOK] = True
 
     def take_away(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hook."""
         home = vars(self._runtime.model)
         if home["_forward_pre_hooks"].get(OUR_HOOK) is self:
             del home["_forward_pre_hooks"][OUR_HOOK], home[_FLAG][OUR_HOOK]
@@ -51,20 +51,20 @@ class InstalledForward:
     def __call__(
         self, model: torch.nn.Module, args: tuple[object, ...], options: Options
     ) -> object:
-        """The new arguments of the forward pass, or None to leave them."""
+        """The new arguments of the forward pass, or None to keep them."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None
         given = {**dict(zip(self._names, args, strict=False)), **options}
         runtime = self._runtime
         if not pixels_in(runtime.family, given) or given.get("mm_encoder_outputs") is not None:
             return None
-        if runtime.lock.held:  # Keepsight itself compares with stock, or handed a call over
+        if runtime.lock.held:  # Keepsight itself calls stock code, or passed a call on
             return None
         try:
             if model.training or torch.is_grad_enabled():
                 raise UnsupportedInput(
-                    "gradients are asked for, and remembered features have none; call the model in "
-                    "eval mode under torch.no_grad()"
+                    "gradients are requested, and remembered features have none; call the "
+                    "model in eval mode under torch.no_grad()"
                 )
             with runtime.lock:
                 changed, report = with_features(runtime, self._tenant, given, "plain forward")
@@ -80,4 +80,4 @@ def _on_copies() -> Callable[..., None]:
 
 
 def _nothing(*_: object) -> None:
-    """Stands on copies of a model: it changes nothing."""
+    """The hook on copies of a model; it changes nothing."""

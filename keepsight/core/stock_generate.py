@@ -1,8 +1,8 @@
-"""The `generate` of a live model while Keepsight is installed in it.
+"""Replaces `generate` of a live model while Keepsight is installed in it.
 
-Whoever calls `model.generate` gets what the model's own `generate` gives. What Keepsight can serve
-it serves from memory; everything else is handed to the model's own `generate` untouched, and the
-report of the call says why.
+A caller of `model.generate` gets what the model's own `generate` gives. Calls that Keepsight
+supports are served from memory; all others go unchanged to the model's own `generate`, and their
+report says why.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME = "generate"
-# Arguments of `generate` for ways of decoding that are not ours, with their harmless values.
+# Arguments of `generate` for unsupported ways of decoding, with their neutral values.
 _STOCK_ONLY: dict[str, tuple[object, ...]] = {
     "synced_gpus": (None, False),
     "assistant_model": (None,),
@@ -42,9 +42,9 @@ _STOCK_ONLY: dict[str, tuple[object, ...]] = {
     "negative_prompt_ids": (None,),
     "negative_prompt_attention_mask": (None,),
     "custom_generate": (None,),
-    "inputs_embeds": (None,),  # without ids upstream lays positions out in another way
+    "inputs_embeds": (None,),  # without ids Transformers computes positions differently
 }
-# With these a call of stock code lays its prompt out in ways of its own.
+# With these a call of stock code has its own layout of the prompt.
 _AS_PIXELS = ("custom_generate", "inputs_embeds", "past_key_values", "mm_encoder_outputs")
 _CALLERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 _OURS = ("exact", "seed", "stop", "tenant", "skip_special_tokens", "max_tokens")
@@ -54,7 +54,7 @@ _NO_CACHE = "past_key_values are not returned: Keepsight keeps its own"
 
 
 class InstalledGenerate:
-    """Stands in the place of one model's `generate`, for as many as installed it."""
+    """Stands in place of one model's `generate`; may be installed several times."""
 
     def __init__(
         self,
@@ -74,20 +74,19 @@ class InstalledGenerate:
         self._latest: Report | None = None
         functools.update_wrapper(self, self.stock, updated=())
 
-    # -- on the model and off it -------------------------------------------------------------------
+    # -- installation -----------------------------------------------------------------------------
 
     def put(self) -> None:
-        """Replace `generate` of the model; refuse a model whose `generate` is replaced already."""
+        """Replace `generate` of the model; refuse if it is already replaced."""
         model = self._runtime.model
         if self._before is not None and not _is_stock(self._before, model):
             raise ModelError(
-                "this model has a generate of its own, put on this object by somebody else; undo "
-                "that before install()"
+                "somebody else replaced generate of this model object; undo that before install()"
             )
         if type(model).generate is not GenerationMixin.generate:
             raise ModelError(
-                f"{type(model).__name__} has a generate of its own, which install() cannot stand "
-                "for; use wrap() and vlm.generate"
+                f"{type(model).__name__} has its own generate, which install() cannot replace; "
+                "use wrap() and vlm.generate"
             )
         self.depth, _OF[model] = 1, weakref.ref(self)
         vars(model)[_NAME] = self
@@ -95,7 +94,7 @@ class InstalledGenerate:
             self._forward.put()
 
     def again(self, processor: object, options: Options, forwards: bool = False) -> None:
-        """Installed once more: the same, unless something else is asked for."""
+        """Install once more with the same settings; refuse other settings."""
         other = processor is not None and processor is not self._runtime.processor
         if other or (options and options != self._options):
             raise ModelError(
@@ -109,8 +108,8 @@ class InstalledGenerate:
         self.depth += 1
 
     def take_away(self) -> bool:
-        """Undo one installation; with the last one leave the model as it was, and say so. What
-        somebody put over ours meanwhile stays, and finds the model's own `generate` here."""
+        """Undo one installation; the last one restores the model and returns True. A later
+        replacement by somebody else stays and still reaches the model's own `generate`."""
         self.depth -= 1
         if self.depth:
             return False
@@ -137,13 +136,13 @@ class InstalledGenerate:
 
     def __call__(self, *args: object, **options: object) -> object:
         """As the model's own `generate`."""
-        if not self.depth:  # somebody kept it beyond its time
+        if not self.depth:  # somebody kept a reference after uninstall
             return self.stock(*args, **options)
         try:
             asked = self._asked(args, options)
         except KeepsightError as error:
             return self._stock(str(error), args, options)
-        except TypeError as error:  # arguments that the signature does not take
+        except TypeError as error:  # arguments that the signature does not accept
             return self._stock(str(error), args, options)
         found = run(self._runtime, asked)
         if not isinstance(found, Generated):
@@ -157,18 +156,18 @@ class InstalledGenerate:
         )
 
     def report(self) -> Report:
-        """The report on the latest call of this thread; without one, of any thread."""
+        """The report on the latest call of this thread, or else of any thread."""
         found: Report | None = getattr(self._mine, "report", self._latest)
         if found is None:
-            raise InputError("model.generate was not called yet since install()")
+            raise InputError("model.generate was not called since install()")
         return found
 
     def _note(self, report: Report) -> None:
         self._mine.report = self._latest = report
 
     def _stock(self, why: str, args: tuple[object, ...], options: Options) -> object:
-        """The model's own `generate`, in turns with ours: both use the model's own state. It gets
-        remembered features in place of pixels where it can use them."""
+        """Call the model's own `generate` under the lock, because both use the model's state. It
+        gets remembered features in place of pixels if possible."""
         notes = [f"handed to the model's own generate: {why}"]
         self._refuse_without_pictures(args, options)
         with _turn(self._runtime):
@@ -176,7 +175,7 @@ class InstalledGenerate:
                 args, options, report = self._with_features(args, options)
             except KeepsightError as error:
                 report = Report(notes=[f"its pictures went as pixels: {error}"])
-            except TypeError:  # arguments that the signature does not take
+            except TypeError:  # arguments that the signature does not accept
                 report = Report()
             found = self.stock(*args, **options)
         report.notes[:0] = notes
@@ -207,7 +206,7 @@ class InstalledGenerate:
     def _with_features(
         self, args: tuple[object, ...], options: Options
     ) -> tuple[tuple[object, ...], Options, Report]:
-        """The same call with features in place of pixels; refuses what cannot be served so."""
+        """Call stock code with features in place of pixels; refuse what cannot be served so."""
         runtime = self._runtime
         given = self._given(args, options)
         if given.get("inputs") is not None and given.get("input_ids") is None:
@@ -216,18 +215,18 @@ class InstalledGenerate:
             return args, options, Report()
         for name in _AS_PIXELS:
             if given.get(name) is not None and not _is_empty(given[name]):
-                raise UnsupportedInput(f"{name} is the caller's own")
+                raise UnsupportedInput(f"{name} is set by the caller")
         stage = "the model's own generate"
         return (), *with_features(runtime, self._tenant, given, stage, True)
 
     def _given(self, args: tuple[object, ...], options: Options) -> Options:
-        """The arguments of a call by name; a TypeError where the signature does not take them."""
+        """The arguments of a call by name; TypeError if the signature does not accept them."""
         given: Options = dict(self._signature.bind(*args, **options).arguments)
         given |= given.pop("kwargs", {})
         return given
 
     def _asked(self, args: tuple[object, ...], options: Options) -> GenerateRequest:
-        """The request, checked to its last option; raises where it is not ours to serve."""
+        """The request, fully checked; raises if Keepsight does not support it."""
         runtime = self._runtime
         runtime.require_answers()
         given = self._given(args, options)
@@ -260,17 +259,17 @@ class InstalledGenerate:
         tokenizer = given.pop("tokenizer", None)
         own = getattr(self._runtime.processor, "tokenizer", None)
         if tokenizer is not None and tokenizer is not own:
-            raise UnsupportedInput("the tokenizer is not that of the processor")
+            raise UnsupportedInput("the tokenizer is not the processor's")
 
     def _check(self, asked: GenerateRequest, given: Options, as_dict: bool) -> None:
-        """Refuse what the model's own `generate` does with a batch as a whole, or would answer
-        otherwise."""
+        """Refuse calls for which the model's own `generate` treats the batch as a whole, or gives
+        another result."""
         runtime, model = self._runtime, self._runtime.model
         rows = [torch.from_numpy(prompt.ids)[None] for prompt in asked.prompts]
         padded = any(row.shape[1] != asked.ids.shape[1] for row in rows)
         own = [name for name in _CALLERS if given.get(name)]
         if own and (len(rows) > 1 or padded):
-            raise UnsupportedInput(f"{own[0]} of the caller's own is given a batch as a whole")
+            raise UnsupportedInput(f"the caller's own {own[0]} applies to a batch as a whole")
         for row in rows:
             check_length(model, row.shape[1])
         tokenizer = getattr(runtime.processor, "tokenizer", None)
@@ -280,7 +279,7 @@ class InstalledGenerate:
         ).config
         scored = as_dict and (config.output_scores or config.output_logits)
         if scored and (len(rows) > 1 or given.get("stopping_criteria")):
-            raise UnsupportedInput("scores of a batch, or with stopping criteria of one's own")
+            raise UnsupportedInput("scores of a batch, or custom stopping criteria")
         pad = upstream.padding_of(config)
         if given.get("attention_mask") is None and bool((asked.ids == pad).any()):
             raise UnsupportedInput("input_ids has padding, and there is no attention_mask")
@@ -294,7 +293,7 @@ def _is_empty(given: object) -> bool:
 def _turn(runtime: Runtime) -> Iterator[None]:
     try:
         runtime.lock.acquire()
-    except Forked:  # nothing of ours can be used in this process, the model can
+    except Forked:  # Keepsight cannot run in this process, the model can
         yield
         return
     try:
@@ -307,7 +306,7 @@ INSTALLING = threading.RLock()  # one thread at a time
 
 
 def installed_in(model: PreTrainedModel) -> InstalledGenerate | None:
-    """What is installed in a model, if anything is."""
+    """The installation on a model, or None."""
     found = _OF.get(model) if isinstance(model, torch.nn.Module) else None
     return found() if found is not None else None
 

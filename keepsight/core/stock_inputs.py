@@ -1,6 +1,6 @@
-"""What stock Transformers takes for a prompt, with features in place of pixels.
+"""The inputs of stock Transformers for a prompt, with features in place of pixels.
 
-The tensors are made on each call, for stock `generate` changes those that it is handed.
+The tensors are new on each call, because stock `generate` changes those it gets.
 """
 
 from __future__ import annotations

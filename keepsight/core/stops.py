@@ -1,8 +1,8 @@
-"""Where a sequence ends because its text has come to a stop string.
+"""Ends a sequence when its text reaches a stop string.
 
-Transformers' own criterion lays out the whole vocabulary against each string before the first
-token: seconds and hundreds of megabytes for a large one. Here the last few tokens are turned into
-text at each step, and more of them only where a string may end there. Both end a sequence at the
+Transformers' own criterion matches the whole vocabulary with each string before the first token:
+that takes seconds and hundreds of megabytes for a large one. Here the last few tokens are decoded
+to text at each step, and more of them only if a string may end there. Both end a sequence at the
 same token.
 """
 
@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from keepsight.errors import InputError
 
 MOST, LONGEST = 128, 4096  # strings, and characters of each
-_FEW = 16  # tokens that are looked at first
-_BEFORE = "abcdef"  # text before the tokens, for decoders that strip the first space
+_FEW = 16  # tokens decoded at first
+_BEFORE = "abcdef"  # text before the tokens, because some decoders strip the first space
 
 
 def stop_strings(given: str | Iterable[str] | None) -> list[str]:
-    """One or several stop strings as a list; anything else is refused."""
+    """Stop strings as a list, from one or several; anything else is refused."""
     stops = [given] if isinstance(given, str) else list(given or [])
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise InputError(f"stop must be one or more non-empty strings, got {str(given)[:200]!r}")
@@ -34,11 +34,11 @@ def stop_strings(given: str | Iterable[str] | None) -> list[str]:
 
 
 class StopStrings(StoppingCriteria):
-    """Ends a sequence when a string ends inside of its last token, wherever the string began."""
+    """Ends a sequence when a string ends inside its last token, wherever the string began."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._window = max(len(stop.encode()) for stop in stops)  # a token has a byte at least
+        self._window = max(len(stop.encode()) for stop in stops)  # a token has at least one byte
         ids = tokenizer(_BEFORE, add_special_tokens=False)["input_ids"]
         self._before: list[str] = tokenizer.convert_ids_to_tokens(ids)
 
@@ -62,10 +62,10 @@ class StopStrings(StoppingCriteria):
         return any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stops)
 
     def _may_end(self, tokens: list[str]) -> bool:
-        """Whether the end of some string is at the end of these few tokens, as far as they reach
-        back. Long strings so cost little at a step that they cannot end at."""
+        """Whether these few tokens may contain the end of a string. This makes long strings cheap
+        at steps where they cannot end."""
         text, start = self._text_and_start(tokens)
-        cut = len(text) - len(text.lstrip("\ufffd"))  # of a character begun before
+        cut = len(text) - len(text.lstrip("\ufffd"))  # part of a character that began earlier
         text, start = text[cut:], start - cut
         if start <= 0:
             return True
@@ -73,7 +73,7 @@ class StopStrings(StoppingCriteria):
         return any(end.endswith(stop) or stop.endswith(end) for end in ends for stop in self._stops)
 
     def _text_and_start(self, tokens: list[str]) -> tuple[str, int]:
-        """The text of tokens, and where in it that of the last one begins."""
+        """The text of tokens, and where the text of the last one begins in it."""
         before = self._text(tokens[:-1])
         return self._text(tokens), len(before.rstrip("\ufffd"))  # of a character begun there
 

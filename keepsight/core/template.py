@@ -1,18 +1,17 @@
-"""Chat templates, and which control tokens of a rendered conversation a template wrote itself.
+"""Chat templates, and which control tokens of a rendered conversation the template itself wrote.
 
-What a caller gives is text wherever it appears: in messages, tools and options of the template, in
-values and in keys, split over several strings, or completed by the template's own characters. Only
-the template's own text writes control tokens.
+Everything from a caller is text: in messages, tools and template options, in values and keys, split
+over several strings or completed by the template's characters. Only the template's own text writes
+control tokens.
 
-A conversation is rendered with the template as it is. Where no string of the caller's could be a
-part of a control token, that is all. Otherwise it is rendered again by a copy of the template whose
-own control tokens are written in code, one rare character for each of theirs. Decoded, the
-text must be the same; then what is written in code is the template's, and all else is text. A
-template that looks for tokens which it wrote itself may give another text. For such a one the
-characters of the caller are put in code instead.
+If no string of the caller could be part of a control token, the template is used as it is.
+Otherwise the conversation is also rendered by a copy of the template whose own control tokens are
+written in code, one rare character for each of theirs. Decoded, the text must be the same; then
+everything in code is the template's and all else is text. A template that searches for tokens it
+wrote itself may give another text. Then the caller's characters are put in code instead.
 
-Templates also look for tokens in what they are given. In the answers of an assistant they find
-them, so that thoughts are cut out of a history as ever; in what others say they find none.
+Templates also search for tokens in messages. They find them in answers of an assistant, so that
+thoughts are cut out of a history as usual; in other messages they find none.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from keepsight.models import upstream
 
 Spans = set[tuple[int, int]]
 
-# Who speaks. Templates may build tokens of such a name, as Phi's does: '<|' + message.role + '|>'.
+# The role. Templates may build tokens from it, as Phi's does: '<|' + message.role + '|>'.
 _ROLES = frozenset(
     {
         *("system", "user", "assistant", "tool", "developer", "function", "model", "observation"),
@@ -41,7 +40,7 @@ _ROLES = frozenset(
     }
 )
 _ANSWERS = ("assistant", "model")
-# Two short conversations by which a copy of a template is tried.
+# Two short conversations for the trial of a copy.
 _PROBES: tuple[list[Message], ...] = tuple(
     [{"role": role, "content": content} for role in ("user", "assistant", "user")]
     for content in ("x", [{"type": "text", "text": "x"}])
@@ -49,7 +48,7 @@ _PROBES: tuple[list[Message], ...] = tuple(
 
 
 class ChatTemplate:
-    """One template, for one tokenizer's control tokens; `more` are texts that count as such."""
+    """A template for one tokenizer's control tokens; `more` are texts that count as such."""
 
     def __init__(
         self, source: str, tokenizer: PreTrainedTokenizerBase, more: Iterable[str] = ()
@@ -73,10 +72,10 @@ class ChatTemplate:
         forges: bool | None = None,
         simple: bool = False,
     ) -> Rendered:
-        """A conversation as text, in which what a caller typed as a control token is in code.
+        """Render a conversation; what a caller typed as a control token is in code.
 
-        `forges` says whether anything `may_be_forged_in` the messages, where that is known, and
-        `simple` that they are plain data with nothing but roles and texts.
+        `forges` gives `may_be_forged_in(messages)` if known; `simple` says that messages are plain
+        data with only roles and texts.
         """
         call = _Call(tokenizer, messages, generate, options)
         if forges is None:
@@ -84,7 +83,7 @@ class ChatTemplate:
         if not forges and not self._may_forge(options):
             plain = call.as_it_is(self.source) if simple else None
             return Rendered(call.apply(self.source) if plain is None else plain)
-        call.apply(self.source)  # which names what the template refuses
+        call.apply(self.source)  # the error names what the template refuses
         call = call.as_data()
         taken = rare_characters(_strings([call.messages, call.options]))
         copy = self._in_code(taken) if taken else self._copy
@@ -97,7 +96,7 @@ class ChatTemplate:
         return self._guarded(copy.callers.read(text), own, copy.callers)
 
     def check_layout(self, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        """Refuse what is beside a medium, as its package has it, where it would be a turn."""
+        """Refuse control tokens of turns in the layout that a package gives for its medium."""
         if self._turns is None:
             calls = [_Call(tokenizer, probe, True, {}) for probe in _PROBES]
             texts = [call.tried(self.source) or "" for call in calls]
@@ -111,7 +110,8 @@ class ChatTemplate:
                 )
 
     def _guarded(self, text: str, own: Spans, code: Code) -> Rendered:
-        """A text with all in code that looks like a control token, but for the template's own."""
+        """A text with everything in code that looks like a control token, except the template's own
+        tokens."""
         made, cursor = [], 0
         for start, end in [*sorted(own), (len(text), len(text))]:
             if start >= cursor:
@@ -123,11 +123,11 @@ class ChatTemplate:
     # -- whose text it is ------------------------------------------------------------------------
 
     def may_be_forged_in(self, message: Message) -> bool:
-        """Whether anything in a message could be a part of a control token."""
+        """Whether anything in a message could be part of a control token."""
         return any(map(self._may_forge, _given(message)))
 
     def _may_forge(self, given: object) -> bool:
-        """Whether anything in what a caller gave could be a part of a control token."""
+        """Whether any string of the caller could be part of a control token."""
         if isinstance(given, str):
             return self.tokens.marks.search(given) is not None or self._fills_gap(given)
         if given is None or isinstance(given, int | float):
@@ -142,13 +142,13 @@ class ChatTemplate:
         return bool(inner) and inner in self._gaps
 
     def _hidden(self, given: str, code: Code) -> str:
-        """A caller's string with all in code that it could give to a control token."""
+        """A caller's string with everything in code that could be part of a control token."""
         if given not in self._parsed.looked_up and self._fills_gap(given):
             return code.put(given)
         return _coded(given, self.tokens.marks, code)
 
     def _usable(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the copy in code writes every control token of a conversation of nothing."""
+        """Whether the copy writes every control token of an empty conversation in code."""
         if self._tried is None:
             self._tried = bool(self._parsed.words) and all(
                 self._writes_all(_Call(tokenizer, probe, True, {})) for probe in _PROBES
@@ -157,13 +157,14 @@ class ChatTemplate:
 
     def _writes_all(self, call: _Call) -> bool:
         text = call.tried(self.source)
-        if text is None:  # it takes no such conversation
+        if text is None:  # it accepts no such conversation
             return True
         own = self._by_copy(call, text, self._copy)
         return own is not None and {m.span() for m in self.tokens.find.finditer(text)} <= own
 
     def _by_copy(self, call: _Call, text: str, copy: _Copy) -> Spans | None:
-        """Where the template's own tokens are in a text; None where its copy writes another."""
+        """The places of the template's own tokens in a text; None if the copy renders another
+        text."""
         marked = call.in_code(copy.templates).tried(copy.source)
         if marked is None or copy.templates.read(marked) != text:
             return None
@@ -184,7 +185,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A template whose own control tokens are written in code, where `own` finds them."""
+    """A copy of a template with its own control tokens in code, as found by `own`."""
 
     source: str
     own: re.Pattern[str]
@@ -194,7 +195,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is rendered."""
+    """One rendering: template, messages and options."""
 
     tokenizer: PreTrainedTokenizerBase
     messages: list[Message]
@@ -202,7 +203,7 @@ class _Call:
     options: Mapping[str, object]
 
     def apply(self, source: str) -> str:
-        """The conversation as text."""
+        """Render the conversation."""
         try:
             text: str = self.tokenizer.apply_chat_template(
                 self.messages,
@@ -211,20 +212,20 @@ class _Call:
                 chat_template=source,
                 **self.options,
             )
-        except Exception as error:  # a template raises whatever its author chose
+        except Exception as error:  # a template raises any exception its author chose
             raise MessagesError(f"the chat template refused the messages: {error}") from error
         return text
 
     def tried(self, source: str) -> str | None:
-        """The conversation as text, or None where the template takes no such one."""
+        """Render the conversation; None if the template refuses it."""
         try:
             return self.apply(source)
         except MessagesError:
             return None
 
     def as_it_is(self, source: str) -> str | None:
-        """The same of messages that Transformers would hand to the template as they are; None where
-        it may do something else."""
+        """Render messages that Transformers would pass to the template unchanged; None if it may
+        change them."""
         template = upstream.compiled_template(source)
         apply = getattr(self.tokenizer.apply_chat_template, "__func__", None)
         if template is None or apply is not PreTrainedTokenizerBase.apply_chat_template:
@@ -238,11 +239,11 @@ class _Call:
                 add_generation_prompt=self.generate,
                 **named,
             )
-        except Exception as error:  # a template raises whatever its author chose
+        except Exception as error:  # a template raises any exception its author chose
             raise MessagesError(f"the chat template refused the messages: {error}") from error
 
     def as_data(self) -> _Call:
-        """The value as plain data only, as a template sees it."""
+        """The value as plain data, as a template sees it."""
         options = dict(self.options)
         if isinstance(tools := options.get("tools"), list | tuple):
             options["tools"] = [_schema(tool) for tool in tools]
@@ -269,7 +270,7 @@ class _Call:
         return _Call(self.tokenizer, messages, self.generate, options)
 
     def in_code(self, code: Code) -> _Call:
-        """The same with the tokens that a template asks the tokenizer for in code."""
+        """The same rendering with the special tokens of the tokenizer in code."""
 
         def put(value: object) -> object:
             if isinstance(value, list | tuple):
@@ -281,7 +282,7 @@ class _Call:
 
 
 def _given(message: Message) -> Iterator[object]:
-    """What the caller gave in a message, without its structure."""
+    """The caller's data in a message, without its structure."""
     for name, value in message.items():
         if name == "content" and isinstance(value, list):
             yield from (part["text"] for part in value if "text" in part)
@@ -290,7 +291,7 @@ def _given(message: Message) -> Iterator[object]:
 
 
 def _schema(tool: Record | Callable[..., object]) -> Record:
-    """A tool as a record, from a record or a function with type hints and a docstring."""
+    """A tool as a record, from a record or from a function with type hints and a docstring."""
     return tool if isinstance(tool, dict) else dict(transformers.utils.get_json_schema(tool))
 
 
@@ -299,7 +300,7 @@ def _coded(text: str, marks: re.Pattern[str], code: Code) -> str:
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[str]:
-    """Special tokens, and other added ones that the template writes or the tokenizer lists."""
+    """Special tokens, and other added tokens that the template writes or the tokenizer lists."""
     listed = set(getattr(tokenizer, "chat_control_tokens", None) or ())
     written = "\0".join(texts)
     for token in tokenizer.added_tokens_decoder.values():
@@ -309,7 +310,7 @@ def _names(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[str
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Every string in plain data, keys too."""
+    """Every string in plain data, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""The strings in a chat template's source: those that it writes, and those that it only looks for.
+"""Splits the strings in a chat template's source into written ones and searched ones.
 
-Some strings become part of the text; others are compared with the messages, or searched for in
-them. The words around a string tell which it is. That may be wrong for some template, and need not
-be right: the caller compares the result with what the template itself gives.
+Some strings become part of the text; others are compared with messages or searched in them. The
+words around a string tell which. This may be wrong for some template, and need not be right: the
+caller compares the result with the template's own output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jinja2
 
 from keepsight.core.control_tokens import Code, ControlTokens
 
-# Methods and filters whose first argument is looked for, not written.
+# Methods and filters whose first argument is searched for, not written.
 _SEARCHES = frozenset(
     {
         *("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind"),
@@ -23,13 +23,14 @@ _SEARCHES = frozenset(
         "removesuffix",
     }
 )
-_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as Transformers sets it up
+_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as in Transformers
 _PASSED_OVER = ("whitespace", "comment_begin", "comment", "comment_end")
 
 
 @dataclass(frozen=True)
 class _Word:
-    """One word of a template's source. `text` is what it says, `behind` the space after it."""
+    """One word of a template's source, with the space behind it; `text` is the value of a
+    string."""
 
     kind: str
     source: str
@@ -38,18 +39,18 @@ class _Word:
 
     @property
     def says(self) -> bool:
-        """Whether it is text, of which something may be written."""
+        """Whether it is text that may be written."""
         return self.kind in ("data", "string")
 
 
 class TemplateSource:
-    """A template's source in words, so that what it writes differs from what it looks for."""
+    """A template's source as words, with written and searched strings told apart."""
 
     def __init__(self, source: str) -> None:
         self._end = "\n" if source.endswith("\n") else ""
         try:
             self.words = _words(source)
-        except jinja2.TemplateSyntaxError:  # rendering will say so
+        except jinja2.TemplateSyntaxError:  # rendering will report it
             self.words = []
         self.texts = [word.text for word in self.words if word.says] or [source]
         attributes = (self._at(i + 1) for i, w in enumerate(self.words) if w.source == ".")
@@ -73,13 +74,13 @@ class TemplateSource:
         return "".join(made) + self._end
 
     def looked_for(self, tokens: ControlTokens) -> Iterator[str]:
-        """The tokens that the template searches what it is given for."""
+        """The tokens that the template searches for in its input."""
         for i, word in enumerate(self.words):
             if self._looked_for(i):
                 yield from tokens.find.findall(word.text)
 
     def gaps(self, tokens: ControlTokens) -> str:
-        """All that, between two texts of the template, makes a token."""
+        """Every text between two texts of the template that would complete a token."""
         longest = max(map(len, tokens.names), default=0)
         ends = {text[-n:] for text in self.texts for n in range(1, min(longest, len(text)) + 1)}
         starts = {text[:n] for text in self.texts for n in range(1, min(longest, len(text)) + 1)}
@@ -96,7 +97,7 @@ class TemplateSource:
         return self.words[i].source if 0 <= i < len(self.words) else ""
 
     def _looked_for(self, i: int) -> bool:
-        """Whether a string is compared or searched with, instead of written."""
+        """Whether a string is compared or searched for, not written."""
         if self.words[i].kind != "string":
             return False
         before, after = self._at(i - 1), self._at(i + 1)
@@ -104,7 +105,7 @@ class TemplateSource:
         return compared or (before == "(" and self._at(i - 2) in _SEARCHES)
 
     def _beside_role(self, i: int) -> bool:
-        """Whether the name of who speaks is next to a text, so that both may make a token."""
+        """Whether the role stands next to a string, so that both may form a token."""
         for step in (1, -1):
             j = i + step
             while 0 <= j < len(self.words):
@@ -118,7 +119,7 @@ class TemplateSource:
 
 
 def _words(source: str) -> list[_Word]:
-    """The words of a template, each with the space and the comments behind it."""
+    """The words of a template, each with the space and comments behind it."""
     words: list[_Word] = []
     for _, kind, value in _LEXER.lex(source):
         if kind in _PASSED_OVER and words:
@@ -133,6 +134,6 @@ def _words(source: str) -> list[_Word]:
 
 
 def _literal(text: str) -> str:
-    """A text as a string of a template."""
+    """A text as a string literal of a template."""
     escaped = text.encode("unicode-escape").decode("ascii").replace("'", "\\'")
     return f"'{escaped}'"

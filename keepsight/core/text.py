@@ -1,6 +1,6 @@
-"""The answer of a turn as text, piece by piece, in the order in which its tokens come.
+"""The text of a turn's answer, piece by piece, in the order of its tokens.
 
-Each piece is handed out as soon as its token exists, before the next one is computed.
+Each piece is yielded as soon as its token exists, before the next one is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pieces(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
-    """The text of a turn as its tokens come; the last piece carries usage and report."""
+    """Yield the text of a turn as its tokens come; the last piece carries usage and report."""
     tokens = turn.tokens()
     detokenizer: Detokenizer | None = None
     try:
@@ -25,7 +25,7 @@ def pieces(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
             if detokenizer is None:
                 detokenizer = Detokenizer.of(turn.sampler, tokenizer)
             yield Piece(detokenizer.push(token), token)
-            if detokenizer.stopped:  # upstream's criterion misses some strings inside a token
+            if detokenizer.stopped:  # Transformers' criterion misses some strings inside a token
                 break
         rest = detokenizer.rest() if detokenizer is not None else ""
         reason = turn.sampler.finish_reason if turn.sampler else "stop"

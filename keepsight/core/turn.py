@@ -1,7 +1,7 @@
-"""One turn, in seven hops: read `Turn.tokens` to know how Keepsight works.
+"""One turn in seven steps: read `Turn.tokens` to know how Keepsight works.
 
-Images are named before anything is computed, so a warm turn touches neither the tower nor a
-package. Each snapshot is remembered at once, so a client who hangs up loses nothing.
+Images are named before anything is computed, so a warm turn uses neither the tower nor a package.
+Each snapshot is remembered at once, so nothing is lost if a client hangs up.
 """
 
 from __future__ import annotations
@@ -47,53 +47,53 @@ class Turn:
         self._sources: dict[int, str] = {}
         self._notes: dict[int, str] = {}
         self._others: set[int] = set()
-        self.piece = RUN  # tokens of one pass, where a prompt can be cut anywhere
-        self.asked: float | None = None  # when the caller asked, where that was before `begin`
+        self.piece = RUN  # tokens per pass, if a prompt can be cut anywhere
+        self.asked: float | None = None  # when the caller asked, if earlier than `begin`
         self.generated: list[int] = []
         self.sampler: Sampler | None = None
         self._run: Run | None = None
         self._tally = Tally()
         self._first: float | None = None
         self._reached: Node | None = None
-        self._waiting: Node | None = None  # held by the match until a run takes it over
+        self._waiting: Node | None = None  # held for the match until a run takes it over
 
     def tokens(self) -> Iterator[int]:
-        """The seven hops. Each token is handed out before the next one is computed."""
+        """The seven steps. Each token is yielded before the next one is computed."""
         try:
             with self._lock:
-                self._name()  # 1 media are named; nothing is encoded
+                self._name()  # 1 name the media; encode nothing
                 sampler = self._choose_sampler()
-                self._hold_match()  # 2 the longest remembered prefix is found and held
-                for _ in self.work():  # 3 only what is new is encoded and prefilled,
-                    pass  # 4 and each snapshot is in the tree as soon as it is complete
+                self._hold_match()  # 2 find and hold the longest remembered prefix
+                for _ in self.work():  # 3 encode and prefill only what is new,
+                    pass  # 4 and put each snapshot into the tree when it is complete
             logits = self.run.last_logits()
             for token in decode(sampler, self._ids(), logits, self._step):  # 5 decode
                 self._note_token(token)
-                yield token  # 6 handed out before the next one is computed
-            self.keep_decoded()  # 7 the answer is prefilled with the next turn, or kept as decoded
+                yield token  # 6 yield it before the next one is computed
+            self.keep_decoded()  # 7 keep the decoded answer, or prefill it with the next turn
             self.finish()
-        except GeneratorExit:  # the answer is kept as far as it came
+        except GeneratorExit:  # keep the answer so far
             self._lock.put_off(partial(self.keep_decoded, self._run))
             raise
         finally:
             self.let_go()
 
-    # -- the hops --------------------------------------------------------------------------------
+    # -- the steps -------------------------------------------------------------------------------
 
     def ready(self) -> Run:
-        """Hops 1 to 4: the prompt is prefilled, its snapshots are in the tree."""
+        """Run steps 1 to 4: the prompt is prefilled and its snapshots are in the tree."""
         with self._lock:
             self.begin()
             return self.prefill()
 
     def sequence_sampler(self) -> SequenceSampler:
-        """Hop 5 for somebody else to drive."""
+        """The sampler of step 5, for a caller that drives decoding itself."""
         if self.sampler is None:
             raise KeepsightError("this turn was begun without sampling")
         return SequenceSampler(self.sampler, self._ids(), self._note_token)
 
     def begin(self, sample: bool = True) -> None:
-        """Hops 1 and 2."""
+        """Run steps 1 and 2."""
         self._name()
         if sample:
             self._choose_sampler()
@@ -108,17 +108,17 @@ class Turn:
         return self.sampler
 
     def _ids(self) -> torch.Tensor:
-        """The prompt as a batch of one, where the model is."""
+        """The prompt as a batch of one, on the model's device."""
         return torch.from_numpy(self.prompt.ids)[None].to(self._runtime.model.device)
 
     def _hold_match(self) -> None:
-        """Hop 2."""
+        """Run step 2."""
         with self._stage("match"):
             self._find()
         self.milliseconds["match"] -= self.milliseconds.get("load", 0.0)
 
     def foresee(self) -> Report:
-        """The report of hops 1 and 2, with nothing held, loaded or made more useful by looking."""
+        """The report of steps 1 and 2; nothing is held, loaded or made fresher."""
         self._name()
         with self._stage("match"):
             self._look()
@@ -126,9 +126,9 @@ class Turn:
         return self.report()
 
     def _name(self) -> None:
-        """Hop 1, under the weights and settings of now."""
+        """Run step 1 with the current weights and settings."""
         self._started = time.perf_counter() if self.asked is None else self.asked
-        self._sources, self._notes, self._others = {}, {}, set()  # nothing of an earlier beginning
+        self._sources, self._notes, self._others = {}, {}, set()  # drop earlier results
         with self._stage("check"):
             self.namespace = self._runtime.refresh(self._exact, self._tenant)
         self.rule, self._kernels = self._runtime.rule, self._runtime.finding.kernels
@@ -141,7 +141,7 @@ class Turn:
 
     @property
     def _loose(self) -> bool:
-        """Whether snapshots of decoded state may be used, wherever they are."""
+        """Whether snapshots of decoded state may be used at any place."""
         return not self._exact and self.rule.reuse == "prefix" and not self.rule.any_cut
 
     def _find(self) -> None:
@@ -153,7 +153,7 @@ class Turn:
             with self._stage("load"):
                 loaded = tree.load(held, self.prompt)
             if loaded and not (self.match.whole and self.match.logits is None):
-                break  # else it is damaged on disk, and marked as such, or has lost its logits
+                break  # else it is damaged on disk and marked so, or has lost its logits
             tree.release(held)
             self._waiting = None
             self.found.match = self.match.but_the_last(self.prompt) if loaded else self._deepest()
@@ -161,27 +161,29 @@ class Turn:
         self.cuts = self._pieces() if self.rule.any_cut else self.ends
 
     def _ends(self, match: Match) -> list[int]:
-        """Where snapshots end, behind those that are remembered."""
+        """The ends of new snapshots, after the remembered ones."""
         ends = self.prompt.boundaries(self.rule, match.base.end)
         until = self.prompt.before_medium(self.found.known.until, self.rule)
-        near = match.length + (self.rule.grain if match.length else 1)  # all begin alike: there too
-        parts = self.rule.states and near <= until < len(self.prompt)  # the next goes on from there
+        near = match.length + (self.rule.grain if match.length else 1)  # also common starts
+        parts = self.rule.states and near <= until < len(
+            self.prompt
+        )  # the next prompt starts there
         return [*sorted({*ends, until} if parts else ends), len(self.prompt)]
 
     def _pieces(self) -> list[int]:
-        """Where a prompt is cut that can be cut anywhere."""
+        """Where to cut a prompt that can be cut anywhere."""
         cuts = range(self.match.length + self.piece, len(self.prompt), self.piece)
         return sorted({self.prompt.move(cut, self.rule) for cut in cuts})
 
     def _look(self) -> None:
         known = self._runtime.prefixes.known(self.namespace, self.prompt)
-        whole = known.until == len(self.prompt)  # then it need not be known elsewhere
+        whole = known.until == len(self.prompt)  # then other namespaces do not matter
         other = None if whole else self._runtime.elsewhere(self.namespace, self.prompt)
         self.found = Findings(self._deepest(), known, other)
 
     @property
     def match(self) -> Match:
-        """The longest remembered prefix, as it was found at first."""
+        """The longest remembered prefix found at first."""
         return self.found.match
 
     def _deepest(self) -> Match:
@@ -191,7 +193,7 @@ class Turn:
         return find(self.namespace, self.prompt, self._next_cut(), loose=self._loose)
 
     def from_boundary(self) -> None:
-        """Where the whole prompt is remembered, step back to the boundary before its end."""
+        """If the whole prompt is remembered, step back to the boundary before its end."""
         tree, whole = self._runtime.prefixes, self.match.node
         if self.match.whole:
             self.found.match = self.match.but_the_last(self.prompt)
@@ -221,34 +223,34 @@ class Turn:
 
     @property
     def reached(self) -> Node:
-        """The deepest snapshot on this prompt's path, once it is prefilled."""
+        """The deepest snapshot on this prompt's path, once prefilled."""
         return self._reached if self._reached is not None else self.match.node
 
     def prefill(self) -> Run:
-        """Hops 3 and 4: what is left of the prompt, boundary by boundary."""
+        """Run steps 3 and 4: prefill the rest of the prompt."""
         list(self.work())
         return self.run
 
     def out_of_date(self) -> bool:
-        """Whether weights or settings were changed since the turn began."""
+        """Whether weights or settings changed since the turn began."""
         return self._runtime.refresh(self._exact, self._tenant) != self.namespace
 
     @property
     def done_tokens(self) -> int:
-        """How much of the prompt need not be computed any more."""
+        """How many prompt tokens are already computed or remembered."""
         return self.match.length if self._run is None else self._run.lane.length
 
     @property
     def run(self) -> Run:
-        """The prompt on its lane, from the first piece of work to the end of the turn."""
+        """The prompt on its lane, from the first pass to the end of the turn."""
         if self._run is None:
             raise KeepsightError("this turn has no lane: it was not begun, or it is over")
         return self._run
 
     def work(self, shared: bool = False) -> Iterator[int]:
-        """Hops 3 and 4 in pieces: after each, a pass of the tower or of the language model over so
-        many tokens, others may have the model. With `shared` they do, and what they put in the tree
-        meanwhile is taken and not computed again."""
+        """Run steps 3 and 4 in pieces. After each pass of the tower or of the language model it
+        yields a number of tokens, and others may use the model. With `shared` they do, and
+        snapshots they add to the tree meanwhile are used instead of computed."""
         engine, end = self._runtime.engine, len(self.prompt)
         self._vision.require(self.prompt.shown(self.match.length))  # before anything is computed
         room = self.sampler.max_new_tokens if self.sampler is not None else 0
@@ -276,7 +278,7 @@ class Turn:
         engine.guess(run, self._tenant, room, self._tally)
 
     def _catch_up(self, run: Run) -> bool:
-        """Whether another turn has come further on this path meanwhile; then go on from there."""
+        """Whether another turn got further on this path meanwhile; if so, continue from there."""
         tree, start = self._runtime.prefixes, run.lane.length
         match = self._deepest()
         begun = run.node.parent is not None
@@ -322,13 +324,13 @@ class Turn:
             self.milliseconds["first_token"] = 1e3 * (self._first - self._started)
 
     def keep_decoded(self, run: Run | None = None) -> None:
-        """Remember the answer as it was decoded, where that is exact or need not be; of a run that
-        was let go of, nobody had the model since."""
+        """Remember the decoded answer if that is exact or need not be. After the run is released,
+        nobody may have used the model in between."""
         run = run or self._run
         if not (self._loose or self.rule.any_cut) or run is None:
             return
         with self._lock:
-            if self.out_of_date():  # some of it was decoded by other weights
+            if self.out_of_date():  # other weights decoded part of it
                 return
             run.settle()
             length = max(0, run.lane.length - len(self.prompt))
@@ -337,12 +339,12 @@ class Turn:
             self._runtime.engine.keep_decoded(run, whole, self.generated)
 
     def finish(self) -> None:
-        """Let go of lane and path; safe to call at any time, and twice."""
+        """Release lane and path; safe to call at any time, and twice."""
         with self._lock:
             self._runtime.engine.let_go(*self._held())
 
     def let_go(self) -> None:
-        """The same without ever waiting: the collector may end a turn at any moment."""
+        """Release them without ever waiting: the garbage collector may end a turn at any moment."""
         if self._run or self._waiting:
             self._lock.leave(partial(self._runtime.engine.let_go, *self._held()))
 
@@ -354,7 +356,7 @@ class Turn:
         self._run = self._waiting = None
         return held
 
-    # -- telling ---------------------------------------------------------------------------------
+    # -- report ---------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
         """Counts so far."""

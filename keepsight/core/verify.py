@@ -1,7 +1,7 @@
-"""Cold against warm on the user's own model and pictures, and against stock Transformers.
+"""Compares cold with warm on the user's own model and pictures, and with stock Transformers.
 
-This is how anyone certifies the claim for themselves: the same prompt is prefilled from nothing and
-from what is remembered, and the logits are compared bit for bit.
+Anyone can check the claim with it: one prompt is prefilled from nothing and from what is
+remembered, and the logits are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keepsight.prefix.prompt import Prompt
 
 @dataclass
 class Verification:
-    """What `verify` saw."""
+    """The result of `verify`."""
 
     equal: bool  # warm and cold logits, bit for bit
     max_difference: float
@@ -36,8 +36,8 @@ class Verification:
     stock_max_difference: float | None = None
     stock_scale: float | None = None
     stock_same_tokens: bool | None = None
-    stock: str = "stock Transformers"  # what it was compared with
-    boundaries_because: str = ""  # why prompts are cut at boundaries only; empty: anywhere
+    stock: str = "stock Transformers"  # the stock code it was compared with
+    boundaries_because: str = ""  # why prompts are cut only at boundaries; empty if anywhere
 
     def to_dict(self) -> Record:
         """Plain data for JSON."""
@@ -66,7 +66,7 @@ class Verification:
 
 @dataclass
 class Check:
-    """One thing that was looked at on a user's own model."""
+    """One check of a user's own model."""
 
     what: str
     ok: bool
@@ -77,8 +77,8 @@ class Check:
 def certify(
     runtime: Runtime, images: Sequence[object], question: str, tenant: str = ""
 ) -> list[Check]:
-    """Check any checkpoint as `keepsight.testing.FamilyTests` does: prompts that go on with text
-    and with a new picture, warm, cold and stock; and controls that must differ."""
+    """Check a checkpoint as `keepsight.testing.FamilyTests` does: prompts continued with text and
+    with a new picture, warm, cold and stock, and controls that must differ."""
     first = [_user(question, images[0])]
     goes_on = [*first, _said("It is."), _user("And what else can be seen?")]
     compared = [*goes_on, _said("Nothing."), _user("Compare it with this.", *images[1:])]
@@ -108,8 +108,8 @@ def _checked(name: str, found: Verification) -> list[Check]:
 
 
 def _tower(runtime: Runtime, messages: list[Message], tenant: str) -> list[Check]:
-    """How often the tower runs for unknown pictures and for known ones, and how many
-    bytes of features are remembered in place of how many of pixels."""
+    """Count tower runs for unknown and for known pictures, and compare the bytes of their features
+    and pixels."""
     calls: list[str] = []
     fresh = runtime.fresh()
     with watched(runtime.family, calls.append):
@@ -134,7 +134,7 @@ def _tower(runtime: Runtime, messages: list[Message], tenant: str) -> list[Check
 def _controls(
     runtime: Runtime, first: list[Message], image: object, question: str, tenant: str
 ) -> list[Check]:
-    """What must matter: without these, everything above could hold by not looking."""
+    """Controls that must differ: without them equal results could come from ignoring the input."""
     right = _fresh_logits(runtime.fresh(), first, tenant)
     turned = _upside_down(image)
     other = float(
@@ -167,7 +167,7 @@ def _call(tenant: str) -> Call:
 
 
 def _upside_down(image: object) -> Decoded:
-    """The picture with its colours and its top and bottom exchanged."""
+    """The picture with inverted colours, turned upside down."""
     source = open_source(image)
     decoded = source.decode()
     pixels = np.asarray(decoded.convert("RGB") if isinstance(decoded, Image.Image) else decoded)
@@ -191,7 +191,7 @@ def verify(
     fresh.refresh(tenant=tenant)
     prompt = runtime.render(messages, _call(tenant))
     cold, _ = _last_logits(fresh, fresh.render(messages, _call(tenant)), tenant)
-    _last_logits(runtime, prompt, tenant)  # whatever was remembered before, now it is
+    _last_logits(runtime, prompt, tenant)  # everything is remembered from here on
     warm, cached = _last_logits(runtime, prompt, tenant)
     found = Verification(
         equal=torch.equal(cold, warm),
@@ -206,7 +206,7 @@ def verify(
 
 
 def _last_logits(runtime: Runtime, prompt: Prompt, tenant: str) -> tuple[torch.Tensor, int]:
-    """Logits behind the prompt, prefilled from the deepest boundary (never the whole prompt)."""
+    """The logits after the prompt, prefilled from the deepest boundary (never the whole prompt)."""
     turn = Turn(runtime, lambda: prompt, {}, tenant=tenant)
     try:
         turn.begin(sample=False)
@@ -220,12 +220,12 @@ def _last_logits(runtime: Runtime, prompt: Prompt, tenant: str) -> tuple[torch.T
 def _against_stock(
     runtime: Runtime, prompt: Prompt, warm: torch.Tensor, found: Verification, tenant: str
 ) -> None:
-    """One plain forward of the whole prompt from pixels, as Transformers alone would do it."""
+    """One plain forward pass of the whole prompt from pixels, as Transformers alone would do it."""
     model = runtime.model
-    if hasattr(model, "exported"):  # it has no weights of PyTorch's to compare with
+    if hasattr(model, "exported"):  # no PyTorch weights to compare with
         found.stock = "one pass of the same graphs"
     pixels = [medium.recall() for medium in prompt.media if callable(medium.recall)]
-    from_pixels = len(pixels) == len(prompt.media)  # a package has none to go back to
+    from_pixels = len(pixels) == len(prompt.media)  # a package has no pixels to return to
     inputs = stock_inputs(runtime, prompt, not from_pixels, tenant)
     if from_pixels:
         joined = runtime.family.join_pixels(pixels)
@@ -238,7 +238,7 @@ def _against_stock(
     found.stock_scale = float(logits.abs().max())
     found.stock_same_tokens = int(logits.argmax()) == int(warm.argmax())
     if not found.stock_same_tokens:
-        # Two logits closer than rounding may change places; that is a tie, not an error.
+        # Two logits within rounding of each other may swap; that is a tie, not an error.
         a, b = int(logits.argmax()), int(warm.argmax())
         gap = float((logits[0, a] - logits[0, b]).abs())
         found.stock_same_tokens = gap <= 2 * found.stock_max_difference
