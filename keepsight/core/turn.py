@@ -165,9 +165,7 @@ class Turn:
         ends = self.prompt.boundaries(self.rule, match.base.end)
         until = self.prompt.before_medium(self.found.known.until, self.rule)
         near = match.length + (self.rule.grain if match.length else 1)  # also common starts
-        parts = self.rule.states and near <= until < len(
-            self.prompt
-        )  # the next prompt starts there
+        parts = self.rule.states and near <= until < len(self.prompt)  # the next one starts there
         return [*sorted({*ends, until} if parts else ends), len(self.prompt)]
 
     def _pieces(self) -> list[int]:

@@ -1,3 +1,2 @@
-"""A loaded model, what its results depend on, and what only its family knows. May import store and
-below.
-"""
+"""A loaded model, what its results depend on, and family-specific code. May import store and
+below."""

@@ -1,8 +1,8 @@
 """Watches the vision and audio towers of one live model: counts their runs, or forbids them.
 
-A forward pre-hook on each outermost part of a tower sees every run, whoever starts it and in
-whichever thread. It stands under a name of ours that the fingerprint knows and passes by, and it is
-gone when the last watcher has ended.
+A forward pre-hook on each outermost part of a tower sees every run, in every thread. The
+fingerprint knows the hook by its name and ignores it. The hook is removed when the last watcher has
+ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _folded: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictio
 
 
 class TowerHook:
-    """The hook on one part of a tower, for as many as watch it."""
+    """The hook on one part of a tower, shared by all its watchers."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class TowerHook:
 
 @contextmanager
 def watched(family: Family, on_run: OnRun) -> Iterator[dict[str, torch.nn.Module]]:
-    """Call `on_run` before each run of a part of the towers; the parts by their paths."""
+    """Call `on_run` before each run of a part of the towers; yields the parts by path."""
     parts = tower_parts(family)
     with ExitStack() as undo:
         for path, part in parts.items():
@@ -70,7 +70,7 @@ def _hooks_of(part: torch.nn.Module) -> dict[str, TowerHook]:
 
 @contextmanager
 def blindfold(family: Family) -> Iterator[None]:
-    """Any run of a tower of this model is an error meanwhile, in every thread."""
+    """While this is active, any run of a tower of this model raises an error, in every thread."""
     model = family.model
     _refuse_compiled(model)
 
@@ -96,10 +96,10 @@ def refuse_blindfolded(model: PreTrainedModel, key: str) -> None:
 
 
 def _refuse_compiled(model: PreTrainedModel) -> None:
-    """Code that torch compiled before does not look at hooks."""
+    """Refuse compiled models: code that torch compiled earlier ignores new hooks."""
     for path, module in model.named_modules():
         if hasattr(module, "dynamo_ctx") or module._compiled_call_impl is not None:
             raise ModelError(
-                f"{path or 'the model'} is compiled, and compiled code passes hooks by, so "
-                "blindfold() could not see every run of the tower; use a model that is not compiled"
+                f"{path or 'the model'} is compiled, and compiled code ignores hooks, so "
+                "blindfold() could miss a run of the tower; use a model that is not compiled"
             )

@@ -1,8 +1,8 @@
-"""Which modules of a live model `torch.compile` has taken over.
+"""Which modules of a live model `torch.compile` has replaced.
 
-What the compiler makes of a module depends on its options and on the shapes that it met before, so
-no name for it holds in another process, and compiling again gives another one. In place
-(`module.compile()`) only one attribute of the module changes, which is noticed like any other.
+Compiled code depends on options and on the shapes seen before, so no name for it is valid in
+another process, and compiling again gives another name. `module.compile()` changes only one
+attribute of the module, which is noticed like any other change.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from keepsight.models.switches import called
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_IN_PLACE = "_compiled_call_impl"  # where `Module.compile` puts what it made
+_IN_PLACE = "_compiled_call_impl"  # where `Module.compile` stores its result
 
 
 class Compiled:
-    """The compiled modules of one model, by their paths."""
+    """The compiled modules of one model, by path."""
 
     def __init__(self, model: PreTrainedModel, answers: bool = True) -> None:
         self._model, self._answers = model, answers
@@ -26,7 +26,7 @@ class Compiled:
         self._decoder: str | None = None
 
     def gather(self) -> None:
-        """Look at every module; called when any of them changed."""
+        """Check every module; called when any of them changed."""
         model = self._model
         modules = list(model.named_modules())
         decoder = model.get_decoder() if self._answers else None
@@ -43,7 +43,7 @@ class Compiled:
         return self._found
 
     def beside_the_decoder(self, found: dict[str, str]) -> dict[str, str]:
-        """The compiled modules that features can depend on: neither in the decoder nor around it.
+        """The compiled modules that features may depend on: neither in the decoder nor around it.
 
         Features come from a method, which bypasses a compiled wrapper around the tower.
         """

@@ -1,6 +1,7 @@
-"""What changes bits beside weights and input: device, libraries, threads, switches, attention.
+"""Everything except weights and input that changes bits: device, libraries, threads, switches,
+attention.
 
-Snapshots are reused only in the environment they were made in; packages say theirs.
+Snapshots are reused only in the environment they were made in; packages record theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from keepsight.kinds import Processor
 
-# Where a configuration keeps by which of Transformers' functions its part of a model runs.
+# Attributes of a configuration that choose Transformers' functions for its part of a model.
 _CHOSEN = {
     "attention": "_attn_implementation_internal",
     "experts": "_experts_implementation_internal",
@@ -42,7 +43,7 @@ def about(model: PreTrainedModel, processor: Processor | None) -> Record:
 
 
 def environment_of(model: PreTrainedModel, dtype: str) -> Record:
-    """Those that hold for a live model whose weights are of a dtype, in this thread."""
+    """The environment of a live model in this thread, given the dtype of its weights."""
     device: torch.device = model.device
     functions = _functions(model.config)
     chosen = {(word, name) for word, names in functions.items() for name in names.values()}
@@ -50,7 +51,7 @@ def environment_of(model: PreTrainedModel, dtype: str) -> Record:
         "device": _device_class(device),
         "dtype": dtype,
         **functions,
-        "torch": str(torch.__version__),  # a version of torch's own kind is slow to compare
+        "torch": str(torch.__version__),  # torch's version class is slow to compare
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "switches": switches(device.type, sorted(chosen)),
@@ -60,7 +61,7 @@ def environment_of(model: PreTrainedModel, dtype: str) -> Record:
 
 
 def backend_version(backend: str) -> str:
-    """The library that turns pixels into what the tower takes."""
+    """The version of the library that turns pixels into tower inputs."""
     if backend == "torchvision":
         return f"torchvision {importlib.metadata.version('torchvision')}"
     return f"pillow {PIL.__version__}"
@@ -76,12 +77,12 @@ def _device_class(device: torch.device) -> str:
 
 
 def _functions(config: PreTrainedConfig) -> dict[str, dict[str, str]]:
-    """By which functions each part of a model attends and runs its experts, as it was chosen."""
+    """The chosen functions for attention and experts, per part of the model."""
     found: dict[str, dict[str, str]] = {"attention": {}, "experts": {}}
     waiting = [("model", config)]
     while waiting:
         name, part = waiting.pop()
-        # Not by getattr: upstream's properties walk over all parts again, each for its own.
+        # Not by getattr: Transformers' properties walk over all parts again for each part.
         own = vars(part)
         for word, attribute in _CHOSEN.items():
             if own.get(attribute) is not None:

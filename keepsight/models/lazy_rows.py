@@ -1,8 +1,8 @@
-"""Rows of an embedding that are looked up when they are needed, piece by piece.
+"""Rows of an embedding that are looked up when needed, piece by piece.
 
-Towers that resample their position grid look up four rows for each patch, weigh them and add them
-up: for a moment that is eight times the memory of the sum. Here the lookup waits for its sum. Any
-other use of the rows gets the plain tensor.
+Towers that resample their position grid look up four rows per patch, weight them and add them up.
+That briefly takes eight times the memory of the sum. Here the lookup waits until the sum. Any other
+use of the rows gets the plain tensor.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SUM = torch.ops.aten.sum.dim_IntList
 
 
 class LazyRows(torch.Tensor):
-    """A tensor of three dimensions whose rows are made when they are asked for."""
+    """A three-dimensional tensor whose rows are computed on demand."""
 
     make: Make
 
     @staticmethod
     def of(shape: torch.Size, dtype: torch.dtype, make: Make) -> LazyRows:
-        """Rows that `make` gives."""
+        """Rows computed by `make`."""
         rows: LazyRows = torch.Tensor._make_wrapper_subclass(LazyRows, shape, dtype=dtype)
         rows.make = make
         return rows
@@ -40,8 +40,8 @@ class LazyRows(torch.Tensor):
         args: tuple[object, ...] = (),
         kwargs: Record | None = None,
     ) -> object:
-        """The product with a tensor of as many rows waits, a sum over the second dimension is
-        made piece by piece, and everything else is computed as ever."""
+        """A product with a tensor of equally many rows is delayed, a sum over the second dimension
+        is computed piece by piece, and everything else is computed as usual."""
         rows = args[0] if args else None
         if isinstance(rows, LazyRows) and not kwargs:
             other = args[1] if len(args) > 1 else None
@@ -64,7 +64,7 @@ def _weighed(rows: LazyRows, weights: torch.Tensor) -> LazyRows:
 
 
 def _sum(rows: LazyRows) -> torch.Tensor:
-    """The sum, in pieces where some of its rows show that pieces give the same bits."""
+    """The sum, in pieces if a trial on some rows shows equal bits."""
     make, count = rows.make, rows.shape[0]
     some = min(count, 2 * _PIECE + 17)
     if not torch.equal(make(0, some).sum(1), torch.cat(list(_sums(make, some)))):

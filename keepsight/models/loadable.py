@@ -1,6 +1,6 @@
-"""What is refused before a checkpoint is loaded, in a sentence and within two seconds.
+"""Refuses, within two seconds and with a reason, what cannot be loaded.
 
-A device that is not there, a Hub that cannot be reached, a model that only reads text.
+A missing device, an unreachable Hub, a text-only model.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _DEVICE = re.compile(r"([a-z]+)(?::(\d+))?")
 
 
 def check_loadable(path: str, device_map: DeviceMap, revision: str | None) -> None:
-    """Refuse what cannot be loaded, as far as that can be said at once."""
+    """Refuse what is known at once not to load."""
     check_device(device_map)
     check_hub(path, revision)
     check_sees(path, revision)
 
 
 def check_device(device_map: DeviceMap) -> None:
-    """Refuse a device that this machine, or this PyTorch, has not got."""
+    """Refuse a device that this machine or this PyTorch does not have."""
     found = _DEVICE.fullmatch(device_map) if isinstance(device_map, str) else None
     if found is None or found[1] not in ("cuda", "mps", "xpu"):
-        return  # a map of several, or what PyTorch knows better
+        return  # a map of several devices, or something only PyTorch knows
     backend = getattr(torch, found[1])
     count = backend.device_count() if backend.is_available() else 0
     if int(found[2] or 0) < count:
@@ -42,10 +42,10 @@ def check_device(device_map: DeviceMap) -> None:
 
 
 def check_sees(path: str, revision: str | None) -> None:
-    """Refuse a language model without eyes."""
+    """Refuse a language model without a vision tower."""
     try:
         config = AutoConfig.from_pretrained(path, revision=revision)
-    except Exception:  # an adapter, or what loading itself refuses by name
+    except Exception:  # an adapter, or something that loading itself refuses by name
         return
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or hasattr(config, "vision_config")
     if not sees and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:

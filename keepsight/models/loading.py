@@ -1,6 +1,7 @@
-"""Checkpoints to live models and processors, with nothing that a checkpoint of images needs not.
+"""Loads checkpoints as live models and processors, without parts that images do not need.
 
-A processor that upstream cannot build here comes without its video part (partial_processor.py).
+If Transformers cannot build a processor here, it comes without its video part
+(partial_processor.py).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from keepsight.system.words import check_dtype
 
 DEMO = {"demo": "qwen3_vl", "demo-hybrid": "qwen3_5"}
 _UNKNOWN_TYPE = re.compile(r"Unrecognized configuration class <class '[\w.]*?(\w+)Config'>")
-Rows = list[list[str | int | None]]  # of files: name, size, times and inode of each
+Rows = list[list[str | int | None]]  # per file: name, size, times and inode
 
 
 def model_path(name: str) -> str:
-    """The folder of a demo model, or the name as it is (a folder or a hub id)."""
+    """The folder of a demo model, or the name unchanged (a folder or a hub id)."""
     if name in DEMO:
         return str(Path(__file__).parents[1] / "demo" / "models" / DEMO[name])
     near = difflib.get_close_matches(name, DEMO, n=1, cutoff=0.7)
@@ -44,7 +45,7 @@ def model_path(name: str) -> str:
 def load_named(
     path: str, dtype: Dtype, device_map: DeviceMap, revision: str | None
 ) -> tuple[PreTrainedModel, str | None]:
-    """The model, in eval mode, and the name of the files that all its weights are from."""
+    """The model in eval mode, and the name of the files with all its weights."""
     options = load_options(dtype, device_map, revision)
     before = files_of(path)
     with named_refusal(path):
@@ -56,10 +57,11 @@ def load_named(
 
 
 def files_name(path: str, model: PreTrainedModel, before: Rows | None, found: Record) -> str | None:
-    """The name of the files of a model just loaded, by which its digests may be remembered.
+    """The name of the files of a model just loaded, under which its digests may be remembered.
 
-    None where they do not say all: for weights that no file had, which are of chance, and for files
-    that changed meanwhile. `before` are the files as they were, `found` is what upstream missed.
+    None if the files do not determine the model: for weights missing in them, which are random, and
+    for files that changed meanwhile. `before` is their earlier state; `found` lists what was
+    missing.
     """
     if found["missing_keys"] or found["mismatched_keys"] or files_of(path) != before:
         return None
@@ -75,14 +77,14 @@ def load_options(dtype: Dtype, device_map: DeviceMap, revision: str | None) -> R
 
 @contextmanager
 def named_refusal(path: str) -> Iterator[None]:
-    """Whatever upstream raises for a checkpoint that it cannot load, as one error."""
+    """Map any error of Transformers for a checkpoint that it cannot load to one error."""
     try:
         yield
     except (OSError, ValueError, KeyError, AssertionError, RuntimeError) as error:
         if isinstance(error, KeepsightError):
             raise
         why = str(error)
-        if unknown := _UNKNOWN_TYPE.match(why):  # upstream goes on with the names of all types
+        if unknown := _UNKNOWN_TYPE.match(why):  # the message goes on with all known types
             why = (
                 f"Transformers has no {unknown[1]} among them; load it with a class of its own, "
                 "and hand it to ks.wrap(model, processor)"
@@ -93,7 +95,7 @@ def named_refusal(path: str) -> Iterator[None]:
 
 
 def thinking(model: PreTrainedModel) -> PreTrainedModel:
-    """An Omni model also talks; what sees, hears and answers is its thinker."""
+    """The thinker of an Omni model, which sees, hears and answers; the rest talks."""
     return getattr(model, "thinker", model)
 
 
@@ -124,10 +126,10 @@ def load_processor(path: str, revision: str | None) -> Processor:
         processor: Processor = _from_pretrained()(transformers.AutoProcessor, path, **options)
         if hasattr(processor, "image_processor"):
             return processor
-    except Exception as error:  # what is raised differs by what is missing; try it without video
+    except Exception as error:  # the error type depends on what is missing; try without video
         problem: Exception | None = error
     else:
-        problem = None  # upstream fell back to a bare tokenizer
+        problem = None  # Transformers fell back to a bare tokenizer
     try:
         return partial_processor(path, options)
     except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
@@ -137,10 +139,10 @@ def load_processor(path: str, revision: str | None) -> Processor:
 def files_digest(
     path: str, dtype: torch.dtype | str, every: bool = False, commit: str | None = None
 ) -> str | None:
-    """The name of all files that a folder's model is loaded from, by size, time and inode.
+    """The name of all files from which a folder's model is loaded, by size, time and inode.
 
-    An adapter's are also those of its base; one on the hub is named by its commit. None for what
-    has no name: a hub id. With `every`, of all files, those in folders below too.
+    For an adapter it includes those of its base; a base on the Hub is named by its commit. None for
+    a hub id. With `every`, all files count, including those in subfolders.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -160,7 +162,7 @@ _MOST_BASES = 8
 
 
 def files_of(path: str, commit: str | None = None, below: int = 0) -> Rows | None:
-    """The files of a model with their state; None where not all are known."""
+    """The files of a model with their state; None if not all are known."""
     folder = Path(path)
     if not folder.is_dir():
         return [[path, commit]] if below and commit else None
@@ -181,8 +183,8 @@ def _rows(folder: Path, files: Iterable[Path]) -> Rows:
     for file in sorted(files):
         if file.is_file():
             status = file.stat()
-            # The change time too: a new file may get the inode of the one it replaces, and anybody
-            # can set the time of modification back.
+            # The change time too: a new file may reuse an inode, and anybody can reset the
+            # modification time.
             times = [status.st_mtime_ns, status.st_ctime_ns]
             name = os.path.relpath(file, folder)
             rows.append([name, status.st_size, *times, status.st_ino])

@@ -1,9 +1,9 @@
-"""Linear layers with weights in eight bits, in PyTorch and for any family.
+"""Linear layers with eight-bit weights, in PyTorch and for any family.
 
-Only weights are narrow, in the decoder and the output head: the tower sees as before, so features
-are shared with the model as it was loaded. A few tokens go through torch's kernel, which reads the
-eight bits and computes in bfloat16; more tokens through a product with the weight widened again.
-So a token's bits depend on how many are computed with it, and prompts are cut at boundaries.
+Only weights of the decoder and the output head are narrow. The tower is unchanged, so features are
+shared with the model as loaded. A few tokens use torch's kernel, which reads eight bits and
+computes in bfloat16; more tokens use a product with the weight widened again. So a token's bits
+depend on the number of tokens in a pass, and prompts are cut at boundaries.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from keepsight.errors import UnsupportedInput
 
 _Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _kernel: _Kernel | None = getattr(torch, "_weight_int8pack_mm", None)
-_FEW = 16  # tokens that the kernel takes faster than a widened weight is made
-_SMALLEST = 64  # numbers in and out, below which nothing is gained
-_STEP = 32  # of both: the kernel reads beyond weights of other sizes
-_LARGEST = 127  # of eight bits
+_FEW = 16  # up to this many tokens the kernel is faster than widening a weight
+_SMALLEST = 64  # inputs x outputs; below this nothing is gained
+_STEP = 32  # sizes must be multiples: otherwise the kernel reads beyond the weights
+_LARGEST = 127  # largest eight-bit value
 
 
 class NarrowLinear(torch.nn.Module):
-    """A linear layer whose weight has eight bits, and a scale for each output."""
+    """A linear layer with an eight-bit weight and a scale per output."""
 
     weight: torch.Tensor
     scales: torch.Tensor
@@ -61,7 +61,7 @@ class NarrowLinear(torch.nn.Module):
 
 
 def narrow(model: PreTrainedModel, parts: Iterable[torch.nn.Module]) -> None:
-    """Put layers with narrow weights in the place of the linear layers of these parts."""
+    """Replace the linear layers of these parts by ones with narrow weights."""
     if model.device.type != "cpu":
         raise UnsupportedInput(
             f"weights='int8' computes on the CPU, and the model is on {model.device}; leave out "
@@ -75,13 +75,13 @@ def narrow(model: PreTrainedModel, parts: Iterable[torch.nn.Module]) -> None:
             done += 1
     if not done:
         raise UnsupportedInput(
-            "weights='int8': this model has no linear layers in its decoder that could have "
+            "weights='int8': this model has no linear layers in its decoder that could use "
             "eight bits; leave weights= out"
         )
 
 
 def is_narrow(model: torch.nn.Module) -> bool:
-    """Whether weights of a model were made narrow here."""
+    """Whether some weights of a model were narrowed here."""
     return any(type(module) is NarrowLinear for module in model.modules())
 
 

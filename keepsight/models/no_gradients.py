@@ -1,9 +1,8 @@
-"""How the engine runs a model: without gradients, and without what gradients would need later.
+"""Chooses how the engine runs a model without gradients: inference mode or `no_grad`.
 
-Torch's inference mode is the leaner of the two ways. Some weights cannot be read in it: tensors of
-a class of their own that unpack themselves there (quanto's four bits, "Cannot set version_counter
-for inference tensor"). A model that has such weights runs under `no_grad`, always: tensors that
-were made in inference mode cannot be written to outside of it.
+Inference mode is leaner. Some weights cannot be read in it: tensor classes that unpack themselves
+(quanto's four bits, "Cannot set version_counter for inference tensor"). A model with such weights
+always runs under `no_grad`, because tensors made in inference mode cannot be written outside of it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _plainly: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class HasModel(Protocol):
-    """Whoever runs a model."""
+    """An object that runs a model."""
 
     _model: torch.nn.Module
 
@@ -36,12 +35,12 @@ def run_plainly(model: torch.nn.Module) -> None:
 
 
 def quiet(model: torch.nn.Module) -> AbstractContextManager[object]:
-    """Whatever this model can run in."""
+    """The gradient-free mode that this model can run in."""
     return torch.no_grad() if model in _plainly else torch.inference_mode()
 
 
 def quietly(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Run a method in what the model of its object can run in."""
+    """Run a method in the gradient-free mode of its object's model."""
 
     def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with quiet(self._model):

@@ -1,9 +1,9 @@
 """Processors without the parts that cannot be loaded here.
 
-Upstream's composite processors cannot be built where torchvision is missing, even for images only:
-their video processor is a required argument. Here one is built with a stand-in, which remembers
-what the checkpoint says of the part. So it saves a folder that loads whole where torchvision is,
-and whoever asks the part for something gets an error that says what to do
+Without torchvision Transformers cannot build its composite processors, even for images only,
+because their video processor is a required argument. Here a placeholder takes its place and keeps
+the checkpoint's settings of that part. So saving it gives a folder that loads whole where
+torchvision is installed, and using the part gives an error that says what to do
 (tests/test_upstream_traps.py tells when this is no longer needed).
 """
 
@@ -22,18 +22,18 @@ from keepsight.models import upstream
 
 
 class NotLoaded:
-    """Stands where a part of a processor would. `config` is what its checkpoint says of it."""
+    """A placeholder for a part of a processor. `config` is the checkpoint's settings for it."""
 
     model_input_names: tuple[str, ...] = ()
-    num_frames = fps = None  # what some processors read of it when they are built
+    num_frames = fps = None  # read by some processors when they are built
     slice_mode, downsample_mode = False, "16x"
-    _auto_class = None  # upstream asks each part whether its code is to be saved too
+    _auto_class = None  # Transformers asks each part whether its code is saved too
 
     def __init__(self, name: str = "video processor", config: Record | None = None) -> None:
         self.name, self.config = name, config
 
     def __call__(self, *arguments: object, **options: object) -> NoReturn:
-        """Say what is missing."""
+        """Raise an error that says what is missing."""
         raise MissingExtra(
             f"this processor was loaded without its {self.name}, which needs "
             f"{'torchvision' if 'video' in self.name else 'files that the checkpoint lacks'}; "
@@ -47,7 +47,8 @@ class NotLoaded:
 
 
 def partial_processor(path: str, options: Record) -> Processor:
-    """The processor of a checkpoint, with stand-ins for what only videos and sound need."""
+    """The processor of a checkpoint, with placeholders for parts that only videos and sound
+    need."""
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
     config = _processor_config(path, options)
@@ -69,7 +70,8 @@ def partial_processor(path: str, options: Record) -> Processor:
 
 @functools.cache
 def lenient(base: Any) -> type[ProcessorMixin]:
-    """A processor's class that takes stand-ins for its parts, and saves what they stand for."""
+    """A subclass of a processor that accepts placeholders for its parts and saves their
+    settings."""
 
     def check(self: ProcessorMixin, attribute: str, argument: object) -> type:
         if not isinstance(argument, NotLoaded):
@@ -94,7 +96,7 @@ def lenient(base: Any) -> type[ProcessorMixin]:
 
 
 def _restored(base: Any, state: Record) -> ProcessorMixin:
-    """A copy, for `copy` and for worker processes: the class is made, not imported."""
+    """Rebuild a copy, for `copy` and for worker processes: the class is created, not imported."""
     made: ProcessorMixin = object.__new__(lenient(base))
     vars(made).update(state)
     return made
@@ -103,7 +105,7 @@ def _restored(base: Any, state: Record) -> ProcessorMixin:
 def _feature_extractor(
     path: str, config: Record, options: Record
 ) -> FeatureExtractionMixin | NotLoaded:
-    """The feature extractor, or a stand-in where the checkpoint has none that loads."""
+    """The feature extractor, or a placeholder if the checkpoint has none that loads."""
     try:
         return transformers.AutoFeatureExtractor.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError, KeyError):
@@ -111,7 +113,7 @@ def _feature_extractor(
 
 
 def _usual_processor(path: str, options: Record) -> str | None:
-    """The processor class that Transformers goes by where a checkpoint names none."""
+    """The processor class that Transformers uses if a checkpoint names none."""
     config = transformers.AutoConfig.from_pretrained(path, **options)
     found = transformers.PROCESSOR_MAPPING.get(type(config), None)
     return None if found is None else found.__name__
@@ -129,7 +131,8 @@ def _processor_config(path: str, options: Record) -> Record:
 
 
 def _video_config(path: str, config: Record, options: Record) -> Record | None:
-    """What a checkpoint says of its video processor, in the order in which upstream looks."""
+    """The checkpoint's settings of its video processor, in the order in which Transformers
+    searches."""
     found: Record | None = config.get("video_processor")
     for file in ("video_preprocessor_config.json", "preprocessor_config.json"):
         found = _read(path, file, options) if found is None else found

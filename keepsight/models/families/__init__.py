@@ -1,8 +1,8 @@
-"""What only a family knows. `family_of(model)` finds the right one.
+"""Family-specific code. `family_of(model)` finds the right class.
 
-A family's file is named for the behaviour it adds; most model types need none and are served by
-`base.py`. A type is listed in `SUPPORTED` once tests have shown it exact; others are tried on the
-user's own model before anything is answered, and refused by name where that fails.
+A file is named for the behaviour it adds; most model types need none and use `base.py`. A type is
+listed in `SUPPORTED` once tests have shown it exact. Other types are tried on the user's own model
+before it answers anything, and refused by name if the trial fails.
 """
 
 from __future__ import annotations
@@ -100,17 +100,17 @@ SUPPORTED: dict[str, type[Family]] = {
     "mllama": Mllama,
 }
 
-# Where the tower decides how images come: Pixtral 12B is a LLaVA.
+# The tower decides how images are prepared: Pixtral 12B is a LLaVA.
 _BY_TOWER: dict[tuple[str, str], type[Family]] = {("llava", "pixtral"): Mistral3}
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The family of a model. One of an unlisted type is not `proven`: whoever
-    takes it has to try it first (core/probe.py)."""
+    """The family of a model. For an unlisted type it is not `proven`: the caller must try it first
+    (core/probe.py)."""
     model_type = getattr(model.config, "model_type", "?")
     if getattr(model, "thinker", None) is not None:
         raise UnsupportedModel(
-            f"{model_type} thinks and talks; wrap the part that thinks: ks.wrap(model.thinker, ...)"
+            f"{model_type} thinks and talks; wrap its thinker: ks.wrap(model.thinker, ...)"
         )
     if model_type not in SUPPORTED:
         family = Cast(model)

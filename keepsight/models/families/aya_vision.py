@@ -1,10 +1,9 @@
-"""Families whose image is several runs of placeholders, one a tile, with text between them.
+"""Families whose image is several runs of placeholders, one per tile, with text between them.
 
-Aya Vision writes a tile's name before each tile, Cohere 2 Vision a line break behind each. In a
-processor's packed output the tiles of all images lie one after another, and no tensor says where
-an image ends. The prompt does: a token closes an image, and it stands behind the prompt's last one.
-Where it is not there, each tile is taken for an image of its own, which gives the same answers and
-shares less.
+Aya Vision writes a tile's name before each tile, Cohere 2 Vision a line break after each. A
+processor's packed output holds the tiles of all images in sequence, without a tensor that says
+where an image ends. The prompt says it: a token closes each image. Without that token, each tile is
+taken for an image of its own: the answers are equal, less is shared.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class AyaVision(Family):
     behind = 0  # tokens between a tile and the one that closes its image
 
     def closing(self, row: np.ndarray, end: int) -> int | None:
-        """The token that closes an image; the last placeholder of `row` stands before `end`."""
+        """The token that closes an image; the last placeholder of `row` is at `end` - 1."""
         spot = end + self.behind
         return int(row[spot]) if spot < len(row) else None
 
@@ -49,7 +48,7 @@ class AyaVision(Family):
         return media
 
     def _images(self, row: np.ndarray) -> Iterator[int]:
-        """How many placeholders each image of one prompt has."""
+        """The number of placeholders of each image of one prompt."""
         spots = np.flatnonzero(row == self.image_token_id)
         if not len(spots):
             return
@@ -64,6 +63,6 @@ class AyaVision(Family):
 
 
 class Cohere2Vision(AyaVision):
-    """Each tile ends with a line break, the last one too."""
+    """Each tile ends with a line break, including the last."""
 
     behind = 1

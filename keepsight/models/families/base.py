@@ -1,8 +1,8 @@
-"""The generic family: right for every model that takes `mm_encoder_outputs`, by asking the model.
+"""The generic family: right for every model that accepts `mm_encoder_outputs`.
 
-It asks Transformers for whatever Transformers knows: `get_image_features` for the tower,
+It asks Transformers for everything Transformers knows: `get_image_features` for the tower,
 `get_rope_index` for multimodal positions, the processor's `replace_image_token` for the prompt text
-of an image. It keeps no state of a conversation, and trusts none that the model keeps.
+of an image. It keeps no state of a conversation, and uses none that the model keeps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from keepsight.models.families.pixels import (
 from keepsight.models.families.tower_absent import absent_parts
 from keepsight.models.families.tower_tensors import TowerTensors
 
-# How families end a turn. A boundary stands behind each, so a turn can be continued.
+# Tokens that end a turn. A boundary follows each, so a turn can be continued.
 TURN_ENDS = (
     "<|im_end|>", "<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eot|>", "<|end|>",
     "<|END_OF_TURN_TOKEN|>", "</s>",
@@ -53,24 +53,23 @@ TURN_ENDS = (
 
 
 class Family:
-    """One model, seen through what its family does. Subclasses change only what differs."""
+    """The family-specific view of one model. Subclasses override only what differs."""
 
-    # What of a prompt can serve another prompt (law 4):
+    # Which part of a prompt can serve another prompt (law 4):
     #   "prefix"        everything up to any boundary;
-    #   "same media"    boundaries stand behind the last medium only: a later medium would change
-    #                   what stands before it;
-    #   "whole prompt"  nothing but the identical prompt: all of its tokens see each other.
+    #   "same media"    boundaries only after the last medium: a later medium changes what is before
+    #   "whole prompt"  only the identical prompt: all its tokens attend to each other.
     reuse = "prefix"
-    proven = True  # False for a type that no test has shown exact: core/probe.py tries it first
-    feeds_stock = True  # whether stock `generate` takes features, so that `vlm.inputs` can give any
-    packages_only = ""  # what a model is that makes packages, and answers no prompt of ours
-    decodes_together = True  # False where a row of a padded batch is not what it is alone
-    decodes_as_prefilled = True  # False where some decoded tokens go another way through the model
-    sees_whole_media = False  # whether the tokens of one medium attend to each other both ways
-    # Ids that close a medium whose frame is seen from inside: a boundary stands behind the first.
+    proven = True  # False for a type not yet shown exact: core/probe.py tries it first
+    feeds_stock = True  # whether stock `generate` accepts features, as `vlm.inputs` gives them
+    packages_only = ""  # what kind of model makes packages but answers no prompts
+    decodes_together = True  # False if padding a batch changes a row's result
+    decodes_as_prefilled = True  # False if some decoded tokens take another path through the model
+    sees_whole_media = False  # whether tokens of one medium attend to each other both ways
+    # Ids that close a medium whose frame tokens attend to it: a boundary follows the first.
     media_ends: frozenset[int] = frozenset()
-    beside_the_tower: tuple[str, ...] = ()  # parts that forward runs on features that it is given
-    also_takes: tuple[str, ...] = ()  # tensors of a processor beside what the encoder itself takes
+    beside_the_tower: tuple[str, ...] = ()  # parts of the model that forward runs on given features
+    also_takes: tuple[str, ...] = ()  # tensors of a processor beyond those the encoder takes
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -90,7 +89,7 @@ class Family:
 
     @property
     def encoder(self) -> Callable[..., BaseModelOutputWithPooling]:
-        """What makes features of pixels; it may be exchanged at any time."""
+        """The method that makes features from pixels; it may be replaced at any time."""
         getter: Callable[..., BaseModelOutputWithPooling] = self.core.get_image_features
         return getter
 
@@ -104,11 +103,11 @@ class Family:
 
     @property
     def placeholders(self) -> dict[str, int]:
-        """The id that stands for a token of a medium, for each modality that the family sees."""
+        """The placeholder id for each modality that the family sees."""
         return {"image": self.image_token_id}
 
     def spots(self, row: np.ndarray, kind: str) -> np.ndarray:
-        """Where the placeholders of one kind of media stand in a prompt."""
+        """The places of the placeholders of one kind of media in a prompt."""
         return np.flatnonzero(row == self.placeholders[kind])
 
     @property
@@ -119,24 +118,24 @@ class Family:
     # -- identity --------------------------------------------------------------------------------
 
     def vision_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everything that makes features: all weights that are neither decoder nor output head."""
+        """The weights that make features: all except decoder and output head."""
         skip = {id(t) for module in self.text_modules() for _, t in all_tensors(module)}
         for name, tensor in all_tensors(self.model):
             if id(tensor) not in skip:
                 yield name, tensor
 
     def text_modules(self) -> Iterator[torch.nn.Module]:
-        """The parts for text alone: the decoder and the output head."""
+        """The modules for text only: the decoder and the output head."""
         for module in (self.model.get_decoder(), self.model.get_output_embeddings()):
             if module is not None:
                 yield module
 
     def vision_settings(self) -> str:
-        """The digest of the configuration that the tower and its projector run under."""
+        """A digest of the configuration of the tower and its projector."""
         return digests.digest("vision settings", settled(self.model.config.to_dict()))
 
     def turn_ends(self, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-        """Ids after which a turn is over."""
+        """Ids that end a turn."""
         ids: set[int] = set()
         for config in (self.model.generation_config, self.model.config.get_text_config()):
             eos = getattr(config, "eos_token_id", None)
@@ -147,19 +146,20 @@ class Family:
         return frozenset(ids)
 
     def processor(self, given: Processor | None) -> Processor | None:
-        """The processor of such a model, where users have something else in hand."""
+        """The processor to use for this model, given the user's."""
         return given
 
     # -- images in -------------------------------------------------------------------------------
 
     def placed(self, layout: Layout, number: int) -> Layout:
-        """The prompt text of an image that is the `number`th of its conversation, from 0 on."""
+        """The prompt text of an image that is number `number` of its conversation, counted from
+        0."""
         return layout
 
     def preprocess_other(
         self, processor: Processor, medium: Clip, options: Options, modality: str
     ) -> Pixels:
-        """Preprocess one video or audio clip, where the family takes them."""
+        """Preprocess one video or audio clip, if the family takes them."""
         raise UnsupportedInput(f"{self.model.config.model_type} takes no {modality} here")
 
     def preprocess(self, processor: Processor, image: Decoded, options: Options) -> Pixels:
@@ -170,9 +170,9 @@ class Family:
         return self._pixels(dict(processed), parse_layout(text, placeholder))
 
     def prompt_text(self, processor: Processor, text: str, written: re.Pattern[str]) -> str:
-        """The rendered text as the processor would pass it on to the tokenizer.
+        """The rendered text as the processor would pass it to the tokenizer.
 
-        `written` finds the images that the template wrote, and none that a user typed.
+        `written` finds the images that the template wrote, not those that a user typed.
         """
         return text
 
@@ -190,7 +190,7 @@ class Family:
         return Pixels(tensors, grid, layout)
 
     def split(self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]) -> list[Pixels]:
-        """The media of a processor's packed output, one by one, in prompt order.
+        """Split a processor's packed output into media, in prompt order.
 
         `rows` are the ids of each prompt of the batch, without padding.
         """
@@ -201,7 +201,7 @@ class Family:
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
-        """The same, as the family packs its media."""
+        """Split the tensors as the family packs its media."""
         pixels = tensors.get("pixel_values")
         if pixels is None:
             return []
@@ -234,7 +234,7 @@ class Family:
         return [self._pixels({"pixel_values": row[None]}, (tokens,)) for row in pixels]
 
     def tokens_per_row(self, rows: int, ids: np.ndarray) -> int:
-        """How many placeholders each row of `pixel_values` has, where that number is fixed."""
+        """The number of placeholders per row of `pixel_values`, if it is fixed."""
         total = int((ids == self.image_token_id).sum())
         if not rows or total == 0 or total % rows:
             raise PlaceholderMismatch(
@@ -243,7 +243,7 @@ class Family:
         return total // rows
 
     def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
-        """The pixels of several media as a processor would have packed them, for stock forward."""
+        """Pack the pixels of several media as a processor would, for stock forward."""
         names = media[0].tensors if media else {}
         return {name: torch.cat([m.tensors[name] for m in media]) for name in names}
 
@@ -255,7 +255,8 @@ class Family:
         return bool(absent_parts(self.model))
 
     def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        """One medium through the tower, alone. Its features, and how the model wants several.
+        """Run one medium through the tower, alone. Returns its features, and the form in which the
+        model takes several.
 
         Alone, because packing images changes bf16 results (law 2: neighbours never change a bit).
         """
@@ -270,11 +271,11 @@ class Family:
         return {name: own(tensor) for name, tensor in tensors.items()}, container
 
     def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
-        """What upstream's encoder makes of the tensors of one medium."""
+        """The output of Transformers' encoder for the tensors of one medium."""
         return self.encoder(**inputs, return_dict=True)
 
     def check_package(self, package: Package) -> None:
-        """Refuse a package that claims this model but cannot be its own, by name."""
+        """Refuse, by name, a package that claims this model but does not fit it."""
         width, levels = self.feature_width(), self.levels()
         features = package.tensors["features"]
         if features.shape[-1] != width:
@@ -288,25 +289,26 @@ class Family:
             )
 
     def refuse_width(self, width: int, found: int) -> None:
-        """The refusal of features made for another model."""
+        """The error for features made for another model."""
         raise WrongIdentity("width of the features", width, found)
 
     def feature_width(self) -> int:
-        """How wide the features are: as wide as the decoder's embeddings, which they replace."""
+        """The width of the features: that of the decoder's embeddings, which they replace."""
         return int(embedding_of(self.model).embedding_dim)
 
     def merge_size(self) -> int:
-        """How many patches a side become one token."""
+        """How many patches per side become one token."""
         vision = self.model.config.vision_config
         return int(getattr(vision, "spatial_merge_size", None) or vision.merge_size)
 
     def levels(self) -> int:
-        """How many levels of features the tower gives beside its last (deepstack)."""
+        """The number of feature levels besides the tower's last (deepstack)."""
         vision = getattr(self.model.config, "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
     def _grid_tokens(self, grid: Grid) -> int | None:
-        """How many tokens one image of this grid has, or None where it is no grid of one image."""
+        """The number of tokens of one image with this grid, or None if it is no grid of one
+        image."""
         merge = self.merge_size()
         match grid.get("image_grid_thw"):
             case [[int(t), int(h), int(w)]] if min(t, h, w) > 0 and not (h % merge or w % merge):
@@ -314,7 +316,7 @@ class Family:
         return None
 
     def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> Record:
-        """What forward takes in place of pixels. `ids` are those of the chunk, shape (1, n).
+        """The inputs that replace pixels in forward. `ids` are those of the chunk, shape (1, n).
 
         `parts` is empty for a chunk of text.
         """
@@ -323,7 +325,7 @@ class Family:
     def encoder_outputs(self, parts: Sequence[Part]) -> Record:
         """`mm_encoder_outputs` from rows a to b of some packages.
 
-        A new wrapper each time: upstream's `generate` replaces attributes of the one it is given.
+        A new wrapper each time: Transformers' `generate` replaces attributes of its argument.
         """
         device, dtype = self.model.device, self.model.dtype
 
@@ -336,29 +338,30 @@ class Family:
         output.deepstack_features = [rows(f"deepstack.{i}") for i in range(levels)]
         return {"image": output}
 
-    # -- what a prompt needs beside ids and features ---------------------------------------------
+    # -- further inputs of a prompt --------------------------------------------------------------
 
     def chunk_inputs(
         self, ids: np.ndarray, types: np.ndarray, start: int, end: int
     ) -> dict[str, torch.Tensor]:
         """Further inputs of the forward pass over tokens `start` to `end` of a prompt.
 
-        `ids` and `types` (0 text, 1 image, 2 video, 3 audio) are those of the whole prompt. Where
-        upstream wants type ids of everything from the first token on, give `types[:end]`.
+        `ids` and `types` (0 text, 1 image, 2 video, 3 audio) cover the whole prompt. If
+        Transformers wants type ids from the first token on, pass `types[:end]`.
         """
         return {}
 
     def media_inputs(
         self, ids: np.ndarray, grids: Sequence[Grid], start: int, end: int
     ) -> dict[str, torch.Tensor]:
-        """What tokens `start` to `end` see of the media, where that is an input of its own.
+        """The media inputs of tokens `start` to `end`, where the family has separate ones.
 
-        `end` may lie behind the prompt: decoded tokens see what the last token of the prompt sees.
+        `end` may be after the prompt: decoded tokens see what the last token of the prompt sees.
         """
         return {}
 
     def step_inputs(self, rows: int, length: int) -> dict[str, torch.Tensor]:
-        """Further inputs of a decode step: one new text token a row, `length` tokens with it."""
+        """Further inputs of a decode step: one new text token per row, `length` tokens including
+        it."""
         return {}
 
     def prompt_inputs(
@@ -375,8 +378,9 @@ class Family:
     def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
         """Explicit positions of the whole prompt: (1, n), or (4, 1, n) with multimodal rope.
 
-        Computed from ids and grids each time; upstream's `rope_deltas` belongs to whoever called
-        last. The first of the four rows is the plain text position, which masks are built from.
+        Computed from ids and grids each time, because Transformers' `rope_deltas` belong to the
+        last caller. The first of the four rows is the plain text position, from which masks are
+        built.
         """
         plain = torch.arange(len(ids))[None]
         if not self.mrope:

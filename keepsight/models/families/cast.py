@@ -1,11 +1,11 @@
-"""Families whose tower takes pixels in the model's own dtype, and casts none itself (Aria).
+"""Families whose tower takes pixels in the model's own dtype and does not cast them (Aria).
 
-Users of stock Transformers cast what the processor gives. An unlisted type is
-taken for one of these: where a tower casts, it changes nothing.
+Users of stock Transformers cast the processor's output. Unlisted types use this family: if a tower
+casts, it changes nothing.
 
-An image of Aria is one row of pixels, or several crops, each with a mask that says where padding
-begins. No tensor tells crops from images, so `generate` takes each crop for an image of its own:
-the same answers, less shared.
+An image of Aria is one row of pixels, or several crops, each with a padding mask. No tensor tells
+crops from images, so `generate` takes each crop for an image: the answers are equal, less is
+shared.
 """
 
 from __future__ import annotations

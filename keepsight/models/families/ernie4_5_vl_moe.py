@@ -1,9 +1,9 @@
-"""Families that send the tokens of pictures to experts of their own (Ernie 4.5 VL).
+"""Families that route the tokens of pictures to separate experts (Ernie 4.5 VL).
 
-Which experts a token meets follows from its id: the placeholders of media go to the vision experts,
-and so do the tokens that open and close a medium. Upstream takes that from the processor and uses
-text experts for everything where it is left out, without a word; here it is computed from the ids.
-A decoded token always meets the text experts, as in upstream's `generate`.
+A token's id decides its experts: placeholders of media, and the tokens that open and close a
+medium, go to the vision experts. Transformers takes the routing from the processor; without it, all
+tokens silently go to the text experts. Here it is computed from the ids. A decoded token always
+goes to the text experts, as in Transformers' `generate`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PLACES = ("token_id", "start_token_id", "end_token_id")
 
 
 class Ernie45VLMoe(PaddleOcrVL):
-    """Every chunk says which of its tokens are a medium's."""
+    """Passes the routing of each chunk's tokens to the model."""
 
-    decodes_as_prefilled = False  # ids that frame a medium, where they are decoded
+    decodes_as_prefilled = False  # ids that frame a medium when they are decoded
 
     def _routes(self, ids: np.ndarray) -> torch.Tensor:
         """0 for the text experts, 1 or 2 for those of vision; shape (1, n)."""

@@ -1,11 +1,11 @@
-"""Families where the tokens of one image see each other both ways (Gemma 3 and 4).
+"""Families where the tokens of one image attend to each other in both directions (Gemma 3 and 4).
 
-Upstream's masks find the images by type ids, which must be those of everything from the first token
-on: it reads them by absolute position, and ids of the chunk alone are wrong without a word. A chunk
-of text needs none, and without them its mask is the plain causal one.
+Transformers finds the images by type ids, which it reads by absolute position. So they must cover
+everything from the first token on; ids of the chunk alone are silently wrong. A chunk of text needs
+none: without them its mask is the plain causal one.
 
-Gemma 3 can show crops of an image behind it ("pan and scan", off by default). No tensor says which
-rows are crops, so `generate` takes each for an image of its own: the same answers, less shared.
+Gemma 3 can add crops after an image ("pan and scan", off by default). No tensor says which rows are
+crops, so `generate` takes each for an image: the answers are equal, less is shared.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from keepsight.models.families.pixels import Pixels
 
 
 class Gemma3(Family):
-    """Every run of placeholders is one block; it is never cut."""
+    """Every run of placeholders is one block, which is never cut."""
 
     sees_whole_media = True
-    type_ids = "token_type_ids"  # what forward calls them
+    type_ids = "token_type_ids"  # their names in forward
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         both_ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
         if both_ways in (True, "all"):
             raise UnsupportedModel(
-                "this model's text tokens attend in both directions: it makes embeddings, and "
-                "answers nothing"
+                "this model's text tokens attend in both directions: it makes embeddings and "
+                "gives no answers"
             )
 
     def chunk_inputs(
@@ -70,7 +70,7 @@ class Gemma4(Gemma3):
         return super().chunk_inputs(ids, types, start, end) if self.sees_whole_media else {}
 
     def _pixels(self, processed: Inputs, layout: Layout) -> Pixels:
-        """Without a grid: nothing but the tower asks where the patches stand."""
+        """Pixels without a grid: only the tower needs the places of patches."""
         names = [name for name in processed if name in self._encoder_inputs]
         return Pixels({name: torch.as_tensor(processed[name]) for name in names}, {}, layout)
 
@@ -95,7 +95,7 @@ class Gemma4(Gemma3):
 
 
 class Gemma4Unified(Gemma4):
-    """Without a tower: each patch is a token (Gemma 4 Unified)."""
+    """A model without a tower: each patch is a token (Gemma 4 Unified)."""
 
     def patches_of_a_token(self) -> int:
         return 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class GotOcr2(InternVL):
-    """Tiled as InternVL is; the text of an image depends on pages and on tokens for a tile."""
+    """Tiled like InternVL; the text of an image depends on pages and on tokens per tile."""
 
     def preprocess(self, processor: GotOcr2Processor, image: Decoded, options: Options) -> Pixels:
         """One page through the checkpoint's own image processor."""
@@ -34,7 +34,7 @@ class GotOcr2(InternVL):
         return self._pixels(dict(processed), parse_layout(text, placeholder))
 
     def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        """In the tower's dtype: this tower, unlike others, does not convert what it is given."""
+        """Cast to the tower's dtype, because this tower does not convert its input."""
         dtype = self.core.vision_tower.dtype
         tensors = {name: tensor.to(dtype) for name, tensor in pixels.tensors.items()}
         return super().encode(dataclasses.replace(pixels, tensors=tensors))

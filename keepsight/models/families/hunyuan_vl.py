@@ -1,7 +1,7 @@
-"""HunyuanVL: rows of an image end with a token of their own, and two tokens frame it.
+"""HunyuanVL: each row of an image ends with an extra token, and two tokens frame the image.
 
-All of them bear the image's placeholder id, and their features come from the tower. Its rope has
-four axes, of which the first runs through the prompt as plain positions do.
+All of them use the image's placeholder id, and their features come from the tower. Its rope has
+four axes; the first counts tokens as plain positions do.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from keepsight.errors import UnsupportedModel
 from keepsight.kinds import Grid
 from keepsight.models.families.base import Family
 
-_FRAME = 2  # one before the image, one behind it
+_FRAME = 2  # one before the image, one after it
 _AXES = 4
 
 
 class HunyuanVL(Family):
-    """Patches on a grid, with a token more for each row."""
+    """Patches on a grid, with an extra token per row."""
 
     def _grid_tokens(self, grid: Grid) -> int | None:
         merge = self.merge_size()
@@ -30,7 +30,7 @@ class HunyuanVL(Family):
         return None
 
     def positions(self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]) -> torch.Tensor:
-        """Upstream's rows alone: it refuses a further row of plain positions before them."""
+        """Transformers' rows alone: it refuses an extra row of plain positions."""
         axes = len(self.model.config.text_config.rope_parameters.get("mrope_section") or ())
         if axes != _AXES:
             raise UnsupportedModel(

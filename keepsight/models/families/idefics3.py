@@ -1,7 +1,7 @@
-"""Families that show an image as a list of tiles, each with placeholders and a mark of its own.
+"""Families that show an image as a list of tiles, each with placeholders and its own mark.
 
-Idefics 2 and 3, SmolVLM, LFM2-VL, MiniCPM-V 4.6. In a processor's packed output the tiles of all
-images lie one after another, and no tensor says where an image ends. The prompt does: each family
+Idefics 2 and 3, SmolVLM, LFM2-VL, MiniCPM-V 4.6. A processor's packed output holds the tiles of all
+images in sequence, without a tensor that says where an image ends. The prompt says it: each family
 writes other tokens between two images than between two tiles of one.
 """
 
@@ -31,36 +31,37 @@ if TYPE_CHECKING:
     )
 
 Tensors = dict[str, torch.Tensor]
-Span = tuple[int, int]  # where the placeholders of one tile stand
+Span = tuple[int, int]  # range of the placeholders of one tile
 
 
 class Marked(Family):
-    """What these families share. A family says how tiles are packed and where an image begins."""
+    """Shared code of these families. A family says how tiles are packed and where an image
+    begins."""
 
     names: tuple[str, ...] = ("pixel_values",)
 
-    # -- what a family gives ---------------------------------------------------------------------
+    # -- to override -----------------------------------------------------------------------------
 
     def tiles(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> tuple[Tensors, list[int]]:
-        """All tiles, one after another, and how many tokens each has."""
+        """All tiles in sequence, and the number of tokens of each."""
         raise NotImplementedError
 
     def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
-        """Whether the tile of this number (1 or more) is the first of another image."""
+        """Whether this tile (number 1 or more) starts another image."""
         raise NotImplementedError
 
     def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
-        """What the tower takes in for some tiles, and nothing of others."""
+        """The tower inputs for some tiles only."""
         raise NotImplementedError
 
     def settings(self, processor: ProcessorMixin) -> Record:
-        """What the processor itself adds to the options of an image."""
+        """Options that the processor itself adds for an image."""
         return dict(processor.images_kwargs)
 
     # -- images in -------------------------------------------------------------------------------
 
     def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:
-        """By way of the processor, which knows how many rows, columns and tokens there are."""
+        """Preprocess with the processor, which knows the number of rows, columns and tokens."""
         given = {**self.settings(processor), **options, "return_tensors": "pt"}
         processed, texts = upstream.processed(processor, "images", [image], **given)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
@@ -71,7 +72,7 @@ class Marked(Family):
         return Pixels(self.cut(tiles, 0, len(counts)), {}, layout)
 
     def split_tensors(self, tensors: Tensors, rows: Sequence[np.ndarray]) -> list[Pixels]:
-        """The tiles of each image, by the marks in the prompts."""
+        """The tiles of each image, found by the marks in the prompts."""
         if tensors.get("pixel_values") is None:
             return []
         tiles, counts = self.tiles(tensors, rows)
@@ -86,7 +87,7 @@ class Marked(Family):
         return media
 
     def _images(self, ids: np.ndarray, counts: Sequence[int]) -> list[Span]:
-        """The first and last tile of each image of one prompt."""
+        """The range of tiles of each image of one prompt."""
         spans = self._spans(ids, counts)
         firsts = [i for i in range(len(spans)) if i == 0 or self.begins(ids, spans, i)]
         return list(zip(firsts, [*firsts[1:], len(spans)], strict=True))
@@ -110,14 +111,15 @@ class Marked(Family):
     # -- the tower -------------------------------------------------------------------------------
 
     def encode(self, pixels: Pixels) -> tuple[Tensors, str]:
-        """All tiles of one image, joined: the model takes one list entry for each image."""
+        """The features of all tiles of one image, joined: the model takes one list entry per
+        image."""
         device = self.model.device
         inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
         output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
         features = torch.cat(list(output.pooler_output))
         tokens = sum(part for part in pixels.layout if isinstance(part, int))
         if len(features) != tokens:
-            # Idefics takes a tile of zeros for padding and leaves it out.
+            # Idefics takes a tile of zeros for padding and drops it.
             raise ImageError(f"the vision tower gave {len(features)} rows for {tokens} tokens")
         return {"features": own(features)}, "list"
 
@@ -125,8 +127,8 @@ class Marked(Family):
 class Idefics3(Marked):
     """`pixel_values` of shape (prompts, most tiles, channels, height, width), with a mask.
 
-    Each tile stands behind a token that opens it and names its place; the last tile of an image,
-    the whole picture, is closed by that same token. A prompt with fewer tiles ends in empty ones.
+    A token that names its place precedes each tile. The same kind of token closes the last tile of
+    an image, which is the whole picture. A prompt with fewer tiles ends in empty ones.
     """
 
     names = ("pixel_values", "pixel_attention_mask")
@@ -156,7 +158,8 @@ class Idefics3(Marked):
         }, [each] * sum(used)
 
     def begins(self, ids: np.ndarray, spans: Sequence[Span], number: int) -> bool:
-        """Between two images stand a token that closes and another of its kind that opens."""
+        """Between two images are a token that closes one and another of its kind that opens the
+        next."""
         mark = ids[spans[-1][1] : spans[-1][1] + 1]
         gap = ids[spans[number - 1][1] : spans[number][0]]
         inside = len(gap) > 1 and len(mark) and (gap[0] != mark[0] or mark[0] not in gap[1:])
@@ -166,22 +169,22 @@ class Idefics3(Marked):
         return {name: tensor[start:end][None] for name, tensor in tiles.items()}
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
-        """The tiles of one prompt, one after another."""
+        """The tiles of one prompt in sequence."""
         return {
             name: torch.cat([m.tensors[name] for m in media], 1) for name in self.names if media
         }
 
 
 class Idefics2(Idefics3):
-    """Images of any shape, each padded to the largest of a call; the mask says where it ends.
+    """Images of any shape, each padded to the largest of a call; the mask gives its real size.
 
-    One token stands before and behind an image and between its parts, and a single one between two
-    images side by side. So no prompt tells parts from images, and `generate` takes each part for an
-    image of its own: the same answers, less shared.
+    One token stands before and after an image and between its parts, and a single one between two
+    adjacent images. So the prompt does not tell parts from images, and `generate` takes each part
+    for an image: the answers are equal, less is shared.
     """
 
     def preprocess(self, processor: Idefics2Processor, image: Decoded, options: Options) -> Pixels:
-        """The token behind the image is left to `prompt_text`, which knows what follows."""
+        """The token after the image is written by `prompt_text`, which knows what follows."""
         processed = processor.image_processor([[image]], **{**options, "return_tensors": "pt"})
         tensors = {name: processed[name] for name in self.names if name in processed}
         parts, each = tensors["pixel_values"].shape[1], int(self.core.image_seq_len)
@@ -198,7 +201,7 @@ class Idefics2(Idefics3):
             cursor = spot.end()
             if cursor not in starts:
                 parts.append(mark)
-                # Upstream sets off a word that would touch it.
+                # Transformers separates a word that would touch it.
                 parts.append(" " if re.match(r"[^\s<]", text[cursor:]) else "")
         return "".join([*parts, text[cursor:]])
 
@@ -206,7 +209,7 @@ class Idefics2(Idefics3):
         return True
 
     def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
-        """Without the rim that only a larger neighbour asked for."""
+        """Drop the padding that only a larger neighbour caused."""
         part = super().cut(tiles, start, end)
         seen = part["pixel_attention_mask"].bool().flatten(0, 1).any(0)
         if not seen.any():
@@ -215,7 +218,7 @@ class Idefics2(Idefics3):
         return {name: tensor[..., :height, :width] for name, tensor in part.items()}
 
     def join_pixels(self, media: Sequence[Pixels]) -> Tensors:
-        """Each image in the upper left corner of what holds the largest."""
+        """Put each image into the upper left corner of the largest size."""
         sizes = [medium.tensors["pixel_attention_mask"].shape[-2:] for medium in media]
         height, width = (max((size[axis] for size in sizes), default=0) for axis in (0, 1))
         grown = []
@@ -227,10 +230,10 @@ class Idefics2(Idefics3):
 
 
 class Lfm2Vl(Marked):
-    """`pixel_values` of shape (tiles, most patches, values), with a mask and a shape for each.
+    """`pixel_values` of shape (tiles, most patches, values), with a mask and a shape per tile.
 
-    One token names a tile and stands before it. Between two images there are at least two: one
-    that closes, one that opens. Written without such tokens, each tile is an image of its own.
+    One token before each tile names it. Between two images are at least two: one closes, one opens.
+    Without such tokens, each tile is taken for an image.
     """
 
     names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
@@ -265,7 +268,7 @@ class Lfm2Vl(Marked):
         return len(gap) != 1 or gap[0] in closing
 
     def cut(self, tiles: Tensors, start: int, end: int) -> Tensors:
-        """With no more padding than these tiles need."""
+        """Only as much padding as these tiles need."""
         part = {name: tensor[start:end] for name, tensor in tiles.items()}
         most = int(part["spatial_shapes"].long().prod(-1).max())
         padded = {name: part[name][:, :most] for name in self.names[:2]}
@@ -286,8 +289,8 @@ class Lfm2Vl(Marked):
 class MiniCpmV(Marked):
     """`pixel_values` of shape (1, channels, patch side, columns): all patches on the last axis.
 
-    The whole picture comes first, behind the token that opens an image; its slices have another.
-    The processor numbers the images of a prompt, so where an image stands is part of its text.
+    The whole picture comes first, after the token that opens an image; slices have another token.
+    The processor numbers the images of a prompt, so the text of an image depends on its number.
     """
 
     names = ("pixel_values", "target_sizes")
@@ -299,7 +302,7 @@ class MiniCpmV(Marked):
     def preprocess(
         self, processor: MiniCPMV4_6Processor, image: Decoded, options: Options
     ) -> Pixels:
-        """The text begins with two pieces where a number belongs between them."""
+        """The text has two pieces, with the image's number between them."""
         pixels = super().preprocess(processor, image, options)
         numbered = processor.use_image_id
         numbered = processor.default_use_image_id if numbered is None else numbered

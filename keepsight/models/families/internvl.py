@@ -1,7 +1,7 @@
 """Families that cut one image into several tiles (InternVL).
 
-In a processor's packed output the tiles of all images lie one after another, and only the runs of
-placeholders tell where one image ends.
+A processor's packed output holds the tiles of all images in sequence; only the runs of placeholders
+tell where one image ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""LFM3-VL: patches on a grid, and a tower that casts none of its pixels itself.
+"""LFM3-VL: patches on a grid, and a tower that does not cast its pixels.
 
-Users of stock Transformers cast what the processor gives; so does this family.
+Users of stock Transformers cast the processor's output; so does this family.
 """
 
 from __future__ import annotations

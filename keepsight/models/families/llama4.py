@@ -1,7 +1,7 @@
-"""Families that project an image's features where they enter the decoder (Llama 4).
+"""Families that project an image's features inside each forward pass (Llama 4).
 
-What the tower gives is kept as it is, in the tower's own width, and the model projects it in each
-forward pass; so the features stand in `last_hidden_state`, and nothing is pooled.
+The tower's output is stored in the tower's own width, and the model projects it in each forward
+pass. So the features are `last_hidden_state`, and nothing is pooled.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Llama4(AyaVision):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        # Upstream takes the positions of its attention temperature from the length of the cache,
-        # in which the padding of a shorter row counts.
+        # Transformers takes the positions of its attention temperature from the cache length, which
+        # includes the padding of a shorter row.
         self.decodes_together = not model.config.get_text_config().attn_temperature_tuning
 
     def closing(self, row: np.ndarray, end: int) -> int | None:
@@ -38,14 +38,14 @@ class Llama4(AyaVision):
         return int(config.vision_config.vision_output_dim)
 
     def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
-        """In the tower's dtype: upstream's processor makes bfloat16 for any model."""
+        """Cast to the tower's dtype: Transformers' processor gives bfloat16 for any model."""
         dtype = self.core.vision_model.dtype
         tiles = pixels.tensors["pixel_values"].to(self.model.device, dtype)
         output = self.encoder(tiles, return_dict=True)
         return {"features": own(output.last_hidden_state)}, "tensor"
 
     def encoder_outputs(self, parts: Sequence[Part]) -> Record:
-        """Rows of features, where this model looks for them."""
+        """Rows of features in the field that this model reads."""
         device, dtype = self.model.device, self.model.dtype
         rows = [rows_of(p.tensors["features"], a, b).to(device, dtype) for p, a, b in parts]
         return {"image": SimpleNamespace(last_hidden_state=torch.cat(rows)[None])}

@@ -1,8 +1,8 @@
 """Families that cut an image into tiles by its shape, and pad each image to the most tiles.
 
-LLaVA-NeXT and LLaVA-OneVision. The tower sees the whole image and its tiles; what it makes of the
-tiles is put together, freed of the borders and given a mark at the end of each row. Tiles that only
-fill up a batch belong to the neighbours: they are dropped before an image is named.
+LLaVA-NeXT and LLaVA-OneVision. The tower sees the whole image and its tiles. The features of the
+tiles are joined, cropped to the image and marked at the end of each row. Tiles that only pad a
+batch are dropped before an image is named.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from keepsight.models.families.pixels import Pixels, with_sizes
 class LlavaNext(Family):
     """`pixel_values` of shape (images, most tiles, channels, height, width), with `image_sizes`.
 
-    LLaVA-OneVision shows each of several images of one prompt whole, without tiles, where it is
-    told so with `batch_num_images`. How many the others are must not matter: 2 stands for several.
-    Messages show every image in tiles, however many there are: else a second one would change the
+    LLaVA-OneVision shows each of several images of a prompt whole, without tiles, if
+    `batch_num_images` says so. The exact number must not matter: 2 stands for several. Messages
+    show every image in tiles, however many there are; otherwise a second image would change the
     first. (The processor does so with a flat list of images; its `apply_chat_template` nests them.)
     """
 
@@ -41,7 +41,7 @@ class LlavaNext(Family):
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
-        """One image after another, each with its own tiles only."""
+        """Split by image, each with its own tiles only."""
         given = with_sizes(tensors, "images", "tiles", "channels", "height", "width")
         if given is None:
             return []
@@ -59,7 +59,7 @@ class LlavaNext(Family):
         return media
 
     def _among(self, tensors: dict[str, torch.Tensor], images: int) -> list[int]:
-        """For each image, how many stand in its prompt, where the processor says so."""
+        """For each image, the number of images in its prompt, if the processor gives it."""
         given = tensors.get("batch_num_images")
         among = [1] * images if given is None else [n for n in given.tolist() for _ in range(n)]
         if len(among) != images:
@@ -74,7 +74,8 @@ class LlavaNext(Family):
         return upstream.tiles_of(size, config.image_grid_pinpoints, side)
 
     def _tokens(self, tiles: int, size: torch.Tensor) -> int:
-        """What is left of the tiles, counted by the model itself on features of width one."""
+        """The number of tokens left of the tiles, counted by the model itself on features of width
+        one."""
         config = self.model.config
         side = config.vision_config.image_size // config.vision_config.patch_size
         own = {"vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None)}
@@ -86,7 +87,7 @@ class LlavaNext(Family):
         return int(counts[0])
 
     def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
-        """As many tiles for each image as the largest has."""
+        """Pad each image to as many tiles as the largest has."""
         if not media:
             return {}
         parts = [m.tensors["pixel_values"] for m in media]

@@ -1,7 +1,7 @@
-"""MiniCPM-V 4.7: tiles as in 4.6, laid out on a canvas of three axes of positions.
+"""MiniCPM-V 4.7: tiles as in 4.6, with positions on three axes.
 
-Where a token stands follows from the sizes of all tiles before it and from the marks between them,
-so the sizes of a picture's tiles are its grid.
+The position of a token follows from the sizes of all tiles before it and the marks between them. So
+the sizes of a picture's tiles are its grid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZES = "target_sizes"
 
 
 class MiniCpmV47(MiniCpmV):
-    """A picture and its slices, with their sizes for a grid."""
+    """A picture and its slices, with their sizes as its grid."""
 
     def preprocess(
         self, processor: MiniCPMV4_6Processor, image: Decoded, options: Options

@@ -1,7 +1,7 @@
 """Families whose images keep their shape, padded to the largest of a batch (Pixtral's tower).
 
-The rim that fills up a batch belongs to the neighbours: it is cut off before an image is named. A
-row of cells ends with a token of its own, so an image has one run of placeholders for each row.
+The padding is cut off before an image is named. Each row of cells ends with an extra token, so an
+image has one run of placeholders per row.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Mistral3(Family):
 
     @property
     def _cell(self) -> int:
-        """Pixels along one side of what one token shows."""
+        """Pixels per side of the area that one token shows."""
         config = self.model.config
         patch = int(config.vision_config.patch_size)
         return patch * int(getattr(config, "spatial_merge_size", 1))
 
     def preprocess(self, processor: ProcessorMixin, image: Decoded, options: Options) -> Pixels:
-        """By way of the processor: it tells its image processor how large a cell is."""
+        """Preprocess with the processor, because it passes the cell size to its image processor."""
         given = {**processor.images_kwargs, **options, "return_tensors": "pt"}
         processed, texts = upstream.processed(processor, "images", [image], **given)
         placeholder = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
@@ -48,7 +48,7 @@ class Mistral3(Family):
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
-        """One image after another, each cut to its own size."""
+        """Split by image, each cropped to its own size."""
         given = with_sizes(tensors, "images", "channels", "height", "width")
         if given is None:
             return []
@@ -67,7 +67,7 @@ class Mistral3(Family):
         return media
 
     def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
-        """Each image in the upper left corner of what holds the largest."""
+        """Put each image into the upper left corner of the largest size."""
         if not media:
             return {}
         parts = [m.tensors["pixel_values"] for m in media]

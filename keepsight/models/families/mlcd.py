@@ -1,7 +1,7 @@
-"""A vision tower without a language model (MLCD): packages can be made, and nothing answered.
+"""A vision tower without a language model (MLCD): it makes packages and gives no answers.
 
-Its features are what LLaVA's kind of model would take from it, one row for every patch and one for
-the class token in front.
+Its features are what a model like LLaVA takes from it: one row per patch, after one for the class
+token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mlcd(Family):
         return frozenset()
 
     def processor(self, given: Processor | None) -> Processor | None:
-        """An image processor is all that such a checkpoint has."""
+        """Such a checkpoint has only an image processor."""
         if given is None or hasattr(given, "image_processor"):
             return given
         return SimpleNamespace(image_processor=given, tokenizer=None)

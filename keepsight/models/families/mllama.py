@@ -1,9 +1,9 @@
-"""Families whose images stand beside the sequence and are reached by cross attention (Mllama).
+"""Families that reach images by cross attention (Mllama).
 
-An image is one token in the text, and one row of keys and values for each of its patches in some
-layers. A token sees the image before it, or all of a row of images. A token before the first image
-sees none: its mask is empty, and upstream makes that an even look at everything, padding and later
-images too. So a prompt is remembered only behind its last image, and padded tiles are kept.
+An image is one token in the text, and in some layers one row of keys and values per patch. A token
+sees the image before it, or all of a row of adjacent images. A token before the first image sees
+none: its mask is empty, and Transformers then attends evenly to everything, including padding and
+later images. So a prompt is remembered only after its last image, and padded tiles are kept.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MASK = "cross_attention_mask"
 
 
 class Mllama(Family):
-    """A package's one row is all that an image says: its tiles and their patches, laid flat."""
+    """A package has one row that holds all of an image: its tiles and patches, flattened."""
 
     reuse = "same media"
     also_takes = (_MASK,)
-    feeds_stock = False  # it would give the features again with each token, beside themselves
+    feeds_stock = False  # otherwise the features would be passed again with each token
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.core = model, model.base_model
@@ -70,7 +70,7 @@ class Mllama(Family):
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
-        """Images are nested in prompts; a prompt with fewer than another has empty ones behind."""
+        """Images are nested in prompts; a prompt with fewer images has empty ones at its end."""
         if tensors.get("pixel_values") is None:
             return []
         missing = self._encoder_inputs - tensors.keys()
@@ -98,7 +98,7 @@ class Mllama(Family):
         row: np.ndarray,
         grids: Sequence[Grid],
     ) -> None:
-        """What each token sees must follow from where the images stand."""
+        """What each token sees must follow from the places of the images."""
         given = tensors.get(_MASK)
         if given is None or not grids:
             return
@@ -156,7 +156,8 @@ class Mllama(Family):
         mask = torch.zeros(1, end - start, len(grids), self._tiles, dtype=torch.long)
         over = end
         for i in reversed(range(len(spots))):
-            # An image is seen up to the next one; images in a row are seen as long as their last.
+            # An image is seen up to the next one; adjacent images are seen as long as the last of
+            # them.
             next_spot = spots[i + 1] if i + 1 < len(spots) else None
             if next_spot is not None and next_spot > spots[i] + 1:
                 over = next_spot

@@ -1,8 +1,8 @@
 """Families where the tokens of all images of a prompt are one block (Molmo 2).
 
-A later image changes what stands before it, so a prompt is remembered only behind its last image.
-The block also holds the tokens that frame an image and end its rows; which those are follows from
-the frame: all from an opening token to the closing one.
+A later image changes what is before it, so a prompt is remembered only after its last image. The
+block also holds the tokens that frame an image and end its rows: all from an opening token to the
+closing one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POOLING = "image_token_pooling"
 
 
 class Molmo2(Family):
-    """Crops of all images lie one after another; pooling indices count patches through them all."""
+    """Crops of all images in sequence; pooling indices count patches through all of them."""
 
     reuse = "same media"
     sees_whole_media = True
@@ -33,7 +33,7 @@ class Molmo2(Family):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         config = model.config
-        self.video_token_id = None  # upstream gives frames the placeholder of images
+        self.video_token_id = None  # Transformers gives frame tokens the placeholder of images
         self.media_ends = frozenset({config.image_end_token_id})
         self._opens = [config.image_start_token_id, config.low_res_image_start_token_id]
 
@@ -48,13 +48,13 @@ class Molmo2(Family):
         places = np.arange(len(ids))
         opened = np.maximum.accumulate(np.where(np.isin(ids, self._opens), places, -1))
         closed = np.maximum.accumulate(np.where(np.isin(ids, list(self.media_ends)), places, -1))
-        closed = np.concatenate([[-1], closed[:-1]])  # the closing token itself is of the block
+        closed = np.concatenate([[-1], closed[:-1]])  # the closing token is part of the block
         return torch.from_numpy((opened > closed).astype(np.int64))[None]
 
     def chunk_inputs(
         self, ids: np.ndarray, types: np.ndarray, start: int, end: int
     ) -> dict[str, torch.Tensor]:
-        # All images stand in the first chunk.
+        # All images are in the first chunk.
         return {"mm_token_type_ids": self._block(ids[:end])} if types[start:end].any() else {}
 
     def prompt_inputs(
@@ -113,5 +113,5 @@ def _tokens(grid: Sequence[int]) -> int:
 
 
 def _moved(pooling: torch.Tensor, by: int) -> torch.Tensor:
-    """Other indices of the same patches; -1 stands for none."""
+    """Indices shifted for other crops; -1 means none."""
     return torch.where(pooling >= 0, pooling + by, pooling)

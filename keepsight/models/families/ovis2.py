@@ -1,9 +1,9 @@
 """Families whose tower also makes the embeddings of the tokens that frame an image (Ovis 2).
 
-Upstream writes them over these tokens' own embeddings wherever a forward pass has features, and
-only then: a chunk that holds the last frame token of an image but none of its tiles would get
-another embedding than the same token in one pass over the whole prompt. So here every chunk of a
-prompt gets them; tensors that use such tokens in a prompt without an image are refused.
+Transformers writes them over the embeddings of these tokens whenever a forward pass has features,
+and only then. A chunk with the last frame token of an image but none of its tiles would get another
+embedding than in one pass over the whole prompt. So here every chunk of a prompt gets them. Tensors
+with such tokens in a prompt without an image are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepsight.models.families.pixels import Part, Pixels
 
 
 class Ovis2(AyaVision):
-    """Tiles framed by tokens that mean what the tower says."""
+    """Tiles framed by tokens whose embeddings come from the tower."""
 
     beside_the_tower = ("visual_embeddings_table",)
 
@@ -31,20 +31,20 @@ class Ovis2(AyaVision):
         config = model.config
         if config.vision_config.tokenize_function == "gumbel_argmax":
             raise UnsupportedModel(
-                "tokenize_function 'gumbel_argmax' draws features at random, so no remembered ones "
-                "would be the same; use the model without Keepsight"
+                "tokenize_function 'gumbel_argmax' draws features at random, so remembered "
+                "features would differ; use the model without Keepsight"
             )
         self._frame = torch.tensor(config.visual_indicator_token_ids)
         self._rows = int(config.vision_config.num_visual_indicator_tokens)
 
     def closing(self, row: np.ndarray, end: int) -> int | None:
-        """The last of the frame tokens; behind the only tile of an image stands another."""
+        """The last of the frame tokens; after an image of a single tile it is another one."""
         return int(self._frame[-1])
 
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
-        """As for all framed tiles; frame tokens must belong to a prompt with an image."""
+        """Split as for all framed tiles; frame tokens must belong to a prompt with an image."""
         for row in rows:
             framed = np.isin(row, self._frame.numpy()).any()
             if framed and not (row == self.image_token_id).any():
@@ -52,13 +52,13 @@ class Ovis2(AyaVision):
         return super().split_tensors(tensors, rows)
 
     def feature_inputs(self, parts: Sequence[Part], ids: torch.Tensor) -> Record:
-        """Features of the tiles in this chunk, and of its frame tokens, with or without tiles."""
+        """Features of the tiles in this chunk and of its frame tokens, with or without tiles."""
         if not parts and not torch.isin(ids.cpu(), self._frame).any():
             return {}
         return {"mm_encoder_outputs": self.encoder_outputs(parts)}
 
     def encoder_outputs(self, parts: Sequence[Part]) -> Record:
-        """As for any family, and the embeddings of the frame tokens."""
+        """The usual outputs, plus the embeddings of the frame tokens."""
         table = self.core.visual_embeddings_table.weight
         outputs = super().encoder_outputs(parts) if parts else {"image": SimpleNamespace()}
         if not parts:

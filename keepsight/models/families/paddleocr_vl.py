@@ -1,8 +1,7 @@
-"""Families that merge packed patches in a way of their own (Ernie 4.5 VL, PaddleOCR, Kimi K2.5,
-VideoLLaMA 3).
+"""Families that merge packed patches (Ernie 4.5 VL, PaddleOCR, Kimi K2.5, VideoLLaMA 3).
 
-`image_grid_thw` counts patches, and a token stands for a square of several. How large the square
-is, Qwen and GLM keep on the tower; these keep it in the vision settings, or beside each grid.
+`image_grid_thw` counts patches, and a token stands for a square of several. Qwen and GLM keep the
+size of the square on the tower; these keep it in the vision settings or beside each grid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Families whose whole prompt is one block: every token of it sees every other (PaliGemma).
+"""Families whose whole prompt is one block: every token attends to every other (PaliGemma).
 
-Whatever is added behind a prompt changes all that stands before it, so only features and identical
-prompts can be reused. Positions count from 1, and the processor puts a start token behind the last
-image and a line break at the end.
+Anything added after a prompt changes everything before it, so only features and identical prompts
+can be reused. Positions count from 1. The processor puts a start token after the last image and a
+line break at the end.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from keepsight.models.families.base import Family
 
 
 class PaliGemma(Family):
-    """One chunk, in which nothing is masked; the answer behind it is causal."""
+    """One unmasked chunk; the answer after it is causal."""
 
     reuse = "whole prompt"
-    also_takes = ("labels",)  # what the processor adds for training; no answer depends on it
+    also_takes = ("labels",)  # the processor adds it for training; no answer depends on it
 
     def prompt_text(self, processor: Processor, text: str, written: re.Pattern[str]) -> str:
         spots = list(written.finditer(text))

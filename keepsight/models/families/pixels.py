@@ -1,6 +1,6 @@
-"""What goes into a tower, and the small helpers that all families share.
+"""The inputs of a tower, and small helpers that all families share.
 
-`Pixels` are the tensors of one medium and what the prompt needs to know of it.
+`Pixels` are the tensors of one medium and what the prompt needs to know about it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Part = tuple[Package, int, int]  # rows a to b of a package
-# Parameters of upstream's encoders that say how to run, not what to look at.
+# Parameters of encoders that say how to run, not what to read.
 SWITCHES = {
     "args", "kwargs", "return_dict", "output_attentions", "output_hidden_states", "downsample_mode",
     "vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy",
@@ -31,17 +31,17 @@ SWITCHES = {
 
 @dataclass(frozen=True)
 class Pixels:
-    """One medium, ready for the tower: its tensors, and what the prompt needs to know of it."""
+    """One medium, ready for the tower: its tensors, and what the prompt needs to know about it."""
 
     tensors: dict[str, torch.Tensor]
     grid: Grid
     layout: Layout
     modality: str = "image"
-    times: Record = field(default_factory=dict)  # what lays out positions, beside the grid
+    times: Record = field(default_factory=dict)  # values for positions, besides the grid
 
     @property
     def key(self) -> str:
-        """The digest of everything the tower takes in, and of what else tells two media apart."""
+        """The digest of everything the tower reads, and of whatever else tells two media apart."""
         parts = [p for name in sorted(self.tensors) for p in self._part(name)]
         return digests.digest(self.modality, *parts, *([self.times] if self.times else []))
 
@@ -68,7 +68,7 @@ def parameters(function: Callable[..., object]) -> list[str]:
 
 
 def is_numeric(value: object) -> bool:
-    """Whether a value is made of numbers, and not of truth values."""
+    """Whether a value consists of numbers, not of truth values."""
     try:
         return torch.as_tensor(value).dtype != torch.bool
     except (TypeError, ValueError, RuntimeError):
@@ -76,13 +76,13 @@ def is_numeric(value: object) -> bool:
 
 
 def all_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers of a module, shared ones under each of their names."""
+    """All parameters and buffers of a module; shared ones under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def embedding_of(model: PreTrainedModel) -> torch.nn.Embedding:
-    """The table of token embeddings, under whatever an adapter put around it."""
+    """The table of token embeddings, without the wrapper of an adapter."""
     around = model.get_input_embeddings()
     parts = (part for part in around.modules() if hasattr(part, "num_embeddings"))
     table: torch.nn.Embedding = next(parts, around)
@@ -90,7 +90,7 @@ def embedding_of(model: PreTrainedModel) -> torch.nn.Embedding:
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with a storage of its own size, so that keeping it keeps nothing else."""
+    """The tensor in storage of its own size, so that keeping it keeps nothing else."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -98,15 +98,15 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Some rows of features, whatever shape they come in."""
+    """Some rows of features, in any of their forms."""
     return tensor.reshape(-1, tensor.shape[-1])[start:end]
 
 
 def with_others(
     media: list[Pixels], tensors: dict[str, torch.Tensor], names: set[str]
 ) -> list[Pixels]:
-    """The media with their parts of all other tensors of these names, such as masks: of those that
-    have a row for each medium, or for each row of pixels."""
+    """The media with their parts of all other tensors of these names, such as masks, that have a
+    row per medium or per row of pixels."""
     for name in sorted(names & tensors.keys()):
         counts = [[1] * len(media), [len(medium.tensors["pixel_values"]) for medium in media]]
         tensor = tensors[name]
@@ -128,14 +128,14 @@ def refuse_dropped(
     for name in sorted(names & tensors.keys() - carried):
         if tensors[name].numel():
             raise UnsupportedInput(
-                f"{name} of shape {tuple(tensors[name].shape)} belongs to none of the {len(media)} "
-                "media of this prompt, so the answer would not depend on it; leave it out, or give "
-                "all tensors of one processor call"
+                f"{name} of shape {tuple(tensors[name].shape)} belongs to none of the "
+                f"{len(media)} media of this prompt, so it would be ignored; leave it out, or "
+                "give all tensors of one processor call"
             )
 
 
 def settled(config: Record) -> Record:
-    """A configuration without what the language model, a version or a dtype puts in it."""
+    """A configuration without values of the language model, the version or the dtype."""
     drop = ("text_config", "transformers_version", "_name_or_path", "dtype", "torch_dtype")
     remaining = {name: value for name, value in config.items() if name not in drop}
     return {n: settled(v) if isinstance(v, dict) else v for n, v in remaining.items()}
@@ -144,7 +144,8 @@ def settled(config: Record) -> Record:
 def with_sizes(
     tensors: dict[str, torch.Tensor], *axes: str
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`pixel_values`, one image to a row, and the height and width of each in `image_sizes`."""
+    """`pixel_values` with one image per row, and each image's height and width from
+    `image_sizes`."""
     pixels, sizes = tensors.get("pixel_values"), tensors.get("image_sizes")
     if pixels is None:
         return None

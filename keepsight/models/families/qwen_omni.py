@@ -1,8 +1,8 @@
 """Families that also hear (the thinkers of Qwen's Omni models).
 
-Upstream takes the features of images and videos, but none of sound: those are put in place of the
-embeddings here, before the language model sees them. Positions come from ids and lengths; upstream
-would lay a prompt out in one dimension, silently, wherever a call leaves the attention mask out.
+Transformers accepts features of images and videos, but not of sound. Sound features are inserted
+here in place of embeddings, before the language model runs. Positions come from ids and lengths;
+Transformers would silently use one dimension for any call without an attention mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SECONDS = "video_second_per_grid"
 
 
 class QwenOmni(QwenVL):
-    """Images, videos and sound; each clip cut to its own length."""
+    """Images, videos and sound; each clip is cut to its own length."""
 
     times_name = _SECONDS
     also_takes = (*VIDEO, _SECONDS, *AUDIO, "use_audio_in_video")
@@ -76,7 +76,7 @@ class QwenOmni(QwenVL):
         return dict(processed), texts[0]
 
     def _clip(self, features: torch.Tensor, length: int) -> Pixels:
-        """One clip without the padding that made it as long as its neighbours."""
+        """One clip without the padding to its neighbours' length."""
         tensors = {
             AUDIO[0]: features[None, :, :length].contiguous(),
             AUDIO[1]: torch.ones(1, length, dtype=torch.long),
@@ -88,9 +88,11 @@ class QwenOmni(QwenVL):
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
         if "use_audio_in_video" in tensors:
-            raise UnsupportedInput("use_audio_in_video interleaves two media, which is not taken")
+            raise UnsupportedInput(
+                "use_audio_in_video interleaves two media, which is not supported"
+            )
         if VIDEO[0] in tensors and _SECONDS not in tensors:
-            raise InputError(f"{VIDEO[0]} came without {_SECONDS}, which positions follow")
+            raise InputError(f"{VIDEO[0]} came without {_SECONDS}, which positions depend on")
         media = super().split_tensors(tensors, rows)
         features, mask = (tensors.get(name) for name in AUDIO)
         if features is None:
@@ -109,7 +111,7 @@ class QwenOmni(QwenVL):
         ]
 
     def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
-        """Each kind as the processor packs it; clips padded to the longest."""
+        """Pack each kind as the processor does; clips are padded to the longest."""
         joined = super().join_pixels([m for m in media if m.modality != "audio"])
         clips = [m.tensors for m in media if m.modality == "audio"]
         if clips:
@@ -155,7 +157,8 @@ class QwenOmni(QwenVL):
     def prompt_inputs(
         self, ids: np.ndarray, types: np.ndarray, grids: Sequence[Grid]
     ) -> dict[str, torch.Tensor]:
-        """Positions too: stock `generate` cannot know the lengths of clips it is not given."""
+        """Also gives positions: stock `generate` cannot know the lengths of clips it is not
+        given."""
         grid = self.rope_grid(grids)
         inputs = {name: torch.tensor(v) for name, v in grid.items() if name.endswith("_thw")}
         return {**inputs, "position_ids": self.positions(ids, types, grids)}

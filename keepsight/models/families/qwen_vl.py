@@ -1,7 +1,7 @@
-"""Families that see videos as they see images: patches on a grid that also runs through time.
+"""Families that see videos like images: patches on a grid that also runs through time.
 
-What tells the frames' times apart enters the name of a video: where a family lays its positions out
-by seconds, the same frames at another speed are another prompt.
+The times of frames are part of a video's name if the family computes positions from seconds: the
+same frames at another speed are another prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 VIDEO = ("pixel_values_videos", "video_grid_thw")
-# Types whose towers are shown (tests/test_films.py) to see one step in time of a film at a time.
+# Types whose towers are shown (tests/test_films.py) to process each time step of a video alone.
 _BY_STEP = {
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "cosmos3_omni"),
@@ -31,12 +31,12 @@ _BY_STEP = {
 
 
 def films_by_step(family: Family) -> bool:
-    """Whether the tower sees one step in time of a film, and no other."""
+    """Whether the tower processes each time step of a video alone."""
     return family.model.config.model_type in _BY_STEP
 
 
 def steps_of(family: Family, pixels: Pixels) -> list[Pixels]:
-    """What goes through the tower one by one: the medium, or each step in time of a film."""
+    """What goes through the tower separately: the medium, or each time step of a video."""
     if VIDEO[1] not in pixels.tensors or not films_by_step(family):
         return [pixels]
     count, height, width = pixels.tensors[VIDEO[1]][0].tolist()
@@ -52,7 +52,7 @@ def steps_of(family: Family, pixels: Pixels) -> list[Pixels]:
 class QwenVL(Family):
     """Images and videos, both packed patch by patch."""
 
-    times_name = "second_per_grid_ts"  # what a processor calls the seconds of a step in time
+    times_name = "second_per_grid_ts"  # a processor's name for the seconds of a time step
     also_takes: tuple[str, ...] = (*VIDEO, times_name)
 
     @property
@@ -80,7 +80,7 @@ class QwenVL(Family):
     def _process_video(
         self, processor: Processor, frames: np.ndarray, about: Record, options: Options
     ) -> tuple[Record, str]:
-        """By way of the processor: it works out how many seconds a step in time takes."""
+        """Preprocess with the processor, because it computes the seconds of a time step."""
         given = {**options, "return_tensors": "pt", "return_metadata": True}
         processed, texts = upstream.processed(
             processor, "videos", [frames], video_metadata=[about], **given
@@ -144,7 +144,7 @@ class QwenVL(Family):
         return found
 
     def encoder_outputs(self, parts: Sequence[Part]) -> Record:
-        """Images and videos apart, as upstream scatters them apart."""
+        """Images and videos separately, as Transformers scatters them separately."""
         by_kind: dict[str, list[tuple[Package, int, int]]] = {}
         for part in parts:
             by_kind.setdefault(part[0].modality, []).append(part)

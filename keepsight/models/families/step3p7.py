@@ -1,8 +1,8 @@
-"""Families that see an image whole and, where it is large, its parts again.
+"""Families that show an image whole and, if it is large, its parts again.
 
 Step 3.7 and DeepSeek-OCR 2. The whole views of all images are one tensor, the local views of all
-images another, and `num_local_patches` says how many of these each image has. An image's features
-are those of its local views, then those of the whole.
+images another, and `num_local_patches` gives each image's number of them. An image's features are
+those of its local views, then those of the whole.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from keepsight.models.families.pixels import Pixels
 
 
 class Step3p7(Family):
-    """One whole view an image, and a number of local ones."""
+    """One whole view per image, and a number of local ones."""
 
-    separators = 0  # tokens behind the views of an image
+    separators = 0  # tokens after the views of an image
 
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
@@ -51,24 +51,24 @@ class Step3p7(Family):
         return media
 
     def join_pixels(self, media: Sequence[Pixels]) -> dict[str, torch.Tensor]:
-        """Only some images have local views."""
+        """Pack the pixels; only some images have local views."""
         names = sorted({name for medium in media for name in medium.tensors})
         return {n: torch.cat([m.tensors[n] for m in media if n in m.tensors]) for n in names}
 
     def _tokens(self, views: torch.Tensor) -> int:
-        """How many tokens the tower makes of one view: patches, halved twice in each direction."""
+        """The number of tokens of one view: patches, halved twice in each direction."""
         patch = int(self.core.vision_model.embeddings.patch_size)
         height, width = (-(-(side // patch) // 2) for side in views.shape[-2:])
         return -(-height // 2) * -(-width // 2)
 
 
 class DeepseekOcr2(Cast, Step3p7):
-    """A learned row stands behind the views of an image."""
+    """A learned row follows the views of an image."""
 
     separators = 1
 
     def _tokens(self, views: torch.Tensor) -> int:
-        """Patches, halved twice in each direction, as many as the tower has queries."""
+        """Patches halved twice in each direction; the tower has this many queries."""
         patch = int(self.model.config.vision_config.sam_config.patch_size)
         height, width = (-(-side // (4 * patch)) for side in views.shape[-2:])
         return height * width

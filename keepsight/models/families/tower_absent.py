@@ -1,9 +1,9 @@
-"""A tower that was left out: what stands in its place, and which modules of a model are the tower.
+"""A tower that was left out: its placeholders, and which modules of a model are the tower.
 
-A model that gets all its features from packages needs no tower. Its modules are replaced by
-stand-ins that keep the plain settings which others read (a merge size, a patch size) and none of
-the weights. Whatever lies outside the decoder and the output head and shares no weight with them
-belongs to the tower: the projector too, for features are made behind it.
+A model that gets all features from packages needs no tower. Its modules are replaced by
+placeholders that keep plain settings which others read (a merge size, a patch size) and no weights.
+Everything outside of the decoder and the output head that shares no weight with them belongs to the
+tower, including the projector, because features are made after it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from keepsight.models.families.base import Family
 
 LEFT_OUT = (
-    "the tower was left out (vision=False), so nothing new can be looked at; images must come from "
-    "packages: give packages, or a store that has them, or load the model whole"
+    "the tower was left out (vision=False), so new images cannot be encoded; give packages or "
+    "a store that has them, or load the model whole"
 )
 
 
@@ -29,17 +29,17 @@ class TowerSource(Protocol):
     """Where the weights of an absent tower can be read, to name them."""
 
     def weights(self) -> list[AbsentWeight]:
-        """Name, digest and dtype of each."""
+        """The name, digest and dtype of each weight."""
 
 
 AbsentWeight = tuple[str, str, str]  # name in the whole model, digest, floating dtype
 
 
 class AbsentTower(torch.nn.Module):
-    """Stands where a module of the tower was; it has its settings, and refuses to run."""
+    """Replaces a module of the tower; it has its settings and refuses to run."""
 
     source: TowerSource | None = None
-    stands_for: type  # the class of the module that was left out
+    stands_for: type  # class of the replaced module
 
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ class AbsentTower(torch.nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What upstream asks for first, before it hands over pixels."""
+        """Read by Transformers before it passes pixels."""
         raise UnsupportedInput(LEFT_OUT)
 
     def forward(self, *arguments: object, **options: object) -> NoReturn:
-        """Refuses, with what to do instead."""
+        """Refuse, and say what to do instead."""
         raise UnsupportedInput(LEFT_OUT)
 
 

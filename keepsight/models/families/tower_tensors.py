@@ -1,9 +1,9 @@
-"""What a tower works out from sizes alone, worked out once for each size.
+"""Computes tower inputs that depend on sizes alone, once per size.
 
-Sequence bounds, position ids, window indices, interpolation weights follow from the grid of an
-image, not from its pixels. Upstream's towers compute them for every image, with loops and copies to
-the host, unless they are handed in as keyword arguments; upstream's exporter knows how to make
-them, so it is asked. A tower gets only what its code looks for, and most get nothing.
+Sequence bounds, position ids, window indices and interpolation weights follow from the grid of an
+image, not from its pixels. Towers in Transformers compute them for every image, with loops and
+copies to the host, unless they are passed as keyword arguments. Transformers' exporter can compute
+them, so it is used here. A tower gets only what its code reads; most get nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepsight.store import MemoryCache
 
 BUDGET = 32 * 2**20  # bytes for one model; an image of 4,096 patches takes about 300 KB
 
-# How `get_*_features` name the sizes of a medium, and what its tower calls them.
+# Names for the sizes of a medium in `get_*_features`, and in its tower.
 _SIZES: dict[str, dict[str, str]] = {
     "get_image_features": {
         "image_grid_thw": "grid_thw",
@@ -33,8 +33,8 @@ _SIZES: dict[str, dict[str, str]] = {
 _AUDIO = ("get_audio_features", "input_features", "feature_attention_mask")
 _TELLING = ("grid_thw", "target_sizes", "feature_lens")  # a tower takes one of these
 
-# Upstream's functions that hand on a tensor which they are given, by the tensor's name. A tower
-# whose code calls none of them has no use for the tensor.
+# Functions of Transformers that return a given tensor unchanged, by the tensor's name. A tower
+# whose code calls none of them does not use the tensor.
 _TAKERS = {
     "cu_seqlens": ("get_vision_attention_seqlens", "get_vision_cu_seqlens", "get_audio_cu_seqlens"),
     "max_seqlen": ("get_vision_attention_seqlens", "get_max_seqlen"),
@@ -53,12 +53,12 @@ _TAKERS = {
     "pool_indices": ("get_pool_indices",),
 }
 
-FOLLOWS_FROM_SIZES = frozenset(_TAKERS)  # what a tower may be handed beside its pixels
+FOLLOWS_FROM_SIZES = frozenset(_TAKERS)  # what a tower may be given besides its pixels
 
 
 @dataclass(frozen=True)
 class _Tower:
-    """A module that takes tensors ready-made, and the names of those that it takes."""
+    """A module that accepts precomputed tensors, and the names it accepts."""
 
     module: torch.nn.Module
     takes: frozenset[str]
@@ -69,7 +69,7 @@ class _Prepared:
     """What is remembered for one size."""
 
     inputs: Inputs
-    chunks: list[int] = field(default_factory=list)  # frames of each chunk of audio
+    chunks: list[int] = field(default_factory=list)  # frames of each audio chunk
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +77,7 @@ class _Prepared:
 
 
 class TowerTensors:
-    """The tensors of one model's towers, the most recently used of them."""
+    """The tensors of one model's towers, the most recently used."""
 
     def __init__(self, core: torch.nn.Module, budget: int = BUDGET) -> None:
         self.prepared: MemoryCache[_Prepared] = MemoryCache(
@@ -89,9 +89,10 @@ class TowerTensors:
     def of(
         self, tensors: Mapping[str, torch.Tensor], device: torch.device | str | None = None
     ) -> Record:
-        """What the encoder takes beside the `tensors` of one medium; often nothing.
+        """What the encoder takes besides the `tensors` of one medium; often nothing.
 
-        Made on `device`, where stock would make them: a floating tensor's last bit depends on it.
+        Computed on `device`, where stock would compute them: a floating tensor's last bit depends
+        on it.
         """
         sizes = self._sizes(tensors)
         name = next((name for name in _TELLING if name in sizes), "")
@@ -122,9 +123,9 @@ class TowerTensors:
 
 
 def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Prepared:
-    """The tensors that upstream's exporter would hand in, as far as the tower takes them.
+    """The tensors that Transformers' exporter would pass, as far as the tower accepts them.
 
-    Not in inference mode: who trains a tower may be given them too.
+    Not in inference mode: training code for a tower may get them too.
     """
     with torch.inference_mode(False), torch.no_grad():
         inputs: Inputs = dict(sizes)
@@ -140,14 +141,15 @@ def _made(tower: _Tower, sizes: dict[str, torch.Tensor]) -> _Prepared:
 def _padded(
     tensors: Mapping[str, torch.Tensor], chunks: list[int], device: torch.device | str | None
 ) -> torch.Tensor:
-    """The sound itself in chunks of equal length: of all that is handed in, this alone is new."""
+    """The sound itself in chunks of equal length; the only value that is not computed from
+    sizes."""
     _, features, mask = _AUDIO
     frames = tensors[features].permute(0, 2, 1)[tensors[mask].bool()].to(device)
     return torch.nn.utils.rnn.pad_sequence(list(frames.split(chunks)), True).transpose(1, 2)
 
 
 def _tower(core: torch.nn.Module, name: str) -> _Tower | None:
-    """The outermost part of the model that takes a size of this name and tensors ready-made."""
+    """The outermost part of the model that takes a size of this name and precomputed tensors."""
     for module in core.modules():
         if module is core or name not in _arguments(type(module).forward):
             continue
@@ -177,7 +179,7 @@ def _called(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _passes_on(core: torch.nn.Module, name: str) -> bool:
-    """Whether this method of the model hands keyword arguments on to its tower."""
+    """Whether this method of the model passes keyword arguments to its tower."""
     method = getattr(core, name, None)
     if method is None:
         return False
