@@ -1,10 +1,10 @@
-"""Computes one call of a module piece by piece: the same bits in less memory.
+"""Computes one call of a module piece by piece: equal bits in less memory.
 
-A call takes rows (patches, or tiles of patches) and gives rows. Where every row is made of its own
-row alone, pieces of rows go through the module's own code one after the other. Where rows look at
-each other, they do so in one `scaled_dot_product_attention`: keys and values of all pieces are
-gathered first, and then each piece asks them. That is the module's own code too; only what stands
-in the place of this one function is ours. Whether it holds is for the caller to try (`Plan.of`).
+A call maps rows (patches, or tiles of patches) to rows. If every row depends on itself alone,
+pieces of rows run through the module one after the other. If rows attend to each other in a single
+`scaled_dot_product_attention`, keys and values of all pieces are collected first, then each piece
+queries them. The module's own code runs; only this one function is replaced. The caller must try
+whether the bits are equal (`Plan.of`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from keepsight.kinds import Record
 
 Forward = Callable[..., object]
 Given = tuple[object, ...]
-# Rows in a piece. Kernels of attention on CPUs choose their blocks of queries by the number of
-# queries: 256 in a block from 768 queries on. So pieces begin at multiples of 256, and none is
-# shorter than `LEAST`.
+# Rows per piece. Attention kernels on CPUs choose their query blocks by the number of queries: 256
+# per block from 768 queries on. So pieces begin at multiples of 256, and none is shorter than
+# `LEAST`.
 PIECE = 1024
 LEAST = 1024
 PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 
 class CannotCut(Exception):
-    """A call that does not go in pieces; nothing was changed."""
+    """A call that cannot be split; nothing was changed."""
 
 
 class _Enough(Exception):
-    """Keys and values of a piece are known: the rest of its pass is not needed yet."""
+    """Keys and values of a piece are known; its pass can stop."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class RowCall:
 
     args: tuple[object, ...]
     options: Mapping[str, object]
-    axis: int  # where the rows lie in the first floating tensor
+    axis: int  # dimension of the rows in the first floating tensor
     count: int
-    each: int  # patches in a row: more than 1 where rows are tiles
-    bounds: tuple[int, ...]  # which rows see each other: those between two of these
+    each: int  # patches per row: more than 1 if rows are tiles
+    bounds: tuple[int, ...]  # offsets that delimit rows attending to each other
 
     @classmethod
     def of(cls, args: tuple[object, ...], options: Mapping[str, object]) -> RowCall | None:
-        """The call, or None where its rows cannot be identified."""
+        """The call, or None if its rows cannot be identified."""
         values = (*args, *options.values())
         given = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
         if not given or given[0].dim() not in (2, 3) or given[0].device.type != "cpu":
@@ -69,7 +69,7 @@ class RowCall:
         return next(v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
 
     def _bounds(self, value: object) -> tuple[int, ...]:
-        """Where the rows of a picture or a window end, if an argument says that."""
+        """The ends of pictures or windows among the rows, if an argument gives them."""
         if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dim() != 1:
             return ()
         if len(value) < 2 or value.dtype not in (torch.int32, torch.int64):
@@ -103,7 +103,7 @@ class RowCall:
         return value.narrow(axes[0], start, stop - start) if axes else value
 
     def random(self) -> RowCall:
-        """The same call with other rows, which are the same at every time."""
+        """The same call with random rows; they are equal each time."""
         noise = torch.Generator().manual_seed(0)
         x = self.x
         other = torch.randn(x.shape, generator=noise).to(x.dtype)
@@ -112,12 +112,12 @@ class RowCall:
         return replace(self, args=args, options=options)
 
     def to(self, forward: Forward) -> object:
-        """What the module gives."""
+        """The result of a module for this call."""
         return forward(*self.args, **self.options)
 
 
 class JoinedRows:
-    """What a module gives, put together of its pieces."""
+    """The output of a module, joined from its pieces."""
 
     def __init__(self, call: RowCall) -> None:
         self._call = call
@@ -126,11 +126,11 @@ class JoinedRows:
         self._more = 0
 
     def put(self, start: int, stop: int, output: object) -> None:
-        """The output for some rows; a module may make one of several."""
+        """Store the output for some rows; a module may merge several into one."""
         first, more = _first_of(output)
         axis = self._call.axis
         if first.dim() <= axis or not first.shape[axis] or (stop - start) % first.shape[axis]:
-            raise CannotCut("its output has other rows")
+            raise CannotCut("its output has other rows than its input")
         ratio = (stop - start) // first.shape[axis]
         if start % ratio or self._call.count % ratio:
             raise CannotCut("a piece ends inside a group of rows")
@@ -144,20 +144,20 @@ class JoinedRows:
         self._whole.narrow(axis, start // ratio, first.shape[axis]).copy_(first)
 
     def whole(self) -> object:
-        """All of it, in the form in which the module gave its pieces."""
+        """The whole output, in the form of the pieces."""
         if self._shape is tuple:
             return (self._whole, *[None] * self._more)
         return self._whole
 
 
 def _first_of(output: object) -> tuple[torch.Tensor, int]:
-    """The tensor that a module gives, and how many times None behind it."""
+    """The first tensor of an output, and the number of Nones after it."""
     if isinstance(output, torch.Tensor):
         return output, 0
     first, more = (output[0], output[1:]) if type(output) is tuple and output else (None, ())
     if isinstance(first, torch.Tensor) and all(part is None for part in more):
         return first, len(more)
-    raise CannotCut(f"it gives a {type(output).__name__}")
+    raise CannotCut(f"it returns a {type(output).__name__}")
 
 
 def same(one: object, other: object) -> bool:
@@ -170,7 +170,7 @@ def same(one: object, other: object) -> bool:
 
 
 class LookCount(TorchFunctionMode):
-    """Counts how often rows look at each other. Torch keeps such modes for each thread alone."""
+    """Counts attention calls between rows. Torch keeps such modes per thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class LookCount(TorchFunctionMode):
 
 
 class _Look:
-    """The arguments of one attention, as far as it goes in pieces: all rows see all rows."""
+    """The arguments of one attention call that can be split: all rows see all rows."""
 
     def __init__(self, rows: int, args: Given, options: Record) -> None:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -198,7 +198,7 @@ class _Look:
 
 
 class _Gathering(TorchFunctionMode):
-    """Keeps keys and values of each piece, and ends its pass there."""
+    """Collects keys and values of each piece, and stops its pass there."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class _Gathering(TorchFunctionMode):
 
 
 class _Asking(TorchFunctionMode):
-    """Lets each piece look at the keys and values of all."""
+    """Lets each piece attend to the keys and values of all."""
 
     def __init__(self, kept: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -236,12 +236,13 @@ class _Asking(TorchFunctionMode):
         look = _Look(self.rows, args, kwargs or {})
         self.looks += 1
         if self.looks > 1:
-            raise CannotCut("its rows look at each other more than once")
+            raise CannotCut("its rows attend to each other more than once")
         return func(**{**look.given, **self._kept})
 
 
 def in_pieces(forward: Forward, call: RowCall, looks: bool, piece: int) -> object:
-    """What `forward` gives for the whole call; `looks` says whether rows look at each other."""
+    """The result of `forward` for the whole call; `looks` says whether rows attend to each
+    other."""
     rows = JoinedRows(call)
     for start, stop in _spans(call, looks, piece):
         part = call.part(start, stop)
@@ -254,7 +255,7 @@ def in_pieces(forward: Forward, call: RowCall, looks: bool, piece: int) -> objec
 
 
 def _spans(call: RowCall, looks: bool, piece: int) -> Iterator[tuple[int, int]]:
-    """Rows that nothing outside is needed for."""
+    """Stretches of rows that need nothing from outside."""
     if call.each > 1:
         yield from ranges(call.count, -(-piece // call.each), -(-LEAST // call.each))
     elif not looks:
@@ -269,7 +270,7 @@ def _spans(call: RowCall, looks: bool, piece: int) -> Iterator[tuple[int, int]]:
 
 
 def _with_all(forward: Forward, call: RowCall, piece: int) -> Iterator[tuple[int, int, object]]:
-    """The rows of one picture, which look at each other."""
+    """The rows of one picture, which attend to each other."""
     parts = list(ranges(call.count, piece, LEAST))
     with _Gathering(call.count) as gathering:
         for start, stop in parts:
@@ -278,17 +279,17 @@ def _with_all(forward: Forward, call: RowCall, piece: int) -> Iterator[tuple[int
                 call.part(start, stop).to(forward)
             except _Enough:
                 continue
-            raise CannotCut("its rows look at each other in another way")
+            raise CannotCut("its rows attend to each other in another way")
     asking = _Asking(gathering.kept)
     for start, stop in parts:
         asking.rows, asking.looks = stop - start, 0
-        with asking:  # no longer: who takes the output may run other code
+        with asking:  # stop replacing: the consumer may run other code
             output = call.part(start, stop).to(forward)
         yield start, stop, output
 
 
 def ranges(count: int, piece: int, least: int) -> Iterator[tuple[int, int]]:
-    """From 0 to `count` in pieces, the last of which may be longer, so as not to be too short."""
+    """Ranges from 0 to `count`; the last may be longer, so that none is too short."""
     start = 0
     while start < count:
         stop = start + piece if count - start - piece >= least else count

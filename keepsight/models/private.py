@@ -1,6 +1,6 @@
-"""One private thing of Transformers or torch, as a row of `upstream`, and a row of its own.
+"""One private API of Transformers or torch, as a row of `upstream`; also the row for TorchScript.
 
-A row says where the thing is, what it is for, and what is done without it.
+A row says where the API is, what it is for, and what happens without it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from keepsight.models.tested import TESTED
 
 @dataclass(frozen=True)
 class PrivateApi:
-    """One private thing: what has it, what it is for, and what is done where it is missing."""
+    """One private API: its owner, its purpose, and the fallback if it is missing."""
 
     owner: str  # a module, or a class in one
     name: str
     use: str
-    without: str = ""  # an error, where this is empty
+    without: str = ""  # an error if empty
 
     def found(self, owner: object = None) -> Any:
-        """The private attribute of an object, or of its usual owner; None where it is missing."""
+        """The private attribute of an object, or of its usual owner; None if it is missing."""
         home = self._home() if owner is None else owner
         return getattr(home, self.name, None)
 
     def needed(self, owner: object = None) -> Any:
-        """The thing itself, or an error that names it."""
+        """The attribute, or an error that names it."""
         found = self.found(owner)
         if found is None:
             library = self.owner.partition(".")[0]

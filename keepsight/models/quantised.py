@@ -1,10 +1,10 @@
-"""Layers that compute in few bits: those that look at each token alone, and those that are refused.
+"""Refuses quantised layers whose result for a token depends on other tokens.
 
-Weights in eight or four bits are weights like others. Activations in few bits need a scale; where
-that is the largest value of a whole pass, what becomes of a token depends on the tokens computed
-beside it, so no cut of a prompt and no batch gives what one pass would. Many libraries make such
-layers, under many names, so a layer is asked and not looked up: the same tokens beside quiet and
-beside loud neighbours. Scales of each token's own, and scales fixed beforehand, pass.
+Weights in eight or four bits are weights like others. Activations in few bits need a scale. If that
+is the largest value of a whole pass, a token's result depends on the tokens computed beside it, so
+neither cuts nor batches are exact. Many libraries make such layers under many names, so layers are
+tried, not looked up: the same tokens run beside quiet and beside loud neighbours. Scales per token,
+and fixed scales, pass.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from keepsight.models.no_gradients import run_plainly
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Where layers come from that compute in the dtype of their weights.
+# Modules whose layers compute in the dtype of their weights.
 _USUAL = ("torch.nn.modules.", "transformers.models.", "peft.", "keepsight.")
 _TOKENS = 8
-_LOUD = 1000.0  # times as large as the others: a scale shared with these leaves nothing of them
-_NEAR = 1e-3  # of the largest value; a shared scale changes about all of it
+_LOUD = 1000.0  # of the loud neighbours: a scale shared with them leaves nothing of others
+_NEAR = 1e-3  # of the largest value; a shared scale changes nearly all of it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
 def named_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Name the weights of a class of their own, where reading the model's weights fails."""
+    """Name the weight classes when a model's weights cannot be read."""
     try:
         yield
     except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
@@ -46,7 +46,7 @@ def named_weights(model: torch.nn.Module) -> Iterator[None]:
 
 
 def refuse_experts_without_kernel(model: PreTrainedModel) -> None:
-    """Refuse experts in a group, in a dtype that torch has no such product for (float64)."""
+    """Refuse grouped experts in a dtype for which torch has no such product (float64)."""
     for name, layer in model.named_modules():
         weights = (w for w in layer._parameters.values() if w is not None and w.dim() == 3)
         weight = next(weights, None)
@@ -61,37 +61,38 @@ def refuse_experts_without_kernel(model: PreTrainedModel) -> None:
         except RuntimeError as error:
             usual = ", ".join(map(str, _DTYPES))
             raise UnsupportedModel(
-                f"{name} runs its experts by {chosen!r}, which torch {torch.__version__} has for "
-                f"{usual} and not for {weight.dtype} ({error}): the model cannot run at all. Call "
-                "model.set_experts_implementation('eager'), or load it in one of these"
+                f"{name} runs its experts by {chosen!r}, which torch {torch.__version__} "
+                f"supports for {usual} and not for {weight.dtype} ({error}): the model cannot "
+                "run at all. Call model.set_experts_implementation('eager'), or load it in one "
+                "of these"
             ) from error
 
 
 class Quantised:
-    """The layers of one model that were asked already."""
+    """The layers of one model that were already tried."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._asked: set[str] = set()
 
     def check(self) -> None:
-        """Refuse the model, by name, for a layer that mixes tokens; ask each kind of layer once."""
+        """Refuse a model with a layer that mixes tokens; try each kind of layer once."""
         for name, layer in self._model.named_modules():
             if not _is_unusual(layer) or (kind := _kind(layer)) in self._asked:
                 continue
             off = self._coupling(name, layer)
             if off > _NEAR:
                 raise UnsupportedModel(
-                    f"{name} ({type(layer).__module__}.{type(layer).__name__}) scales its input by "
-                    "the largest value of a whole pass, so what it makes of a token depends on the "
+                    f"{name} ({type(layer).__module__}.{type(layer).__name__}) scales its input "
+                    "by the largest value of a whole pass, so a token's result depends on the "
                     f"tokens computed beside it (loud neighbours change it by {off:.0%}): no "
-                    "remembered prefix could be continued exactly. Quantise the weights only, or "
-                    "the activations with a scale for each token"
+                    "remembered prefix could be continued exactly. Quantise the weights only, "
+                    "or the activations with a scale for each token"
                 )
             self._asked.add(kind)
 
     def _coupling(self, name: str, layer: torch.nn.Module) -> float:
-        """By how much of their size the results for some tokens depend on other tokens."""
+        """How much the results for some tokens depend on other tokens, relative to their size."""
         try:
             with torch.inference_mode():
                 return _ask(self._model, layer)
@@ -107,17 +108,17 @@ class Quantised:
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
             packed = not _is_usual(layer) and not any(True for _ in _held(layer))
             if not packed and not _has_odd_weights(layer):
-                return 0.0  # a layer of some other kind, that wants more than tokens
+                return 0.0  # some other layer that needs more than tokens
             raise UnsupportedModel(
-                f"{name} ({type(layer).__module__}.{type(layer).__name__}) is quantised, and it "
-                f"could not be shown that it treats each token alone: {first}"
+                f"{name} ({type(layer).__module__}.{type(layer).__name__}) is quantised, and a "
+                f"trial could not show that it treats each token alone: {first}"
             ) from first
         run_plainly(self._model)
         return off
 
 
 def _is_unusual(layer: torch.nn.Module) -> bool:
-    """Whether a layer maps features to features in a way that has to be asked for."""
+    """Whether a layer maps features to features in a way that needs a trial."""
     if _width(layer) is None:
         return False
     replaced = "forward" in vars(layer) or hasattr(layer, "quantization_scheme")
@@ -125,7 +126,7 @@ def _is_unusual(layer: torch.nn.Module) -> bool:
 
 
 def _width(layer: torch.nn.Module) -> int | None:
-    """How many features it takes, where it takes features."""
+    """The number of input features, if it takes features."""
     width = getattr(layer, "in_features", None)
     return width if isinstance(width, int) else None
 
@@ -149,7 +150,7 @@ def _held(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _kind(layer: torch.nn.Module) -> str:
-    """Layers of one kind share class, classes of weights and plain settings."""
+    """The kind of a layer: its class, weight classes and plain settings."""
     parts = [(type(t).__qualname__, _settings(t)) for t in _held(layer)]
     return repr((type(layer).__module__, type(layer).__qualname__, _settings(layer), parts))
 
@@ -163,7 +164,7 @@ def _settings(thing: object) -> list[tuple[str, str]]:
 
 
 def _ask(model: PreTrainedModel, layer: torch.nn.Module) -> float:
-    """The results for a few tokens beside quiet and beside loud neighbours, compared."""
+    """Results for a few tokens beside quiet and beside loud neighbours."""
     device = next((tensor.device for tensor in _held(layer)), model.device)
     draw = torch.Generator().manual_seed(0)
     quiet = torch.randn(1, _TOKENS, _width(layer) or 0, generator=draw)
@@ -178,9 +179,9 @@ def _ask(model: PreTrainedModel, layer: torch.nn.Module) -> float:
             continue
         if _is_odd(one) and type(one) not in map(type, _held(layer)):
             raise UnsupportedModel(
-                f"a layer of kind {type(layer).__module__}.{type(layer).__name__} hands on values "
-                f"of kind {type(one).__name__}, which cannot be remembered beside others; quantise "
-                "the weights only"
+                f"a layer of kind {type(layer).__module__}.{type(layer).__name__} returns "
+                f"values of kind {type(one).__name__}, which cannot be remembered; quantise the "
+                "weights only"
             )
         mine, theirs = (x[:, : _TOKENS // 2].float() for x in (one, other))
         return float((mine - theirs).abs().max() / mine.abs().max().clamp(min=1e-30))

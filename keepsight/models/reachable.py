@@ -1,6 +1,7 @@
-"""Refuses by its name alone what cannot be loaded: no PyTorch is imported for that.
+"""Refuses, by its name alone and without importing PyTorch, what cannot be loaded.
 
-A hub id that the Hub lacks, any while it cannot be reached, and a folder of a text-only model.
+A hub id that the Hub lacks, any hub id while the Hub is unreachable, and a folder of a text-only
+model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from huggingface_hub.errors import (
 
 from keepsight.errors import ModelError, UnsupportedModel
 
-PATIENCE = 2.0  # seconds for the Hub to say that it is there
+PATIENCE = 2.0  # seconds to wait for the Hub
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "adapter_config.json")
 _READERS = (
@@ -36,7 +37,7 @@ _SENSES = re.compile("vision|visual|image|img|audio|video|pixel|mm_|encoder|thin
 
 
 def check_hub(path: str, revision: str | None) -> None:
-    """Refuse a hub id that is not in the cache while the Hub cannot be reached, or lacks it."""
+    """Refuse a hub id that is not cached if the Hub cannot be reached or lacks it."""
     if Path(path).exists() or not _HUB_ID.fullmatch(path):
         return
     cached = huggingface_hub.try_to_load_from_cache(path, "config.json", revision=revision)
@@ -59,7 +60,7 @@ def check_hub(path: str, revision: str | None) -> None:
         raise ModelError(f"the Hub has {path!r}, but no revision {revision!r} of it") from error
     if error is not None and not isinstance(error, EntryNotFoundError):  # may be an adapter
         what = type(error).__name__
-        if isinstance(error, HfHubHTTPError):  # a server in need, or a proxy that speaks for it
+        if isinstance(error, HfHubHTTPError):  # a failing server, or a proxy in its place
             answered = error.response.status_code
             what = f"{huggingface_hub.constants.ENDPOINT} answers with status {answered}"
         raise ModelError(
@@ -69,19 +70,20 @@ def check_hub(path: str, revision: str | None) -> None:
 
 
 def _asked(path: str, revision: str | None) -> Exception | None:
-    """What goes wrong when the Hub is asked for a model."""
+    """What goes wrong when the Hub is asked for a model; empty if nothing."""
     try:
         url = huggingface_hub.hf_hub_url(path, "config.json", revision=revision)
         huggingface_hub.get_hf_file_metadata(url, timeout=PATIENCE)
-    except Exception as error:  # of whichever library it speaks to the network with
+    except Exception as error:  # errors of its HTTP library, whichever that is
         return error
     return None
 
 
 def check_folder_sees(path: str, name: str | None = None) -> None:
-    """Refuse a folder whose files name a language model and nothing that sees.
+    """Refuse a folder whose files name a language model without vision.
 
-    What is not plain from them is left to whoever loads the model."""
+    Unclear cases are left to the loader.
+    """
     folder = Path(path).expanduser()
     if any((folder / name).is_file() for name in _PROCESSORS):
         return

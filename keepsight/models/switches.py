@@ -1,9 +1,9 @@
-"""The switches of this process and this thread that change the bits of a result.
+"""The process and thread settings that change the bits of a result.
 
-Which kernels torch may choose, in what precision they compute, how the processor rounds, which
-functions were registered with Transformers, what the environment says to numerical libraries. Only
-what differs from a new process is named. Some switches belong to a thread, so all are read in the
-thread that is about to run the model, before each call; that costs a few microseconds.
+They are: the kernels torch may choose, their precision, the processor's rounding, functions
+registered with Transformers, and environment variables of numerical libraries. Only differences
+from a new process are named. Some settings belong to a thread, so all are read in the thread that
+runs the model, before each call; that costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from keepsight.errors import UpstreamChanged
 from keepsight.kinds import Record
 from keepsight.models import upstream
 
-# Functions of `torch._C` that read a switch, without the leading "_get_", and what they give in a
-# new process. A test names those of the installed torch that stand in no table here.
+# Functions of `torch._C` that read a setting, without the leading "_get_", and their values in a
+# new process. A test names those of the installed torch that are in no table here.
 ANYWHERE: Record = {
     "flash_sdp_enabled": True,
     "mem_efficient_sdp_enabled": True,
@@ -61,7 +61,7 @@ ON_CUDA: Record = {
     "cudnn_allow_tf32": True,
     "miopen_immediate": False,
 }
-# (backend, operation) -> the precision that "none" stands for in a new process.
+# (backend, operation) -> the precision that "none" means in a new process.
 _PRECISIONS: dict[tuple[str, str], str] = {
     ("generic", "all"): "ieee",
     ("mkldnn", "all"): "ieee",
@@ -73,29 +73,30 @@ _PRECISIONS: dict[tuple[str, str], str] = {
     ("cuda", "conv"): "tf32",
     ("cuda", "rnn"): "tf32",
 }
-# Beginnings of the variables that numerical libraries read, most of them when they are loaded.
+# Prefixes of variables that numerical libraries read, mostly when they are loaded.
 _VARIABLES = (
     "ATEN_CPU_", "CUBLAS", "CUDNN_", "DISABLE_ADDMM_", "DNNL_", "GLIBC_TUNABLES", "HIPBLAS",
     "MIOPEN_", "MKL_", "NVIDIA_TF32_", "OMP_DYNAMIC", "OMP_THREAD_LIMIT", "ONEDNN_", "PYTORCH_MPS_",
     "PYTORCH_TUNABLEOP_", "ROCBLAS_", "TORCHDYNAMO_DISABLE", "TORCH_ALLOW_TF32_", "TORCH_BLAS_",
     "TORCH_COMPILE_DISABLE", "TORCH_CUDNN_", "TORCH_LINALG_", "USE_HUB_KERNELS", "XLA_",
 )  # fmt: skip
-_SILENT = ("VERBOSE", "LOG", "CACHE", "DUMP")  # in the name of a variable that changes no result
+_SILENT = ("VERBOSE", "LOG", "CACHE", "DUMP")  # parts of names of variables that change no result
 _LIVE = ("TRANSFORMERS_SDPA_FORCE_GQA", "TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR")  # read by each pass
-# Libraries that put kernels of their own into a model where they are installed.
+# Libraries that replace kernels of a model when they are installed.
 _LIBRARIES = (
     "causal-conv1d", "flash-attn", "flash-attn-3", "flash-linear-attention", "kernels",
     "liger-kernel", "mamba-ssm", "opt-einsum", "xformers",
 )  # fmt: skip
-# Operands, and what becomes of them by IEEE's rules: only a changed register gives other results.
+# Operands, and their results by IEEE rules: only changed registers give others.
 _LEAST, _HALF, _TINY, _HUGE, _ONE, _DUST = 2.0**-1022, 0.5, 5e-324, 2.0**200, 1.0, 2.0**-60
 _RIGHT = (2.0**-1023, 2.0**-874, 1.0, 1.0)
 
 
 def switches(device: str, chosen: Iterable[tuple[str, str]]) -> list[str]:
-    """`name=value` of all that is not as in a new process, for a model on a type of device.
+    """`name=value` for each setting that differs from a new process, for a model on a type of
+    device.
 
-    `chosen` are the kinds of functions that the model looks up at Transformers, and their names.
+    `chosen` are the kinds of functions that the model looks up in Transformers, and their names.
     """
     accelerated = device != "cpu"
     readers, _ = _readers(accelerated)
@@ -119,7 +120,7 @@ _Readers = tuple[_Reader, ...]
 
 @functools.cache
 def _readers(accelerated: bool) -> tuple[_Readers, tuple[tuple[str, object], ...]]:
-    """What reads each switch, and beside it the switch's name and usual value."""
+    """Functions that read each setting, with its name and usual value."""
     get, order = upstream.PRECISION.needed(), upstream.SDP_ORDER.needed()
     einsum = torch.backends.opt_einsum
     found: list[tuple[_Reader, str, object]] = []
@@ -156,13 +157,13 @@ def _carefully(read: _Reader) -> object:
 
 
 def _stance() -> str:
-    """What `torch.compiler.set_stance` chose; nothing was, where the compiler is not loaded."""
+    """The choice made with `torch.compiler.set_stance`; none if the compiler is not loaded."""
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     return "default" if compiler is None else str(upstream.STANCE.needed(compiler).stance)
 
 
 def _native() -> tuple[str, ...]:
-    """What `torch.backends.python_native` leaves out."""
+    """The kernels that `torch.backends.python_native` leaves out."""
     registry: Any = sys.modules.get("torch._native.registry")
     if registry is None:
         return ()
@@ -198,13 +199,13 @@ def _environment() -> tuple[str, ...]:
 
 
 def _arithmetic() -> str:
-    """The IEEE rules that the registers of this thread break."""
+    """The IEEE rules that this thread's registers break."""
     flushed = [_LEAST * _HALF == 0.0, _TINY * _HUGE == 0.0]
     rounded = [_ONE + _DUST, _ONE - _DUST]
     return f"denormals flushed {flushed}, rounded to {rounded}"
 
 
-# -- functions and modes that others put in ------------------------------------------------------
+# -- registered functions and modes --------------------------------------------------------------
 
 
 def _modes() -> list[object]:
@@ -218,7 +219,7 @@ def _modes() -> list[object]:
 
 @functools.cache
 def _stacks() -> tuple[tuple[Callable[[], int], Callable[[], list[object]]], ...]:
-    """What counts the modes of a kind, and what lists them."""
+    """Functions that count and list the modes of a kind."""
     return (
         (upstream.FUNCTION_MODES.needed(), upstream.FUNCTION_STACK.needed()),
         (upstream.DISPATCH_MODES.needed(), upstream.DISPATCH_STACK.needed()),
@@ -234,7 +235,7 @@ _registries = functools.cache(upstream.registered_functions)
 
 
 def _foreign(chosen: Iterable[tuple[str, str]]) -> Iterator[tuple[str, object]]:
-    """Functions that a model looks up at Transformers, where they are not Transformers' own."""
+    """Functions that a model looks up in Transformers and that are not Transformers' own."""
     registries = _registries()
     for kind, name in chosen:
         for registry in registries[kind]:
@@ -244,14 +245,14 @@ def _foreign(chosen: Iterable[tuple[str, str]]) -> Iterator[tuple[str, object]]:
 
 
 def _is_own(thing: object, library: str) -> bool:
-    """Whether something is what a library itself has under its name."""
+    """Whether an object is what a library defines under its name."""
     place = str(getattr(thing, "__module__", ""))
     name = getattr(thing, "__qualname__", "")
     return place.split(".")[0] == library and getattr(sys.modules.get(place), name, None) is thing
 
 
 class _Numbers:
-    """A number for each thing that is not upstream's, for as long as it and this process live."""
+    """A number for each foreign object, valid while it and this process live."""
 
     def __init__(self) -> None:
         self.process = secrets.token_hex(8)
@@ -272,7 +273,7 @@ os.register_at_fork(after_in_child=_numbers.__init__)  # type: ignore[misc]
 
 
 def called(thing: object) -> str:
-    """A name that two different things never share, in this process or between two."""
+    """A name that two different objects never share, in this process or between two."""
     kind = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind is not thing and _is_own(kind, "torch"):

@@ -1,7 +1,7 @@
-"""The versions of Transformers and torch that were tested, and what newer ones hand over.
+"""The tested versions of Transformers and torch, and a check of what newer ones pass to us.
 
-Functions and objects of ours stand in the places of some of upstream's. A newer version may call
-them with more than they know, and nothing that is asked for may be passed over in silence.
+Functions and objects of ours replace some of Transformers'. A newer version may pass arguments they
+do not know, and no argument may be silently ignored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from packaging.version import InvalidVersion, Version
 
 from keepsight.errors import UpstreamChanged
 
-# The newest versions that all tests were run with, and the oldest.
+# The newest versions that all tests ran with, and the oldest.
 TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
 OLDEST_TESTED = {"transformers": "5.23.0", "torch": "2.13.0"}
 
 
 def is_newer_than_tested(version: str) -> bool:
-    """Whether a Transformers of this version is newer than any that the tests were run with, or of
-    a version that cannot be compared."""
+    """Whether this version of Transformers is newer than any tested one, or cannot be compared."""
     try:
         return Version(Version(version).base_version) > Version(TESTED["transformers"])
     except InvalidVersion:
@@ -28,14 +27,15 @@ def is_newer_than_tested(version: str) -> bool:
 
 
 def newer_than_tested() -> bool:
-    """Whether this Transformers is newer than any that the tests were run with."""
+    """Whether the installed Transformers is newer than any tested one."""
     return is_newer_than_tested(transformers.__version__)
 
 
 def refuse_unknown(
     place: str, more: Sequence[object], options: Mapping[str, object], known: Container[str] = ()
 ) -> None:
-    """Refuse what upstream hands to `place`, which is ours, and ours does not know.
+    """Refuse arguments that Transformers passes to `place`, which is ours, and that ours does not
+    know.
 
     `known` are names that change nothing there; nor does a value of None or False.
     """
@@ -44,7 +44,7 @@ def refuse_unknown(
     if unknown or more:
         what = f"an argument {unknown[0]!r}" if unknown else f"{len(more)} arguments more"
         raise UpstreamChanged(
-            f"transformers {transformers.__version__} hands {what} to {place}, which Keepsight "
-            f"puts in the place of its own and which does not know it; Keepsight was tested with "
-            f"up to {TESTED['transformers']}. Install that version, or a newer Keepsight"
+            f"transformers {transformers.__version__} passes {what} to {place}, which Keepsight "
+            "replaces and which does not know it; Keepsight was tested with up to "
+            f"{TESTED['transformers']}. Install that version, or a newer Keepsight"
         )

@@ -1,6 +1,5 @@
-"""What a tower takes beside pixels and follows from sizes alone, for people who run it themselves:
-compiled, exported, or in an engine of their own.
-"""
+"""Tower inputs that follow from sizes alone, for people who run a tower themselves: compiled,
+exported, or in another engine."""
 
 from __future__ import annotations
 
@@ -19,25 +18,23 @@ Grids = torch.Tensor | Sequence[Sequence[int]] | Mapping[str, torch.Tensor]
 def tower_tensors(
     model: PreTrainedModel, grids: Grids, device: torch.device | str | None = None
 ) -> Record:
-    """The tensors that `get_image_features` of this model takes ready-made, by their names.
+    """The precomputed tensors that `get_image_features` of this model accepts, by name.
 
     `grids` are rows of `image_grid_thw`, or a processor's own outputs by name, as for videos
     (`video_grid_thw`), `target_sizes` or sound (`input_features`, `feature_attention_mask`). Empty
-    for towers that work nothing out from sizes; docs/families.md has the table.
+    for towers that compute nothing from sizes; docs/families.md has the table.
     """
     given = dict(grids) if isinstance(grids, Mapping) else {"image_grid_thw": _rows(grids)}
     where = model.device if device is None else device
     family = family_of(model)
-    if not hasattr(
-        family, "tower_tensors"
-    ):  # media beside the sequence: nothing follows from grids
+    if not hasattr(family, "tower_tensors"):  # cross attention: nothing follows from grids
         return {}
     try:
         return family.tower_tensors.of(given, where)
     except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         shapes = {name: tuple(getattr(value, "shape", ())) for name, value in given.items()}
         raise InputError(
-            f"these are no sizes that this model's processor gives ({error}): {shapes}"
+            f"these are not sizes from this model's processor ({error}): {shapes}"
         ) from error
 
 

@@ -1,12 +1,11 @@
-"""A tower on one large picture, in less memory than one pass of it takes: the same bits.
+"""Runs a tower on one large picture in less memory than one pass takes: equal bits.
 
 While a large picture is encoded, the modules of the tower have a `forward` of ours, which other
-threads are led past. Given many rows, it lets the module's own code compute them piece by piece
-(`piecewise.py`), outermost modules first: a whole layer at a time where it is possible, else its
-parts. What may be cut is not known by name but tried, on noise of the same form, the first time
-that such a module is met in a picture: where the pieces do not give the bits of one pass, it runs
-as ever. Nothing is remembered for the next picture, before which a model may change. What is cut
-depends on the picture alone, never on how much memory is free.
+threads bypass. Given many rows, it runs the module's own code piece by piece (`piecewise.py`),
+outermost modules first: a whole layer if possible, otherwise its parts. What can be split is tried
+on noise of the same form, when a picture first meets such a module. If pieces do not give the bits
+of one pass, the module runs unsplit. Trials are not remembered for the next picture, because the
+model may change. The split depends on the picture alone, never on free memory.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from keepsight.models.piecewise import CannotCut, Forward, LookCount, RowCall, i
 if TYPE_CHECKING:
     from keepsight.models.families import Family, Pixels
 
-BOUND = 8192  # patches that go through a module at once, and no more
-LARGE = 1 << 25  # numbers of a picture's pixels, from which on memory is worth more than time
+BOUND = 8192  # most patches that go through a module at once
+LARGE = 1 << 25  # numbers of a picture's pixels above which memory matters more than time
 _FORWARD = "forward"
 _PLAIN = (bool, int, float, str)
 
 _lock = threading.Lock()
-# `.tried`: what this thread found, while it encodes a large picture; `.parts`: what it ran how
+# `.tried`: this thread's trials for the current large picture; `.parts`: how its modules ran
 _here = threading.local()
 
 
 @dataclass
 class TowerParts:
-    """Which parts of a tower, by their classes, large pictures went through in pieces, and which
-    saw all rows of one at once."""
+    """The classes of tower modules that ran a large picture in pieces, and those that ran it
+    whole."""
 
     cut: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
-    seen: int = 0  # calls that were noted, to tell the innermost part that ran whole
+    seen: int = 0  # calls noted, to find the innermost module that ran whole
 
     def note(self, module: torch.nn.Module, cut: bool) -> None:
-        """One call of a part, with more rows than go through it at once elsewhere."""
+        """Note a call of a module with more rows than it would get in pieces."""
         self.seen += 1
         (self.cut if cut else self.whole).add(type(module).__name__)
 
     def add(self, other: TowerParts) -> None:
-        """Those of another picture too."""
+        """Add the modules of another picture."""
         self.cut |= other.cut
         self.whole |= other.whole
 
@@ -63,21 +62,21 @@ class TowerParts:
         return {"cut": sorted(self.cut), "whole": sorted(self.whole)}
 
     def __str__(self) -> str:
-        whole = f"; {', '.join(sorted(self.whole))} saw it whole" if self.whole else ""
+        whole = f"; {', '.join(sorted(self.whole))} ran it whole" if self.whole else ""
         return f"the tower ran {', '.join(sorted(self.cut))} in pieces{whole}"
 
 
 class PieceForward:
-    """Stands in for `forward` of one module, for as many as encode a large picture now."""
+    """Replaces `forward` of one module while any thread encodes a large picture."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.users = module, 0
         self.before = vars(module).get(_FORWARD)
-        # What `inspect` follows, too.
+        # followed by `inspect` too
         self.__wrapped__ = self.before or MethodType(type(module).forward, module)
 
     def __call__(self, *args: object, **options: object) -> object:
-        """In pieces, where this thread encodes a large picture and the module can."""
+        """Run in pieces if this thread encodes a large picture and the module can be split."""
         forward: Forward = self.__wrapped__
         if _found_here() is None or torch.is_grad_enabled():
             return forward(*args, **options)
@@ -89,7 +88,7 @@ class PieceForward:
         parts: TowerParts = _here.parts
         looks = _how(self.module, forward, call)
         if looks is not None:
-            with contextlib.suppress(CannotCut):  # what the trial was too small to show
+            with contextlib.suppress(CannotCut):  # the trial was too small to show this
                 found = in_pieces(forward, call, looks, piecewise.PIECE)
                 parts.note(self.module, cut=True)
                 return found
@@ -101,14 +100,15 @@ class PieceForward:
 
 
 def _found_here() -> dict[object, bool | None] | None:
-    """What was tried for the large picture that this thread encodes; None where it does not."""
+    """The trials for the large picture that this thread encodes; None if it encodes none."""
     found: dict[object, bool | None] | None = vars(_here).get("tried")
     return found
 
 
 @contextlib.contextmanager
 def tower_in_pieces(family: Family, pixels: Pixels) -> Iterator[TowerParts]:
-    """Encode this picture in this thread meanwhile, in pieces if it is large: gives which parts."""
+    """Encode this picture in this thread, in pieces if it is large; yields the modules and how they
+    ran."""
     modules = _modules(family, pixels)
     before, parts = (_found_here(), vars(_here).get("parts")), TowerParts()
     put: list[PieceForward] = []
@@ -124,7 +124,7 @@ def tower_in_pieces(family: Family, pixels: Pixels) -> Iterator[TowerParts]:
 
 
 def _modules(family: Family, pixels: Pixels) -> list[torch.nn.Module]:
-    """The modules of the tower that may be cut, if the picture is large."""
+    """The modules of the tower that may be split, if the picture is large."""
     if all(tensor.numel() <= LARGE for tensor in pixels.tensors.values()):
         return []
     if not isinstance(family.model, torch.nn.Module) or torch.is_autocast_enabled("cpu"):
@@ -136,14 +136,14 @@ def _modules(family: Family, pixels: Pixels) -> list[torch.nn.Module]:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    """Compiled code passes by what stands on a module."""
+    """Whether a module is compiled: compiled code bypasses a replaced forward."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "dynamo_ctx"):
         return True
     return module._compiled_call_impl is not None
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Torch's own layers have their input and their output, and little in between."""
+    """Whether torch's own layer, which holds little besides input and output."""
     if type(module) is torch.nn.Embedding:
         return False
     own = type(module).__module__.startswith("torch.nn.")
@@ -172,7 +172,7 @@ def _take_away(forward: PieceForward) -> None:
 
 
 def _looked_up(forward: Forward, args: tuple[object, ...], options: Mapping[str, object]) -> object:
-    """Several rows of an embedding for each patch, when they are needed."""
+    """Delay the lookup of several embedding rows per patch until they are needed."""
     ids = args[0] if len(args) == 1 and not options else None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) <= BOUND:
         return forward(*args, **options)
@@ -188,12 +188,12 @@ def _looked_up(forward: Forward, args: tuple[object, ...], options: Mapping[str,
     return LazyRows.of(torch.Size((len(ids), *one.shape[1:])), one.dtype, rows)
 
 
-# -- what may be cut -------------------------------------------------------------------------------
+# -- trials ---------------------------------------------------------------------------------------
 
 
 def _how(module: torch.nn.Module, forward: Forward, call: RowCall) -> bool | None:
-    """Whether the rows of such a call look at each other; None where it cannot be cut."""
-    if _is_watched(module) or isinstance(module, PreTrainedModel):  # these give more than rows
+    """Whether the rows of such a call attend to each other; None if it cannot be split."""
+    if _is_watched(module) or isinstance(module, PreTrainedModel):  # these return more than rows
         return None
     tried, kind = _found_here(), _kind(module, call)
     if tried is None:
@@ -210,7 +210,7 @@ def _is_watched(module: torch.nn.Module) -> bool:
 
 
 def _kind(module: torch.nn.Module, call: RowCall) -> object:
-    """All that a trial depends on: the code, the settings, and the form of weights and input."""
+    """Everything a trial depends on: the code, the settings, and the form of weights and input."""
     parts = tuple(_part(name, part) for name, part in module.named_modules())
     weights = tuple((n, tuple(p.shape), p.dtype) for n, p in module.named_parameters())
     windows = len(call.bounds) > 2
@@ -238,7 +238,7 @@ def _named(call: RowCall) -> Iterator[tuple[object, object]]:
 
 
 def _form(value: object, call: RowCall) -> object:
-    """What an argument looks like, whatever the size of the picture."""
+    """The form of an argument, independent of the picture's size."""
     if isinstance(value, torch.Tensor):
         length = "bounds" if value.dim() == 1 else -1
         sizes = tuple(length if size == call.count else size for size in value.shape)
@@ -249,7 +249,7 @@ def _form(value: object, call: RowCall) -> object:
 
 
 def _try(forward: Forward, call: RowCall) -> bool | None:
-    """Pieces against one pass, on noise."""
+    """Compare pieces with one pass, on noise."""
     try:
         trial = call.part(0, _trial_rows(call)).random()
         with LookCount() as counting:
@@ -263,7 +263,7 @@ def _try(forward: Forward, call: RowCall) -> bool | None:
 
 
 def _trial_rows(call: RowCall) -> int:
-    """As many rows as make two pieces of different lengths, or as many tiles."""
+    """Enough rows for two pieces of different lengths, or as many tiles."""
     if call.each > 1:
         return min(call.count, 2 * -(-piecewise.LEAST // call.each) + 1)
     enough = 2 * piecewise.LEAST + piecewise.LEAST * 17 // 32
@@ -273,6 +273,6 @@ def _trial_rows(call: RowCall) -> int:
 
 
 def _is_shared(output: object, x: torch.Tensor) -> bool:
-    """A module that hands its input on has nothing to save."""
+    """Whether a module returns its input unchanged; splitting it saves nothing."""
     first = output[0] if isinstance(output, tuple) else output
     return isinstance(first, torch.Tensor) and first.data_ptr() == x.data_ptr()

@@ -1,9 +1,9 @@
-"""Every private thing of Transformers and torch that Keepsight uses, and what happens without it.
+"""Every private API of Transformers and torch that Keepsight uses, and the fallback without it.
 
-The next version of either may lack what it does not promise. So each private thing has a row here,
-and is looked up when it is needed, not when Keepsight is imported. Where it is missing, another way
-is taken if there is one; else an error says what is missing, from which version, and what it is
-for. No other file names a private thing, except those in `NAMED` (tests/test_upstream.py).
+The next version of either may drop what it does not promise. So each private API has a row here,
+and is looked up when it is needed, not when Keepsight is imported. If it is missing, the fallback
+is used if there is one; otherwise an error says what is missing, since which version, and what it
+is for. No other file names a private API, except those in `NAMED` (tests/test_upstream.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from keepsight.models.tested import refuse_unknown
 TorchFunction = OpOverload
 Args = tuple[object, ...]
 
-# Names that other files use as they are: fields of a configuration, marks of PEFT's and of torch's
-# compiler and of late modules, kernels of torch's, all of which may be absent; and what is old.
+# Names that other files use directly: fields of a configuration, marks of PEFT, of torch's compiler
+# and of late modules, kernels of torch, all of which may be absent; and old names.
 NAMED = frozenset(
     {
         *("_attn_implementation", "_attn_implementation_internal"),
@@ -69,14 +69,14 @@ _COMPILED = PrivateApi(
 
 
 def encode_as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text in which no added token is found."""
+    """Ids of a text in which no added token is recognised."""
     if (encode := _ENCODE.found(tokenizer)) is not None:
         return list(encode(text))
     return [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
 
 
 def plain_data(value: Any) -> Any:
-    """Data as a chat template gets to see it: numbers, strings, lists and records."""
+    """Data as a chat template sees it: numbers, strings, lists and records."""
     return value if _PLAIN.found() is None and _is_plain(value) else _PLAIN.needed()(value)
 
 
@@ -88,7 +88,7 @@ def _is_plain(value: object) -> bool:
 
 
 def compiled_template(source: str) -> jinja2.Template | None:
-    """A chat template as Transformers sets it up."""
+    """A chat template compiled as in Transformers."""
     return None if (compiled := _COMPILED.found()) is None else compiled(source)
 
 
@@ -107,14 +107,14 @@ _IGNORED = PrivateApi(
 
 
 def checkpoint_file(path: str, file: str, options: Options) -> str | None:
-    """Where a file of a checkpoint lies, fetched if need be; None where the checkpoint has none."""
+    """The path of a checkpoint's file, downloaded if needed; None if the checkpoint has none."""
     given = {**options, "_raise_exceptions_for_missing_entries": False}
     found: str | None = _FILE.needed()(path, file, **given)
     return found
 
 
 def unfinished(kind: type[PreTrainedModel]) -> Record:
-    """What a class of models overrides so that nothing is done with it once its weights are in."""
+    """The overrides with which a class of models skips work after its weights are loaded."""
     _FINISH.needed(kind)
 
     def finish(model: object, config: object, loaded: object, *_: object, **__: object) -> object:
@@ -124,7 +124,7 @@ def unfinished(kind: type[PreTrainedModel]) -> Record:
 
 
 def ignore_weights(model: PreTrainedModel, patterns: set[str]) -> None:
-    """Have Transformers pass over weights of a checkpoint without a word."""
+    """Make Transformers silently skip weights of a checkpoint."""
     setattr(model, _IGNORED.name, {*(_IGNORED.found(model) or ()), *patterns})
 
 
@@ -155,13 +155,14 @@ Processed = tuple[transformers.BatchFeature, list[str]]
 def processed(
     processor: Processor, kind: str, media: Sequence[Decoded | ndarray], **options: object
 ) -> Processed:
-    """Media of a kind by way of a composite processor, and the texts that stand for them."""
+    """Process media of one kind with a composite processor; also returns their placeholder
+    texts."""
     found: Processed = _PROCESS[kind].needed(processor)(media, **options)
     return found
 
 
 def merged_options(processor: Processor, given: Options) -> Record:
-    """The options of each part of a composite processor, a caller's among them."""
+    """The options of each part of a composite processor, including a caller's."""
     known = processor.tokenizer.init_kwargs
     merged: Record = _MERGE.needed(processor)(tokenizer_init_kwargs=known, **given)
     return merged
@@ -177,7 +178,7 @@ def sound_tokens(tower: PreTrainedModel, frames: int) -> int:
 
 
 def tiles_of(size: Tensor, pinpoints: list[list[int]], side: int) -> int:
-    """Tiles of an image of a size, for LLaVA-NeXT and its like."""
+    """The number of tiles of an image of a size, for LLaVA-NeXT and similar."""
     count: int = _TILES.needed()(size, pinpoints, side)
     return count
 
@@ -199,22 +200,22 @@ def generation_config(model: PreTrainedModel, given: object, options: Options) -
 
 
 def prepare_special_tokens(model: PreTrainedModel, config: object, device: torch.device) -> None:
-    """Put begin, end and padding into the settings of one call as tensors."""
+    """Store begin, end and padding tokens in the settings of one call as tensors."""
     _SPECIAL.needed(model)(config, True, device=device, batch_size=1)
 
 
 def logits_processors(model: PreTrainedModel, **given: object) -> transformers.LogitsProcessorList:
-    """What the settings of one call do to logits."""
+    """The logits processors for the settings of one call."""
     return _PROCESSORS.needed(model)(**given)
 
 
 def stopping_criteria(model: PreTrainedModel, **given: object) -> transformers.StoppingCriteriaList:
-    """What the settings of one call stop at."""
+    """The stopping criteria for the settings of one call."""
     return _CRITERIA.needed(model)(**given)
 
 
 def padding_of(config: GenerationConfig) -> int:
-    """The token that answers are padded with; 0 where there is none."""
+    """The padding token for answers; 0 if there is none."""
     found = getattr(config, "_pad_token_tensor", None)
     found = getattr(config, "pad_token_id", None) if found is None else found
     return 0 if found is None else int(found)
@@ -224,7 +225,7 @@ def padding_of(config: GenerationConfig) -> int:
 
 
 def _layer(name: str) -> tuple[PrivateApi, type[transformers.CacheLayerMixin]]:
-    """A kind of cache layer, or one that no model has: its layers are refused as unknown then."""
+    """A class of cache layer, or one that no model has: then such layers are refused as unknown."""
     row = PrivateApi(
         "transformers.cache_utils",
         name,
@@ -265,7 +266,8 @@ _EXPERTS = PrivateApi(
 
 
 def ask_first(ours: Callable[[], bool]) -> None:
-    """Have upstream's attention ask us first whether to leave grouped keys and values in place."""
+    """Make Transformers' attention first ask us whether to leave grouped keys and values in
+    place."""
     theirs = _GROUPED.found()
     if theirs is None:
         return
@@ -278,7 +280,7 @@ def ask_first(ours: Callable[[], bool]) -> None:
 
 
 def precompute(tower: PreTrainedModel, inputs: Inputs) -> None:
-    """Add to a tower's inputs what follows from their sizes, as upstream's exporter does."""
+    """Add to a tower's inputs what follows from their sizes, as Transformers' exporter does."""
     make = _PRECOMPUTE.found()
     if make is not None:
         make(tower, inputs)
@@ -305,13 +307,13 @@ _ACTIVATIONS = PrivateApi("transformers.activations", "ACT2FN", "to compute gate
 
 @functools.cache
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """An activation as a configuration names it."""
+    """An activation by its name in a configuration."""
     found: Callable[[Tensor], Tensor] = _ACTIVATIONS.needed()[name]
     return found
 
 
 def watched(run: Callable[[TorchFunction, Args, Record], object]) -> AbstractContextManager[object]:
-    """Let `run` run each of torch's functions that this thread asks for meanwhile."""
+    """Route every torch function called in this thread through `run`."""
     mode: Any = _DISPATCH.needed()
 
     class FunctionWatch(mode):  # type: ignore[misc]
@@ -333,11 +335,12 @@ _DEEPSTACK = PrivateApi(
     without="its graph is compared with the model, and refused where it differs",
 )
 _SCAN = PrivateApi("torch._higher_order_ops", "scan", "to write a loop into a graph")
-_found_scan = _SCAN.found()  # looked up now, for nothing can be while a graph is traced
+_found_scan = _SCAN.found()  # looked up now, because lookup fails while a graph is traced
 
 
 def replace_deepstack(decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Add deepstack features to all tokens with `add(hidden, features)`, as a graph gets them."""
+    """Add deepstack features to all tokens with `add(hidden, features)`, as an exported graph gets
+    them."""
 
     def process(
         hidden: Tensor, at: object, features: Tensor, *more: object, **options: object
@@ -350,16 +353,16 @@ def replace_deepstack(decoder: PreTrainedModel, add: Callable[[Tensor, Tensor], 
 
 
 def restore_deepstack(decoder: PreTrainedModel) -> None:
-    """Undo it."""
+    """Undo `replace_deepstack`."""
     vars(decoder).pop(_DEEPSTACK.name, None)
 
 
 def scan(step: Callable[..., tuple[Tensor, Tensor]], first: Tensor, rows: Tensor) -> Any:
-    """A loop over rows, as torch writes it into a graph."""
+    """A loop over rows in the form that torch writes into a graph."""
     return (_found_scan or _SCAN.needed())(step, first, rows)
 
 
-# -- torch's switches, which switches.py reads before each call -----------------------------------
+# -- torch's settings, which switches.py reads before each call -----------------------------------
 
 PRECISION, SDP_ORDER, FUNCTION_MODES, DISPATCH_MODES = (
     PrivateApi("torch._C", name, "to notice a switch that changes results")
@@ -385,7 +388,7 @@ EINSUM, STRATEGY = (
 
 
 def switch(name: str) -> Callable[[], object] | None:
-    """The function that reads one of torch's switches; None where this torch has no such switch."""
+    """The function that reads one of torch's settings; None if this torch has no such setting."""
     return getattr(torch._C, f"_get_{name}", None)
 
 

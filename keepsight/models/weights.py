@@ -1,10 +1,10 @@
-"""Bound to weights, not to names: fingerprints, and noticing on each call that they still hold.
+"""Fingerprints of weights, and a check on each call that they still hold.
 
-A fingerprint covers every value of every weight, once, and everything else by which the live model
-differs from what its configuration says: adapters and their scales, hooks, exchanged modules,
-settings, replaced code. The dtypes that hold the weights are part of the environment.
-After that a call only looks whether anything moved (`watch.py`). What did not move is not read
-again, and a model that is as it was before has the fingerprint that it had before.
+A fingerprint covers every value of every weight, once, and every other difference of the live model
+from its configuration: adapters and their scales, hooks, replaced modules, settings, replaced code.
+The dtypes of the weights are part of the environment. After that a call only checks whether
+anything changed (`watch.py`). Unchanged weights are not read again, and a model that returns to an
+earlier state has its earlier fingerprint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _USUAL = (torch.Tensor, torch.nn.Parameter)
 
 
 class Weights:
-    """The fingerprints of one live model, recomputed when the model changed."""
+    """The fingerprints of one live model, recomputed after changes."""
 
     def __init__(self, model: PreTrainedModel, family: Family) -> None:
         self._model, self._family = model, family
@@ -47,36 +47,36 @@ class Weights:
         self._digests = _Digests()
         self._source: TowerSource | None = None
         self.all = self.vision = self.config = self.code = ""
-        self.settings = ""  # those that the tower runs under
+        self.settings = ""  # settings of the tower
         self.tensors = self.vision_tensors = ""  # the values of the weights alone
         self.dtype = self.vision_dtype = ""
-        self.is_private = self.vision_is_private = False  # whether no other process may know it
-        self.rows: list[Row] = []  # in what it differs from its configuration
+        self.is_private = self.vision_is_private = False  # whether other processes must not use it
+        self.rows: list[Row] = []  # differences from its configuration
         self.on_forget: Callable[[Iterable[torch.Tensor]], None] = _nothing
 
     def refresh(self, remembered: dict[str, str] | None = None) -> bool:
-        """Look; recompute what changed. True when something was described again.
+        """Check for changes and recompute what changed. True if something was described again.
 
-        `remembered` are digests that the caller knows to be those of the loaded files.
+        `remembered` are digests known to belong to the loaded files.
         """
-        moved: set[Owner] = {""}  # whatever changed since the last look is not known
+        moved: set[Owner] = {""}  # pending changes are unknown
         if self._watch is not None:
             moved = self._watch.moved() | self._restless
             if not moved and not self._code.moved():
                 return False
         if settle(self._model) and self._watch is not None:
             moved |= self._watch.moved()
-        self._watch = None  # until all of it is described
+        self._watch = None  # until everything is described
         self._describe(moved, remembered)
         return True
 
     @property
     def state(self) -> tuple[str, ...]:
-        """All by which one state of the model differs from another."""
+        """Everything that distinguishes one state of the model from another."""
         return (self.all, self.vision, self.config, self.code)
 
     def record(self) -> dict[str, str]:
-        """The digests, as `refresh` takes them."""
+        """The digests, in the form that `refresh` accepts."""
         names = ("all", "vision", "tensors", "vision_tensors", "dtype", "vision_dtype")
         return {name: getattr(self, name) for name in names}
 
@@ -107,12 +107,12 @@ class Weights:
         watch.seal()
         self._digests.keep(watch)
         self._restless = describer.restless
-        if watch.unchanged():  # it did not change while it was read
+        if watch.unchanged():  # unchanged while it was read
             self._watch = watch
 
     def _forget(self, moved: set[Owner]) -> None:
-        """What changed is read again, with all weights below it: a change of a module may come
-        with one of its weights that no counter tells of."""
+        """Read changed parts again, with all weights below them: a changed module may have changed
+        weights that no counter shows."""
         for owner in moved:
             if isinstance(owner, int):
                 self._private.changes[owner] += 1
@@ -133,7 +133,7 @@ class Weights:
             seen.append(("*", self._code.differs))
         self.rows = rows
         self._name_tensors(remembered or {}, named)
-        # An exported model has its weights in graphs, and says whose they are.
+        # An exported model has its weights in graphs, and names them itself.
         exported = getattr(getattr(self._model, "exported", None), "weights", None) or {}
         if exported and not rows:
             self.all, self.vision = exported["all"], exported["vision"]
@@ -158,7 +158,7 @@ class Weights:
     def _unusual(
         self, named: list[tuple[str, torch.Tensor]], describer: Describer
     ) -> Iterator[Row]:
-        """What weights of a kind of their own hold beside their values."""
+        """What weights of special classes hold besides their values."""
         for name, tensor in named:
             if type(tensor) not in _USUAL:
                 path = name.rpartition(".")[0]
@@ -166,10 +166,10 @@ class Weights:
                 yield path, ("weight", name, *parts)
 
     def _replaced_code(self, written: str) -> Iterator[Row]:
-        """The code of classes that is not their library's, each under a module that runs it."""
+        """Replaced library code of classes, each under a module that runs it."""
         text = self._text_paths()
         parts = list(self._model.named_modules())
-        parts.sort(key=lambda part: _below(part[0], text))  # of several, one that sees
+        parts.sort(key=lambda part: _below(part[0], text))  # of several, one with vision
         kinds = (p.stands_for if isinstance(p, AbsentTower) else type(p) for _, p in parts)
         self._code.refresh(frozenset(kinds), written)
         for kind, rows in self._code.replaced.items():
@@ -178,7 +178,7 @@ class Weights:
             yield from ((path, row) for row in rows)
 
     def _note_dtypes(self, remembered: dict[str, str], derived: list[tuple[str, str]]) -> None:
-        """Which dtypes hold the weights. Those of an absent tower stand in its files."""
+        """Record the dtypes of the weights. Those of an absent tower are in its files."""
         if self._source is not None and {"dtype", "vision_dtype"} <= remembered.keys():
             self.dtype, self.vision_dtype = remembered["dtype"], remembered["vision_dtype"]
             return
@@ -188,13 +188,14 @@ class Weights:
         self.dtype = _dtype(self._named(), absent, derived)
         self.vision_dtype = _dtype(self._vision(), absent, seen)
 
-    # -- what there is ---------------------------------------------------------------------------
+    # -- what exists
+    # ---------------------------------------------------------------------------------
 
     def _vision(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _persistent(self._model, self._family.vision_weights())
 
     def _absent(self) -> list[AbsentWeight]:
-        """The weights of a tower that was left out, named without being here."""
+        """The weights of a tower that was left out, by name."""
         return [] if self._source is None else self._source.weights()
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -202,17 +203,17 @@ class Weights:
         yield from _persistent(self._model, self._model.named_buffers(remove_duplicate=False))
 
     def _text_paths(self) -> list[str]:
-        """The paths of the parts for text alone."""
+        """The paths of the text-only modules."""
         text = {id(module) for module in self._family.text_modules()}
         return [path for path, module in self._model.named_modules() if id(module) in text]
 
 
 def _nothing(tensors: Iterable[torch.Tensor]) -> None:
-    """What is done about weights that may have changed, where the caller set nothing."""
+    """The default action for weights that may have changed."""
 
 
 class _Digests:
-    """The digests of weights, each for as long as the weight did not change."""
+    """The digests of weights, each valid until its weight changes."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, Stamp | None, str]] = {}
@@ -227,12 +228,12 @@ class _Digests:
         return found
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have these read again."""
+        """Have these weights read again."""
         for tensor in tensors:
             self._known.pop(id(tensor), None)
 
     def keep(self, watch: Watch) -> None:
-        """Keep what is known of the tensors that a watch holds, and drop the rest."""
+        """Keep the digests of tensors that a watch holds, and drop the rest."""
         held = ((tensor, stamp) for tensor, stamp in watch.stamps() if id(tensor) in self._known)
         self._known = {id(t): (t, stamp, self._known[id(t)][2]) for t, stamp in held}
 
@@ -266,7 +267,7 @@ def _check_readable(named: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def _below(name: str, paths: list[str]) -> bool:
-    """Whether a name is one of these paths, or lies below one."""
+    """Whether a name equals one of these paths or lies below one."""
     return any(name == path or not path or name.startswith(f"{path}.") for path in paths)
 
 
@@ -279,7 +280,7 @@ def _dtype(
     absent: list[tuple[str, str]],
     derived: list[tuple[str, str]],
 ) -> str:
-    """The dtype that all floating weights have, or a digest of which has which."""
+    """The dtype that all floating weights share, or a digest of the dtypes by name."""
     here = ((name, str(t.dtype)) for name, t in named if t.is_floating_point())
     held = sorted([*here, *absent])
     dtypes = {dtype for _, dtype in held}
@@ -291,7 +292,7 @@ def _dtype(
 def _persistent(
     model: PreTrainedModel, named: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Leave out buffers that are derived, not loaded: rope tables change with prompt length."""
+    """Leave out derived buffers: rope tables change with the prompt length."""
     derived = {
         id(module._buffers[name])
         for module in model.modules()
@@ -304,8 +305,8 @@ def _persistent(
 
 
 def settle(model: torch.nn.Module) -> bool:
-    """Unmerge adapters of PEFT that are switched off; whether there were any. PEFT does so in the
-    next pass, and what was read of the weights before it would no longer be true."""
+    """Unmerge PEFT adapters that are switched off; return whether there were any. PEFT would do so
+    in the next pass, which would make digests read before it wrong."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
         return False

@@ -1,10 +1,10 @@
-"""Checkpoints to models without their vision tower: for training, and for answering from packages.
+"""Loads checkpoints without their vision tower: for training, and for answering from packages.
 
-The tower's modules are taken out before any weight is read, so its weights are neither read nor
-allocated. Packages are still bound to those weights: where no store remembers their names, the
-files are read once, weight by weight, each named in the dtype it would have been loaded in, and let
-go of. Upstream's own loader does the reading both times, so whatever it renames, splits or merges
-on the way comes out as it does for the whole model.
+The tower's modules are removed before any weight is read, so its weights are neither read nor
+allocated. Packages are still bound to those weights. If no store remembers their digests, the files
+are read once, weight by weight; each is hashed in the dtype it would have been loaded in, and
+dropped. Transformers' loader reads both times, so renamed, split or merged weights are the same as
+in the whole model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keepsight.models.loading import (
     thinking,
 )
 
-_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # without it upstream reads ahead of us
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # without it Transformers reads ahead
 _reading = RLock()
 
 
@@ -62,23 +62,23 @@ def load_named(
 
 @dataclass(eq=False)
 class TowerFiles:
-    """The weights of an absent tower where they lie, read when somebody has to know their names."""
+    """The weights of an absent tower in its files, read when their names are needed."""
 
     path: str
     kind: type[PreTrainedModel]
     dtype: Dtype
     revision: str | None
-    files: str | None  # the files by size, time and inode when the model was loaded
+    files: str | None  # size, time and inode of the files when the model was loaded
     loaded: torch.dtype
     _found: list[AbsentWeight] | None = None
 
     def weights(self) -> list[AbsentWeight]:
-        """Name, digest and dtype of each; read once."""
+        """The name, digest and dtype of each weight; read once."""
         if self._found is None:
             if files_digest(self.path, self.loaded) != self.files:
                 raise UnreadableWeights(
                     f"the files of {self.path!r} changed since the model was loaded without its "
-                    "tower, so its tower can no longer be fingerprinted; load the model again"
+                    "tower, so the tower cannot be fingerprinted; load the model again"
                 )
             self._found = self._read()
         return self._found
@@ -98,21 +98,22 @@ class TowerFiles:
             )
         if missing := sorted(set(wanted) - found.keys()):
             raise UnreadableWeights(
-                f"the checkpoint lacks {len(missing)} weights of the tower, such as {missing[0]}; "
-                "what it would see with cannot be named"
+                f"the checkpoint lacks {len(missing)} weights of the tower, such as "
+                f"{missing[0]}; so the tower cannot be fingerprinted"
             )
         return [(name, *about) for name, about in sorted(found.items())]
 
 
 def _config_of(path: str, revision: str | None) -> PreTrainedConfig:
-    """The checkpoint's own: a class that several model types share reads it as its own type."""
+    """The checkpoint's configuration; a class that several model types share reads it as its own
+    type."""
     options = {} if revision is None else {"revision": revision}
     config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(path, **options)
     return config
 
 
 def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that Transformers would load this checkpoint into."""
+    """The class as which Transformers would load this checkpoint."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ValueError(
             f"{type(config).__name__} is not the configuration of an image-text-to-text model"
@@ -130,7 +131,7 @@ def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _shaped(
     kind: type[PreTrainedModel], change: Callable[[PreTrainedModel], None], unfinished: bool = False
 ) -> type[PreTrainedModel]:
-    """The class, whose objects are changed as soon as they are built and before they are filled."""
+    """A subclass whose objects are changed after they are built and before they are filled."""
 
     def build(
         self: PreTrainedModel, config: PreTrainedConfig, *arguments: object, **options: object
@@ -139,19 +140,19 @@ def _shaped(
         change(self)
 
     body: Record = {"__init__": build, "__module__": kind.__module__}
-    if unfinished:  # nothing of it is used, so nothing is initialised, tied or reported
+    if unfinished:  # the result is not used, so initialise, tie and report nothing
         body |= upstream.unfinished(kind)
     return type(kind.__name__, (kind,), body)
 
 
 def _leave_out(model: PreTrainedModel) -> None:
-    """Put a stand-in where each module of the tower is."""
+    """Replace each module of the tower by a placeholder."""
     family = _proven_family(model)
     parts = tower_parts(family)
     for name, part in parts.items():
         home, _, own_name = name.rpartition(".")
         setattr(family.model.get_submodule(home), own_name, AbsentTower(part))
-    # What is not wanted is not read; upstream would report every weight of it.
+    # Transformers reports skipped weights unless told not to.
     last = sorted({re.escape(name.rpartition(".")[2]) for name in parts})
     ignored = {rf"(^|\.){name}\." for name in last}
     upstream.ignore_weights(model, ignored)
@@ -168,7 +169,7 @@ def _proven_family(model: PreTrainedModel) -> Family:
 
 
 class _Named(Record):
-    """The weights of one module: each that is put in is named, and not kept."""
+    """Stands for the weights of one module: each weight stored in it is hashed and dropped."""
 
     def __init__(self, weights: Record, prefix: str, found: Record) -> None:
         super().__init__(weights)
@@ -181,7 +182,8 @@ class _Named(Record):
 
 
 def _watch(model: PreTrainedModel, found: dict[str, tuple[str, str]]) -> Iterator[str]:
-    """Have the tower's weights named as they arrive, and nothing else read; the names to come."""
+    """Have the tower's weights hashed as they arrive, and read nothing else; returns the expected
+    names."""
     parts = tower_parts(_proven_family(model))
     inside = {id(module) for part in parts.values() for module in part.modules()}
     for path, module in model.named_modules():
@@ -189,7 +191,7 @@ def _watch(model: PreTrainedModel, found: dict[str, tuple[str, str]]) -> Iterato
         for kind in ("_parameters", "_buffers"):
             homes: dict[str, torch.Tensor | None] = vars(module)[kind]
             if id(module) not in inside:
-                homes.update(dict.fromkeys(homes))  # a weight that is None is never looked for
+                homes.update(dict.fromkeys(homes))  # a weight that is None is never loaded
                 continue
             derived = module._non_persistent_buffers_set
             yield from (prefix + n for n in homes if n not in derived and homes[n] is not None)
@@ -198,7 +200,7 @@ def _watch(model: PreTrainedModel, found: dict[str, tuple[str, str]]) -> Iterato
 
 @contextmanager
 def _sequential() -> Iterator[None]:
-    """Weights one after another: reading ahead would hold the whole tower at once."""
+    """Load weights one after another: reading ahead would hold the whole tower at once."""
     before = os.environ.get(_ONE_BY_ONE)
     os.environ[_ONE_BY_ONE] = "1"
     try:

@@ -1,1 +1,1 @@
-"""What names a live model: everything that a forward pass reads."""
+"""Fingerprints of a live model: everything that a forward pass reads."""

@@ -1,8 +1,8 @@
-"""A function's bytecode, run once over kinds of values instead of values.
+"""Interprets a function's bytecode once over kinds of values instead of values.
 
-Nothing is executed. Objects that the function brings along are known; of what it is handed no more
-is known than that it is the caller's. Any step that is not in the list of harmless ones ends it:
-a step that could run code of a user's, write into what was handed over or use up an iterator.
+Nothing is executed. Objects that belong to the function are known; of its arguments only their
+origin is known. Any instruction not listed as harmless ends the analysis: it could run user code,
+write into an argument or use up an iterator.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _MOST_STEPS = 2000
 
 
 _State = tuple[int, tuple[Kind, ...], tuple[tuple[str, Kind], ...]]
-_CALLED = "(the original was called)"  # noted among the local names, each path on its own
+_CALLED = "(the original was called)"  # stored among the local names, per path
 
 
 class Interpretation(Values):
-    """One function, run over kinds of values."""
+    """One function, interpreted over kinds of values."""
 
     def __init__(self, function: FunctionType, bound: list[object], original: Any) -> None:
         code = function.__code__
@@ -80,7 +80,7 @@ class Interpretation(Values):
         return found
 
     def outcomes(self) -> set[Kind]:
-        """All that it can return."""
+        """Every kind of value that it can return."""
         left: list[_State] = [(0, (), tuple(sorted(self._start.items())))]
         seen: set[_State] = set()
         while left:
@@ -96,11 +96,11 @@ class Interpretation(Values):
                 variables = tuple(sorted(self._locals.items(), key=lambda item: item[0]))
                 left.append((following, tuple(self._stack), variables))
         if not self.proof.keeps.keys().isdisjoint(self.proof.numbers):
-            raise Unproven  # it may write into what it kept of what it was handed
+            raise Unproven  # it may write into an argument that it stored
         return self._found
 
     def _do(self, step: dis.Instruction, number: int) -> list[int]:
-        """One step; the numbers of those that may follow."""
+        """Interpret one instruction; return the numbers of those that may follow."""
         name = step.opname
         if name in ("RETURN_VALUE", "RETURN_CONST"):
             value = self._pop() if name == "RETURN_VALUE" else self._constant(step.argval)
@@ -127,7 +127,7 @@ class Interpretation(Values):
         return [number + 1]
 
     def _names_given(self, number: int) -> tuple[str, ...]:
-        """The names of the arguments that a call gives by name."""
+        """The names of a call's keyword arguments."""
         calling = self._steps[number].opname
         before = number - 1
         while self._steps[before].opname in ("PRECALL", "EXTENDED_ARG"):
@@ -144,7 +144,7 @@ class Interpretation(Values):
             return names
         return ()
 
-    # -- steps that put something on the stack -----------------------------------------------------
+    # -- instructions that push ------------------------------------------------------------------
 
     def _load_deref(self, step: dis.Instruction) -> None:
         self._push(self._known(self.proof.read(self._cells[step.argval], step.argval)))
@@ -168,7 +168,7 @@ class Interpretation(Values):
             self.proof.absent(home, name)
             home = vars(builtins)
         value = self._known(self.proof.read(home, name))
-        gaps = "NULL" in step.argrepr  # before the value up to 3.12, and behind it since
+        gaps = "NULL" in step.argrepr  # below the value up to 3.12, above it since
         first = step.argrepr.startswith("NULL")
         self._stack += ([NULL, value] if first else [value, NULL]) if gaps else [value]
 
@@ -208,12 +208,12 @@ class Interpretation(Values):
             raise Unproven
         self._push(NULL)
 
-    # -- steps that make something of what is there ------------------------------------------------
+    # -- instructions that compute ---------------------------------------------------------------
 
     def _binary_op(self, step: dis.Instruction) -> None:
         left, right = self._take(2)
         if step.argrepr.endswith("=") and not self._is_own(left):
-            raise Unproven  # it may write into what it was handed
+            raise Unproven  # it may write into an argument
         self._ask(left)
         self._ask(right)
         self._push(self._mixed([left, right]))
@@ -253,7 +253,7 @@ class Interpretation(Values):
         if own is None or not self._is_own(value):
             raise Unproven
         if is_library_type(type(own)):
-            raise Unproven  # such as a switch of a library
+            raise Unproven  # such as a library's setting
         if is_models(own) or isinstance(own, PreTrainedConfig | GenerationConfig):
             raise Unproven
         check_attribute(own, step.argval)
@@ -342,12 +342,12 @@ class Interpretation(Values):
 
     def _result(self, called: Kind, given: list[Kind], names: tuple[str, ...]) -> Kind:
         if isinstance(called, tuple) and called[0] == "method":
-            # An argument that is not plain may be one to write to.
+            # An argument that is not plain may be one to write into.
             if not set(names) <= OPTIONS or not all(map(self._is_own, given)):
                 raise Unproven
             made: Kind = called[1]
             return made
-        if names:  # a function that is given by name would be called
+        if names:  # a function passed by keyword would be called
             raise Unproven
         if isinstance(called, tuple) and called[0] == "own method":
             return self._own_method(called[1], self._own(called[2]), given)
@@ -376,7 +376,7 @@ class Interpretation(Values):
         self._push(PASSED)
 
     def _same_names(self, count: int) -> bool:
-        """Whether the first arguments mean the same when they are given by name."""
+        """Whether the first arguments mean the same when passed by name."""
         function = getattr(self._original, "__func__", self._original)
         theirs = function.__code__.co_varnames[isinstance(self._original, MethodType) :][:count]
         ours = [

@@ -1,9 +1,9 @@
-"""Values in words that are the same in every process, and held while they are compared.
+"""Describes values in words that are equal in every process, and holds them for comparison.
 
-What hangs in a model is plain for the most part: numbers, names, configurations, weights. Those are
-described by what they are, so that the same model has the same description tomorrow. What nothing
-describes, such as a user's hook with a state of its own, gets a number that is its own: a model
-with it is then like no other, in this process or any other one.
+Most of a model is plain: numbers, names, configurations, weights. Their description is their value,
+so an equal model has an equal description tomorrow. An object without a description, such as a
+user's stateful hook, gets a unique number: a model with it equals no other, in this process or any
+other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from keepsight.models.fingerprint.watch import Owner, Watch, closure
 
 Plain = str | tuple["Plain", ...]
 
-# What a configuration says of its origin, and nothing that is computed depends on.
+# Parts of a configuration that name its origin and change no result.
 ORIGIN = frozenset(
     {"_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"}
     | {"_post_init_done", "dtype", "torch_dtype"}
@@ -47,7 +47,7 @@ _METHODS = (
     type(object.__init__),
     type(vars(dict)["fromkeys"]),
 )
-# Functions of a class that no forward pass runs on an object that is there.
+# Methods of a class that no forward pass calls on an existing object.
 _BUILD_AND_SHOW = ("__init__", "__new__", "__del__", "__repr__", "__str__", "__reduce__")
 CALLED = ("__call__", "__getattr__", "__getattribute__")
 
@@ -64,7 +64,7 @@ class Describer:
     ) -> None:
         self.watch, self._places, self._digest, self.private = watch, places, digest, private
         self._known: dict[int, tuple[object, Plain]] = {}
-        self.restless: set[int] = set()  # private ones with a state that cannot be watched
+        self.restless: set[int] = set()  # private objects whose state cannot be watched
         self.is_private = False
 
     def value(self, value: object, owner: Owner) -> Plain:
@@ -75,12 +75,12 @@ class Describer:
         known = self._known.get(id(value))
         if known is not None:
             return known[1]
-        self._known[id(value)] = (value, ("again",))  # one that holds itself
+        self._known[id(value)] = (value, ("again",))  # it contains itself
         try:
             found = self._describe(value, owner)
         except KeepsightError:
             raise
-        except Exception:  # whatever a user's object raises when it is looked at
+        except Exception:  # a user's object may raise anything
             found = self.stateful(value)
         self._known[id(value)] = (value, found)
         return found
@@ -125,7 +125,7 @@ class Describer:
             self.watch.home(home, owner)
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> Plain:
-        """A tensor by its values."""
+        """A tensor, described by its values."""
         if self.watch is not None:
             self.watch.tensor(tensor, owner)
         return ("tensor", str(tensor.dtype), self._digest(tensor))
@@ -148,7 +148,7 @@ class Describer:
         made = () if library else (self._type(type(value), owner),)
         own = {name: part for name, part in vars(value).items() if name not in ignored}
         slots: Plain = ()
-        if isinstance(value, dict | list | set | tuple):  # one of a user's or library's own kind
+        if isinstance(value, dict | list | set | tuple):  # a tensor class of a user or library
             slots = tuple(self._sequence(list(value), owner))
         if not library and (named := slots_of(value)):
             if self.watch is not None:
@@ -157,16 +157,16 @@ class Describer:
         return (*kind, *made, *self._items(own, owner), slots)
 
     def _packed(self, value: object, owner: Owner) -> Plain:
-        """Weights that a kernel keeps in a form of its own."""
+        """Weights in a kernel's packed form."""
         try:
             state = value.__getstate__()
         except (RuntimeError, AttributeError, TypeError):
             return self.unnamed(value)
-        silent = Describer(None, self._places, self._digest, self.private)  # made for us to read
+        silent = Describer(None, self._places, self._digest, self.private)  # our copy
         return silent.value(state, owner)
 
     def unnamed(self, value: object) -> Plain:
-        """The number of something that nothing describes."""
+        """The number of an object without a description."""
         self.is_private = True
         number = self.private.number(value)
         if self.watch is not None:
@@ -197,7 +197,7 @@ class Describer:
         return None
 
     def _compiled(self, function: Any) -> Plain:
-        """TorchScript by its graph, if that has no constants that are not in its text."""
+        """TorchScript, described by its graph if the text contains all constants."""
         text = function.inlined_graph.str(False)
         if "<" in text:
             return self.unnamed(function)
@@ -210,7 +210,7 @@ class Describer:
         return self.stateful(own)
 
     def function(self, function: FunctionType, owner: Owner) -> Plain:
-        """A function by its place in a library, by what it does, or by a number."""
+        """A function, described by its place in a library, by its code, or by a number."""
         if self.watch is not None:
             self.watch.function(function, owner)
         if functions.is_library(function):
@@ -221,7 +221,7 @@ class Describer:
         return self.stateful(function) if pure is None else pure
 
     def _pure(self, function: FunctionType, seen: set[int], owner: Owner) -> Plain | None:
-        """What a user's function does, where that depends on nothing that could change unseen."""
+        """A user's function, described by its code if nothing it depends on can change unseen."""
         code, home = function.__code__, function.__globals__
         name = ("code", code.co_qualname, functions.code_digest(code))
         if id(function) in seen:
@@ -246,7 +246,7 @@ class Describer:
         return (*name, *found)
 
     def _plain_read(self, value: object, seen: set[int], owner: Owner) -> Plain | None:
-        """What a function reads, where it is plain and cannot change in itself."""
+        """A value that a function reads, described if it is plain and immutable."""
         if type(value) in PLAIN:
             return (type(value).__name__, repr(value))
         if isinstance(value, tuple):
@@ -268,7 +268,7 @@ class Describer:
         return None
 
     def _type(self, kind: type, owner: Owner) -> Plain:
-        """A class: a library's by its place, a user's by what its functions do."""
+        """A class: a library's by its place, a user's by the code of its functions."""
         if functions.is_library_type(kind):
             return functions.place_of(kind)
         found: list[Plain] = []
@@ -281,7 +281,7 @@ class Describer:
         return ("class", *found)
 
     def members(self, kind: type, owner: Owner) -> Iterator[Plain]:
-        """What a class defines: its functions and its values."""
+        """The functions and values that a class defines."""
         self._hold_home(class_dict(kind), owner)
         for name, value in sorted(vars(kind).items()):
             code = isinstance(value, FunctionType) and name not in _BUILD_AND_SHOW
@@ -296,10 +296,10 @@ class Describer:
             return ("property", self.value(value.fget, owner))
         return self.value(value, owner)
 
-    # -- what has a state of its own -------------------------------------------------------------
+    # -- objects with state ----------------------------------------------------------------------
 
     def stateful(self, thing: object) -> Plain:
-        """A user's object that may change in itself: its number, and how often it was seen to."""
+        """A user's object that may change: its number, and how many changes were seen."""
         number = self.private.number(thing)
         if self.watch is not None and not follow(thing, number, self.watch, self._places):
             self.restless.add(number)

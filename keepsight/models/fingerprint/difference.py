@@ -1,8 +1,8 @@
-"""How a live model differs from what Transformers makes of its configuration.
+"""How a live model differs from the model that Transformers makes of its configuration.
 
-All that a forward pass reads of the modules is described and held here: their classes and settings,
-hooks, buffers that no checkpoint holds, and modules that are in training mode. What is as
-Transformers makes it is left out; what is not becomes a row of the model's identity.
+Everything that a forward pass reads of the modules is described and held here: classes, settings,
+hooks, buffers missing in checkpoints, and modules in training mode. What equals Transformers' model
+is left out; each difference becomes a row of the model's identity.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOOKS = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
-# Which argument changes nothing when a hook returns it; none, where it has to wrap it.
+# The argument that a hook may return without a change; none if it must wrap it.
 _HANDED_BACK = {
     ("_forward_pre_hooks", ()): 1,
     ("_forward_hooks", ()): 2,
@@ -50,11 +50,11 @@ _GLOBAL_HOOKS = {
         "_global_forward_hooks_always_called",
     ),
 }
-_ELSEWHERE = frozenset({"_compiled_call_impl"})  # seen by `compiled.py`
-_PLACED = frozenset({"_hf_hook", "_old_forward", "forward"})  # what accelerate puts on a module
-# Methods that move a model; accelerate has them warn where it has spread the model over devices.
+_ELSEWHERE = frozenset({"_compiled_call_impl"})  # handled by `compiled.py`
+_PLACED = frozenset({"_hf_hook", "_old_forward", "forward"})  # set by accelerate on a module
+# Methods that move a model; accelerate makes them warn for a model spread over devices.
 _MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
-# Hooks of Transformers that hand out what passes, and change nothing of it.
+# Hooks of Transformers that only record what passes.
 _SILENT = {
     ("transformers.utils.output_capturing", "output_capturing_hook"),
     ("transformers.modeling_utils", "make_inputs_require_grads"),
@@ -62,7 +62,7 @@ _SILENT = {
 }
 _NOISE = ("drop", "jitter", "noise")
 
-Row = tuple[str, Plain]  # the path of a module, and what is other about it
+Row = tuple[str, Plain]  # the path of a module, and how it differs
 
 
 class Difference:
@@ -76,9 +76,9 @@ class Difference:
         watch: Watch,
     ) -> None:
         self._stock, self._describer, self._watch = stock, describer, watch
-        self.derived: list[tuple[str, str]] = []  # of which buffers the dtype is not Transformers'
+        self.derived: list[tuple[str, str]] = []  # buffers whose dtype is not Transformers'
         self.rows: list[Row] = []
-        self.beliefs: list[Belief] = []  # what is left out of the rows as it changes nothing
+        self.beliefs: list[Belief] = []  # left out of the rows because they change nothing
         self._exported = hasattr(model, "exported")
         for path, module in model.named_modules(remove_duplicate=False):
             self._hold(module, path)
@@ -107,7 +107,7 @@ class Difference:
             yield from self._training(module, path)
         for home, flags in _HOOKS.items():
             yield from self._hooks(vars(module), home, flags, path)
-        if not self._exported:  # its graphs have what a buffer would hold
+        if not self._exported:  # exported graphs already contain the buffer
             yield from self._buffers(module, path, part.derived if part is not None else {})
         if (saved := _extra_state(module)) is not None:
             yield ("extra state", self._describer.value(saved(), path))
@@ -117,8 +117,8 @@ class Difference:
     def _training(self, module: torch.nn.Module, path: str) -> Iterator[Plain]:
         if _is_random(module):
             raise ModelError(
-                f"{path} ({type(module).__name__}) is in training mode, though the model is not, "
-                "and computes something else each time; call model.eval()"
+                f"{path} ({type(module).__name__}) is in training mode, though the model is "
+                "not, so its results vary; call model.eval()"
             )
         if reads_training(type(module)):
             yield ("training", "True")
@@ -141,7 +141,7 @@ class Difference:
         self.beliefs.append(Belief(path, proof, label, thing))
 
     def _idle(self, module: torch.nn.Module, path: str) -> Iterator[str]:
-        """The functions of a module's own that only look at what those of its class do."""
+        """Functions set on a module that only observe the class's own functions."""
         for name, own in vars(module).items():
             original = getattr(type(module), name, None) if callable(own) else None
             if not isinstance(original, FunctionType):
@@ -185,7 +185,7 @@ def _reads_as(buffer: torch.Tensor, stock: torch.Tensor) -> bool:
 
 
 def _is_random(module: torch.nn.Module) -> bool:
-    """Whether a module in training mode computes something else each time."""
+    """Whether a module in training mode gives varying results."""
     if isinstance(module, upstream.DROPOUT.needed()):
         return bool(module.p > 0)
     if isinstance(module, upstream.NORM.needed()):
@@ -203,13 +203,13 @@ def _is_random(module: torch.nn.Module) -> bool:
 
 
 def _is_ours(value: object) -> bool:
-    """Whether we put a value there: a graph in the place of a module, which is named elsewhere."""
+    """Whether we set a value: a graph in place of a module, which is named elsewhere."""
     named = value if type(value) is FunctionType else type(value)
     return str(named.__module__).startswith("keepsight.")
 
 
 def is_silent(key: object, hook: object) -> bool:
-    """Whether a hook changes nothing of what passes: one of ours, or one that hands it out."""
+    """Whether a hook changes nothing: it is ours, or only observes."""
     if key == OUR_HOOK:
         return True
     function = hook.__func__ if type(hook) is MethodType else hook
@@ -226,7 +226,7 @@ def _is_of_accelerate(value: object) -> bool:
 
 
 def _is_only_placed(module: torch.nn.Module) -> bool:
-    """Whether accelerate took hold of a module and only says where it computes."""
+    """Whether accelerate only moves the inputs of a module to its device."""
     own = vars(module)
     hook, old = own.get("_hf_hook"), own.get("_old_forward")
     if hook is None or not type(hook).__module__.startswith("accelerate."):
@@ -238,7 +238,7 @@ def _is_only_placed(module: torch.nn.Module) -> bool:
 
 
 def _extra_state(module: torch.nn.Module) -> Callable[[], object] | None:
-    """What a module saves beside weights and buffers, where its class saves something."""
+    """The extra state that a module saves besides weights and buffers, if its class defines it."""
     if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
         return module.get_extra_state
     return None

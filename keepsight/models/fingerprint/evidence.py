@@ -1,7 +1,7 @@
-"""What a proof about a function rests on, and what the function writes: watched while believed.
+"""The grounds of a proof about a function, and what the function writes; watched while believed.
 
-That a hook only looks was read off its code and the objects it names. It is believed as long as
-these are the same, and only where nothing else of the model reads what the hook writes.
+A hook's code and the objects it names show that it only observes. That is believed while these stay
+the same, and only if nothing else in the model reads what the hook writes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from keepsight.models.fingerprint import functions
 from keepsight.models.fingerprint.undescribed import class_dict
 from keepsight.models.fingerprint.watch import Owner, Watch, closure
 
-# Values of exactly these types have no code of a user's, and nothing hangs in them.
+# Values of exactly these types run no user code and hold no other values.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (list, dict, set)
-_MOST_ITEMS = 64  # of a container whose values are looked at on every call
+_MOST_ITEMS = 64  # containers whose values are compared on every call
 _MISSING = object()
 
 
 class Unproven(Exception):
-    """A step whose effect is not known."""
+    """An instruction whose effect is unknown."""
 
 
 def is_plain(value: object) -> bool:
@@ -35,7 +35,7 @@ def is_plain(value: object) -> bool:
 
 
 def are_plain(container: Any) -> bool:
-    """Whether all values of a container are plain, and few enough to be compared on every call."""
+    """Whether all values of a container are plain, and few enough to compare on every call."""
     if type(container) not in (list, dict) or len(container) > _MOST_ITEMS:
         return False
     keys = container if isinstance(container, dict) else ()
@@ -48,16 +48,16 @@ class Proof:
     """The grounds of one belief. Every object in it is held."""
 
     function: FunctionType | None
-    # By the place: what holds a value (a dict, a cell of a function), and its name there.
+    # by place: the holder of a value (a dict, a cell of a function), and its name there
     reads: dict[tuple[int, str], tuple[object, str]] = field(default_factory=dict)
     writes: dict[tuple[int, str], tuple[object, str]] = field(default_factory=dict)
     changed: dict[int, object] = field(default_factory=dict)  # containers and objects written into
-    keeps: dict[int, object] = field(default_factory=dict)  # that keep what was handed over
-    numbers: dict[int, object] = field(default_factory=dict)  # containers of which all is plain
+    keeps: dict[int, object] = field(default_factory=dict)  # those that keep arguments
+    numbers: dict[int, object] = field(default_factory=dict)  # containers with only plain values
     things: dict[int, object] = field(default_factory=dict)  # objects whose classes matter
 
     def read(self, home: object, name: str) -> object:
-        """A value that the belief rests on."""
+        """Add a value that the belief rests on."""
         value = _value(home, name)
         if value is _MISSING:
             raise Unproven
@@ -65,28 +65,30 @@ class Proof:
         return value
 
     def absent(self, home: object, name: str) -> None:
-        """Note a name that is not there, so that another one is found."""
+        """Add a name that must stay absent, because another one is used."""
         self.reads[id(home), name] = (home, name)
 
     def write(self, home: object, name: str) -> None:
-        """Note a name that the function binds itself, to plain values only."""
+        """Add a name that the function itself sets, to plain values only."""
         if not is_plain(_value(home, name)):
             raise Unproven
         self.writes[id(home), name] = (home, name)
 
     def number_in(self, container: object) -> bool:
-        """Whether what is taken from a container is plain; the belief then rests on it."""
+        """Whether a value taken from a container is plain; the belief then rests on the
+        container."""
         if not are_plain(container):
             return False
         self.numbers[id(container)] = container
         return True
 
     def thing(self, thing: object) -> None:
-        """Note an object whose class has no code for what was read or written."""
+        """Add an object whose class has no code for the accesses made."""
         self.things[id(thing)] = thing
 
     def state(self) -> list[object]:
-        """All that has to stay as it is; of what the function writes itself, the types."""
+        """Everything that must stay the same; for values that the function writes, only their
+        types."""
         found: list[object] = []
         if self.function is not None:
             own = self.function
@@ -98,7 +100,7 @@ class Proof:
         return found + [type(thing) for thing in self.things.values()]
 
     def hold(self, watch: Watch, owner: Owner) -> None:
-        """Have it noticed when the grounds change."""
+        """Register the grounds with a watch, which then notices changes."""
         watch.reading(self.state, owner)
         for thing in self.things.values():
             for base in type(thing).__mro__:
@@ -116,13 +118,13 @@ def _value(home: Any, name: str) -> Any:
 
 
 def array_like(value: object) -> bool:
-    """Whether operators of a value make new arrays and run no code of a user's."""
+    """Whether operators of a value make new arrays and run no user code."""
     return type(value) in (torch.Tensor, torch.nn.Parameter, np.ndarray)
 
 
 @dataclass(eq=False)
 class Belief:
-    """Something in a model that was proven to change nothing, and what it is called if not."""
+    """An object in a model that was proven to change nothing, and its description otherwise."""
 
     path: str
     proof: Proof
@@ -131,13 +133,14 @@ class Belief:
 
 
 def doubted(beliefs: Iterable[Belief], watches: Callable[[], list[Watch]]) -> Iterator[Belief]:
-    """Those that write into what a model reads, or whose numbers another one fills with tensors.
+    """Yield beliefs that fail: the function writes into what the model reads, or another one stores
+    tensors in its numbers.
 
-    Each is to be described when it is given: what is then held may cast doubt on others.
+    Describe each when it is yielded: what is then held may refute others.
     """
     every = list(beliefs)
     if every and any(map(_may_catch, _Held(watches()).functions)):
-        yield from every  # what one of them raises would become an answer
+        yield from every  # an exception would change the answer
         return
     left = [one for one in every if one.proof.changed or one.proof.writes or one.proof.numbers]
     needed = {number for one in left for number in one.proof.keeps}
@@ -152,12 +155,12 @@ def doubted(beliefs: Iterable[Belief], watches: Callable[[], list[Watch]]) -> It
 
 
 def _may_catch(function: FunctionType) -> bool:
-    """Whether a user's function may go on after an error of what it called."""
+    """Whether a user's function may continue after an error in a call."""
     return not functions.is_library(function) and functions.may_catch(function.__code__)
 
 
 class _Held:
-    """What watches hold, for asking whether something of it is written."""
+    """The objects that watches hold, to check writes against."""
 
     def __init__(self, watches: list[Watch]) -> None:
         self._numbers: set[int] = set()

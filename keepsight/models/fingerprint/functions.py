@@ -1,8 +1,8 @@
-"""Python code as part of a model: which of it is a library's own, and what names the rest.
+"""Names Python code that is part of a model: library functions by place, user functions by code.
 
-A library's function is named by where it stands and by the library's version. One that a user wrote
-is named by its bytecode, its constants and all it reads beside its arguments, where that is plain;
-where it has a state of its own, nothing names it but the object itself.
+A library's function is named by its place and the library's version. A user's function is named by
+its bytecode, its constants and everything it reads besides its arguments, if that is plain. If it
+has state, only the object itself can name it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from keepsight import digests
 from keepsight.kinds import Record
 
-# Installed in place, a library lies outside of the folders for libraries.
+# An editable install lies outside of the library folders.
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "torchao", "optimum", "keepsight")
-_VERSIONED = ("torch", "transformers", "keepsight")  # those whose versions are recorded elsewhere
+_VERSIONED = ("torch", "transformers", "keepsight")  # their versions are recorded elsewhere
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def is_library_type(kind: type) -> bool:
 
 
 def layers(function: object) -> Iterator[FunctionType]:
-    """A function and those that it is wrapped around."""
+    """A function and the functions that it wraps."""
     seen: set[int] = set()
     while isinstance(function, FunctionType) and id(function) not in seen:
         seen.add(id(function))
@@ -84,7 +84,7 @@ def in_place(function: object, kind: type, name: str) -> bool:
 
 
 def version_of(module: str) -> str:
-    """A library's version, where no other record has it."""
+    """A library's version, if no other record has it."""
     top = module.partition(".")[0]
     if top in _VERSIONED or top in sys.stdlib_module_names:
         return ""
@@ -92,7 +92,7 @@ def version_of(module: str) -> str:
 
 
 def place_of(thing: object) -> tuple[str, ...]:
-    """Where a library has something: module, name, and version where it matters."""
+    """Where a library defines something: module, name, and the version if needed."""
     module = str(getattr(thing, "__module__", None) or "")
     name = str(getattr(thing, "__qualname__", None) or getattr(thing, "__name__", ""))
     if isinstance(thing, FunctionType):
@@ -103,14 +103,14 @@ def place_of(thing: object) -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """Every name of a global or an attribute in a function, and in functions inside it."""
+    """Every name of a global or an attribute in a function, including nested functions."""
     inner = (names_in(part) for part in code.co_consts if isinstance(part, CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
 @functools.lru_cache(4096)
 def strings_in(code: CodeType) -> frozenset[str]:
-    """Every string that is written out in a function, and in functions inside it."""
+    """Every string literal in a function, including nested functions."""
     inner = (strings_in(part) for part in code.co_consts if isinstance(part, CodeType))
     own = (part for part in code.co_consts if isinstance(part, str))
     groups = (part for part in code.co_consts if isinstance(part, tuple | frozenset))
@@ -120,7 +120,7 @@ def strings_in(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(4096)
 def writes_outside(code: CodeType) -> bool:
-    """Whether a function binds names outside of itself."""
+    """Whether a function sets names outside of itself."""
     free = set(code.co_freevars)
     for step in dis.get_instructions(code):
         if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -132,18 +132,18 @@ def writes_outside(code: CodeType) -> bool:
 
 @functools.lru_cache(4096)
 def may_catch(code: CodeType) -> bool:
-    """Whether a function, or one inside it, has a place to go to after an error."""
+    """Whether a function, or a nested one, has an exception handler."""
     if getattr(code, "co_exceptiontable", b"any"):
         return True
     return any(may_catch(part) for part in code.co_consts if isinstance(part, CodeType))
 
 
 def code_digest(code: CodeType) -> str:
-    """The digest of what code does, whatever file it is in."""
+    """The digest of code, independent of its file."""
     constants = [_constant(part) for part in code.co_consts]
     counts = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags]
     names = [code.co_names, code.co_freevars, code.co_cellvars, code.co_varnames]
-    python = list(sys.version_info[:2])  # bytecode means something to one version of it
+    python = list(sys.version_info[:2])  # bytecode is specific to a Python version
     return digests.digest("code", code.co_code, constants, *map(list, names), counts, python)
 
 
@@ -164,6 +164,6 @@ def globals_read(function: FunctionType) -> Record:
 
 
 def is_builtin(value: object) -> bool:
-    """Whether a value is a function of C without an object of its own."""
+    """Whether a value is a C function without an object bound to it."""
     own = getattr(value, "__self__", None)
     return isinstance(value, BuiltinFunctionType) and (own is None or isinstance(own, ModuleType))

@@ -1,7 +1,7 @@
-"""What is known of values that are not at hand: kinds, and what may be asked of each.
+"""Kinds of unknown values, and which operations each allows.
 
-A kind says where a value is from. Of what a caller hands over it is not known what it is, so only
-that is done with it which no module, configuration, cache or container answers by a change.
+A kind says where a value comes from. The type of an argument is unknown, so only operations are
+allowed that no module, configuration, cache or container answers with a change.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 from keepsight.models.fingerprint.evidence import CONTAINERS, Unproven, is_plain
 
 NOTHING, OWN, NULL = "nothing", "own", "null"  # None; new and plain; a gap on the stack
-SEEN = "seen"  # the caller's: inputs and outputs, and what is in them
-TENSOR = "tensor"  # made of what is the caller's by a method that only tensors have
-PART = "part"  # the module that is looked at, or what hangs in it
+SEEN = "seen"  # the caller's: inputs, outputs, and their contents
+TENSOR = "tensor"  # made from a caller's value by a method that only tensors have
+PART = "part"  # the module itself, or something in it
 FRESH = "fresh"  # an iterator made for this function
 CLASS = "class"  # the class of something
-STRANGE = "strange"  # anything: it may be kept or dropped, and nothing is asked of it
-TYPES = "types"  # classes that may be asked for
-PASSED = "passed on"  # what the original function gave for the very arguments
+STRANGE = "strange"  # anything: it may be kept or dropped, but not used
+TYPES = "types"  # classes usable in type checks
+PASSED = "passed on"  # the original function's result for the same arguments
 
 
 def _split(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-# Of these names no module, configuration, cache or container has a method that changes it.
+# No module, configuration, cache or container has a method of these names that changes it.
 TENSOR_ONLY = _split("detach clone contiguous numpy")
 NUMBERS = _split("item tolist size dim numel nelement stride element_size data_ptr")
 LOOKS = _split("get keys values items")
@@ -58,7 +58,7 @@ OWN_KINDS = (*CONTAINERS, deque)
 
 @dataclass(frozen=True)
 class KnownObject:
-    """An object that the function brings along."""
+    """An object that belongs to the function."""
 
     number: int
 
@@ -72,26 +72,26 @@ def is_models(thing: object) -> bool:
 
 
 def is_rest(kind: Kind) -> bool:
-    """Whether it is the tuple of all arguments that have no name."""
+    """Whether it is the tuple of all positional extra arguments."""
     return isinstance(kind, tuple) and kind[0] == "rest"
 
 
 def check_attribute(own: object, name: str) -> None:
-    """Whether an attribute of an object is what lies in it, and nothing of its class's making."""
+    """Require that an attribute is stored in the object, not computed by its class."""
     kind = type(own)
     plain: tuple[object, object] = (object.__getattribute__, object.__setattr__)
     if isinstance(own, type | ModuleType | FunctionType) or type(kind) is not type:
         raise Unproven
     if (kind.__getattribute__, kind.__setattr__) != plain:
         raise Unproven
-    # A default in the class is a value; one that is not plain may be a property.
+    # A class default is a value; if it is not plain it may be a property.
     found = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
     if not all(map(is_plain, found)):
         raise Unproven
 
 
 def check_known(code: CodeType) -> None:
-    """Only bytecode of versions that were tried, and functions that run from end to end."""
+    """Require bytecode of a tested version, and a function without generators or coroutines."""
     if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
         raise Unproven
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):

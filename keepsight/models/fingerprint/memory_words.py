@@ -1,13 +1,13 @@
-"""Machine words of living objects, thousands read at once: what lets a call look at a whole model.
+"""Reads machine words of thousands of living objects at once, to check a whole model on each call.
 
-CPython gives every dict a version that each change of it renews, and PyTorch gives every tensor a
-counter and an address; read one by one through Python they cost a tenth of a microsecond each.
-Here their places are found once, and all are read by one NumPy gather.
+CPython gives every dict a version that changes with it, and PyTorch gives every tensor a counter
+and an address. Read through Python they cost a tenth of a microsecond each. Here their addresses
+are found once, and one NumPy gather reads them all.
 
-Nothing is read that could be gone. Every address lies inside an object that the caller holds, or
-inside one that such an object is seen, a moment before, to hold still. Offsets are not believed:
-they are found or tried out on objects made for it, and tried again on every tensor that is to be
-watched. Where anything is not as expected there is no reader, and the caller compares the slow way.
+No freed memory is read: every address lies inside an object that the caller holds, or inside one
+that such an object was just seen to hold. Offsets are verified on test objects, and again on every
+tensor to be watched. If anything is unexpected there is no reader, and the caller compares the slow
+way.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import numpy as np
 import torch
 
 WORD = 8
-_TYPE, _DICT = 8, -24  # where an object has its type and its dict
-_VERSION = 24  # where a dict has its version
-_IMPL_WORDS = 32  # how far the parts of a tensor are looked for
-_PLACES = 8  # words of each weight's values that are looked at
+_TYPE, _DICT = 8, -24  # offset of an object's type and of its dict
+_VERSION = 24  # offset of a dict's version
+_IMPL_WORDS = 32  # how far to search for the parts of a tensor
+_PLACES = 8  # words of each weight's values that are compared
 
 Array = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Words:
-    """The words at some addresses, and what they were when last accepted."""
+    """The words at some addresses, and their last accepted values."""
 
     def __init__(self, addresses: Iterable[int]) -> None:
         self._at = np.fromiter(addresses, dtype=np.int64)
@@ -51,7 +51,7 @@ class Words:
         return self._view.take(self._at)
 
     def moved(self) -> Sequence[int]:
-        """Which of the words are not what they were; what they are now is accepted."""
+        """Which words changed; their new values are accepted."""
         now = self._read()
         if now.tobytes() == self._bytes:
             return ()
@@ -61,7 +61,7 @@ class Words:
 
 
 class _Memory:
-    """A stretch of this process's memory, as NumPy takes it."""
+    """A stretch of this process's memory in the form that NumPy reads."""
 
     def __init__(self, start: int, count: int) -> None:
         words = np.dtype(np.uint64).str
@@ -82,9 +82,9 @@ def _word(address: int) -> int:
 
 @functools.cache
 def sees_dicts() -> bool:
-    """Whether this interpreter gives dicts versions, where we look for them.
+    """Whether this interpreter's dicts have versions at the expected place.
 
-    Those of 3.11 to 3.13 do; free-threaded ones and later ones are not read.
+    Those of 3.11 to 3.13 do; free-threaded and later ones are not read.
     """
     known = sys.implementation.name == "cpython" and (3, 11) <= sys.version_info[:2] <= (3, 13)
     threads = getattr(sys, "_is_gil_enabled", lambda: True)
@@ -100,7 +100,7 @@ def _instance() -> object:
 
 
 def _renews(home: dict[Any, object]) -> bool:
-    """Whether each change of a dict shows in its version, and reading does not."""
+    """Whether each change of a dict changes its version, and reading does not."""
 
     def renewed(change: Any) -> bool:
         before = _word(id(home) + _VERSION)
@@ -118,8 +118,8 @@ def _renews(home: dict[Any, object]) -> bool:
 
 
 def _settle(thing: object) -> None:
-    """From 3.13 on attributes may lie in the object itself, where a change renews no version. To
-    give an object its own dict takes them out of it, and is nothing that could be seen."""
+    """Give an object its own dict: since 3.13 attributes may lie in the object itself, where a
+    change renews no version. This has no visible effect."""
     if sys.version_info >= (3, 13):
         object.__setattr__(thing, "__dict__", vars(thing))
 
@@ -130,8 +130,8 @@ def dict_words(homes: Sequence[dict[Any, object]]) -> Words | None:
 
 
 def object_words(things: Sequence[object]) -> Words | None:
-    """Two words for each object: the address of its type and that of its dict. The caller keeps all
-    three alive, so that nothing else can lie at these addresses."""
+    """Two words per object: the addresses of its type and of its dict. The caller keeps all three
+    alive, so nothing else can take these addresses."""
     if not sees_dicts():
         return None
     for thing in things:
@@ -145,7 +145,7 @@ def object_words(things: Sequence[object]) -> Words | None:
 
 @functools.cache
 def _function_places() -> tuple[int, ...] | None:
-    """Where a function has its code, its defaults and those of its keywords."""
+    """Offsets of a function's code, defaults and keyword defaults."""
 
     def one(value: int = 1, *, named: int = 2) -> int:
         return value + named
@@ -159,7 +159,8 @@ def _function_places() -> tuple[int, ...] | None:
 
 
 def function_words(functions: Sequence[FunctionType]) -> tuple[Words, list[int]] | None:
-    """What may be exchanged in functions, and of which each word is. The caller holds them."""
+    """Words for the replaceable parts of functions, and the function of each word. The caller holds
+    them."""
     places = _function_places()
     if places is None:
         return None
@@ -180,10 +181,10 @@ def function_words(functions: Sequence[FunctionType]) -> tuple[Words, list[int]]
 
 @dataclass(frozen=True)
 class _TensorLayout:
-    """Where PyTorch keeps the parts of a tensor, as bytes from the start of each object."""
+    """Where PyTorch keeps the parts of a tensor, as byte offsets in each object."""
 
     impl: int  # in the Python object
-    storage: int  # in the implementation, with all until `data`
+    storage: int  # in the implementation, including everything up to `data`
     counter: int
     sizes: int
     strides: int
@@ -193,7 +194,7 @@ class _TensorLayout:
     version: int  # in the counter
 
     def parts(self, tensor: torch.Tensor) -> list[int]:
-        """What makes a tensor the one it is: its storage, its counter, its shape and dtype."""
+        """What identifies a tensor: its storage, its counter, its shape and dtype."""
         shape = [
             start + WORD * i for start in (self.sizes, self.strides) for i in range(tensor.dim())
         ]
@@ -201,7 +202,7 @@ class _TensorLayout:
         return [tensor._cdata + place for place in places]
 
     def live(self, tensor: torch.Tensor) -> list[int]:
-        """Where its values lie, and how often they were written."""
+        """The address of its values, and how often they were written."""
         counter = _word(tensor._cdata + self.counter)
         return [tensor.untyped_storage()._cdata + self.data, counter + self.version]
 
@@ -215,13 +216,13 @@ def _layout() -> _TensorLayout | None:
 
 
 def _find_layout() -> _TensorLayout:
-    """Find the layout by tensors whose parts are known."""
+    """Find the layout from tensors whose parts are known."""
 
     def made() -> torch.Tensor:
         return torch.empty(90_000, dtype=torch.int8).as_strided((37, 41), (43, 2003), 1237)
 
     one, other = made(), made()
-    shared = one.detach()  # the same storage, and the same counter
+    shared = one.detach()  # shared storage and counter
     numbers = (one._cdata, shared._cdata, other._cdata)
     spot = _spots(id(one), type(one).__basicsize__ // WORD, numbers[0])
     ends = next(i for i in range(_IMPL_WORDS) if _word(numbers[0] + WORD * i) == 1237)
@@ -230,7 +231,7 @@ def _find_layout() -> _TensorLayout:
     sizes, strides = rows[0].index(37), rows[0].index(43)
     expected = (rows[0][sizes + 1], rows[0][strides + 1], rows[0][ends + 1])
     if expected != (41, 2003, 37 * 41):
-        raise ValueError("sizes are not where they were looked for")
+        raise ValueError("sizes are not at the expected place")
     common = [i for i in range(2, ends) if rows[0][i] == rows[1][i] != rows[2][i]]
     (counter,) = (i for i in common if i != storage)
     base = one.untyped_storage()
@@ -242,7 +243,7 @@ def _find_layout() -> _TensorLayout:
         sizes=WORD * sizes,
         strides=WORD * strides,
         offset=WORD * ends,
-        dtype=WORD * (ends + 2),  # behind the number of values
+        dtype=WORD * (ends + 2),  # after the number of values
         data=data,
         version=_find_version(one, rows[0][counter]),
     )
@@ -253,7 +254,8 @@ def _spots(start: int, words: int, value: int) -> int:
 
 
 def _find_version(tensor: torch.Tensor, counter: int) -> int:
-    """The place in a counter that counts. It has a table, its owners and the number: 24 bytes."""
+    """Find the count inside a version counter, which has a table, its owners and the count: 24
+    bytes."""
     spots = {8, 16}
     for _ in range(3):
         tensor.add_(0)
@@ -263,25 +265,25 @@ def _find_version(tensor: torch.Tensor, counter: int) -> int:
 
 
 class TensorWords:
-    """Where tensors lie, how they are shaped, how often they were written, and some values."""
+    """Addresses, shapes and write counts of tensors, and some of their values."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         where = _layout()
         if where is None:
-            raise ValueError("PyTorch keeps tensors otherwise than expected")
-        # Detached ones hold storage and counter; who holds a tensor holds its implementation.
+            raise ValueError("PyTorch keeps tensors in another way than expected")
+        # Detached tensors hold storage and counter; a held tensor holds its implementation.
         self._held = [(tensor, tensor.detach()) for tensor in tensors]
-        self.lost: set[int] = set()  # those that are certain to have changed
+        self.lost: set[int] = set()  # those that surely changed
         self._implementations = Words(id(tensor) + where.impl for tensor in tensors)
         self._parts, self._part_of = _many(where.parts(tensor) for tensor in tensors)
         self._live, self._live_of = _many(where.live(tensor) for tensor in tensors)
         self._values, self._value_of = _many(map(_places, tensors))
 
     def moved(self) -> set[int]:
-        """The numbers of the tensors that may have changed."""
+        """The indices of the tensors that may have changed."""
         found = {*self._implementations.moved()}
         found |= {self._part_of[number] for number in self._parts.moved()} if not found else set()
-        self.lost |= found  # what is read of these may be gone
+        self.lost |= found  # their memory may be freed
         if self.lost:
             return self.lost
         if found := {self._live_of[number] for number in self._live.moved()}:
@@ -290,14 +292,14 @@ class TensorWords:
 
 
 def _many(places: Iterable[list[int]]) -> tuple[Words, list[int]]:
-    """The words of several things, and of which thing each is."""
+    """The words of several objects, and the object of each word."""
     listed = list(places)
     whose = [number for number, some in enumerate(listed) for _ in some]
     return Words(place for some in listed for place in some), whose
 
 
 def can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether all that is to be read of a tensor lies where it is expected."""
+    """Whether everything to be read of a tensor is at the expected place."""
     where = _layout()
     if where is None or tensor.is_inference() or tensor.dim() > 5 or tensor.layout != torch.strided:
         return False
@@ -315,7 +317,7 @@ def can_be_read(tensor: torch.Tensor) -> bool:
 
 
 def spread(start: int, size: int) -> list[int]:
-    """Some aligned words over a stretch, evenly. The first and the last may reach over its ends, by
+    """Some aligned words spread evenly over a stretch. The first and last may exceed its ends, by
     bytes of the same page."""
     if not size:
         return []

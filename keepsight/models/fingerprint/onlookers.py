@@ -1,8 +1,7 @@
-"""Functions that only look: hooks that count or record, and change nothing that they see.
+"""Recognises hooks that only observe: they count or record, and change nothing.
 
-Whoever measures a model hangs such functions into it, and its answers stay what they were. That is
-proven on every branch of their bytecode, or not believed; and it is believed as long as all that
-the proof read stays the same.
+People hang such functions into a model to measure it, and its answers stay the same. This is proven
+on every branch of their bytecode, and believed only while everything the proof read stays the same.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ _MOCKED = ("_mock_side_effect", "_mock_delegate", "_mock_return_value", "_mock_w
 
 
 def only_looks(hook: object, handed_back: int) -> Proof | None:
-    """The proof that a hook gives nothing back but what it was handed, and changes nothing of it.
+    """Prove that a hook returns only its argument or nothing, and changes nothing.
 
-    `handed_back` is the number of the argument that a hook may return to change nothing.
+    `handed_back` is the index of the argument that a hook may return unchanged.
     """
     try:
         return _proof(hook, None, {NOTHING, ("argument", handed_back)})
-    except Exception:  # whatever a user's object raises when it is looked at
+    except Exception:  # a user's object may raise anything
         return None
 
 
 def passes_on(function: object, original: Callable[..., object]) -> Proof | None:
-    """The proof that a function calls the original with its own arguments and gives its answer."""
+    """Prove that a function calls the original with its own arguments and returns its result."""
     try:
         return _idle_mock(function, original) or _proof(function, original, {PASSED})
-    except Exception:  # whatever a user's object raises when it is looked at
+    except Exception:  # a user's object may raise anything
         return None
 
 
 def _proof(function: object, original: object, allowed: set[Kind]) -> Proof | None:
-    """The proof that a function returns only what is allowed, where there is one."""
+    """The proof that a function returns only what is allowed, if there is one."""
     bound: list[object] = []
     called: object = None
     if isinstance(function, MethodType):
@@ -58,7 +57,7 @@ def _proof(function: object, original: object, allowed: set[Kind]) -> Proof | No
 
 
 def _idle_mock(function: Any, original: Any) -> Proof | None:
-    """The proof that a mock of the standard library does what the original does."""
+    """Prove that a mock of the standard library acts like the original."""
     kinds = type(function).__mro__[:-1]  # without `object`
     if len(kinds) < 2 or any(kind.__module__ != "unittest.mock" for kind in kinds):
         return None
@@ -70,7 +69,7 @@ def _idle_mock(function: Any, original: Any) -> Proof | None:
     if isinstance(effect, BaseException) or (
         isinstance(effect, type) and issubclass(effect, BaseException)
     ):
-        return proof  # it never gives anything
+        return proof  # it returns nothing
     idle = effect is None and own.get("_mock_delegate") is None
     default = type(given).__name__ == "_SentinelObject" and given.name == "DEFAULT"
     same = isinstance(wraps, FunctionType | MethodType) and wraps == original

@@ -1,8 +1,8 @@
-"""Libraries' code as it stands in memory: whether it is still what the libraries wrote.
+"""Detects library code that was replaced in memory.
 
-A forward pass runs the functions of its modules' classes and what these find in their modules. A
-user or a kernel library may put others in their place. Code that a library wrote is named by the
-library's version, which is recorded elsewhere; what stands in its place is part of the identity.
+A forward pass runs the functions of its modules' classes and what these find in their Python
+modules. A user or a kernel library may replace them. Original code is named by the library's
+version, which is recorded elsewhere; a replacement becomes part of the identity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keepsight.models.fingerprint.undescribed import BY_NAME, PLAIN, ObjectNumbe
 from keepsight.models.fingerprint.watch import Watch, closure
 
 _OWNER = "code"
-# Classes whose code prepares, loads and saves; a forward pass runs none of it.
+# Classes for preparing, loading and saving; a forward pass runs none of their code.
 _SERVING = (
     "transformers.modeling_utils",
     "transformers.generation",
@@ -34,28 +34,28 @@ _SERVING = (
     "transformers.distributed",
     "transformers.loss",
 )
-_first: dict[str, str] = {}  # by the names of the classes: their code when it was first read
-_MANY = 1000  # entries of a table that are looked at
+_first: dict[str, str] = {}  # by class names: their code when it was first read
+_MANY = 1000  # entries of a table that are checked
 
 
 class LibraryCode:
-    """The code of some classes and all it reads, looked at again when something of it changed."""
+    """The code of some classes and everything it reads; checked again after each change."""
 
     def __init__(self, private: ObjectNumbers, steady: bool = False) -> None:
-        """`steady`: what cannot be watched is taken to stay as it is."""
+        """`steady`: what cannot be watched is assumed to stay the same."""
         self._private, self._steady = private, steady
         self._kinds: frozenset[type] = frozenset()
-        self._written = ""  # what is written about the model elsewhere
+        self._written = ""  # facts about the model recorded elsewhere
         self._watch: Watch | None = None
-        self._restless: set[int] = set()  # private ones with a state that cannot be watched
-        self._own: dict[tuple[type, str], FunctionType] = {}  # libraries' functions, as last seen
-        self.replaced: dict[type | None, list[Plain]] = {}  # by class, or None for what is shared
+        self._restless: set[int] = set()  # private objects whose state cannot be watched
+        self._own: dict[tuple[type, str], FunctionType] = {}  # library functions, as last seen
+        self.replaced: dict[type | None, list[Plain]] = {}  # by class, or None for shared entries
         self.digest = self.differs = ""
-        self.beliefs: list[Belief] = []  # what stands in a class and only looks
+        self.beliefs: list[Belief] = []  # functions in classes that only observe
 
     def refresh(self, kinds: frozenset[type], written: str) -> bool:
-        """Read the code of these classes, in a model about which this is written elsewhere. Whether
-        it had to be read."""
+        """Read the code of these classes, in a model with these facts. Returns whether anything had
+        to be read."""
         if not self.moved() and (kinds, written) == (self._kinds, self._written):
             return False
         self._kinds, self._written, self._watch = kinds, written, None
@@ -80,14 +80,14 @@ class LibraryCode:
         self.digest = digests.digest("code", repr(sorted(self._all, key=repr)))
         named = repr(sorted(functions.place_of(kind) for kind in kinds))
         first = _first.setdefault(named, self.digest)
-        # What a library's own code was exchanged for another of its own: distinguished, not named.
+        # A library's function replaced by another of its own: distinguished, not named.
         self.differs = self.digest if self.digest != first else ""
         self._watch = watch
         return True
 
     @property
     def watches(self) -> list[Watch]:
-        """What holds all of it, where it was read."""
+        """The watches that hold everything that was read."""
         return [self._watch] if self._watch is not None else []
 
     def moved(self) -> bool:
@@ -96,7 +96,7 @@ class LibraryCode:
             for owner in found:
                 if isinstance(owner, int):
                     self._private.changes[owner] += 1
-            self._watch = None  # said once: it has to be read again
+            self._watch = None  # reported once; then it must be read again
         return self._watch is None
 
     # -- classes ---------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class LibraryCode:
             function = self._own_one(function, base, name)
             self._all.append((*functions.place_of(base), name, *_places(function)))
             own = all(map(functions.is_library, functions.layers(function)))
-            # A decorator of the library may put a function of a module into a class.
+            # A decorator of the library may put another module's function into a class.
             given = own and "." not in function.__code__.co_qualname
             if not given and not functions.in_place(function, base, name):
                 self._replace(base, (name, self._describer.member(value, _OWNER)))
@@ -139,7 +139,7 @@ class LibraryCode:
                 self._replace(base, (name, self._describer.value(value, _OWNER)))
 
     def _own_one(self, function: FunctionType, base: type, name: str) -> FunctionType:
-        """The library's own function, if the one in its class only looks at what that does."""
+        """The library's own function, if the one in its class only observes it."""
         if functions.in_place(function, base, name):
             self._own[base, name] = function
             return function
@@ -162,7 +162,7 @@ class LibraryCode:
         self.replaced.setdefault(base, []).append(("replaced", *place, what))
 
     def _read_tensors(self, watch: Watch) -> None:
-        """What stands before the methods that torch gives all tensors."""
+        """Read replacements of the methods that torch gives all tensors."""
         for kind in (torch.Tensor, torch.nn.Parameter):
             watch.home(class_dict(kind), _OWNER)
             for name, value in list(vars(kind).items()):
@@ -176,7 +176,7 @@ class LibraryCode:
                 elif functions.is_builtin(function) or not _is_library_member(value):
                     self._read_object(where, value)
 
-    # -- what functions find in their modules ----------------------------------------------------
+    # -- globals of functions --------------------------------------------------------------------
 
     def _read_left(self, watch: Watch) -> None:
         while self._left:
@@ -193,7 +193,7 @@ class LibraryCode:
         self._read_names(home, str(home.get("__name__", "")), names, watch)
 
     def _read_names(self, home: Record, place: str, names: Iterable[str], watch: Watch) -> None:
-        # Those that are not there as well: a global of that name would stand before a built-in one.
+        # Absent names too: a global of that name would hide a built-in.
         self._names.setdefault(id(home), (home, set()))[1].update(names)
         for name in sorted(name for name in names if name in home):
             self._read_global(place, name, home[name], names, watch)
@@ -224,7 +224,7 @@ class LibraryCode:
     def _read_module(
         self, where: tuple[str, ...], module: ModuleType, names: Iterable[str], watch: Watch
     ) -> None:
-        """The functions of a module that are called through it."""
+        """The functions of a Python module that are called through it."""
         self._all.append((*where, module.__name__))
         if not functions.is_library_module(module):
             self._replace(None, (*where, self._describer.stateful(module)))
@@ -244,7 +244,8 @@ class LibraryCode:
                 self._read_module((place, name), value, names, watch)
 
     def _read_object(self, where: tuple[str, ...], value: object) -> None:
-        """What is no function: a user's own is part of the model, a library's is distinguished."""
+        """Read an object that is no function: a user's is part of the model, a library's is
+        distinguished."""
         if functions.is_builtin(value):
             self._all.append((*where, *functions.place_of(value)))
         elif type(value) in PLAIN or _is_described(value):
@@ -256,7 +257,7 @@ class LibraryCode:
                 self._replace(None, (*where, found))
 
     def _read_table(self, place: str, name: str, table: dict[Any, object]) -> None:
-        """A table of functions, such as that of the implementations of attention."""
+        """Read a table of functions, such as the implementations of attention."""
         for key, value in list(table.items())[:_MANY]:
             where = (place, name, str(key))
             if isinstance(value, FunctionType):
@@ -268,11 +269,11 @@ class LibraryCode:
                 self._read_object(where, value)
 
     def _read_guests(self, watch: Watch) -> None:
-        """Read what libraries added to tables and to tensors, where the model or its code uses the
+        """Read what libraries added to tables and to tensors, if the model or its code uses the
         name.
 
-        Any import may add to them. An addition that nothing uses changes no forward pass, and must
-        not hide from this process what one with fewer imports remembered.
+        Any import may add entries. An unused one changes no forward pass, and must not hide what a
+        process with fewer imports remembered.
         """
         found = True
         while found:
@@ -288,7 +289,7 @@ class LibraryCode:
 
 
 class _Guest(NamedTuple):
-    """A function that a library added to what is not its own."""
+    """A function that a library added to another library's table or to tensors."""
 
     where: tuple[str, ...]
     key: str
@@ -303,7 +304,7 @@ _NESTED = ("torch.nn", "torch.nn.functional")
 
 
 def _is_guest(place: str, function: FunctionType) -> bool:
-    """Whether a library's function stands in a table of another library."""
+    """Whether a library's function is in another library's table."""
     inside = list(functions.layers(function))
     home = functions.place_of(inside[-1])[0]
     own = home.partition(".")[0] == place.partition(".")[0]
@@ -311,7 +312,7 @@ def _is_guest(place: str, function: FunctionType) -> bool:
 
 
 def _is_added(name: str, function: FunctionType) -> bool:
-    """Whether a library added this method to tensors: it was not written inside a class
+    """Whether a library added this method to tensors: it was not defined inside a class
     `Tensor`."""
     inside = list(functions.layers(function))
     written = inside[-1].__code__.co_qualname.partition(".")[0] == "Tensor"
@@ -324,14 +325,14 @@ def _is_followed(function: FunctionType) -> bool:
 
 
 def _is_described(value: object) -> bool:
-    """Whether a value in a module may be called, or read as a constant."""
+    """Whether a global may be called, or read as a constant."""
     if callable(value) or isinstance(value, (*BY_NAME, *_CONSTANTS)):
         return True
     return not functions.is_library_type(type(value))
 
 
 def _function_of(value: object) -> object:
-    """What a class makes a method, a property or the like of."""
+    """The function inside a method, a property or the like."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     if isinstance(value, property):
@@ -342,7 +343,7 @@ def _function_of(value: object) -> object:
 
 
 def _is_library_member(value: object) -> bool:
-    """Whether a value of a class came with a library, as far as its type or its code tells."""
+    """Whether a class attribute came with a library, judging by its type or its code."""
     function = _function_of(value)
     if isinstance(function, FunctionType):
         return all(map(functions.is_library, functions.layers(function)))
@@ -350,7 +351,7 @@ def _is_library_member(value: object) -> bool:
 
 
 def is_users(found: Plain) -> bool:
-    """Whether a description names code that no library wrote, or what nothing describes."""
+    """Whether a description names user code, or an object without a description."""
     if isinstance(found, str):
         return False
     return found[:1] in (("code",), ("class",), ("private",)) or any(map(is_users, found))
@@ -364,7 +365,7 @@ def _places(function: object) -> Iterator[str]:
 
 
 def _tables(value: object) -> Iterator[dict[Any, object]]:
-    """The dicts behind a table of functions; what is in a later one counts."""
+    """The dicts behind a table of functions; later ones win."""
     if isinstance(value, dict):
         yield value
     elif isinstance(value, Mapping):

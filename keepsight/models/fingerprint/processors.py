@@ -1,8 +1,8 @@
-"""The code of a processor, where it is not its library's: it decides which pixels a tower takes in.
+"""Detects replaced code of a processor: it decides the pixels that enter a tower.
 
-A class of a user's own, a method that was put into a library's class or onto one object, and a
-function that such a class finds in its module are described as code of a model is. What reaches for
-things that cannot be watched is taken to stay as it is.
+A user's own class, a method replaced in a library's class or on one object, and a function that
+such a class finds in its module are described like code of a model. Objects that cannot be watched
+are assumed to stay the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PARTS = ("image_processor", "video_processor", "feature_extractor")
 
 
 class ProcessorCode:
-    """What of a live processor is not as its library has it, looked at before each call."""
+    """How a live processor's code differs from its library's; checked before each call."""
 
     def __init__(self, processor: Processor | None) -> None:
         self._processor = processor
@@ -30,12 +30,12 @@ class ProcessorCode:
         self._digest = ""
 
     def look(self) -> str:
-        """The digest of it; empty where there is nothing."""
+        """The digest of the differences; empty if there are none."""
         if self._processor is None:
             return ""
         own = [getattr(self._processor, name, None) for name in _PARTS]
         parts = [self._processor, *(part for part in own if part is not None)]
-        # What was put onto the objects themselves; the parts of a processor are looked at alone.
+        # Attributes set on the objects themselves; the parts of a processor are checked separately.
         put = [
             (number, name, value)
             for number, part in enumerate(parts)
@@ -65,5 +65,5 @@ class ProcessorCode:
 
 
 def _is_processor(value: object) -> bool:
-    """Whether it is a tokenizer or a processor, which are called, too, and are looked at apart."""
+    """Whether it is a tokenizer or a processor; these are callable too, but checked separately."""
     return hasattr(value, "save_pretrained") or isinstance(value, NotLoaded)

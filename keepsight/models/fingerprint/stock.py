@@ -1,8 +1,8 @@
-"""What Transformers makes of a configuration: the model that a live one is compared with.
+"""The model that Transformers makes of a configuration, for comparison with a live one.
 
-Most of a model is as its configuration says. Only where a live model differs (another scale, a
-module of another kind, an adapter) does the difference belong to its identity; so the identity of
-an unchanged model does not depend on how a version of Transformers spells its settings.
+Most of a model follows from its configuration. Only differences (another scale, a replaced module,
+an adapter) belong to its identity. So the identity of an unchanged model does not depend on how a
+version of Transformers spells its settings.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from keepsight.models.fingerprint.describe import Describer, Plain
 from keepsight.models.fingerprint.undescribed import ObjectNumbers
 from keepsight.models.fingerprint.watch import Owner
 
-BASE = frozenset(vars(torch.nn.Module()))  # what every module has, and is looked at by itself
-# What Transformers and PEFT note on modules and no forward pass depends on.
+BASE = frozenset(vars(torch.nn.Module()))  # attributes of every module, checked separately
+# Notes of Transformers and PEFT on modules that change no forward pass.
 NOTES = frozenset(
     {
         "_hf_peft_config_loaded",
         "_is_hf_initialized",
         "_output_capturing_hooks_installed",
-        "_use_kernels",  # what kernels then replace is seen where it is replaced
+        "_use_kernels",  # replacement by kernels is detected where it happens
         "_weight_conversions",
-        "generation_config",  # read on every call by who samples
+        "generation_config",  # read on every call by the sampling code
         "hf_device_map",
         "hf_quantizer",
         "is_loaded_in_4bit",
@@ -41,9 +41,9 @@ NOTES = frozenset(
         "is_quantized",
         "model_tags",
         "name_or_path",
-        "peft_config",  # what a forward pass needs of it, PEFT puts on its layers
+        "peft_config",  # PEFT puts what a forward pass needs on its layers
         "quantization_method",
-        "rope_deltas",  # whoever called last left it; positions are given explicitly
+        "rope_deltas",  # left by the last caller; positions are passed explicitly
         "warnings_issued",
     }
 )
@@ -54,24 +54,24 @@ NOTES |= {
     "_keys_to_ignore_on_save", "_no_split_modules", "_pp_plan", "_skip_keys_device_placement",
     "_tp_plan", "all_tied_weights_keys",
 }  # fmt: skip
-# What `generate` notes for its own next call.
+# Notes of `generate` for its own next call.
 NOTES |= {
     "_cached_continuous_batching_manager",
     "_compiled_call",
     "_last_compile_config",
     "_previous_max_cache_length",
 }
-# What GLM-Image notes of the picture that stock `generate` draws; we draw none.
+# GLM-Image's notes about a picture that stock `generate` draws; we draw none.
 NOTES |= {"_cached_decode_position_ids", "_prefill_len"}
-# Who calls `generate` of a live model is no part of any forward pass.
+# The caller of a live model's `generate` changes no forward pass.
 NOTES |= {"generate"}
-OUR_HOOK = "keepsight.blindfold"  # a forward pre-hook of ours that only watches
-_KEPT = 4  # configurations whose models are remembered
+OUR_HOOK = "keepsight.blindfold"  # our forward pre-hook that only watches
+_KEPT = 4  # configurations whose models are kept
 
 
 @dataclass(frozen=True)
 class StockModule:
-    """A module as Transformers builds it: its kind, its settings and the buffers it derives."""
+    """A module as Transformers builds it: its class, its settings and its derived buffers."""
 
     kind: type
     settings: dict[str, Plain]
@@ -91,9 +91,9 @@ def settings_of(
 
 
 def stock_parts(model: PreTrainedModel, config: Plain) -> dict[str, StockModule]:
-    """Every module that Transformers makes of the model's configuration, by its path.
+    """Every module that Transformers makes of the model's configuration, by path.
 
-    `config` describes that configuration. Empty where no model can be made of it.
+    `config` is the description of that configuration. Empty if no model can be made of it.
     """
     key = (type(model), digests.digest("stock", repr(config)))
     found = _known.get(key)
@@ -110,7 +110,7 @@ def _build(model: PreTrainedModel) -> dict[str, StockModule]:
             with torch.device("meta"):
                 twin: Any = type(model)(copy.deepcopy(model.config))
             derived = dict(_derived(twin))
-    except Exception as error:  # whatever a model's code raises: then all of it is described
+    except Exception as error:  # a model's code may raise anything: then everything is described
         logging.getLogger(__name__).info("no model to compare with: %s", error)
         return {}
     places = {id(part): path for path, part in twin.named_modules()}
@@ -127,7 +127,7 @@ def _build(model: PreTrainedModel) -> dict[str, StockModule]:
 
 
 def _derived(twin: Any) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """The values of buffers that no checkpoint holds, as upstream's own code fills them."""
+    """The values of buffers missing in checkpoints, filled by Transformers' own code."""
     homes = {path: part for path, part in twin.named_modules() if isinstance(part, PreTrainedModel)}
     for path, part in twin.named_modules():
         names = [n for n in part._non_persistent_buffers_set if part._buffers.get(n) is not None]
@@ -142,7 +142,7 @@ def _derived(twin: Any) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What upstream says of a configuration it said when the model was made."""
+    """Silence warnings that were already shown when the model was made."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -153,7 +153,7 @@ def _quiet() -> Iterator[None]:
 
 
 def reads_training(kind: type) -> bool:
-    """Whether code of a module's class asks for training mode."""
+    """Whether code of a module's class reads the training mode."""
     for base in kind.__mro__:
         if base is torch.nn.Module:
             return False

@@ -1,8 +1,7 @@
-"""Objects that nothing describes, such as a user's hook with a state: numbered, held and followed.
+"""Numbers, holds and follows objects without a description, such as a user's stateful hook.
 
-A number stands for one living object of this process. Beside it counts how often the object was
-seen to change, so what was computed under one state is never used under another, nor under the same
-state when it comes back.
+A number stands for one living object of this process. With it is counted how often the object
+changed. So results of one state are never used under another, nor when the same state returns.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from keepsight.models.fingerprint.watch import Watch, closure
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 BY_NAME = (torch.dtype, torch.layout, torch.memory_format, np.dtype)
 WITHOUT_VALUE = (
-    torch.device,  # where something is computed is recorded elsewhere
+    torch.device,  # the environment records where something is computed
     logging.Logger,
     type(threading.Lock()),
     type(threading.RLock()),
@@ -47,7 +46,7 @@ _MOST = 20_000  # values followed from one object
 
 
 class ObjectNumbers:
-    """Numbers for objects, each with how often it was seen to change."""
+    """Numbers for objects, each with its count of seen changes."""
 
     def __init__(self) -> None:
         self.name = secrets.token_hex(16)
@@ -55,7 +54,7 @@ class ObjectNumbers:
         self._numbers: dict[int, tuple[object, int]] = {}
 
     def number(self, thing: object) -> int:
-        """The number of an object, the same as long as it lives."""
+        """The number of an object, constant while it lives."""
         key = id(thing)
         known = self._numbers.get(key)
         if known is not None and _held(known[0]) is thing:
@@ -64,7 +63,7 @@ class ObjectNumbers:
         try:
             self._numbers[key] = (weakref.ref(thing), number)
         except TypeError:
-            self._numbers[key] = (thing, number)  # held, as nothing tells of its end
+            self._numbers[key] = (thing, number)  # held, because its end cannot be noticed
         self.changes[number] = 0
         return number
 
@@ -74,9 +73,9 @@ def _held(thing: object) -> object:
 
 
 def follow(thing: object, number: int, watch: Watch, places: Container[int]) -> bool:
-    """Hold all that can be reached from an object; whether that is all it depends on.
+    """Hold everything reachable from an object; return whether that is all it depends on.
 
-    It ends at libraries, and at the modules in `places`, which are held anyhow.
+    Stops at libraries, and at the modules in `places`, which are held anyway.
     """
     left, seen = [thing], dict[int, object]()
     while left:
@@ -86,7 +85,7 @@ def follow(thing: object, number: int, watch: Watch, places: Container[int]) -> 
         seen[id(value)] = value
         try:
             more = _parts(value, number, watch)
-        except Exception:  # whatever a user's object raises when it is looked at
+        except Exception:  # a user's object may raise anything
             return False
         if more is None or len(seen) > _MOST:
             return False
@@ -95,7 +94,7 @@ def follow(thing: object, number: int, watch: Watch, places: Container[int]) -> 
 
 
 def _is_settled(value: object) -> bool:
-    """Whether a value has nothing in it that could change."""
+    """Whether a value contains nothing that could change."""
     if isinstance(value, type):
         return is_library_type(value)
     if isinstance(value, FunctionType):
@@ -107,7 +106,7 @@ def _is_settled(value: object) -> bool:
 
 
 def _parts(value: Any, number: int, watch: Watch) -> list[Any] | None:
-    """What hangs in a value, which is held; None where it may hide something."""
+    """The parts of a value, which are held; None if it may hide something."""
     if _is_settled(value):
         return []
     if isinstance(value, FunctionType):
@@ -135,7 +134,7 @@ def _parts(value: Any, number: int, watch: Watch) -> list[Any] | None:
 
 
 def _bound(value: object) -> list[object] | None:
-    """What stands behind something that is called or looked up."""
+    """The objects behind a callable or a descriptor."""
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
@@ -166,12 +165,12 @@ def _contents(value: object, number: int, watch: Watch) -> list[object] | None:
 
 
 def slots_of(value: object) -> Record:
-    """What an object holds under names that its class gives a place of their own."""
+    """The values in the slots of an object."""
     homes = [vars(base) for base in type(value).__mro__ if not is_library_type(base)]
     names = [n for home in homes for n, m in home.items() if type(m) is MemberDescriptorType]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def class_dict(kind: type) -> Record:
-    """The dict behind the view that a class gives of its own."""
+    """The dict behind the read-only view of a class."""
     return next(found for found in gc.get_referents(vars(kind)) if type(found) is dict)

@@ -1,6 +1,6 @@
-"""The stack and the names of a function that is read, not run, and the rules for what it does.
+"""The stack and names of an interpreted function, and the rules for its operations.
 
-What is in doubt is not allowed: to be wrong here would be to take a changed answer for the old one.
+Doubtful operations are refused: an error here would take a changed answer for the old one.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from keepsight.models.fingerprint.kinds import (
 
 
 class Values:
-    """The objects that one function brings along, and the rules for what it does with values."""
+    """The objects of one function, and the rules for operations on values."""
 
     def __init__(self, function: FunctionType, hooked: bool) -> None:
         self.proof = Proof(function)
         self._objects: dict[int, object] = {}
-        self._hooked = hooked  # what is handed over second is then a tuple
+        self._hooked = hooked  # the argument passed second is then a tuple
 
     def _known(self, thing: object) -> Kind:
         if thing is None:
@@ -54,17 +54,17 @@ class Values:
         return KnownObject(id(thing))
 
     def _own(self, kind: Kind) -> object:
-        """The object behind a kind, if the function brings it along."""
+        """The object behind a kind, if it belongs to the function."""
         return self._objects[kind.number] if isinstance(kind, KnownObject) else None
 
     def _is_own(self, kind: Kind) -> bool:
-        """Whether a value is plain, and no part of what the caller handed over."""
+        """Whether a value is plain and not part of an argument."""
         return (
             is_plain(self._own(kind)) if isinstance(kind, KnownObject) else kind in (OWN, NOTHING)
         )
 
     def _ask(self, kind: Kind, containers: bool = False) -> None:
-        """Only what answers operators, and whether it is empty, without code of a user's."""
+        """Allow only values that answer operators and truth tests without user code."""
         own = self._own(kind)
         handed = isinstance(kind, tuple) and kind[0] in ("argument", "rest", "options")
         if self._is_own(kind) or kind in (SEEN, TENSOR, PASSED) or array_like(own):
@@ -75,7 +75,7 @@ class Values:
             raise Unproven
 
     def _mixed(self, kinds: list[Kind]) -> Kind:
-        """What holds values of these kinds."""
+        """The kind of a container of these kinds."""
         if all(map(self._is_own, kinds)):
             return OWN
         try:
@@ -89,7 +89,7 @@ class Values:
         return kind in (PART, ("argument", 0), ("rest", 0))
 
     def _lies_in(self, own: object, name: str) -> object:
-        """A value that lies in an object: a property, or a class with its own way, is code."""
+        """A value stored in an object; a property or a class with its own lookup is code."""
         if type(own) is ModuleType:
             return self.proof.read(vars(own), name)
         check_attribute(own, name)
@@ -97,7 +97,7 @@ class Values:
         return self.proof.read(vars(own), name)
 
     def _made(self, thing: Kind, name: str) -> Kind:
-        """What a method of the caller's value makes, if it only looks."""
+        """The result of a caller's value's method, if that method only observes."""
         if self._is_part(thing):
             made = {**dict.fromkeys(OF_PARTS, FRESH), "detach": TENSOR, "clone": TENSOR}
             return made[name]
@@ -118,7 +118,7 @@ class Values:
             self.proof.keeps[id(own)] = own
 
     def _is_tuple(self, kind: Kind) -> bool:
-        """Whether going through a value uses nothing up."""
+        """Whether iterating over a value uses nothing up."""
         return (
             self._is_own(kind)
             or kind == TENSOR
@@ -129,7 +129,7 @@ class Values:
     def _own_method(self, name: str, own: object, given: list[Kind]) -> Kind:
         if name in WRITES:
             if isinstance(own, set) and not all(map(self._is_own, given)):
-                raise Unproven  # it would be asked for its hash, and whether it is equal
+                raise Unproven  # its hash and equality would be called
             self._written(own, given)
             return NOTHING
         if not all(map(self._is_own, given)):
@@ -164,7 +164,7 @@ class Values:
             self._ask(thing)
         return OWN
 
-    # -- steps that only move values ---------------------------------------------------------------
+    # -- instructions that only move values -------------------------------------------------------
 
     _stack: list[Kind]
     _locals: dict[str, Kind]

@@ -1,9 +1,9 @@
-"""Everything that a description was made of, held, and the question whether any of it changed.
+"""Holds everything that a description was made of, and tells whether any of it changed.
 
-What a forward pass reads hangs in dicts, lists, cells of functions and tensors. Each is held with a
-copy of what it held, so that comparing is comparing objects that are alive: nothing new can stand
-at the address of something old. Where the interpreter allows it, a thousand dicts and tensors are
-first looked at by their words of memory (`words.py`), and compared only where a word moved.
+A forward pass reads dicts, lists, cells of functions and tensors. Each is held with a copy of its
+contents. So only living objects are compared, and no new object can take an old one's address. If
+the interpreter allows it, machine words of thousands of dicts and tensors are checked first
+(`memory_words.py`), and only those with a changed word are compared.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 from keepsight.models.fingerprint import memory_words
 
-Owner = Hashable  # whose change it is: the path of a module, or the number of something private
-QUIET: Owner = ("quiet",)  # stands for owners whose weights a change does not concern
+Owner = Hashable  # owner of a change: the path of a module, or the number of a private object
+QUIET: Owner = ("quiet",)  # stands for owners whose changes concern no weights
 _MISSING = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two values are one object, or plain ones that read the same."""
+    """Whether two values are one object, or plain and equal."""
     if one is other:
         return True
     kind = type(one)
@@ -35,12 +35,12 @@ def same(one: object, other: object) -> bool:
 
 @dataclass
 class _Home:
-    """A dict as it was: all of it but some names, or only some names of it."""
+    """A copy of a dict: all of it except some names, or only some names."""
 
     home: dict[Any, object]
     owners: set[Owner]
     ignored: frozenset[str]
-    quiet: frozenset[str]  # names whose change is a change, but none of any weight
+    quiet: frozenset[str]  # names whose change concerns no weight
     only: frozenset[str] | None
     copy: dict[Any, object] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class _Home:
 
 
 class Stamp:
-    """By what one tensor is known not to have changed, without reading all of it."""
+    """Evidence that one tensor is unchanged, without reading all of it."""
 
     __slots__ = ("_state", "_views")
 
@@ -74,19 +74,19 @@ class Stamp:
         self._state = self._look(tensor)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is as it was."""
+        """Whether the tensor is unchanged."""
         return self._look(tensor) == self._state
 
     def _look(self, tensor: torch.Tensor) -> tuple[object, ...]:
         version = None if tensor.is_inference() else tensor._version
         where = (_address(tensor), version, tensor.shape, _strides(tensor), tensor.dtype)
         before = self._state[:-1] if hasattr(self, "_state") else where
-        # The views are of where it lay: they are read only while it lies there.
+        # The views point to its old place: read them only while it lies there.
         return (*where, [bytes(view) for view in self._views] if where == before else None)
 
 
 class Watch:
-    """What was described, and whether it is still so."""
+    """Everything that was described, and whether it is unchanged."""
 
     def __init__(self, quick: bool = True) -> None:
         self._quick = quick
@@ -133,7 +133,7 @@ class Watch:
         self._lists.setdefault(id(values), (values, list(values), set()))[-1].add(owner)
 
     def reading(self, read: Callable[[], Sequence[object]], owner: Owner) -> None:
-        """Hold whatever a function gives, compared object by object."""
+        """Hold the values that a function returns, compared object by object."""
         self._others.append((read, read(), owner))
 
     def tensor(self, tensor: torch.Tensor, owner: Owner) -> None:
@@ -144,18 +144,18 @@ class Watch:
         known[-1].add(owner)
 
     def function(self, function: FunctionType, owner: Owner) -> None:
-        """Hold a function by what may be exchanged in it."""
+        """Hold the replaceable parts of a function."""
         known = self._functions.get(id(function))
         if known is None:
             known = self._functions[id(function)] = (function, exchangeable(function), set())
         known[-1].add(owner)
 
     def keep(self, thing: object) -> None:
-        """Hold something that cannot change, so that nothing else stands at its address."""
+        """Hold something immutable, so that nothing else takes its address."""
         self._kept.append(thing)
 
     def held(self) -> tuple[set[int], list[tuple[int, frozenset[str]]], list[FunctionType]]:
-        """Numbers of what is held whole, of dicts held by some names, and the functions."""
+        """Ids of objects held whole and of dicts held by some names, and the functions."""
         whole = {id(values) for values, _, _ in self._lists.values()} | {*self._things}
         whole |= {id(thing) for thing in self._kept}
         whole |= {number for number, only in self._homes if only is None}
@@ -163,7 +163,7 @@ class Watch:
         return whole, parts, [function for function, _, _ in self._functions.values()]
 
     def seal(self) -> None:
-        """All is collected: find the words by which changes show."""
+        """Finish collecting: find the machine words that show changes."""
         homes, things = list(self._homes.values()), list(self._things.values())
         lists, tensors = list(self._lists.values()), list(self._tensors.values())
         self._all_homes, self._all_things, self._all_tensors = homes, things, tensors
@@ -185,14 +185,14 @@ class Watch:
     # -- looking ---------------------------------------------------------------------------------
 
     def moved(self) -> set[Owner]:
-        """Whose parts changed since all was collected; none as a rule."""
+        """The owners of changes since collecting; usually none."""
         found: set[Owner] = set()
         for owners in self._changes():
             found |= owners
         return found
 
     def unchanged(self) -> bool:
-        """Whether nothing changed, by comparing everything; used right after collecting."""
+        """Compare everything; used right after collecting."""
         homes = not any(home.changed() for home in self._all_homes)
         return homes and all(stamp.holds(t) for t, stamp, _ in self._all_tensors)
 
@@ -246,18 +246,18 @@ class Watch:
                 yield owners
 
     def stamps(self) -> Iterable[tuple[torch.Tensor, Stamp]]:
-        """The tensors held, and how to tell whether they changed."""
+        """The tensors held, each with its evidence."""
         return ((tensor, stamp) for tensor, stamp, _ in self._tensors.values())
 
 
 def exchangeable(function: FunctionType) -> list[object]:
-    """What may be exchanged in a function: its code, its defaults, what its cells hold."""
+    """The replaceable parts of a function: its code, its defaults, the contents of its cells."""
     given = (function.__code__, function.__defaults__, function.__kwdefaults__)
     return [*given, *closure(function)]
 
 
 def closure(function: FunctionType) -> list[object]:
-    """What the cells of a function hold; empty ones are left out."""
+    """The contents of a function's cells; empty ones are left out."""
     return [held for cell in function.__closure__ or () for held in _inside(cell)]
 
 
@@ -269,7 +269,7 @@ def _inside(cell: CellType) -> list[object]:
 
 
 def _asked(found: memory_words.Words | None, count: int) -> Iterable[int]:
-    """Those to compare: the ones whose words changed, or all."""
+    """The entries to compare: those whose words changed, or all."""
     return range(count) if found is None else found.moved()
 
 
