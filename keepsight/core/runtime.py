@@ -114,7 +114,7 @@ class Runtime:
         self._quantised = Quantised(model)
         self._quantised.check()
         self._read_at: tuple[str, ...] | None = None  # state of the model when it was last read
-        self._made_of: tuple[tuple[object, ...], str] = ((), "")  # as last seen, and its digest
+        self._made_of: tuple[tuple[object, ...], str] = ((), "")  # state last seen, its digest
         self.made_under: dict[str, Made] = {}  # by namespace, to explain why a path is missing
 
     def fresh(self, family: Family | None = None, prefixes: PrefixCache | None = None) -> Runtime:

@@ -1,7 +1,7 @@
-"""A node as entries of a store: a `snapshot` (rows, ids, the path) and a `state`.
+"""Writes and reads a node as entries of a store: a `snapshot` (rows, ids, the path) and a `state`.
 
-What is read is compared with the node that asks for it, for a name may lie. A state is written
-before its snapshot, so that a snapshot that is there has all that it needs.
+Entries are compared with the requesting node, because a name may be wrong. A state is written
+before its snapshot, so a stored snapshot is always complete.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from keepsight.prefix.prompt import Span
 from keepsight.store import About, Below, Listing, Store, read_all
 
 SNAPSHOT, STATE = "snapshot", "state"
-_LATEST = 32  # entries upon one that are looked at
-_TOGETHER = 32  # entries that are read together: more would only lie in memory twice
+_LATEST = 32  # most entries examined above one node
+_TOGETHER = 32  # entries read together; more would only take memory twice
 StoredEntry = tuple[Tensors, Record]
 
 
 def write(store: Store, node: Node, ttl: float | None) -> None:
-    """Hand a node to a store, after whatever of its past the store has lost meanwhile."""
+    """Write a node to a store, after those ancestors that the store has lost."""
     chain = node.chain()
     first = len(chain) - 1
     while first and not store.has(SNAPSHOT, chain[first - 1].digest):
         first -= 1
         if chain[first].in_memory_only or not chain[first].rows.tier:
-            return  # of no use in a store without what it depends on
+            return  # useless in a store without what it depends on
     for n in chain[first:]:
         _write_one(store, n, ttl)
 
@@ -51,7 +51,7 @@ def _write_one(store: Store, node: Node, ttl: float | None) -> None:
     base = None if above is None or above.parent is None else (SNAPSHOT, above.digest)
     about = About(node.cost, base, media, ttl)
     record = path_of(node)
-    if node.home.any_cut:  # others look for the longest common prefix before they read tensors
+    if node.home.any_cut:  # others compare the prefix before they read tensors
         record |= {"ids": node.ids.tolist(), "whole_spans": [list(s.all()) for s in node.spans]}
     store.put(SNAPSHOT, node.digest, tensors, record, about)
     node.on_disk, node.unreadable = True, False
@@ -60,7 +60,7 @@ def _write_one(store: Store, node: Node, ttl: float | None) -> None:
 def fetched(
     store: Store | None, nodes: Sequence[Node]
 ) -> Iterator[tuple[Node, StoredEntry | None]]:
-    """Nodes with what the store has of their rows; a number of them is read together."""
+    """Yield nodes with their rows from the store, several per read."""
     for start in range(0, len(nodes), _TOGETHER):
         some = nodes[start : start + _TOGETHER]
         wanted = [node.digest for node in some if not node.rows.tier]
@@ -70,7 +70,7 @@ def fetched(
 
 
 def rows_in(store: Store, node: Node, found: StoredEntry | None) -> Tensors | None:
-    """The rows of a node as they were read, or None; an entry of something else is rejected."""
+    """The number of parts in a tier that depend on this one; first adds `more` to it."""
     if found is None:
         return None
     if not _belongs(node, *found):
@@ -82,7 +82,8 @@ def rows_in(store: Store, node: Node, found: StoredEntry | None) -> Tensors | No
 
 
 def below(store: Store, node: Node) -> Below:
-    """What a store has upon a node and what depends on that, by digest of what they depend on."""
+    """The store's entries above a node, and above those in turn, by digest of what they depend
+    on."""
     if not isinstance(store, Listing):
         return {}
     if node.parent is not None:
@@ -92,7 +93,8 @@ def below(store: Store, node: Node) -> Below:
 
 
 def nodes_upon(node: Node, described: list[tuple[str, Record]]) -> Iterator[Node]:
-    """Nodes as a store describes them that depend directly on a node; not read, and not adopted."""
+    """Nodes that directly depend on a node, as described in the store; not read, and not
+    adopted."""
     for digest, record in described:
         if digest in node.children or record.get("parent") != node.digest:
             continue
@@ -100,13 +102,13 @@ def nodes_upon(node: Node, described: list[tuple[str, Record]]) -> Iterator[Node
             ids = np.array(record["ids"], dtype=np.int64)
             spans = tuple(Span(*row) for row in record["whole_spans"])
             found = Node(node, node.end, node.end + len(ids), digest, ids, spans)
-            found.code()  # raises where a feature id is none
+            found.code()  # raises for what is no feature id
             if len(ids) and digest in _names_of(found):
                 yield found
 
 
 def _names_of(node: Node) -> list[str]:
-    """The digests that a stretch of this content may have, without and with logits."""
+    """The possible digests of this stretch, without and with logits."""
     above = node.parent.digest if node.parent is not None else ""
     spans = [span.plain()[:4] for span in node.spans]
     kinds = ("segment", "terminal")
@@ -120,7 +122,7 @@ def read_state(store: Store, node: Node) -> Tensors | None:
 
 
 def path_of(node: Node) -> Record:
-    """What a snapshot in a store says of its place, to be compared when it is read."""
+    """The place of a snapshot as its stored record gives it, for comparison."""
     return {
         "parent": node.parent.digest if node.parent is not None else "",
         "start": node.start,
@@ -130,13 +132,13 @@ def path_of(node: Node) -> Record:
 
 
 def _belongs(node: Node, tensors: Tensors, record: Record) -> bool:
-    """Whether what was read is what belongs to this node: its path, and a row for every token."""
+    """Whether an entry belongs to this node: its path matches, and every token has a row."""
     ids, path = tensors.get("ids"), path_of(node)
     if ids is None or not np.array_equal(ids.numpy(), node.ids):
         return False
     if any(record.get(name) != value for name, value in path.items()):
         return False
-    # What is no part of the sequence ("cross") has as many rows as the media have.
+    # Rows outside of the sequence ("cross") are as many as the media have.
     kv = [t for n, t in tensors.items() if n.startswith("kv/") and not n.startswith("kv/cross.")]
     rows = [tensor.shape[-2] if tensor.dim() > 1 else -1 for tensor in kv]
     ends = LOGITS in tensors or not node.terminal

@@ -1,6 +1,6 @@
-"""What one turn asks of a prefix cache, as a protocol, and a cache that remembers nothing.
+"""What one turn needs of a prefix cache, as a protocol; and a cache that remembers nothing.
 
-With the second in place of the tree every answer stays the same; only nothing is reused.
+With the second one every answer stays the same, but nothing is reused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PrefixCache(Protocol):
         """End one hold of a path."""
 
     def load(self, node: Node, prompt: Prompt) -> bool:
-        """Bring a held path to the model's device; False where an entry is damaged."""
+        """Bring a held path to the model's device; False if an entry is damaged."""
 
     def insert(
         self,
@@ -58,13 +58,13 @@ class PrefixCache(Protocol):
         """Remember a snapshot behind `parent`; the node comes back held."""
 
     def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
-        """Return whether anything on the way of a turn was deleted after it began."""
+        """Return whether anything on a turn's path was deleted after the turn began."""
 
     def is_barred(self, node: Node, image_key: str, since: int) -> bool:
         """Return whether an image was deleted after a turn began."""
 
     def settle(self) -> None:
-        """Do what waited for the end of a turn."""
+        """Do the work that waited for the end of a turn."""
 
 
 class NothingRemembered(PrefixCache):
@@ -105,7 +105,7 @@ class NothingRemembered(PrefixCache):
         since: int | None = None,
         ends: bool = True,
     ) -> Node:
-        """Return a node that holds nothing and that nothing leads to."""
+        """Return an unreachable node without content."""
         kind = "segment" if logits is None else "terminal"
         digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
         ids = prompt.ids[parent.end : end]

@@ -1,4 +1,4 @@
-"""The laws of the tree, checked by walking through all of it, whatever its counters say.
+"""Checks the invariants of the tree by walking through all of it, independent of its counters.
 
 Tests call it after every operation; it is too slow for anything else.
 """
@@ -19,7 +19,7 @@ _DEPTH = {DEVICE: 0, HOST: 1, "": 2}
 
 
 def audit(residency: Residency) -> None:
-    """Raise AssertionError where a law is broken."""
+    """Raise AssertionError if an invariant is broken."""
     nodes = [*residency.nodes(), *residency.detached]
     for tier in (residency.device, residency.host):
         _conserved(tier, [part for node in nodes for part in node.parts if part.tier == tier.name])
@@ -43,14 +43,14 @@ def audit(residency: Residency) -> None:
 
 
 def _found_by_path(residency: Residency) -> None:
-    """Every node that can be reached is found by its path, and no other."""
+    """Every reachable node is found by its path, and no other node is."""
     reached = [*residency.nodes(), *residency.roots.values()]
     if len(residency.paths) != len(reached) or not all(node in residency.paths for node in reached):
         raise AssertionError("the index of paths is not that of the nodes")
 
 
 def _conserved(tier: Tier, parts: list[Part]) -> None:
-    """Held and evictable bytes are all bytes, and these are the unique bytes of storages."""
+    """Held plus evictable bytes are all bytes, and equal the unique bytes of storages."""
     total = storage_bytes(t for part in parts for t in (part.tensors or {}).values())
     held = storage_bytes(t for p in parts if p.node.holds for t in (p.tensors or {}).values())
     free = storage_bytes(t for p in parts if not p.node.holds for t in (p.tensors or {}).values())
@@ -72,7 +72,7 @@ def _conserved(tier: Tier, parts: list[Part]) -> None:
     if tier.snapshots != sum(part is part.node.rows for part in parts):
         raise AssertionError(f"{tier.name}: snapshots are miscounted")
     if not all(tier.waits(part) for part in parts if tier.may_go(part)):
-        raise AssertionError(f"{tier.name}: something could go and is not asked")
+        raise AssertionError(f"{tier.name}: a part can be evicted and is not queued")
 
 
 def _in_its_place(node: Node) -> None:
@@ -80,13 +80,13 @@ def _in_its_place(node: Node) -> None:
     if parent is None or parent.children.get(node.digest) is not node:
         raise AssertionError("a node is not where its parent says")
     if node.start != parent.end or len(node.ids) != node.end - node.start:
-        raise AssertionError("a node does not begin where its parent ends")
+        raise AssertionError("a node does not start at its parent's end")
 
 
 def _check_order(part: Part) -> None:
-    """Nothing is in a nearer tier than what it depends on, and dependents are counted."""
+    """No part is in a nearer tier than what it depends on, and dependents are counted correctly."""
     if (part.tensors is None) != (not part.tier):
-        raise AssertionError("a part says that it lies in a tier and has nothing, or the reverse")
+        raise AssertionError("a part names a tier and has no tensors, or the reverse")
     if part.base is not None and _DEPTH[part.base.tier] > _DEPTH[part.tier]:
         raise AssertionError("a snapshot is kept without what it depends on")
     for tier in (DEVICE, HOST):
@@ -94,7 +94,7 @@ def _check_order(part: Part) -> None:
         # Forgotten nodes are no longer among the children.
         counted = part.bears(tier)
         if counted < dependents or (counted > dependents and not part.node.holds):
-            raise AssertionError("what depends on a part is miscounted")
+            raise AssertionError("dependents of a part are miscounted")
 
 
 def _within_budgets(residency: Residency) -> None:

@@ -1,6 +1,6 @@
-"""What a tree finds of a prompt: the deepest snapshot of use, and how far anything is known.
+"""Results of a lookup in the tree: the deepest usable snapshot, and how far a prompt is known.
 
-Both are plain facts about one prompt; finding them is the tree's business.
+Both are plain facts about one prompt; the tree finds them.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ class Match:
     """The deepest usable snapshot for a prompt."""
 
     node: Node
-    tier: str = DEVICE  # the farthest that something of it lies: memory, host, disk or remote
-    since: int = 0  # when the tree was asked: what is forgotten later must not come back
-    until: int | None = None  # the end of what is used of the node, where that is not all of it
-    whole: bool = False  # it ends where the prompt does, and is of use with its logits only
-    states: bool = False  # a prompt goes on from states of fixed size: where a node ends
+    tier: str = DEVICE  # the farthest tier that holds part of it: memory, host, disk or remote
+    since: int = 0  # tick of the lookup: what is forgotten later must not come back
+    until: int | None = None  # where use of the node ends, if it is used only in part
+    whole: bool = False  # it ends at the prompt's end, and is usable only with its logits
+    states: bool = False  # the model has fixed-size states: prompts continue only at node ends
 
     @property
     def length(self) -> int:
-        """Tokens that need not be computed."""
+        """Tokens that are not computed again."""
         return self.node.end if self.until is None else self.until
 
     @property
     def base(self) -> Node:
-        """The deepest node that is used whole."""
+        """The deepest node that is used completely."""
         if self.until is None or self.until == self.node.end or self.node.parent is None:
             return self.node
         return self.node.parent
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """Set when the whole prompt is remembered, and loaded."""
+        """The last logits, if the whole prompt is remembered and loaded."""
         return self.node.logits if self.node.terminal or self.whole else None
 
     def but_the_last(self, prompt: Prompt) -> Match:
-        """The match without its end, to compute the logits of a prompt that is remembered whole:
-        all but the last token, or all up to the last state before it."""
+        """The match without its end, to compute the logits of a completely remembered prompt:
+        without the last token, or back to the last state before it."""
         if not self.states:
             return replace(self, until=len(prompt) - 1, whole=False)
         node = self.node
@@ -56,15 +56,15 @@ class Match:
 
 @dataclass(frozen=True)
 class Known:
-    """How far a prompt agrees with anything ever seen, and why that was not all usable."""
+    """How far a prompt agrees with anything ever seen, and why not all of it was usable."""
 
     until: int  # tokens shared with the closest remembered path
-    diverged: bool  # the closest path goes on differently (else it just ends)
+    diverged: bool  # the closest path continues differently (otherwise it ends)
     evicted_from: int | None = None
-    elsewhere: bool = False  # it differs only in who made the features
+    elsewhere: bool = False  # only the making of the features differs
 
     def why_not_usable(self, at: int, prompt: Prompt, rule: Rule) -> str:
-        """Why the known part behind the match, which ends at `at`, has to be computed again."""
+        """Why the known part after the match, which ends at `at`, is computed again."""
         if self.evicted_from is not None:
             return "evicted"
         if rule.reuse == "whole prompt":
@@ -76,7 +76,7 @@ class Known:
         return f"no snapshot between {at} and {self.until}"
 
     def why_unknown(self, behind: int, prompt: Prompt) -> str:
-        """Why a stretch that begins at `behind` is not known."""
+        """Why a stretch that begins at `behind` is unknown."""
         if not self.diverged or behind != self.until:
             return "new"
         if self.elsewhere:

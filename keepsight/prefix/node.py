@@ -1,8 +1,8 @@
-"""One stretch of a path between two boundaries, what is remembered of it, and indexes of nodes.
+"""A node: one stretch of a path between two boundaries and what is remembered of it; and indexes.
 
-A node compares ids and spans in full, never digests alone. It knows its parent and its children,
-and has two parts: the rows of its stretch and the state at its end. What is kept, in which tier,
-and what is evicted is decided by the tree.
+A node compares ids and spans in full, never digests alone. It knows its parent and children, and
+has two parts: the rows of its stretch and the state at its end. The tree decides what is kept, in
+which tier, and what is evicted.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from keepsight.system.devices import Fence
 Tensors = dict[str, torch.Tensor]
 Received = tuple[Tensors, Tensors | None]  # rows, and states of fixed size
 DEVICE, HOST, NOWHERE = "memory", "host", ""  # tiers of memory, as reports name them
-_LOOKED = 64  # children on each side of a place, of which the usable ones are found
-LOGITS = "logits"  # among the rows of a whole prompt
+_LOOKED = 64  # children on each side of a place that are searched for usable ones
+LOGITS = "logits"  # tensors with one row per token of the whole prompt
 
 
 @dataclass(eq=False)
 class Home:
-    """What all nodes of one namespace have in common."""
+    """What all nodes of one namespace share."""
 
     tenant: str = ""
     store: Store | None = None
-    name: str = ""  # of the namespace
+    name: str = ""  # number of nodes of the namespace
     holds: int = 0  # turns in flight
     barred: dict[str, int] = field(default_factory=dict)  # image key -> tick when it was forgotten
-    cleared: int = -1  # tick when everything was
-    pins: int = 0  # nodes of it that are pinned
-    any_cut: bool = False  # its paths can be continued anywhere
-    states: bool = False  # but only from states of fixed size that were captured
+    cleared: int = -1  # tick when everything was forgotten
+    pins: int = 0  # pinned nodes of it
+    any_cut: bool = False  # its paths can be continued at any token
+    states: bool = False  # but only from captured fixed-size states
 
     def __post_init__(self) -> None:
         self.account = account_of(self.tenant)
@@ -48,15 +48,15 @@ class Home:
 
 @dataclass(frozen=True)
 class Way:
-    """How tensors came to the host, and how they get back."""
+    """How tensors came to the host, and how to return them."""
 
-    devices: dict[str, torch.device]  # where each of them lived
-    fence: Fence  # when the copies are complete
+    devices: dict[str, torch.device]  # the original device of each tensor
+    fence: Fence  # set when the copies are complete
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Part:
-    """Tensors that come and go together, in one tier of memory or in none.
+    """Tensors that are moved and evicted together, in one tier of memory or in none.
 
     A state depends on the rows of its own node, and rows depend on the rows of the parent.
     """
@@ -66,11 +66,11 @@ class Part:
     tier: str = NOWHERE
     nbytes: int = 0
     way: Way | None = None
-    on_device: int = 0  # how many parts depend on this one there
+    on_device: int = 0  # number of parts that depend on this one, per tier
     on_host: int = 0
 
     def bears(self, tier: str, more: int = 0) -> int:
-        """How many parts in a tier depend on this one, counted up by `more`."""
+        """The number of parts in a tier that depend on this one; first adds `more` to it."""
         if tier == DEVICE:
             self.on_device += more
             return self.on_device
@@ -79,14 +79,14 @@ class Part:
 
     @property
     def base(self) -> Part | None:
-        """What this depends on; rows at the beginning of a prompt depend on nothing."""
+        """What this part depends on; the first rows of a prompt depend on nothing."""
         if self is self.node.state:
             return self.node.rows
         parent = self.node.parent
         return None if parent is None or parent.parent is None else parent.rows
 
     def dependents(self) -> Iterator[Part]:
-        """The parts that would be of no use without this one."""
+        """The parts that are useless without this one."""
         if self is self.node.rows:
             yield self.node.state
             yield from (child.rows for child in self.node.children.values())
@@ -107,21 +107,21 @@ class Node:
     order: list[Node] = field(default_factory=list)  # the children sorted by `code`
     holds: int = 0
     pinned: bool = False
-    gone: bool = False  # forgotten: unreachable, and nothing may be remembered behind it
-    was_full: bool = False  # it held a snapshot once: absence now means eviction
-    on_disk: bool = False  # a read from the store can be tried
+    gone: bool = False  # forgotten: unreachable, and nothing may be remembered after it
+    was_full: bool = False  # it once held a snapshot: absence now means eviction
+    on_disk: bool = False  # a read from the store may work
     unreadable: bool = False  # such a read has failed
-    leased: bool = False  # from a store, which knows when its time is over
-    in_memory_only: bool = False  # decoded, not prefilled: no store takes it
+    leased: bool = False  # from a store, which tracks its expiry
+    in_memory_only: bool = False  # decoded, not prefilled: stores refuse it
     expires: float | None = None
-    cost: float = 0.0  # milliseconds that computing the stretch took; 0 where it was not measured
+    cost: float = 0.0  # milliseconds it took to compute the stretch; 0 if not measured
     uses: int = 0
     used: int = 0
     floors: tuple[float, float] = (0.0, 0.0)  # those of all and of its tenant, at the last use
-    path: str = ""  # the digest of its path without the namespace
-    looked_up: bool = False  # the store was asked what depends on it
-    version: int = 0  # counts up when a child comes, goes, or can be used again
-    ends: Counter[int] = field(default_factory=Counter)  # how many children end where
+    path: str = ""  # digest of its path without the namespace
+    looked_up: bool = False  # the store was asked for its dependents
+    version: int = 0  # incremented when a child appears, disappears or becomes usable again
+    ends: Counter[int] = field(default_factory=Counter)  # number of children per end
 
     def __post_init__(self) -> None:
         self.home: Home = Home() if self.parent is None else self.parent.home
@@ -134,24 +134,24 @@ class Node:
 
     @property
     def kv(self) -> Tensors | None:
-        """Keys and values of the stretch, where they are on the model's device."""
+        """Keys and values of the stretch, if on the model's device."""
         if self.rows.tier != DEVICE or self.rows.tensors is None:
             return None
         return {name: tensor for name, tensor in self.rows.tensors.items() if name != LOGITS}
 
     @property
     def logits(self) -> torch.Tensor | None:
-        """The last logits of a whole prompt, where they are on the model's device."""
+        """The last logits of a whole prompt, if on the model's device."""
         return (self.rows.tensors or {}).get(LOGITS) if self.rows.tier == DEVICE else None
 
     @property
     def fixed(self) -> Tensors | None:
-        """The fixed-size states at the end, where they are on the model's device."""
+        """The fixed-size states at the end, if on the model's device."""
         return self.state.tensors if self.state.tier == DEVICE else None
 
     @property
     def parts(self) -> tuple[Part, Part]:
-        """What depends on the other comes first."""
+        """Both parts, the dependent one first."""
         return self.state, self.rows
 
     @property
@@ -166,12 +166,12 @@ class Node:
 
     @property
     def is_ghost(self) -> bool:
-        """Whether it holds nothing and nothing is behind it. A root is never one."""
+        """Whether it holds nothing and has no children. A root is never a ghost."""
         held = self.holds or self.children or self.gone or self.parent is None
         return not held and not any(part.tier for part in self.parts)
 
     def chain(self) -> list[Node]:
-        """From the first stretch to this one, the root left out."""
+        """The nodes from the first stretch to this one, without the root."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -180,7 +180,7 @@ class Node:
         return nodes[::-1]
 
     def below(self) -> Iterator[Node]:
-        """This node and all behind it; each comes before its children."""
+        """Yield this node and all below it, parents before children."""
         stack = [self]
         while stack:
             node = stack.pop()
@@ -188,41 +188,41 @@ class Node:
             stack.extend(node.children.values())
 
     def code(self) -> bytes:
-        """The stretch spelled so that neighbours in sorted order share the longest prefix.
+        """The stretch encoded so that neighbours in sorted order share the longest prefix.
 
-        For finding the closest child among many, never for identity.
+        Used to find the closest of many children, never for identity.
         """
         return _code(self.ids, self.spans)
 
     def adopt(self, child: Node) -> None:
-        """Take a child in."""
+        """Add a child."""
         self.children[child.digest] = child
         self.ends[child.end] += 1
         self.version += 1
         bisect.insort(self.order, child, key=Node.code)
 
     def disown(self, child: Node) -> None:
-        """Let a child go."""
+        """Remove a child."""
         del self.children[child.digest]
-        self.ends -= Counter((child.end,))  # which drops what comes to nothing
+        self.ends -= Counter((child.end,))  # which may drop further nodes
         self.version += 1
         spot = bisect.bisect_left(self.order, child.code(), key=Node.code)
-        while self.order[spot] is not child:  # several may be spelled alike
+        while self.order[spot] is not child:  # several may have equal codes
             spot += 1
         del self.order[spot]
 
     def closest(
         self, prompt: Prompt, usable: Callable[[Node], bool] | None = None
     ) -> tuple[Node | None, int]:
-        """The child that shares most with the prompt from here on, and how many tokens; of those
-        that are `usable`, where that is asked."""
+        """The child that shares the most with the prompt from here on, and how many tokens; among
+        those that are `usable`, if given."""
         end = min(len(prompt), self.end + 2 * RUN)
         ids, spans = prompt.ids[self.end : end], shift(prompt.clip(self.end, end), -self.end)
         spot = bisect.bisect_left(self.order, _code(ids, spans), key=Node.code)
         best, rank = None, (-1, False, False)
         for child in self._around(spot, usable):
             shared = common(child.ids, child.spans, ids, spans)
-            # Of equals: first one that agrees in full and may go on, then one that goes on
+            # Among equals: first one that agrees in full and may continue, then one that continues
             # differently, last one that only ends.
             whole = shared == len(child.ids)
             mine = (shared, whole and not child.terminal, not whole)
@@ -231,14 +231,14 @@ class Node:
         return best, rank[0]
 
     def within(self, prompt: Prompt) -> Iterator[Node]:
-        """The children that the prompt goes all the way through, the longest first."""
+        """The children that the prompt covers completely, the longest first."""
         ids, spans = prompt.ids[self.end :], shift(prompt.clip(self.end, len(prompt)), -self.end)
         code = _code(ids, spans)
         while code:
             spot = bisect.bisect_right(self.order, code, key=Node.code)
             if spot == 0:
                 return
-            # Whatever else the prompt goes through shares no more with it than this one does.
+            # Other children covered by the prompt share no more with it than this one.
             last = self.order[spot - 1]
             shared = common(last.ids, last.spans, ids, spans)
             if shared == len(last.ids):
@@ -248,7 +248,7 @@ class Node:
             code = code[: 8 * shared]
 
     def _around(self, spot: int, usable: Callable[[Node], bool] | None) -> Iterator[Node]:
-        """The two children on each side of a place in their order, of the usable ones."""
+        """The two children on each side of a place in sorted order, among the usable ones."""
         if usable is None:
             yield from self.order[max(0, spot - 2) : spot + 2]
             return
@@ -257,7 +257,7 @@ class Node:
             yield from itertools.islice(filter(usable, side), 2)
 
     def same_as(self, prompt: Prompt) -> bool:
-        """The hit compared in full: ids and feature ids, not digests."""
+        """Compare ids and feature ids in full, not digests."""
         ids = prompt.ids[self.start : self.end]
         if self.end > len(prompt) or not np.array_equal(self.ids, ids):
             return False
@@ -273,19 +273,19 @@ def _code(ids: np.ndarray, spans: Sequence[Span]) -> bytes:
     return code.tobytes()
 
 
-_LATEST = 4  # of the namespaces that know a path; one is enough for a reason
+_LATEST = 4  # namespaces that know a path; one is enough for a reason
 
 
 class Paths:
-    """Nodes by tenant and by the digest of their path, whatever their namespace. A root has the
-    empty path. So a report can name other weights as the reason for a miss without a walk through
-    all namespaces: a training leaves one with every step."""
+    """Nodes by tenant and by the digest of their path, in all namespaces. A root has the empty
+    path. With it a report can name other weights as the reason for a miss without a walk through
+    all namespaces: training makes a new one with every step."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[str, str], dict[Node, None]] = {}
 
     def add(self, node: Node) -> None:
-        """Enter a node that can be reached from now on."""
+        """Add a node that becomes reachable."""
         self._nodes.setdefault((node.home.tenant, node.path), {})[node] = None
 
     def discard(self, node: Node) -> None:
@@ -297,7 +297,7 @@ class Paths:
             self._nodes.pop(place, None)
 
     def elsewhere(self, path: str, home: Home) -> list[Node]:
-        """The latest nodes on a path in other namespaces of the same tenant."""
+        """The most recently used nodes with this path in other namespaces of the same tenant."""
         found: list[Node] = []
         for node in reversed(self._nodes.get((home.tenant, path), {})):
             if node.home is not home:
@@ -314,12 +314,12 @@ class Paths:
 
 
 MAX_NODES, MAX_BYTES = 20_000, 32 << 20
-_OVERHEAD = 1024  # bytes of a node beside its ids
+_OVERHEAD = 1024  # bytes of a node besides its ids
 
 
 class Tombstones:
-    """Nodes without content, the oldest first, so that a report can say `evicted` and not `new`.
-    Their number and bytes are bounded; `forget` is called with each that is dropped."""
+    """Nodes without content, the oldest first, so that a report can say `evicted` instead of `new`.
+    Their number and bytes are bounded; `forget` is called with each dropped node."""
 
     def __init__(self, forget: Callable[[Node], None]) -> None:
         self._forget = forget
@@ -327,7 +327,7 @@ class Tombstones:
         self.nbytes = 0
 
     def note(self, node: Node) -> None:
-        """Take a node in as the youngest, if there is nothing else to it."""
+        """Add a node as the youngest if it is empty."""
         if node.is_ghost:
             self.discard(node)
             self._sizes[node] = size = node.ids.nbytes + _OVERHEAD
@@ -338,7 +338,7 @@ class Tombstones:
         self.nbytes -= self._sizes.pop(node, 0)
 
     def prune(self) -> None:
-        """Forget the oldest until the rest is within bounds. One that was filled again stays."""
+        """Drop the oldest until the rest is within bounds. A node that was filled again stays."""
         while len(self._sizes) > MAX_NODES or self.nbytes > MAX_BYTES:
             node = next(iter(self._sizes))
             self.discard(node)
@@ -349,7 +349,7 @@ class Tombstones:
         return len(self._sizes)
 
     def check(self) -> None:
-        """The sum must be that of what is here."""
+        """Require that the counted bytes equal those of the nodes here."""
         true = sum(node.ids.nbytes + _OVERHEAD for node in self._sizes)
         if not self.nbytes == sum(self._sizes.values()) == true:
             raise AssertionError(f"tombstones: counted {self.nbytes}, there are {true}")

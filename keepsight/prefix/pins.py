@@ -1,6 +1,6 @@
-"""How much of a tree may be pinned: what is held for good counts against quota and budget.
+"""Limits how much of a tree may be pinned: pins count against quota and budget.
 
-A pin holds a node and all that it depends on, so that is what is counted, each node once.
+A pin holds a node and everything it depends on; each node counts once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_room(residency: Residency, node: Node) -> None:
-    """Refuse a pin that quota or budget has no room for."""
+    """Refuse a pin that exceeds quota or budget."""
     roots = [root for root in residency.roots.values() if root.home.pins]
     held = {n for root in roots for one in root.below() if one.pinned for n in one.chain()}
     held.update(node.chain())
@@ -27,7 +27,7 @@ def check_room(residency: Residency, node: Node) -> None:
 
 
 def set_pinned(node: Node, on: bool) -> None:
-    """Mark a node, and count how many of its tenant's are marked."""
+    """Mark a node as pinned or not, and count its tenant's pins."""
     node.pinned = on
     node.home.pins += 1 if on else -1
 

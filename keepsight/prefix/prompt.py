@@ -1,11 +1,11 @@
 """A prompt as the tree sees it: ids, media at known ranges, boundaries, and a path.
 
-In a path a token of text is its id; a token of a medium is (feature id, offset). Two images of one
-size have the same placeholder ids, and can still never meet under one path.
+In a path a text token is its id; a token of a medium is (feature id, offset). Two images of one
+size have equal placeholder ids, but never equal paths.
 
-Boundaries are where prefill is cut and where a snapshot may be taken. They are a pure function of
-what comes before them, so two prompts with one prefix are cut alike in it, which is what makes a
-warm answer equal to a cold one bit for bit.
+Prefill is cut at boundaries, and snapshots are taken there. Boundaries are a pure function of what
+comes before them. So two prompts with a common prefix are cut alike in it, which makes a warm
+answer equal to a cold one bit for bit.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from keepsight import digests
 from keepsight.kinds import Grid, Record
 from keepsight.media.medium import Medium
 
-RUN = 2048  # the longest stretch without a boundary, in tokens
+RUN = 2048  # longest stretch without a boundary, in tokens
 Range = tuple[int, int]
 TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
 @dataclass(frozen=True)
 class Span:
-    """One range of a medium in a path, or of one step of a film. `offset` is its row at `start`,
+    """One range of a medium in a path, or of one step of a video. `offset` is its row at `start`,
     `row` is the row of the medium."""
 
     start: int
@@ -37,7 +37,7 @@ class Span:
     offset: int
     identity: str = field(compare=False)
     medium: int = field(compare=False)
-    key: str = field(compare=False, default="")  # the image key, whatever was made of it
+    key: str = field(compare=False, default="")  # the image key, however its features were made
     row: int = field(compare=False, default=0)
 
     def clip(self, start: int, end: int) -> Span:
@@ -62,17 +62,17 @@ class Rule:
 
     grain: int
     turn_ends: frozenset[int]
-    whole_media: bool  # never cut inside a range whose tokens see each other
+    whole_media: bool  # never cut inside a range whose tokens attend to each other
     reuse: str = "prefix"  # see families/base.py
     media_ends: frozenset[int] = frozenset()
-    run: int | None = None  # the longest stretch without a boundary; RUN where nothing is said
-    kernels: tuple[str, ...] = ()  # by which any cut gives the same bits; empty where none is
-    states: bool = False  # then a prompt goes on from states of fixed size, where one was captured
+    run: int | None = None  # longest stretch without a boundary; default RUN
+    kernels: tuple[str, ...] = ()  # kernels that make any cut exact; empty if there are none
+    states: bool = False  # then prompts continue only from captured fixed-size states
 
     @property
     def any_cut(self) -> bool:
-        """Whether a prompt can be cut and continued anywhere. Boundaries then only say where
-        snapshots begin and end."""
+        """Whether a prompt can be cut and continued anywhere. Then boundaries only limit
+        snapshots."""
         return bool(self.kernels)
 
     @property
@@ -81,7 +81,7 @@ class Rule:
         return self.run or RUN
 
     def record(self) -> list[object]:
-        """What of the rule enters the namespace."""
+        """The fields of the rule that are part of the namespace."""
         ids = [sorted(self.turn_ends), sorted(self.media_ends)]
         if self.any_cut:
             return ["any cut", *self.kernels]
@@ -114,12 +114,12 @@ class Prompt:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Where each span ends, in order: they do not overlap."""
+        """The end of each span, in order: they do not overlap."""
         return [span.end for span in self.spans]
 
     @cached_property
     def types(self) -> np.ndarray:
-        """0 where a token is text, 1 where it belongs to an image, 2 video, 3 audio."""
+        """The type of each token: 0 text, 1 image, 2 video, 3 audio."""
         types = np.zeros(len(self.ids), dtype=np.int8)
         for span in self.spans:
             types[span.start : span.end] = TYPES[self.media[span.medium].modality]
@@ -127,7 +127,7 @@ class Prompt:
 
     @property
     def grids(self) -> list[Grid]:
-        """What the processor said of each medium beside its pixels."""
+        """The processor's data about each medium besides its pixels."""
         return [medium.grid for medium in self.media]
 
     def clip(self, start: int, end: int) -> tuple[Span, ...]:
@@ -142,19 +142,19 @@ class Prompt:
         return tuple(found)
 
     def shown(self, start: int) -> list[Medium]:
-        """The media that are shown behind a position."""
+        """The media that appear after a position."""
         numbers = {span.medium: None for span in self.clip(start, len(self))}
         return [self.media[number] for number in numbers]
 
     def segment_digest(self, parent: str, start: int, end: int, kind: str = "segment") -> str:
-        """The name of the path up to `end`, given the name of the path up to `start`."""
+        """The digest of the path up to `end`, given the digest up to `start`."""
         spans = [
             [s.start - start, s.end - start, s.feature_id, s.offset] for s in self.clip(start, end)
         ]
         return digests.digest(kind, parent, start, self.ids[start:end], spans)
 
     def events(self, rule: Rule) -> list[int]:
-        """Where a boundary may be: behind the last range of a medium, behind the end of a turn.
+        """Possible boundaries: after the last range of a medium, and after the end of a turn.
 
         A turn-end id inside a medium means nothing.
         """
@@ -163,7 +163,7 @@ class Prompt:
             ends = _places(self.ids, rule.turn_ends)
             ends = ends[self.types[ends] == 0] + 1
             media = [self._behind(ranges[-1][1], rule) for ranges in self.ranges]
-            # Not np.unique: it imports masked arrays when first used, which a first turn would pay.
+            # Not np.unique: it imports masked arrays at first use, which would delay a first turn.
             self._events[marks] = sorted({*ends.tolist(), *media})
         return self._events[marks]
 
@@ -172,11 +172,11 @@ class Prompt:
         return {}
 
     def boundaries(self, rule: Rule, start: int = 0) -> list[int]:
-        """All boundaries behind `start` and strictly before the prompt's end."""
+        """All boundaries after `start` and strictly before the prompt's end."""
         return list(self.boundaries_from(rule, start))
 
     def boundaries_from(self, rule: Rule, start: int) -> Iterator[int]:
-        """The same one by one, for who needs the first only."""
+        """Yield the boundaries one by one, for callers that need only the first."""
         last, first = start, self._first_cut(rule)
         events = self.events(rule)
         for place in range(bisect_right(events, start), len(events) + 1):
@@ -194,7 +194,7 @@ class Prompt:
                 last = event
 
     def _first_cut(self, rule: Rule) -> int:
-        """Where the first boundary may be: behind what a later token can still change."""
+        """The first possible boundary: after everything that a later token can still change."""
         if rule.reuse == "whole prompt":
             return len(self.ids)
         if rule.reuse == "same media":
@@ -203,7 +203,7 @@ class Prompt:
         return 0
 
     def _behind(self, end: int, rule: Rule) -> int:
-        """Behind the id that closes the medium whose last range ends here, where there is one."""
+        """The position after the id that closes the medium ending here, if there is one."""
         if rule.media_ends not in self._closing:
             self._closing[rule.media_ends] = _places(self.ids, rule.media_ends).tolist()
         closing = self._closing[rule.media_ends]
@@ -215,13 +215,13 @@ class Prompt:
         return {}
 
     def move(self, cut: int, rule: Rule) -> int:
-        """Behind the range that the cut would fall into, where ranges are whole."""
+        """Move a cut behind the range that contains it, if ranges must stay whole."""
         cut = max(cut, self._first_cut(rule))
         span = self._around(cut) if rule.whole_media else None
         return cut if span is None or span.start == cut else span.end
 
     def before_medium(self, cut: int, rule: Rule) -> int:
-        """The cut, or the beginning of the range it falls into, where ranges are whole."""
+        """Move a cut before the range that contains it, if ranges must stay whole."""
         span = self._around(cut) if rule.whole_media else None
         return cut if span is None else span.start
 
@@ -242,7 +242,7 @@ class Prompt:
         cursor = start
         for span in self.clip(start, end):
             if found and cursor == span.start and found[-1][2] == span.medium:
-                begin = found.pop()[0]  # the steps of a film are one stretch
+                begin = found.pop()[0]  # the steps of a video are one stretch
             else:
                 begin = span.start
                 if begin > cursor:
@@ -255,7 +255,7 @@ class Prompt:
 
 
 def _spans_of(medium: Medium, j: int, start: int, end: int, row: int) -> Iterator[Span]:
-    """The spans of one range of a medium, which begins at a row: one, or one for each step."""
+    """The spans of one range of a medium, starting at a row: one, or one per step."""
     if not medium.steps:
         yield Span(start, end, medium.feature_id, row, medium.identity, j, medium.key, row)
         return
@@ -268,7 +268,7 @@ def _spans_of(medium: Medium, j: int, start: int, end: int, row: int) -> Iterato
 
 
 def _places(ids: np.ndarray, wanted: frozenset[int]) -> np.ndarray:
-    """Where some ids stand."""
+    """The positions of some ids."""
     found = np.zeros(len(ids), dtype=bool)
     for one in wanted:
         found |= ids == one
@@ -286,7 +286,7 @@ def common(
 
 
 def _spans_agree(spans: Sequence[Span], others: Sequence[Span], limit: int) -> int:
-    """The first token of `spans` that has no counterpart in `others`, or `limit`."""
+    """The first position at which `spans` differ from `others`, or `limit`."""
     for span in spans:
         if span.start >= limit:
             break

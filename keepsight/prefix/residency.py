@@ -1,13 +1,13 @@
-"""What the tree holds in which tier of memory, for whom, and what goes first.
+"""What the tree holds in each tier of memory, for which tenant, and what is evicted first.
 
-A snapshot depends on those before it, and its state on its rows. In memory a part is never
-in a nearer tier than what it depends on: behind rows on the host there are none on the device, and
-behind rows that are in no memory there are none at all. So the deepest go first, and a path that is
-loaded from its beginning on is whole at each step. A store keeps the same law for itself.
+A snapshot depends on those before it, and its state on its rows. No part is in a nearer tier than
+what it depends on: after rows on the host there are none on the device, and after rows in no memory
+there are none at all. So the deepest parts go first, and a path loaded from its start is complete
+at each step. A store keeps the same rule for itself.
 
-What falls out of the device goes to the host, if that was given room, else it is dropped: the store
-has had it since it was inserted. Copies are made only when a turn has ended, so that no first token
-waits for them; until then the device may be over its budget by an eighth.
+Parts evicted from the device go to the host if it has a budget; otherwise they are dropped, because
+the store has had them since they were inserted. Copies are made only after a turn, so that no first
+token waits for them; until then the device may exceed its budget by an eighth.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from keepsight.prefix.tier import Tier, copy_back, copy_out
 from keepsight.store import Store, usefulness
 
 MAX_BARRED = 10_000  # images deleted while turns of one namespace are in flight
-SLACK = 8  # within a turn the device may be over its budget by this part of it
+SLACK = 8  # share by which the device may exceed its budget during a turn
 
 
 class Residency:
@@ -58,13 +58,13 @@ class Residency:
         self.budget, self.host_budget, self.quota, self.ttl = budget, host_budget, quota, ttl
         self.has_fixed, self.store = has_fixed, store
         self.roots: dict[str, Node] = {}
-        self._homes: dict[str, Home] = {}  # whose each namespace is, cleared or not
+        self._homes: dict[str, Home] = {}  # tenant of each namespace, cleared or not
         self.device, self.host = Tier(DEVICE), Tier(HOST)
         self.evictions = self.demotions = self.promotions = 0
-        self.measured = (0.0, 0)  # milliseconds of prefill, and tokens computed in them
-        self.late = False  # over a budget until the turn has ended
+        self.measured = (0.0, 0)  # milliseconds of prefill, and the tokens computed in them
+        self.late = False  # tiers that exceed a budget until the turn has ended
         self.detached: set[Node] = set()  # forgotten, but held still
-        # Tensors from a file, where the model computes; None where they are not of its making.
+        # Moves tensors from a file to the model's devices; None if they do not fit the model.
         self.receive: Callable[[Tensors, Tensors | None], Received | None] = lambda r, f: (r, f)
         # The engine's idle lanes hold copies of what is forgotten here.
         self.on_forget: Callable[[], None] = lambda: None
@@ -73,14 +73,14 @@ class Residency:
         self.tick = 0
         self._floor = 0.0
         self._floors: dict[str, float] = defaultdict(float)  # by tenant
-        self._touched: set[str] = set()  # tenants that may have come over their quota
+        self._touched: set[str] = set()  # tenants that may exceed their quota
         self.paths, self.tombstones = Paths(), Tombstones(self._forget_tombstone)
         self._expiring: list[tuple[float, int, Node]] = []
 
     # -- namespaces ------------------------------------------------------------------------------
 
     def root(self, namespace: str, tenant: str | None = None, store: Store | None = None) -> Node:
-        """Where every path of a namespace begins; it belongs to one tenant and one store."""
+        """The root of all paths of a namespace; it belongs to one tenant and one store."""
         if namespace not in self._homes:
             owner = tenant or ""
             self._homes[namespace] = Home(owner, store or self._store_of(owner), namespace)
@@ -102,7 +102,7 @@ class Residency:
         return [name for name, root in self.roots.items() if root.home.tenant == tenant]
 
     def nodes(self, tenant: str | None = None) -> Iterator[Node]:
-        """Every node that can be reached, of everyone or of one tenant, roots left out."""
+        """Every reachable node, of all tenants or of one, without roots."""
         for root in list(self.roots.values()):
             if tenant in (None, root.home.tenant):
                 yield from (node for node in root.below() if node is not root)
@@ -110,7 +110,7 @@ class Residency:
     # -- holding ---------------------------------------------------------------------------------
 
     def hold(self, node: Node) -> None:
-        """Keep a node and all it depends on until `release`."""
+        """Keep a node and everything it depends on until `release`."""
         for n in self._hold(node):
             n.uses += 1
 
@@ -126,7 +126,7 @@ class Residency:
         return chain
 
     def release(self, node: Node) -> None:
-        """Undo one `hold`. Where others still hold the node, a turn may be at work: no copies."""
+        """Undo one `hold`. If others still hold the node, a turn may be running: make no copies."""
         self._let(node)
         if node.holds or (node.parent is None and node.home.holds):
             self.fit()
@@ -145,7 +145,7 @@ class Residency:
             node.home.barred.clear()
 
     def _guard(self, node: Node, sign: int) -> None:
-        for part in (node.state, node.rows):  # every node of a path comes by here, twice in a turn
+        for part in (node.state, node.rows):  # each turn passes every node of its path twice here
             if part.tier:
                 (self.device if part.tier == DEVICE else self.host).held += sign * part.nbytes
 
@@ -161,8 +161,8 @@ class Residency:
         self.tombstones.note(node)
 
     def pin(self, node: Node, on: bool = True) -> None:
-        """Keep a node and all it depends on in memory, or no longer. To forget or to clear is
-        stronger. What the store pins is the store's business."""
+        """Pin or unpin a node and everything it depends on in memory. Forgetting and clearing
+        override pins. The store keeps its own pins."""
         if on != node.pinned and not node.gone:
             if on:
                 check_room(self, node)
@@ -175,7 +175,7 @@ class Residency:
         return self.device if part.tier == DEVICE else self.host
 
     def place(self, part: Part, tensors: Tensors, tier: Tier | None = None) -> None:
-        """Put tensors into a tier; those that the part had elsewhere are dropped."""
+        """Put tensors into a tier; drop the part's earlier tensors."""
         tier = tier or self.device
         self._remove(part)
         part.tensors, part.tier, part.nbytes = tensors, tier.name, storage_bytes(tensors.values())
@@ -191,7 +191,7 @@ class Residency:
             part.tensors, part.tier, part.nbytes = None, NOWHERE, 0
 
     def promote(self, part: Part) -> None:
-        """Bring a part back to the device; what it depends on is there."""
+        """Move a part back to the device, where everything it depends on already is."""
         if part.tier == HOST:
             self.place(part, copy_back(part))
             self.promotions += 1
@@ -205,7 +205,7 @@ class Residency:
         self.demotions += 1
 
     def _drop(self, part: Part) -> None:
-        """Let a part go, after all that depends on it."""
+        """Drop a part, after everything that depends on it."""
         if not part.tier:
             return
         if part.on_device or part.on_host:
@@ -216,7 +216,7 @@ class Residency:
         self.tombstones.note(part.node)
 
     def _lower(self, part: Part, away: Callable[[Part], None], whose: str | None = None) -> None:
-        """One part out of its tier. Rows that nothing needs without their state go with it."""
+        """Remove one part from its tier, and rows that nothing needs without their state."""
         node, tier = part.node, self._tier(part)
         value = usefulness(node.floors[whose is not None], node.uses, node.cost, part.nbytes)
         if whose is None:
@@ -230,14 +230,15 @@ class Residency:
     # -- eviction --------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Keep the budgets, at once where that costs no copy, else after the turn."""
+        """Keep the budgets: at once if that costs no copy, otherwise after the turn."""
         self.late = True
         slack = self.budget // SLACK if self.host_budget else 0
         if self.device.nbytes > self.budget + slack or not self.host_budget:
             self.settle()
 
     def settle(self) -> None:
-        """Keep budgets, quotas and times to live: the least useful goes a tier down, or goes."""
+        """Enforce budgets, quotas and times to live: the least useful parts move a tier down or are
+        dropped."""
         self.expire()
         self.late = False
         down = self._demote if self.host_budget else self._drop
@@ -260,7 +261,7 @@ class Residency:
             self._lower(part, away, account)
 
     def evict(self, nbytes: int) -> int:
-        """Free at least so many bytes of memory if that many are evictable; the bytes freed."""
+        """Free at least this many bytes of memory, if evictable; return the bytes freed."""
         start = self.device.nbytes + self.host.nbytes
         for tier in (self.host, self.device):
             while start - self.device.nbytes - self.host.nbytes < nbytes:
@@ -272,7 +273,7 @@ class Residency:
         return start - self.device.nbytes - self.host.nbytes
 
     def clear(self, tenant: str | None = None) -> None:
-        """Forget everything, pinned or not, of everyone or of one tenant.
+        """Forget everything, pinned or not, of all tenants or of one.
 
         A turn that began before remembers nothing either.
         """
@@ -288,7 +289,7 @@ class Residency:
         heapq.heapify(self._expiring)
 
     def drop_empty(self, spare: str) -> set[str]:
-        """Drop every other namespace that is empty and has no turn in flight; which."""
+        """Drop every other namespace that is empty and has no turn in flight; return them."""
         homes, roots = self._homes, self.roots
         used = {spare} | {name for name, root in roots.items() if root.children}
         empty = {name for name, home in homes.items() if not home.holds} - used
@@ -299,7 +300,7 @@ class Residency:
         return empty
 
     def let_go_of(self, tenant: str) -> None:
-        """Clear, and keep nothing of the tenant itself, unless a turn of it is in flight."""
+        """Clear a tenant and drop its record too, unless it has a turn in flight."""
         self.clear(tenant)
         homes, roots = self._homes.items(), self.roots
         self._homes = {n: home for n, home in homes if n in roots or home.tenant != tenant}
@@ -308,10 +309,10 @@ class Residency:
     # -- forgetting ------------------------------------------------------------------------------
 
     def forget(self, node: Node, fit: bool = True) -> int:
-        """Remove a node and all that depends on it as if they had never been; the bytes freed.
+        """Remove a node and everything that depends on it; return the bytes freed.
 
-        What a turn in flight holds can be reached no more, and its bytes go when it is released.
-        Nothing is remembered behind it.
+        Nodes held by a turn in flight become unreachable, and their bytes are freed on release.
+        Nothing is remembered after them.
         """
         if node.parent is None or node.gone:
             return 0
@@ -334,12 +335,13 @@ class Residency:
                 self._drop(part)
         self.tombstones.note(node.parent)
         self.on_forget()
-        if unpinned and fit:  # what the pin protected beside them counts again
+        if unpinned and fit:  # what the pin protected besides them counts again
             self.fit()
         return start - self.device.nbytes - self.host.nbytes
 
     def forget_media(self, image_key: str, tenant: str = "") -> int:
-        """Forget all that holds anything of an image, for one tenant; the bytes freed in memory.
+        """Forget everything that depends on an image, for one tenant; return the bytes freed in
+        memory.
 
         A turn that began before remembers nothing of it either.
         """
@@ -347,7 +349,7 @@ class Residency:
             home = self.roots[name].home
             if home.holds:
                 home.barred[image_key] = self.tick
-            if len(home.barred) > MAX_BARRED:  # then its turns in flight remember nothing at all
+            if len(home.barred) > MAX_BARRED:  # then its turns in flight remember nothing
                 home.cleared, home.barred = self.tick, {}
         found = [n for n in self.nodes(tenant) if any(s.key == image_key for s in n.spans)]
         freed = sum(self.forget(node) for node in found)
@@ -355,7 +357,7 @@ class Residency:
         return freed
 
     def expire(self) -> None:
-        """Forget what is older than its time to live. The clock may jump: it only ever shortens."""
+        """Forget what exceeded its time to live. The clock may jump: that can only shorten it."""
         while self._expiring and self._expiring[0][0] <= self._now():
             self.forget(heapq.heappop(self._expiring)[2])
 
@@ -392,5 +394,5 @@ class Residency:
         return {tier.name: tier.stats(budget) for tier, budget in budgets}
 
     def check(self) -> None:
-        """Raise AssertionError where the counters or the laws are wrong."""
+        """Raise AssertionError if counters or invariants are wrong."""
         audit(self)

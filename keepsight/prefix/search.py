@@ -1,6 +1,7 @@
-"""What a tree finds of a prompt: the deepest snapshot of use, and how far anything is known.
+"""Finds what the tree knows of a prompt: the deepest usable snapshot, and how far anything is
+known.
 
-Looking makes and loses no snapshot, and copies none; what a store has is noted, and read later.
+A lookup creates, drops and copies no snapshot. Entries of a store are noted, and read later.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from keepsight.prefix.trails import Trail, Trails
 
 
 class Search(Residency):
-    """All namespaces of one model, and how prompts are looked for in them."""
+    """All namespaces of one model, and the lookup of prompts in them."""
 
     @cached_property
     def ways(self) -> Trails:
-        """The ways of the latest prompts, of what can be used."""
+        """The trails of the latest prompts through usable nodes."""
         return Trails()
 
     @cached_property
     def seen(self) -> Trails:
-        """The same, of all that was ever seen."""
+        """The trails of the latest prompts through all nodes ever seen."""
         return Trails()
 
     def forget(self, node: Node, fit: bool = True) -> int:
-        """Remove a node and all behind it, and what prompts left on the way."""
+        """Remove a node and all below it, and the trails."""
         self.ways.clear()
         self.seen.clear()
         return super().forget(node, fit)
 
-    # -- what can be used ------------------------------------------------------------------------
+    # -- what is usable --------------------------------------------------------------------------
 
     def match(
         self,
@@ -45,14 +46,15 @@ class Search(Residency):
     ) -> Match:
         """The deepest usable snapshot strictly before the prompt's end, or its terminal entry.
 
-        `next_cut` gives the boundary behind a position, or None when there is none. `loose` looks
-        also for snapshots that are stored elsewhere (decoded state, `exact=False`).
+        `next_cut` returns the boundary after a position, or None. `loose` also considers snapshots
+        at other places (decoded state, `exact=False`).
         """
         self.expire()
         best = node = self.root(namespace)
         while True:
             cut = next_cut(node.end)
-            # A whole prompt depends on its last boundary: above that no store need be asked for it.
+            # A whole prompt depends on its last boundary: beyond that no store need be asked for
+            # it.
             stored = loose or cut is None or cut >= len(prompt)
             terminal = self._child(node, prompt, len(prompt), "terminal", stored)
             if terminal is not None and self._usable(terminal):
@@ -65,7 +67,7 @@ class Search(Residency):
                 best = node
 
     def match_tokens(self, namespace: str, prompt: Prompt, rule: Rule) -> Match:
-        """The longest remembered prefix, to its last token, where any cut gives the same bits."""
+        """The longest remembered prefix, to its last token, if any cut is exact."""
         self.expire()
         if rule.states:
             return self._match_states(self.root(namespace), prompt, rule)
@@ -74,12 +76,12 @@ class Search(Residency):
         found = self._along(trail, prompt, rule)
         if root.home.store is None or len(prompt) - found.length <= RUN // 2:
             return found
-        # Much is left: others may have put it into the store upon a node that was passed over.
+        # Much is missing: others may have stored it above a node that was passed.
         again = self._along(Trail(root, prompt.ids, prompt.spans), prompt, rule)
         return again if again.length > found.length else found
 
     def _along(self, trail: Trail, prompt: Prompt, rule: Rule) -> Match:
-        """The longest remembered prefix behind the end of a trail, which grows."""
+        """The longest remembered prefix beyond the end of a trail, which grows."""
         node, last = trail.end, len(prompt) - 1
         while node.end < last:
             child, shared = self._most_shared(node, prompt, rule)
@@ -96,7 +98,7 @@ class Search(Residency):
         return Match(node, self._farthest(node), self.tick)
 
     def _match_states(self, root: Node, prompt: Prompt, rule: Rule) -> Match:
-        """The deepest place with a state of fixed size that a prompt goes through."""
+        """The deepest place with a fixed-size state on the prompt's path."""
         best, waiting, root.home.states = root, [root], True
         while waiting:
             node = waiting.pop()
@@ -110,7 +112,7 @@ class Search(Residency):
         return Match(best, self._farthest(best), self.tick, None, whole, states=True)
 
     def _is_here(self, node: Node, prompt: Prompt) -> bool:
-        """Whether the rows of a stretch can be had; one whose time is over is forgotten."""
+        """Whether the rows of a stretch are available; an expired one is forgotten."""
         if not node.same_as(prompt):
             return False
         if node.leased and not self._stored(node):
@@ -119,17 +121,17 @@ class Search(Residency):
         return bool(node.rows.tier or node.on_disk)
 
     def _look_for_ends(self, node: Node, prompt: Prompt, rule: Rule) -> None:
-        """Take in what the store has of this prompt upon a node since it was looked up."""
+        """Add what the store received above a node, for this prompt, since it was last asked."""
         for cut in {next(prompt.boundaries_from(rule, node.end), len(prompt)), len(prompt)}:
             for kind in ("terminal", "segment"):
                 self._child(node, prompt, cut, kind, ends=False)
 
     def _most_shared(self, node: Node, prompt: Prompt, rule: Rule) -> tuple[Node | None, int]:
-        """The usable child that shares most with a prompt from here on, and how many tokens."""
+        """The usable child that shares the most with a prompt from here on, and how many tokens."""
         self._look_up(node)
         best, most = node.closest(prompt, usable=self._usable)
         while best is not None and best.leased and not self._stored(best):
-            self.forget(best, fit=False)  # its time is over
+            self.forget(best, fit=False)  # expired
             best, most = node.closest(prompt, usable=self._usable)
         cut = next(prompt.boundaries_from(rule, node.end), len(prompt))
         for kind in ("terminal", "segment") if cut - node.end > most else ():
@@ -137,14 +139,14 @@ class Search(Residency):
             if child is not None and self._usable(child):
                 best, most = child, cut - node.end
                 break
-        # A whole prompt depends on its last boundary: above that no store need be asked for it.
+        # A whole prompt depends on its last boundary: beyond that no store need be asked for it.
         whole = self._child(node, prompt, len(prompt), "terminal", cut == len(prompt), ends=False)
         if whole is not None and self._usable(whole):  # of two that agree, the one with logits
             return whole, len(prompt) - node.end
         return best, most
 
     def _look_up(self, node: Node) -> None:
-        """Take in, once, what the store has upon a node, and behind; what is used is read then."""
+        """Add, once, what the store has above a node; entries are read when they are used."""
         store, node.home.any_cut = node.home.store, True
         if store is None or node.looked_up:
             return
@@ -161,7 +163,7 @@ class Search(Residency):
             near |= above.children
 
     def _longest(self, node: Node, prompt: Prompt, cut: int | None, loose: bool) -> Node | None:
-        """The child at the next boundary, or (where decoded state is kept) beyond it."""
+        """The child at the next boundary, or (if decoded state is kept) beyond it."""
         best = None if cut is None else self._child(node, prompt, cut, "segment")
         if not loose:
             return best
@@ -181,15 +183,15 @@ class Search(Residency):
         stored: bool = True,
         ends: bool = True,
     ) -> Node | None:
-        """The node at `end`. One that is in no memory may be in the store, unless not `stored`.
-        One with logits ends its path, unless not `ends`."""
+        """The node at `end`. One without memory may be in the store, unless `stored` is false. One
+        with logits ends its path, unless `ends` is false."""
         store = node.home.store if stored else None
         if store is None and not node.ends[end]:
             return None
         digest = prompt.segment_digest(node.digest, node.end, end, kind)
         child = node.children.get(digest)
         if child is not None and child.leased and not self._stored(child):
-            self.forget(child, fit=False)  # a match under way is not held yet
+            self.forget(child, fit=False)  # the current match is not held yet
             child = None
         asked = child is not None and (child.rows.tier or child.on_disk or child.unreadable)
         if not asked and store is not None and store.has(archive.SNAPSHOT, digest):
@@ -202,16 +204,16 @@ class Search(Residency):
         return child if child is not None and child.same_as(prompt) else None
 
     def _needs(self, node: Node) -> list[Part]:
-        """The parts of the node that a prompt needs to go on from here."""
+        """The parts of the node that are needed to continue the prompt here."""
         has_fixed = self.has_fixed and (node.home.states or not node.home.any_cut)
         return [node.rows, node.state] if has_fixed else [node.rows]
 
     def _usable(self, node: Node) -> bool:
-        """Whether a prompt can be continued from here: the intersection over all layers."""
+        """Whether a prompt can be continued here: every layer must allow it."""
         return node.on_disk or all(part.tier for part in self._needs(node))
 
     def _farthest(self, node: Node) -> str:
-        """The tier that is waited for. A part is never in a nearer tier than what it depends on."""
+        """The farthest tier needed. No part is in a nearer tier than what it depends on."""
         if node.parent is None:
             return DEVICE
         tiers = {part.tier for part in self._needs(node)}
@@ -227,15 +229,15 @@ class Search(Residency):
     # -- what is known ---------------------------------------------------------------------------
 
     def known(self, namespace: str, prompt: Prompt) -> Known:
-        """How far the prompt agrees with anything ever seen, for the report's reasons."""
+        """How far the prompt agrees with anything ever seen; gives the report its reasons."""
         self.expire()
         root = self.roots.get(namespace)
         return Known(0, False) if root is None else self._known_from(root, prompt)
 
     def elsewhere(self, namespace: str, prompt: Prompt, cuts: Iterable[int]) -> tuple[int, str]:
-        """How far other namespaces of the same tenant know the prompt, and which of them does.
+        """How far other namespaces of the same tenant know the prompt, and which one does.
 
-        `cuts` are the prompt's boundaries. The deepest nodes are found by the path, however many
+        `cuts` are the prompt's boundaries. The deepest nodes are found by path, however many
         namespaces there are, and only the latest are followed further.
         """
         home, path, at = self.root(namespace).home, "", 0
@@ -269,7 +271,7 @@ class Search(Residency):
             node = best
 
     def _is_evicted(self, node: Node) -> bool:
-        """Whether it was here once and is nowhere now, not in the store either."""
+        """Whether it existed once and is in no tier now, including the store."""
         if not node.was_full or all(part.tier for part in self._needs(node)):
             return False
         return not (node.on_disk and self._stored(node))
@@ -305,17 +307,17 @@ class Search(Residency):
 
 
 def _lies_somewhere(node: Node) -> bool:
-    """Whether the rows of a node are in memory, without a time when they go."""
+    """Whether the rows of a node are in memory and never expire."""
     return node.rows.tier != NOWHERE and not node.leased
 
 
 def _lies_whole(node: Node) -> bool:
-    """The same, with the states at its end."""
+    """Whether rows and end states of a node are in memory and never expire."""
     return node.state.tier != NOWHERE and _lies_somewhere(node)
 
 
 def _made_elsewhere(node: Node, prompt: Prompt, until: int) -> bool:
-    """Whether the paths part only because the same image was encoded in another way."""
+    """Whether the paths differ only because the same image was encoded in another way."""
     here = next((s for s in prompt.spans if s.start <= until < s.end), None)
     there = next((s for s in shift(node.spans, node.start) if s.start <= until < s.end), None)
     if here is None or there is None:

@@ -1,6 +1,6 @@
-"""One tier of memory: its bytes, their owners, what is least useful; and copies between tiers.
+"""One tier of memory: its bytes, their owners, a ranking by usefulness; and copies between tiers.
 
-A part is evictable as soon as nothing holds it and nothing in the tier depends on it.
+A part is evictable once nothing holds it and nothing in the tier depends on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keepsight.system.devices import to_devices, to_host
 
 
 class Tier:
-    """The counters of one tier, over all tenants and for each account."""
+    """The counters of one tier, in total and per account."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,23 +26,23 @@ class Tier:
         self._own: dict[str, EvictionQueue[Part]] = {}
 
     def put(self, part: Part) -> None:
-        """Count a part in."""
+        """Add a part to the counts."""
         self._count(part, 1)
         if part.base is not None:
             part.base.bears(self.name, 1)
-        if part.node.parent is not None:  # it may be of use from now on
+        if part.node.parent is not None:  # it may be used from now on
             part.node.parent.version += 1
         self.offer(part)
 
     def take(self, part: Part) -> None:
-        """Count a part out; what it depended on may be able to go now."""
+        """Remove a part from the counts; what it depended on may become evictable."""
         self._count(part, -1)
         tenant, account = part.node.home.tenant, part.node.home.account
         self._all.discard(part)
         own = self._own.get(account)
-        if own is not None:  # what was held from its first moment on has never waited
+        if own is not None:  # a part held since its creation was never queued
             own.discard(part)
-            if not len(own):  # there may be any number of tenants
+            if not len(own):  # the number of tenants is unbounded
                 del self._own[account]
         if not self.bytes_of[tenant]:
             del self.bytes_of[tenant]
@@ -76,7 +76,7 @@ class Tier:
         return part.tier == self.name and not part.node.holds and not part.bears(self.name)
 
     def offer(self, part: Part) -> None:
-        """Queue a part for eviction, if it may be evicted."""
+        """Queue a part for eviction if it is evictable."""
         if self.may_go(part):
             self._all.add(part)
             account = part.node.home.account
@@ -85,12 +85,12 @@ class Tier:
             self._own[account].add(part)
 
     def waits(self, part: Part) -> bool:
-        """Whether it is in the queue of what may be evicted."""
+        """Whether it is in the eviction queue."""
         own = self._own.get(part.node.home.account)
         return part in self._all and own is not None and part in own
 
     def least(self, account: str | None = None) -> Part | None:
-        """The least useful part that may go, of all or of one account. It leaves that queue."""
+        """Take the least useful evictable part from the queue, of all or of one account."""
         queue = self._all if account is None else self._own.get(account)
         return queue.pop(self.may_go) if queue is not None else None
 
@@ -102,8 +102,8 @@ def _order(part: Part, whose: int) -> Order:
 
 @torch.inference_mode()
 def copy_out(part: Part) -> Tensors:
-    """Copies of a part's tensors in host memory, bit for bit; the part remembers where they lived.
-    Where a device copies by itself, the device waits for a copy and not the program."""
+    """Copy a part's tensors to host memory, bit for bit; the part remembers their devices. With
+    asynchronous copies the device waits, not the program."""
     tensors = part.tensors or {}
     copies, fence = to_host(tensors)
     part.way = Way({name: tensor.device for name, tensor in tensors.items()}, fence)
@@ -112,7 +112,7 @@ def copy_out(part: Part) -> Tensors:
 
 @torch.inference_mode()
 def copy_back(part: Part) -> Tensors:
-    """The tensors where they lived before."""
+    """Copy the tensors back to their devices."""
     way, tensors = part.way, part.tensors or {}
     part.way = None
     return tensors if way is None else to_devices(tensors, way.devices.__getitem__, way.fence)

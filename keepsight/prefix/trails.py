@@ -1,8 +1,8 @@
-"""The ways that prompts lately took through the tree, so that the next one need not search them.
+"""The paths that recent prompts took through the tree, so that the next lookup can skip them.
 
-A conversation sends its whole history with each turn. As far as its ids and spans are those of an
-earlier prompt, compared in full, and as nothing was put beside the nodes on that prompt's way, the
-search would choose the same nodes again; so it goes on behind them.
+A conversation sends its whole history with each turn. While its ids and spans equal those of an
+earlier prompt, compared in full, and no nodes were added beside that prompt's path, a search would
+choose the same nodes again; so it starts after them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import numpy as np
 from keepsight.prefix.node import Node
 from keepsight.prefix.prompt import Prompt, Span
 
-MOST = 32  # prompts, of all namespaces together
+MOST = 32  # prompts, in all namespaces together
 
 
 @dataclass(eq=False)
 class Trail:
-    """One prompt, and the nodes that a search went all the way through, each with the version of
-    its parent."""
+    """One prompt, and the nodes that a search passed completely, each with its parent's version."""
 
     root: Node
     ids: np.ndarray
@@ -32,17 +31,17 @@ class Trail:
 
     @property
     def end(self) -> Node:
-        """The node that a search goes on from."""
+        """The node from which a search continues."""
         return self.nodes[-1] if self.nodes else self.root
 
     def note(self, parent: Node, child: Node) -> None:
-        """Count a node in."""
+        """Append a node."""
         self.nodes.append(child)
         self.versions.append(parent.version)
 
     def shares(self, other: Trail, more_than: int) -> int:
-        """How many leading tokens two prompts share, in ids and spans; 0 where certainly not more
-        than so many."""
+        """The number of leading tokens two prompts share, in ids and spans; 0 if surely not more
+        than `more_than`."""
         n = min(len(self.ids), len(other.ids))
         if n <= more_than or self.ids[more_than] != other.ids[more_than]:
             return 0
@@ -51,7 +50,7 @@ class Trail:
         return self._spans_shared(other, first if different[first] else n)
 
     def _spans_shared(self, other: Trail, limit: int) -> int:
-        """The beginning of the first span that only one of them has, or `limit`."""
+        """The start of the first span that only one of them has, or `limit`."""
         pairs = itertools.zip_longest(self.spans, other.spans)
         for one, two in pairs:
             start = min(span.start for span in (one, two) if span is not None)
@@ -69,8 +68,8 @@ class Trails:
         self._latest: list[Trail] = []
 
     def begin(self, root: Node, prompt: Prompt, stands: Callable[[Node], bool]) -> Trail:
-        """A trail for a prompt, along the one that shares most with it as far as that holds still:
-        as long as a node `stands`. It is remembered, and grows by what is noted."""
+        """A trail for a prompt, copied from the one that shares the most, up to the first node that
+        no longer `stands`. It is remembered, and grows with each noted node."""
         made, best, most = Trail(root, prompt.ids, prompt.spans), None, 0
         for trail in reversed(self._latest):
             if trail.root is root and (shared := trail.shares(made, most)) > most:
@@ -78,14 +77,14 @@ class Trails:
         if best is not None:
             count = _standing(best, most, stands)
             made.nodes, made.versions = best.nodes[:count], best.versions[:count]
-            if most == len(best.ids):  # it goes on from there
+            if most == len(best.ids):  # the search continues there
                 self._latest.remove(best)
         self._latest.append(made)
         del self._latest[:-MOST]
         return made
 
     def clear(self) -> None:
-        """Forget all: what was deleted must not be found here."""
+        """Drop all trails, so that deleted nodes are not found."""
         self._latest.clear()
 
     def __len__(self) -> int:
@@ -93,10 +92,11 @@ class Trails:
 
 
 def _standing(trail: Trail, shared: int, stands: Callable[[Node], bool]) -> int:
-    """How many nodes of a trail another prompt goes through too, of which it shares so much."""
+    """The number of nodes of a trail that another prompt passes too, given the tokens they
+    share."""
     parent = trail.root
     for count, (node, version) in enumerate(zip(trail.nodes, trail.versions, strict=True)):
-        # What ends where the prompts part may not be the closest any more.
+        # Where the prompts diverge, this node may no longer be the closest.
         if parent.version != version or node.end >= shared or not stands(node):
             return count
         parent = node

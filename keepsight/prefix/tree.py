@@ -1,13 +1,13 @@
 """The tree of all snapshots of one model, keyed by path; one root for each namespace.
 
 A node is the stretch between two boundaries. It may hold the rows of that stretch (keys, values)
-and the fixed-size states at its end; the two are evicted separately, and a node may be only a
-memory of having been there, so that a report can say `evicted` and not `new`. Terminal nodes hold
-the end of one whole prompt, with its last logits, and serve only that identical prompt.
+and the fixed-size states at its end; the two are evicted separately. A node without content remains
+for a while, so that a report can say `evicted` instead of `new`. Terminal nodes hold the end of one
+whole prompt with its last logits, and serve only that identical prompt.
 
-`match` makes and loses no snapshot, and copies none. `hold` keeps a path alive, `load` brings it to
-the device, `insert` fills what is there. Which snapshots are kept, and in which tier, is decided in
-`residency.py`; the laws that this keeps to are in `invariants.py`.
+`match` creates, drops and copies no snapshot. `hold` keeps a path alive, `load` moves it to the
+device, `insert` adds snapshots. `residency.py` decides what is kept in which tier; `invariants.py`
+checks it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from keepsight.prefix.search import Search
 
 
 class Tree(Search):
-    """All namespaces of one model under one budget of bytes for each tier of memory."""
+    """All namespaces of one model, with one budget of bytes per tier of memory."""
 
     # -- loading ---------------------------------------------------------------------------------
 
     def load(self, node: Node, prompt: Prompt) -> bool:
-        """Bring a held path to the device, from the host or from the store. False when an entry is
-        damaged, or is not what its name says."""
+        """Move a held path to the device, from the host or the store. False if an entry is damaged
+        or does not match its name."""
         chain = node.chain()
         parts = [*(n.rows for n in chain), *self._needs(node)]
         if all(part.tier == DEVICE for part in parts):
@@ -43,7 +43,7 @@ class Tree(Search):
         return True
 
     def _read(self, node: Node, needs: list[Part], found: archive.StoredEntry | None) -> bool:
-        """What is missing of a node, from the store; all of it or nothing."""
+        """Read the missing parts of a node from the store; all or nothing."""
         store = node.home.store
         if store is None:
             return False
@@ -56,7 +56,7 @@ class Tree(Search):
         received = self.receive(rows, state)
         if received is None:
             wrong = archive.STATE if node.rows.tier else archive.SNAPSHOT
-            store.reject(wrong, node.digest, "its tensors are not of this model's shape")
+            store.reject(wrong, node.digest, "its tensors do not have this model's shape")
             return False
         if not node.cost and self.measured[1]:
             node.cost = len(node.ids) * self.measured[0] / self.measured[1]
@@ -80,11 +80,11 @@ class Tree(Search):
         since: int | None = None,
         ends: bool = True,
     ) -> Node:
-        """Remember a snapshot behind `parent`; what exists is filled. It comes back held.
+        """Remember a snapshot after `parent`, filling an existing node. The node is returned held.
 
-        `cost` is the milliseconds that computing it took. `since` says when the prompt was matched:
-        what has been forgotten after that comes back `gone`, held but not remembered. One with
-        logits ends its path, unless not `ends`: then others may go on from it.
+        `cost` is the milliseconds of its computation. `since` is when the prompt was matched: what
+        was forgotten later is returned `gone`, held but not remembered. A snapshot with logits ends
+        its path, unless `ends` is false.
         """
         kind = "segment" if logits is None else "terminal"
         digest = prompt.segment_digest(parent.digest, parent.end, end, kind)
@@ -93,7 +93,7 @@ class Tree(Search):
         node = parent.children.get(digest)
         nowhere = parent.parent is not None and parent.rows.tier != DEVICE
         late = since is not None and self._barred(parent, prompt, parent.end, end, since)
-        gone = parent.gone or nowhere or late  # even where a later turn made the same node again
+        gone = parent.gone or nowhere or late  # even if a later turn made the same node again
         if node is None or gone:
             node = self._new_node(parent, prompt, end, digest, logits is not None and ends, gone)
         self._hold(node)
@@ -114,16 +114,16 @@ class Tree(Search):
         return node
 
     def is_forgotten(self, node: Node, prompt: Prompt, since: int) -> bool:
-        """Whether anything on the way of a turn was forgotten after the turn had begun."""
+        """Whether anything on a turn's path was forgotten after the turn began."""
         return node.gone or self._barred(node, prompt, 0, len(prompt), since)
 
     def is_barred(self, node: Node, image_key: str, since: int) -> bool:
-        """Whether an image was forgotten after `since`, for the tenant of a path that is held."""
+        """Whether an image was forgotten after `since`, for the tenant of a held path."""
         home = node.home
         return home.cleared > since or home.barred.get(image_key, -1) > since
 
     def _barred(self, node: Node, prompt: Prompt, start: int, end: int, since: int) -> bool:
-        """Whether a stretch, or an image that it shows, was forgotten after `since`."""
+        """Whether a stretch, or an image in it, was forgotten after `since`."""
         if node.home.cleared > since:
             return True
         return bool(node.home.barred) and any(

@@ -62,7 +62,7 @@ def load(session: Session, path: Path, accept_features: str | None) -> None:
         try:
             media = _media_of(session, tensors, record, path, accept_features)
             session.messages = [_with_media(m, media) for m in record["messages"]]
-            # The name of a tenant is private: the file names none.
+            # A tenant's name is private: files do not contain it.
             differs = _other_environment(runtime, record)
             if differs:
                 session.notes.append(f"prefixes are computed again: {differs}")
@@ -77,7 +77,7 @@ def load(session: Session, path: Path, accept_features: str | None) -> None:
 def _flatten(
     session: Session, tensors: dict[str, torch.Tensor]
 ) -> tuple[list[Record], list[Message]]:
-    """Messages with media replaced by numbers, and the packages those numbers mean."""
+    """Messages with media replaced by numbers, and the packages behind the numbers."""
     numbers: dict[str, int] = {}
     media: list[Record] = []
     messages = []
@@ -103,8 +103,7 @@ def _flat_part(
     if medium.feature_id not in numbers:
         number = numbers[medium.feature_id] = len(media)
         package = session.vision.encode(medium)
-        # Under another name than its claim stands what the caller handed in: it must not come
-        # back as what we made ourselves.
+        # A caller's package whose key differs from its claim must not come back as one we made.
         handed_in = medium.feature_id != package.feature_id
         media.append(package.record() | ({"handed_in": True} if handed_in else {}))
         tensors |= {f"media/{number}/{k}": t for k, t in package.stored.items()}
@@ -134,7 +133,7 @@ def _snapshots(session: Session, namespace: str, tensors: dict[str, torch.Tensor
 
 
 def _other_environment(memory: Runtime, record: Record) -> str:
-    """What differs from the environment in which the file was written; empty where nothing does."""
+    """What differs from the environment in which the file was written; empty if nothing does."""
     if record["weights"] != memory.weights.all:
         return "made under other weights"
     there, here = record.get("made", {}), memory.environment()
@@ -191,7 +190,7 @@ def _with_media(message: Message, media: list[Medium]) -> Message:
 def _put_back(
     session: Session, namespace: str, tensors: dict[str, torch.Tensor], snapshots: list[Record]
 ) -> None:
-    """Snapshots into the tree, after comparing each with the history it claims to hold."""
+    """Put snapshots into the tree, after comparing each with the history it claims to hold."""
     tree: Tree = session.runtime.tree
     prompt = session.prompt()
     node = tree.root(namespace)
@@ -222,7 +221,7 @@ def _belongs(
     ids: torch.Tensor,
     kv: dict[str, torch.Tensor],
 ) -> bool:
-    """Whether a snapshot is that of this stretch: its path compared, a row for every token."""
+    """Whether a snapshot belongs to this stretch: its path matches, and every token has a row."""
     true = [
         [s.start - start, s.end - start, s.feature_id, s.offset] for s in prompt.clip(start, end)
     ]

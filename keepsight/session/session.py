@@ -1,7 +1,7 @@
 """One conversation: it keeps its own history, branches, and is saved to a file.
 
-Pictures in the history are named media, so a turn neither hashes nor opens again what an earlier
-turn has seen.
+Pictures in the history are named media, so a turn does not hash or open the pictures of earlier
+turns.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ class Session:
         question: str | None = None,
         **options: object,
     ) -> Reply:
-        """The next turn: `ask("What is it?", images=[...])`, or both in either order."""
+        """Ask the next question: `ask("What is it?", images=[...])`, or both in either order."""
         return Reply.of(self.stream(*given, images=images, question=question, **options))
 
     def stream(self, *given: Pictures | None, **options: object) -> Iterator[Piece]:
-        """The next turn, piece by piece. The history grows when the answer is complete."""
+        """Ask the next question and yield the answer piece by piece. The history grows when it is
+        complete."""
         message = user_turn(given, options)
         return self.answer([*self.messages, self.named(message)], options)
 
     async def aask(self, *given: Pictures | None, **options: object) -> Reply:
-        """`ask` for programs with an event loop; a cancelled task cancels the turn."""
+        """`ask` for programs with an event loop; cancelling the task cancels the turn."""
         return await gathered(self.astream(*given, **options))
 
     async def astream(
@@ -72,7 +73,7 @@ class Session:
         """`stream` for `async for`; each turn runs in a thread, one at a time."""
         message = user_turn(given, options)
         if self._awaited:
-            raise InputError("this session is answering already; await that, or ask a fork()")
+            raise InputError("this session is already answering; await that, or ask a fork()")
         asked: list[Message] = []
 
         def answer() -> Iterator[Piece]:
@@ -93,7 +94,7 @@ class Session:
     def edit(
         self, turn: int, text: str, images: Pictures | None = None, **options: object
     ) -> Reply:
-        """Ask something else in user turn `turn` (0 is the first); what came after is dropped.
+        """Replace user turn `turn` (0 is the first) by another question; later turns are dropped.
 
         Without `images` the turn keeps its pictures.
         """
@@ -120,14 +121,15 @@ class Session:
             raise
 
     def fork(self) -> Session:
-        """A conversation with the same past and a future of its own."""
+        """A new conversation with the same history."""
         other = Session(self.runtime, tenant=self.tenant)
         other.messages = copy.copy(self.messages)
         other.notes = list(self.notes)
         return other
 
     def answer(self, asked: list[Message], options: Options) -> Iterator[Piece]:
-        """The answer to a history that ends with a question; with it, it becomes this one's."""
+        """Answer a history that ends with a question; question and answer become this session's
+        history."""
         text = ""
         for piece in self._pieces(asked, options):
             text += piece.text
@@ -136,20 +138,20 @@ class Session:
             yield piece
 
     def _remember(self, asked: list[Message], text: str) -> None:
-        """Let the history grow, as the template will render it; prefilled with the next turn."""
+        """Append to the history as the template will render it; the next turn prefills it."""
         self.messages = [*asked, {"role": "assistant", "content": [_text(text)]}]
 
     def _pieces(self, asked: list[Message], options: Options) -> Iterator[Piece]:
         whose = options.pop("tenant", None)
         if whose is not None and whose != self.tenant:
-            raise InputError(f"this session is of tenant {self.tenant!r}, not of {whose!r}")
+            raise InputError(f"this session belongs to tenant {self.tenant!r}, not to {whose!r}")
         for piece in answer(self.runtime, asked, Call.of(options, self.tenant)):
             if piece.report is not None:
                 piece.report.notes += self.notes
             yield piece
 
     def named(self, message: Message) -> Message:
-        """The message with its pictures named once, for this and every later turn."""
+        """The message with its pictures named once, for this and all later turns."""
         with self.runtime.lock:
             self.runtime.require_open()
             self.runtime.refresh(tenant=self.tenant)
@@ -162,13 +164,13 @@ class Session:
         return dict(message, content=parts)
 
     def prepare(self, asked: list[Message]) -> None:
-        """Encode and prefill a history now, and answer later."""
+        """Encode and prefill a history now, to answer later."""
         prepare(self.runtime, asked, Call.before_decoding({}, self.tenant, "prepare"))
 
     def watch(self, source: Frames, *, fps: float = 1.0, budget: int = 256) -> WatchedFilm:
-        """Watch a video file, a camera (its number) or an iterable of frames, and ask meanwhile.
+        """Watch a video file, a camera (by number) or an iterable of frames, and ask meanwhile.
 
-        `fps` frames of each second are looked at, of which the latest `budget` are held.
+        `fps` is the number of frames used per second; the latest `budget` frames are kept.
         """
         return WatchedFilm(self, source, fps, budget)
 
@@ -198,8 +200,8 @@ class Session:
     def load(
         cls, runtime: Runtime, path: Path, tenant: str = "", accept_features: str | None = None
     ) -> Session:
-        """Read a `.keep` file. Other vision weights are refused; another environment means that
-        the packages are used and the prefixes computed again, which `notes` and reports say."""
+        """Read a `.keep` file. Other vision weights are refused. In another environment the
+        packages are used and the prefixes computed again; `notes` and reports say so."""
         session = cls(runtime, tenant=tenant)
         keep_file.load(session, path, accept_features)
         return session

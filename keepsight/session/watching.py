@@ -1,9 +1,9 @@
-"""A film that goes on while somebody asks about it: `session.watch`.
+"""Questions about a video while it is still running: `session.watch`.
 
-One thread reads frames, another prefills what is new of them, so that an answer begins with the
-question. The film stands once in the conversation, in front of the first question about it, and
-grows there; each of its steps in time is encoded and prefilled once. It may be longer than what is
-held: then the oldest quarter is dropped at once, because the rest has to be prefilled again.
+One thread reads frames and another prefills new ones, so that an answer starts at once. The video
+occurs once in the conversation, before the first question about it, and grows there; each time step
+is encoded and prefilled once. If it exceeds the budget, the oldest quarter is dropped at once,
+because the rest must be prefilled again.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from keepsight.report import Piece, Reply
 if TYPE_CHECKING:
     from keepsight.session.session import Session
 
-_LEAST = 8  # frames that must fit
-_STEP = 2  # frames in one step in time, of all families that see films
+_LEAST = 8  # least number of frames in a budget
+_STEP = 2  # frames per time step, in all families with videos
 
 
 class WatchedFilm:
-    """What was seen of a source so far. Close it, or use it in a `with` statement."""
+    """The frames seen of a source so far. Close it, or use it in a `with` statement."""
 
     def __init__(self, session: Session, source: Frames, fps: float, budget: int) -> None:
         if not 0 < fps < 1_000:
-            raise InputError(f"fps={fps!r}; expected a positive number of frames a second")
+            raise InputError(f"fps={fps!r}; expected a positive number of frames per second")
         if budget < _LEAST:
             raise InputError(f"budget={budget!r} frames; expected at least {_LEAST}")
         self.session, self.fps, self.budget = session, float(fps), budget
-        self.seen = 0  # frames taken from the source, dropped ones too
+        self.seen = 0  # frames taken from the source, including dropped ones
         self.error: KeepsightError | None = None  # why the source ended early
         self._held: list[np.ndarray] = []
-        self._begin = len(session.messages)  # where the film stands in the conversation
+        self._begin = len(session.messages)  # place of the video in the conversation
         self._state = threading.Condition()
         self._over = self._closed = False
         self._prepared = 0
@@ -56,7 +56,7 @@ class WatchedFilm:
 
     @property
     def frames(self) -> int:
-        """The number of frames that a question would be about."""
+        """The number of frames that a question would cover."""
         return len(self._held)
 
     @property
@@ -65,7 +65,7 @@ class WatchedFilm:
         return self._over
 
     def wait(self, frames: int | None = None, timeout: float | None = None) -> int:
-        """Wait until so many frames were seen, or the source has ended; how many were seen."""
+        """Wait until this many frames were seen, or the source ended; return how many were seen."""
         with self._state:
             self._state.wait_for(
                 lambda: self._over or (frames is not None and self.seen >= frames), timeout
@@ -86,7 +86,7 @@ class WatchedFilm:
                     self._state.notify_all()
         except KeepsightError as error:
             self.error = error
-        except Exception as error:  # the caller's own source may raise anything
+        except Exception as error:  # the caller's source may raise anything
             self.error = ImageError(f"the source of frames failed: {error!r}")
         finally:
             with self._state:
@@ -94,7 +94,7 @@ class WatchedFilm:
                 self._state.notify_all()
 
     def _prepare(self) -> None:
-        """Prefill what is new, each time that an eighth was added."""
+        """Prefill new frames whenever an eighth was added."""
         while True:
             with self._state:
                 self._state.wait_for(lambda: self._closed or self._over or self._is_much_new())
@@ -105,7 +105,7 @@ class WatchedFilm:
             try:
                 self.session.prepare(self._asked(frames, "")[: self._begin + 1])
             except KeepsightError:
-                return  # the question says it
+                return  # the next question will report the error
 
     def _is_much_new(self) -> bool:
         new = len(self._held) - self._prepared
@@ -114,11 +114,11 @@ class WatchedFilm:
     # -- asking ----------------------------------------------------------------------------------
 
     def ask(self, question: str, **options: object) -> Reply:
-        """An answer about what was seen so far; the source goes on meanwhile."""
+        """Answer about the frames seen so far; the source continues meanwhile."""
         return Reply.of(self.stream(question, **options))
 
     def stream(self, question: str, **options: object) -> Iterator[Piece]:
-        """The same, piece by piece."""
+        """Answer piece by piece."""
         with self._state:
             held = list(self._held)
         if not held:
@@ -131,7 +131,7 @@ class WatchedFilm:
             yield piece
 
     def _asked(self, frames: list[np.ndarray], question: str) -> list[Message]:
-        """The conversation with the film as it is now, and a question behind it."""
+        """The conversation with the current video and a question after it."""
         clip: Record = {"frames": np.stack(frames), "fps": self.fps, "sampled": True}
         film = {"type": "video", "video": clip}
         before, behind = self.session.messages[: self._begin], self.session.messages[self._begin :]
@@ -143,7 +143,7 @@ class WatchedFilm:
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Read no more. What was asked stays in the conversation."""
+        """Stop reading. Earlier questions stay in the conversation."""
         with self._state:
             self._closed = self._over = True
             self._state.notify_all()

@@ -1,11 +1,10 @@
 """Bytes under a key, in memory, folders and remote addresses. May import formats and below.
 
-`contract` says what a store promises, `layout` where an entry lies and how it is spelled; `disk`
-keeps entries in a folder, `remote` at an address, `tiers` in several stores in a row. Behind `disk`
-are `folder` (files that stay inside the store), `entryfile` (one entry as one file), `catalogue`
-(the catalogue about them), `writer` (the thread that writes) and `audit` (check and repair).
-`priority` says how useful an entry is and what is evicted first; `memory_cache` keeps things in
-memory that way. Nothing in here knows of images, models or prompts.
+`contract` defines the interface, `layout` the place and form of entries. `disk` keeps entries in a
+folder, `remote` at an address, `tiers` in several stores in a row. `disk` uses `folder` (files that
+stay inside the store), `entryfile` (one entry as one file), `catalogue` (their index), `writer`
+(the writing thread) and `check` (check and repair). `priority` ranks entries for eviction;
+`memory_cache` applies it in memory. Nothing here knows about images, models or prompts.
 """
 
 from keepsight.store.contract import (

@@ -1,8 +1,8 @@
-"""One fsspec address: whole objects in and out, each within bounded time.
+"""One fsspec address: whole objects in and out, each in bounded time.
 
-An object appears whole or not at all: stores of objects put them whole, and everywhere else a
-sibling is written first and then moved. Nothing here knows what the objects are. Listings that
-fsspec remembers are switched off, since other machines write to the same address.
+An object appears whole or not at all. Object stores guarantee that; elsewhere a temporary sibling
+is written first and then renamed. Nothing here knows what the objects are. fsspec's listing cache
+is off, because other machines write to the same address.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Here an object is put whole by itself; a sibling and a move would only cost a second copy.
+# These protocols write whole objects; a sibling and a rename would only cost a second copy.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "oci", "memory"}
-# The library of a protocol, and the extra that brings it.
+# The library for a protocol, and the extra that installs it.
 _LIBRARIES = {
     "s3": ("s3fs", "s3"),
     "s3a": ("s3fs", "s3"),
@@ -44,22 +44,22 @@ _LIBRARIES = {
     "az": ("adlfs", None),
 }
 PART = ".part-"
-_FOLDERS = 100_000  # that are known to be there
-_AT_ONCE = 16  # requests of a housekeeping that run at the same time
+_FOLDERS = 100_000  # folders known to exist
+_AT_ONCE = 16  # concurrent requests of housekeeping
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class RemoteObject(NamedTuple):
-    """One object of a listing."""
+    """One object in a listing."""
 
-    name: str  # from the address on
+    name: str  # relative to the address
     nbytes: int
-    written: float  # seconds since the epoch, 0.0 where the address does not say
+    written: float  # seconds since the epoch, 0.0 if the address does not tell
 
     @property
     def is_part(self) -> bool:
-        """Whether it is something half written, that was never moved into place."""
+        """Whether it is a temporary sibling that was never renamed."""
         return self.name.rpartition("/")[2].startswith(PART)
 
 
@@ -69,7 +69,7 @@ class Address:
     def __init__(self, address: str, options: Options | None, timeout: float) -> None:
         if not isinstance(address, str) or "://" not in address:
             raise InputError(f"{address!r} is no address; expected one such as s3://bucket/name")
-        self.shown = re.sub(r"//[^/@]*@", "//", address)  # never a password
+        self.shown = re.sub(r"//[^/@]*@", "//", address)  # without passwords
         self.timeout = timeout
         self._address, self._options = address, dict(options or {})
         self._process = 0
@@ -82,7 +82,7 @@ class Address:
 
         protocol = self._address.split("://", 1)[0]
         try:
-            # An instance of our own: what fsspec caches in it is not shared.
+            # A separate instance: fsspec's cache in it is not shared.
             fs, root = fsspec.url_to_fs(self._address, skip_instance_cache=True, **self._options)
         except ImportError as error:
             raise _missing(protocol, error) from None
@@ -105,20 +105,20 @@ class Address:
     # -- one object ------------------------------------------------------------------------------
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """An object, or some bytes of it; FileNotFoundError where there is none."""
+        """An object, or some bytes of it; FileNotFoundError if it is absent."""
         path = self._path(name)
         data: bytes = self.bounded(lambda: self.fs.cat_file(path, start=start, end=end))
         return data
 
     def info(self, name: str) -> RemoteObject:
-        """What a listing would say of an object; FileNotFoundError where there is none."""
+        """The listing entry of an object; FileNotFoundError if it is absent."""
         info = self.bounded(lambda: self.fs.info(self._path(name)))
         if not _is_file(info):
             raise FileNotFoundError(f"{self.shown}/{name} is no object")
         return _found(name, info)
 
     def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
+        """Whether this object exists."""
         try:
             self.info(name)
         except (FileNotFoundError, NotADirectoryError):
@@ -128,15 +128,15 @@ class Address:
     def write(
         self, name: str, parts: list[bytes | memoryview], unwanted: Callable[[], bool]
     ) -> None:
-        """Put an object in place, whole or not at all. What turns out to be unwanted by the time
-        it is written, even after the time for it had run out, is removed again."""
+        """Write an object, whole or not at all. If it is no longer wanted when the write ends, even
+        after a timeout, it is removed again."""
 
         def work() -> None:
             self._put(name, parts)
             if unwanted():
                 self._remove(name)
 
-        # A large object takes its time on a slow line: a MiB/s is the least that is waited for.
+        # A large object takes time on a slow line: allow for 1 MiB/s.
         self.bounded(work, self.timeout + sum(len(part) for part in parts) / (1 << 20))
 
     def _put(self, name: str, parts: list[bytes | memoryview]) -> None:
@@ -165,7 +165,7 @@ class Address:
             raise
 
     def remove(self, name: str) -> bool:
-        """Remove an object; False where there was none."""
+        """Remove an object; False if it was absent."""
         return self.bounded(lambda: self._remove(name))
 
     def _remove(self, name: str) -> bool:
@@ -181,13 +181,13 @@ class Address:
     # -- many objects ----------------------------------------------------------------------------
 
     def listed(self, folders: list[str]) -> Iterator[RemoteObject]:
-        """All objects in these folders. Each is asked for by itself and several at once, so that
-        a large store is never held in memory as one answer."""
+        """All objects in these folders. Each folder is listed by its own request, several at once,
+        so a large store never fills memory with one answer."""
         for found in self.each(self._below, folders):
             yield from found
 
     def folders(self, folder: str) -> list[str]:
-        """The folders in a folder, named from the address on."""
+        """The folders in a folder, relative to the address."""
         return [name for name, info in self._ls(folder) if info.get("type") == "directory"]
 
     def _below(self, folder: str) -> list[RemoteObject]:
@@ -211,7 +211,7 @@ class Address:
         return found
 
     def each(self, work: Callable[[S], T], items: list[S]) -> Iterator[T]:
-        """`work` of each item, several at once; each of them is bounded, so this ends too."""
+        """Run `work` for each item, several at once; each call is bounded, so this ends too."""
         if len(items) < 2:
             yield from map(work, items)
             return
@@ -219,7 +219,7 @@ class Address:
             yield from crew.map(work, items)
 
     def bounded(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """Do it, or raise TimeoutError; what hangs is left behind in a daemon thread."""
+        """Run a call, or raise TimeoutError; a hanging call stays behind in a daemon thread."""
         seconds = self.timeout if seconds is None else seconds
         done: Future[T] = Future()
         handed = [done]
@@ -230,7 +230,7 @@ class Address:
                 theirs.set_result(work())
             except BaseException as error:
                 theirs.set_exception(error)
-            finally:  # an error knows this frame: all that was to be written would stay with it
+            finally:  # an error references this frame, and so the data to be written
                 del theirs
 
         if begin(run, "keepsight-remote") is None:
@@ -238,7 +238,7 @@ class Address:
         try:
             return done.result(seconds)
         except TimeoutError:
-            if done.done():  # the work itself said so
+            if done.done():  # the work itself raised it
                 raise
             raise TimeoutError(f"no answer within {seconds:g} s") from None
         finally:
@@ -272,7 +272,7 @@ class Breaker:
             return True
 
     def failed(self, error: BaseException) -> None:
-        """It did not work; the first failure in a row is logged."""
+        """Report a failure; the first one in a row is logged."""
         with self._lock:
             self._failures += 1
             first, self.why = self._failures == 1, f"{type(error).__name__}: {error}"
@@ -283,7 +283,7 @@ class Breaker:
             logger.warning("%s (%s); going on without it", self._what, self.why)
 
     def worked(self) -> None:
-        """It answers."""
+        """Report success."""
         if self._failures:
             with self._lock:
                 self._failures, self.why, self.since = 0, None, None
@@ -291,7 +291,7 @@ class Breaker:
 
 
 def _missing(protocol: str, error: ImportError) -> MissingExtra:
-    """Which library an address needs; where we do not know, fsspec's own words name it."""
+    """Name the library that an address needs; for unknown protocols use fsspec's own message."""
     if protocol in _LIBRARIES:
         return MissingExtra.named(*_LIBRARIES[protocol])
     return MissingExtra(f"{protocol}:// needs another library: {error}")
@@ -306,7 +306,7 @@ def _found(name: str, info: Record) -> RemoteObject:
 
 
 def _moment(info: Record) -> float:
-    """When an object was written; each file system has its own name and type for it."""
+    """When an object was written; file systems differ in name and type of this field."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
         moment = info.get(name)
         with contextlib.suppress(ValueError, OverflowError, OSError):

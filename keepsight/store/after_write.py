@@ -1,7 +1,7 @@
-"""What follows each batch of writes: uses are counted, what is over goes, budgets are kept.
+"""The work after each batch of writes: count uses, remove expired entries, enforce budgets.
 
-All of it goes by the catalogue and none by a walk through the folder. Rows that a locked catalogue
-did not take are owed to it and entered with the next ones.
+All of it uses the catalogue, and none walks through the folder. Rows that a locked catalogue
+refused are kept and added with the next ones.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from keepsight.store.rows import as_found, name_of
 from keepsight.store.tally import COUNTED, Counted
 from keepsight.system.lock import Mutex
 
-SWEEP = 1.0  # seconds between two looks for what has ended
-_OWED = 10_000  # rows kept for a catalogue that is locked; `check` finds the files of any others
+SWEEP = 1.0  # seconds between two searches for expired entries
+_OWED = 10_000  # rows kept while the catalogue is locked; `check` finds the files of any others
 
 
 class Keeper:
-    """What the catalogue learns of writes."""
+    """Updates the catalogue around writes."""
 
     def __init__(
         self, folder: Folder, guard: CatalogueGuard, budget: int | None, quota: int | None
@@ -41,9 +41,8 @@ class Keeper:
     # -- around a write --------------------------------------------------------------------------
 
     def announce(self, rows: list[Entry], accounts: dict[str, str]) -> bool:
-        """What will be written now, and whose quotas it counts against, so that a process that dies
-        in between leaves a trace; False where the disk refuses even that. A catalogue that
-        is only locked stops no write."""
+        """Record what will be written, and against whose quotas, so that a crash leaves a trace.
+        False if the disk refuses even that. A locked catalogue stops no write."""
 
         def enter(catalogue: Catalogue) -> None:
             catalogue.set_accounts(accounts)
@@ -55,10 +54,10 @@ class Keeper:
         return not self.guard.disk.is_aside
 
     def enter(self, written: list[Entry], failed: list[EntryName]) -> None:
-        """What was written, and what was announced and was not."""
+        """Record what was written, and what was announced but not written."""
 
         def settle(catalogue: Catalogue) -> bool:
-            # Another process may have let a file go between its writing and this.
+            # Another process may have removed a file since it was written.
             catalogue.set_accounts(self._accounts)
             catalogue.put([e for e in self._owed if self._is_there(EntryName.of(e))])
             catalogue.drop([p for p in failed if catalogue.state(p) == WRITING])
@@ -72,39 +71,39 @@ class Keeper:
                 self._owed, self._accounts = [], {}
 
     def pay(self, at_once: bool = False) -> float | None:
-        """Enter what a locked catalogue did not take, if it may be asked again, or `at_once`;
-        seconds until it may, None where nothing is owed."""
+        """Add rows that a locked catalogue refused, if it may be tried again or `at_once`. Returns
+        the seconds until it may, or None if no rows wait."""
         if at_once:
             self.guard.health.try_now()
         self.enter([], [])
         return self.guard.health.wait if self._owed else None
 
     def enter_file(self, place: EntryName) -> None:
-        """A file that is there, if the catalogue does not know it."""
+        """Add an existing file that the catalogue does not have."""
         unknown = self.guard.try_to(lambda catalogue: catalogue.state(place) is None, False)
         if unknown:
             entry = as_found(self.folder, place)
             self.guard.try_to_change(lambda c: c.put([entry] if entry else []), None)
 
-    # -- afterwards ------------------------------------------------------------------------------
+    # -- after a write ---------------------------------------------------------------------------
 
     def count(self, uses: dict[EntryName, int], events: dict[str, int]) -> bool:
-        """Enter how often entries were read, and what else is counted; whether that was done."""
+        """Record how often entries were read, and other counts; return whether that worked."""
 
         def enter(catalogue: Catalogue) -> bool:
             catalogue.add_facts(events)
             for place in catalogue.use(uses, time.time()):
-                entry = as_found(self.folder, place)  # a file that the catalogue does not know
+                entry = as_found(self.folder, place)  # a file that the catalogue does not have
                 catalogue.put([entry] if entry else [])
             return True
 
         return not (uses or events) or self.guard.try_to_change(enter, False)
 
     def sweep(self, ended: list[EntryName]) -> None:
-        """Remove what readers found to be over, and what the catalogue says is over."""
+        """Remove expired entries, as reported by readers or found in the catalogue."""
         now = time.time()
         absent = [place for place in ended if not self._is_there(place)]
-        if absent:  # set aside: what depends on it waits for it to be made again
+        if absent:  # set aside: its dependents wait for a new copy
             self.guard.try_to_change(lambda catalogue: catalogue.drop(absent), None)
         places = [place for place in ended if self._is_over(place, now)]
         if time.monotonic() >= self.sweep_at:
@@ -115,7 +114,7 @@ class Keeper:
             self.guard.remove(self.guard.act(lambda catalogue: catalogue.tower(places)))
 
     def let_fall(self, refused: list[EntryName]) -> None:
-        """Remove what depends on entries that were refused: it was written before them."""
+        """Remove the dependents of refused entries, which were written before them."""
         refused = [p for p in refused if not self._is_there(p)]
         if refused:
             tower = self.guard.act(lambda catalogue: catalogue.tower(refused))
@@ -125,14 +124,14 @@ class Keeper:
         return self.folder.status(name_of(place)) is not None
 
     def _is_over(self, place: EntryName, now: float) -> bool:
-        """By the file once more: another process may have written it again."""
+        """Check expiry in the file again: another process may have rewritten it."""
         path = self.folder.path(name_of(place))
         with contextlib.suppress(OSError, ValueError):
             return layout.expired(entryfile.read_metadata(path, place.kind, place.key), now)
         return False
 
     def fit(self, tenants: set[str]) -> list[EntryName]:
-        """Let the least useful go where a budget or a quota is exceeded."""
+        """Evict the least useful entries if a budget or a quota is exceeded."""
         gone: list[EntryName] = []
         if self.quota is not None:
             for account in {self._account(tenant) for tenant in tenants}:
@@ -145,8 +144,8 @@ class Keeper:
         return self.guard.act(lambda catalogue: catalogue.account(tenant))
 
     def crowded_out(self, sizes: dict[EntryName, int]) -> dict[EntryName, str]:
-        """Of entries that had to go as soon as they were written, those for which pins leave no
-        room, and what to say of each."""
+        """Of entries evicted right after they were written: those for which pins leave no room,
+        with the reason."""
         found: dict[EntryName, str] = {}
         accounts: dict[str, list[EntryName]] = {}
         for place in sizes if self.quota is not None else ():
@@ -164,7 +163,7 @@ class Keeper:
         return found
 
     def pin(self, place: EntryName, pinned: bool) -> bool:
-        """Pin an entry, if budget and quota have room for all that is pinned, or no longer."""
+        """Pin or unpin an entry, if budget and quota have room for all pinned entries."""
 
         def enter(catalogue: Catalogue) -> bool:
             row = catalogue.row(place)
@@ -179,10 +178,10 @@ class Keeper:
 
         return self.guard.change(enter)
 
-    # -- for statistics --------------------------------------------------------------------------
+    # -- statistics ------------------------------------------------------------------------------
 
     def counted(self, tenant: str) -> Counted:
-        """What a tenant has, by the catalogue."""
+        """A tenant's entries and bytes, from the catalogue."""
 
         def look(catalogue: Catalogue) -> Counted:
             ever = {name: int(catalogue.fact(f"{name} {tenant}")) for name in COUNTED}
@@ -194,15 +193,15 @@ class Keeper:
     # -- in idle time ----------------------------------------------------------------------------
 
     def adopt_some(self) -> tuple[bool, list[EntryName]]:
-        """Enter files that the catalogue does not know: whether there are more, and once there are
-        none, what had to go because all of them were over the budget."""
+        """Add some files that the catalogue does not have. Returns whether more remain; at the end,
+        what exceeded the budget and was evicted."""
         before, self._adopting = self._adopting, self.guard.adopt_some()
         if before and not self._adopting:
             return False, self.fit(set(self.guard.act(lambda catalogue: catalogue.tenants())))
         return self._adopting, []
 
     def pause(self) -> float | None:
-        """Seconds until something may be over or entered, as far as it is worth waking for."""
+        """Seconds until the next expiry or catalogue retry, up to a maximum."""
         first = self.guard.try_to(lambda catalogue: catalogue.next_end(), None)
         owed = self.pay()
         end = None if first is None else min(60.0, max(SWEEP, first - time.time()))

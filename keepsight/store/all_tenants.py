@@ -1,6 +1,6 @@
-"""A store as who administers its disk sees it: the entries of all tenants together.
+"""A store as an administrator of its disk sees it: the entries of all tenants together.
 
-For looking and removing only; tenants are named by their digests, as their folders are.
+Only for looking and removing. Tenants are named by their digests, like their folders.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ADDED = ("hits", "misses", "evictions", "written", "refused")
 
 
 class AllTenants:
-    """All tenants of a store, or only one. `views`: what each has, by digest."""
+    """All tenants of a store, or only one. `views`: the store of each tenant, by digest."""
 
     def __init__(self, store: Store, only: str | None = None) -> None:
-        """`only`: a tenant's name, or the beginning of a digest."""
+        """`only`: a tenant's name, or the start of its digest."""
         self.store, self._is_whole = store, only is None
         digests = store.tenants()
         if only is not None:
@@ -41,7 +41,7 @@ class AllTenants:
             yield from view.entries()
 
     def stats(self) -> Record:
-        """The same as of a store, added up; entries and bytes of each tenant under `tenants`."""
+        """Statistics as of a store, added up; entries and bytes of each tenant under `tenants`."""
         whole = self.store.stats()
         each = {digest: view.stats() for digest, view in self.views.items()}
         kinds: dict[str, dict[str, int]] = {}
@@ -61,7 +61,7 @@ class AllTenants:
         return whole | counts | {"kinds": kinds, "ever": ever, "tenants": tenants}
 
     def gc(self, budget: int) -> int:
-        """Remove the least useful entries, whosesoever they are, until the rest fits; the bytes
+        """Remove the least useful entries of all tenants until the rest fits; return the bytes
         freed."""
         if isinstance(self.store, DiskStore) and self._is_whole:
             return self.store.gc_all(budget)
@@ -80,25 +80,25 @@ class AllTenants:
         return sum(delete_all(self.views[tenant], names) for tenant, names in going.items())
 
     def delete_media(self, image_key: str) -> int:
-        """Remove all that holds anything of this image; the bytes freed."""
+        """Remove everything that depends on this image; return the bytes freed."""
         return sum(view.delete_media(image_key) for view in self.views.values())
 
     def clear(self) -> int:
-        """Remove every entry; the bytes freed."""
+        """Remove every entry; return the bytes freed."""
         if self._is_whole:
             return self.store.clear(everybody=True)
         return sum(view.clear() for view in self.views.values())
 
     def check(self, repair: bool = False) -> list[str]:
-        """Read everything in full; what is wrong, one line each."""
+        """Read everything in full; return one line per problem."""
         if isinstance(self.store, DiskStore) and self._is_whole:
             return self.store.check(repair)
         return [line for view in self.views.values() for line in view.check(repair)]
 
 
 def _meant(name: str, digests: list[str]) -> str:
-    """The tenant with this name; where nothing is stored under it, the one whose digest begins
-    so."""
+    """The tenant with this name; if nothing is stored under it, the one whose digest begins with
+    it."""
     named = tenant_digest(name)
     found = [digest for digest in digests if digest and digest.startswith(name)]
     if named in digests or len(name) < _LEAST or not found:

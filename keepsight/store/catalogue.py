@@ -1,11 +1,11 @@
-"""The catalogue of a store, in SQLite: what is there, how large, how useful, until when.
+"""The catalogue of a store, in SQLite: which entries exist, with size, usefulness and expiry.
 
-It is never needed to read an entry, and can be deleted at any time: the files tell all of it but
-how often they were used and what they cost. Each row passes through three states, so that a process
-that dies in between leaves a trace: `WRITING` before its file is written, `THERE`, and `GOING`
-before its file is removed. The next to open it settles those rows and no others.
+Reading an entry never needs it, and it can be deleted at any time: the files contain everything
+except use counts and costs. Each row has one of three states, so that a crash leaves a trace:
+`WRITING` before its file is written, `THERE`, and `GOING` before its file is removed. The next
+process to open the catalogue settles rows in the first and last state, and no others.
 
-Its tables, and how it is opened, are in `tables.py`.
+`tables.py` defines its tables and opens it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepsight.store.contract import Entry, Name
 from keepsight.store.layout import EntryName, is_name, is_tenant
 from keepsight.store.priority import usefulness
 
-NAME = "catalogue-1.sqlite"  # the number is that of the tables; another version has its own file
+NAME = "catalogue-1.sqlite"  # the version of the tables; other versions use other files
 THERE, WRITING, GOING = 0, 1, 2
 _PAGE = 1000
 
@@ -55,19 +55,19 @@ SELECT coalesce(sum(bytes), 0) FROM held JOIN entry USING (id) WHERE state = 0
 
 
 class Scope(NamedTuple):
-    """Of whom rows are meant: a condition, and the tenant that it speaks of."""
+    """Which tenants' rows are meant: an SQL condition, and its tenant."""
 
     where: str
     whose: str = ""
 
     @classmethod
     def tenant(cls, tenant: str) -> Scope:
-        """What one tenant has."""
+        """The rows of one tenant."""
         return cls("tenant = :whose", tenant)
 
     @classmethod
     def account(cls, account: str) -> Scope:
-        """What counts together: a tenant, and all that are parts of it."""
+        """The rows that share a quota: a tenant's, and those of all its parts."""
         parts = "SELECT tenant FROM account WHERE account = :whose"
         return cls(f"tenant IN (SELECT :whose UNION ALL {parts})", account)
 
@@ -76,19 +76,19 @@ ALL_TENANTS = Scope("TRUE")
 
 
 class Catalogue:
-    """One connection to the catalogue; see `CatalogueGuard` for who calls it."""
+    """One connection to the catalogue; `CatalogueGuard` is its only caller."""
 
     def __init__(self, path: Path | None, to_read: str = "") -> None:
-        """In memory without a path. `to_read` is a mode of SQLite's in which nothing is written:
-        `mode=ro`, or `immutable=1` where no process can write."""
+        """In memory without a path. `to_read` is a read-only mode of SQLite: `mode=ro`, or
+        `immutable=1` if no process can write."""
         self._base = tables.connect(path, to_read)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._base.close()
 
     def __enter__(self) -> Catalogue:
-        """One transaction, the only writer until its end."""
+        """Begin one transaction, the only writer until its end."""
         self._base.execute("BEGIN IMMEDIATE")
         return self
 
@@ -96,14 +96,13 @@ class Catalogue:
         try:
             if kind is None and self._base.in_transaction:
                 self._base.execute("COMMIT")
-        finally:  # a COMMIT that a full disk refused may leave the transaction open
+        finally:  # a COMMIT refused by a full disk may leave the transaction open
             if self._base.in_transaction:
-                with contextlib.suppress(sqlite3.Error):  # the first error is the one to tell
+                with contextlib.suppress(sqlite3.Error):  # report the first error
                     self._base.execute("ROLLBACK")
 
     def checkpoint(self) -> bool:
-        """Write the journal back, which frees its disk space; False where the disk has no room for
-        it."""
+        """Write the journal back, which frees disk space; False if the disk has no room for it."""
         try:
             self._base.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error:
@@ -118,11 +117,11 @@ class Catalogue:
         return float(row[0]) if row else 0.0
 
     def set_fact(self, name: str, value: float) -> None:
-        """Keep such a number."""
+        """Store such a number."""
         self._base.execute("INSERT OR REPLACE INTO fact VALUES (?, ?)", (name, value))
 
     def add_facts(self, numbers: dict[str, int]) -> None:
-        """Count on."""
+        """Add to counts."""
         for name, number in numbers.items():
             self.set_fact(name, self.fact(name) + number)
 
@@ -137,19 +136,19 @@ class Catalogue:
         return int(self._base.execute(query, {"whose": scope.whose}).fetchone()[0])
 
     def held(self, scope: Scope = ALL_TENANTS) -> int:
-        """Bytes that are pinned, with what these depend on; it looks at every row."""
+        """Bytes of pinned entries and of what they depend on; reads every row."""
         query = _HELD.format(where=scope.where)
         return int(self._base.execute(query, {"whose": scope.whose}).fetchone()[0])
 
     def tenants(self) -> list[str]:
-        """All tenants that have anything here."""
+        """All tenants with entries here."""
         found = self._base.execute("SELECT DISTINCT tenant FROM total WHERE entries > 0")
         return sorted(row[0] for row in found)
 
     # -- accounts --------------------------------------------------------------------------------
 
     def account(self, tenant: str) -> str:
-        """The tenant whose quota this one counts against; mostly its own."""
+        """The tenant whose quota this one counts against; usually itself."""
         query = "SELECT account FROM account WHERE tenant = ?"
         row = self._base.execute(query, (tenant,)).fetchone()
         if row is not None and not is_tenant(row[0]):
@@ -157,7 +156,7 @@ class Catalogue:
         return tenant if row is None else str(row[0])
 
     def set_accounts(self, accounts: dict[str, str]) -> None:
-        """Enter tenants with the accounts whose quota they count against."""
+        """Store the accounts whose quota tenants count against."""
         for tenant, account in accounts.items():
             if self.account(tenant) == account:
                 continue
@@ -166,19 +165,19 @@ class Catalogue:
                 self._base.execute("INSERT INTO account VALUES (?, ?)", (tenant, account))
 
     def has_rows(self, tenant: str) -> bool:
-        """Whether a tenant has anything, or is about to."""
+        """Whether a tenant has rows in any state."""
         query = "SELECT 1 FROM entry WHERE tenant = ? LIMIT 1"
         return self._base.execute(query, (tenant,)).fetchone() is not None
 
     def forget(self, tenant: str) -> None:
-        """Drop what is known of a tenant without rows."""
+        """Drop the record of a tenant without rows."""
         for table in ("account", "total"):
             self._base.execute(f"DELETE FROM {table} WHERE tenant = ?", (tenant,))
 
     # -- rows ------------------------------------------------------------------------------------
 
     def put(self, entries: Iterable[Entry], state: int = THERE) -> None:
-        """Write rows; what is already there keeps how often it was used, and its pin."""
+        """Write rows; existing ones keep their use counts and pins."""
         floor = self.fact("floor")
         for e in entries:
             base_kind, base_key = e.depends_on or (None, None)
@@ -194,20 +193,20 @@ class Catalogue:
                 self._base.executemany("INSERT OR IGNORE INTO medium VALUES (?, ?, ?)", names)
 
     def row(self, place: EntryName) -> Entry | None:
-        """One entry that is there."""
+        """One existing entry."""
         query = f"SELECT * FROM entry WHERE {_HERE} AND state = 0"
         row = self._base.execute(query, place).fetchone()
         return None if row is None else _entry(row)
 
     def state(self, place: EntryName) -> int | None:
-        """The state of a row, or None when there is none."""
+        """The state of a row, or None if there is none."""
         row = self._base.execute(f"SELECT state FROM entry WHERE {_HERE}", place).fetchone()
         if row is not None and row[0] not in (THERE, WRITING, GOING):
             raise sqlite3.DatabaseError("a row has a state that is none")
         return None if row is None else int(row[0])
 
     def is_sound(self) -> bool:
-        """Whether tables and indexes are whole and agree, and every row names an entry."""
+        """Whether tables and indexes are intact and consistent, and every row names an entry."""
         if self._base.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
             return False
         for row in self._base.execute("SELECT * FROM entry"):
@@ -217,7 +216,7 @@ class Catalogue:
         return True
 
     def mark(self, places: Iterable[EntryName], state: int) -> None:
-        """Put rows into another state."""
+        """Set the state of rows."""
         values = [(state, *place) for place in places]
         self._base.executemany(f"UPDATE entry SET state = ? WHERE {_HERE}", values)
 
@@ -230,12 +229,12 @@ class Catalogue:
         self._base.execute(f"UPDATE entry SET bytes = ? WHERE {_HERE}", (nbytes, *place))
 
     def pin(self, place: EntryName, pinned: bool) -> bool:
-        """Keep a row whatever the budget, or no longer; whether there is one."""
+        """Pin or unpin a row; return whether it exists."""
         values = (pinned, *place)
         return self._base.execute(f"UPDATE entry SET pinned = ? WHERE {_HERE}", values).rowcount > 0
 
     def use(self, uses: dict[EntryName, int], now: float) -> list[EntryName]:
-        """Count uses, and compute usefulness again; return the entries that have no row."""
+        """Add uses and compute usefulness again; return the entries without a row."""
         floor, unknown = self.fact("floor"), []
         for place, count in uses.items():
             changed = self._base.execute(
@@ -253,30 +252,30 @@ class Catalogue:
         return [(_place(row), row["state"], float(row["created"])) for row in rows]
 
     def page(self, tenant: str, after: int) -> tuple[list[Entry], int]:
-        """Some of the rows of a tenant, and where the next ones begin: no writer waits long."""
+        """Some rows of a tenant, and where the next page begins; no writer waits long."""
         rows = self._base.execute(
             "SELECT * FROM entry WHERE id > ? AND state = 0 AND tenant = ? ORDER BY id LIMIT ?",
             (after, tenant, _PAGE),
         ).fetchall()
         return [_entry(row) for row in rows], rows[-1]["id"] if rows else after
 
-    # -- which -----------------------------------------------------------------------------------
+    # -- selections ------------------------------------------------------------------------------
 
     def leaves(self, scope: Scope, count: int) -> list[tuple[float, Entry]]:
-        """The least useful that no other depends on, not pinned, with their usefulness."""
+        """The least useful entries without dependents and pins, with their usefulness."""
         query, values = _LEAVES.format(where=scope.where), {"whose": scope.whose, "count": count}
         rows = self._base.execute(query, values).fetchall()
         return [(row["worth"], _entry(row)) for row in rows]
 
     def usefulness_of(self, place: EntryName) -> tuple[float, Entry] | None:
-        """A row that may be evicted, unless something depends on it."""
+        """The usefulness of a row that is not pinned."""
         row = self._base.execute(
             f"SELECT * FROM entry WHERE {_HERE} AND state = 0 AND pinned = 0", place
         ).fetchone()
         return None if row is None else (row["worth"], _entry(row))
 
     def worst(self, scope: Scope, count: int) -> list[EntryName]:
-        """The least useful not pinned, whatever depends on them."""
+        """The least useful entries without pins, whatever depends on them."""
         rows = self._base.execute(
             f"SELECT * FROM entry WHERE state = 0 AND pinned = 0 AND {scope.where}"
             " ORDER BY worth LIMIT :count",
@@ -285,14 +284,15 @@ class Catalogue:
         return [_place(row) for row in rows]
 
     def upon(self, place: EntryName) -> list[EntryName]:
-        """What depends directly on an entry."""
+        """The direct dependents of an entry."""
         rows = self._base.execute(
             "SELECT * FROM entry WHERE tenant = ? AND base_kind = ? AND base_key = ?", place
         )
         return [_place(row) for row in rows]
 
     def latest_upon(self, tenant: str, kind: str, base: str | None, count: int) -> list[EntryName]:
-        """What depends directly on an entry of its own kind, or on nothing: the latest used."""
+        """The most recently used entries of one kind that depend directly on an entry of that kind,
+        or on nothing."""
         where = "base_key IS NULL" if base is None else "base_key = ? AND base_kind = kind"
         where = f"tenant = ? AND kind = ? AND state = 0 AND {where} ORDER BY used DESC LIMIT ?"
         values = (tenant, kind, *filter(None, [base]), count)
@@ -300,17 +300,17 @@ class Catalogue:
         return [_place(row) for row in rows]
 
     def tower(self, places: Iterable[EntryName]) -> list[EntryName]:
-        """These and all that depends on them, the highest first."""
+        """These entries and all their dependents, the deepest dependents first."""
         found = dict.fromkeys(places)
         open_ = list(found)
-        for place in open_:  # it grows as it goes
+        for place in open_:  # grows while it is iterated
             new = [other for other in self.upon(place) if other not in found]
             found.update(dict.fromkeys(new))
             open_ += new
         return list(reversed(found))
 
     def with_media(self, tenant: str, images: Iterable[str]) -> list[EntryName]:
-        """What holds anything of these images."""
+        """Entries that depend on any of these images."""
         found: list[EntryName] = []
         for image in images:
             rows = self._base.execute(
@@ -322,7 +322,7 @@ class Catalogue:
         return list(dict.fromkeys(found))
 
     def ended(self, now: float, slack: float) -> list[EntryName]:
-        """What may no longer be used, or was made later than now and would live too long."""
+        """Expired entries, and those dated in the future, which would live too long."""
         rows = self._base.execute(
             "SELECT * FROM entry WHERE expires IS NOT NULL AND state = 0"
             " AND (expires <= ? OR created > ?)",
@@ -331,13 +331,13 @@ class Catalogue:
         return [_place(row) for row in rows]
 
     def next_end(self) -> float | None:
-        """When the first of all entries is over, if any ever is."""
+        """When the first entry expires, if any does."""
         query = "SELECT min(expires) FROM entry WHERE expires IS NOT NULL"
         row = self._base.execute(query).fetchone()
         return None if row[0] is None else float(row[0])
 
     def without_base(self) -> list[tuple[EntryName, Name]]:
-        """What depends on something that has no row at all."""
+        """Entries whose base has no row."""
         rows = self._base.execute(
             "SELECT * FROM entry AS e WHERE state = 0 AND base_key IS NOT NULL AND NOT EXISTS ("
             " SELECT 1 FROM entry AS b"
@@ -346,7 +346,7 @@ class Catalogue:
         return [(_place(row), (row["base_kind"], row["base_key"])) for row in rows]
 
     def sums(self) -> tuple[dict[tuple[str, str], tuple[int, int]], ...]:
-        """The totals as stored and as counted again, for `check`."""
+        """The totals as stored and as recounted, for `check`."""
         stored = self._base.execute("SELECT * FROM total WHERE entries <> 0 OR bytes <> 0")
         counted = self._base.execute(
             "SELECT tenant, kind, count(*) AS entries, sum(bytes) AS bytes FROM entry"
@@ -358,7 +358,7 @@ class Catalogue:
         )
 
     def add_up(self) -> None:
-        """Count the totals again."""
+        """Recount the totals."""
         self._base.execute("DELETE FROM total")
         self._base.execute(
             "INSERT INTO total SELECT tenant, kind, count(*), sum(bytes) FROM entry"
@@ -367,7 +367,7 @@ class Catalogue:
 
 
 def _place(row: sqlite3.Row) -> EntryName:
-    """What a row names. A flipped bit is seen by no checksum of SQLite's, only here."""
+    """The place that a row names. SQLite has no checksums; a flipped bit is only detected here."""
     place = EntryName(row["tenant"], row["kind"], row["key"])
     if not (is_name(place.kind, place.key) and is_tenant(place.tenant)):
         raise sqlite3.DatabaseError("a row names what can be no entry")

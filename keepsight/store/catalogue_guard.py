@@ -1,10 +1,9 @@
-"""The catalogue, which may be missing, damaged, locked or deleted at any time.
+"""Access to a catalogue that may be missing, damaged, locked or deleted at any time.
 
-None of that may disturb reading or writing, so everything that can go wrong with the catalogue ends
-here. Only a damaged catalogue is rebuilt from the files, and not again and again. One that is out
-of reach (locked, or on a disk that is full, read-only or gone) is sound: it is tried again later.
-What a dead process left half done is settled when the catalogue is opened, by the rows that say so
-and no others.
+None of that may disturb reading or writing, so every catalogue error is handled here. Only a
+damaged catalogue is rebuilt from the files, and not repeatedly. An unreachable one (locked, or on a
+disk that is full, read-only or gone) is intact and tried again later. When the catalogue is opened,
+rows that a dead process left unfinished are settled, and no others.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from keepsight.system import forks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_TROUBLE = sqlite3.Error, UnicodeDecodeError  # the latter where a message of SQLite is damaged
+_TROUBLE = sqlite3.Error, UnicodeDecodeError  # the latter if SQLite's message is damaged
 _AGAIN = 60.0  # seconds until a catalogue that could not be opened is tried again
-_FIRST_REBUILD, _LONGEST_REBUILD = 60.0, 3600.0  # between two rebuilds
-_LEFT: list[Catalogue | None] = []  # of a parent that had them in use when it forked
+_FIRST_REBUILD, _LONGEST_REBUILD = 60.0, 3600.0  # seconds between two rebuilds
+_LEFT: list[Catalogue | None] = []  # connections of a parent that were in use when it forked
 
 
 class CatalogueGuard:
@@ -45,19 +44,19 @@ class CatalogueGuard:
     def __init__(self, folder: Folder, disk: Health) -> None:
         self.folder, self.disk = folder, disk
         self.health = Health(f"the catalogue of {folder.root} cannot be used")
-        self.in_memory = False  # there is no catalogue on the disk, for now
+        self.in_memory = False  # there is currently no catalogue on the disk
         self._lock = threading.RLock()
         self._catalogue: Catalogue | None = None
         self._file: tuple[int, int] | None = None  # device and inode
-        self._is_makeshift = False  # read only, or not settled: for a time
+        self._is_makeshift = False  # read-only or unsettled, for a while
         self._try_again = 0.0
         self._rebuild_at, self._rebuild_pause = 0.0, _FIRST_REBUILD
         self._adopting: Iterator[list[Entry]] | None = None
-        self._owed: list[EntryName] = []  # files are gone, rows are not: the disk was full
+        self._owed: list[EntryName] = []  # files are removed but rows remain: the disk was full
         forks.hold(self, forks.CATALOGUES)
 
     def act(self, work: Callable[[Catalogue], T]) -> T:
-        """Do something with the catalogue, on a new one where the old one is damaged."""
+        """Call `work` with the catalogue; if it is damaged, again with a new one."""
         with self._lock:
             for final in (False, True):
                 try:
@@ -65,7 +64,7 @@ class CatalogueGuard:
                 except _TROUBLE as error:
                     state = health.named(error)
                     if state in (health.GONE, health.FAILING):
-                        self.close()  # such a connection may not get well again
+                        self.close()  # this connection may stay broken
                     if final or state not in (health.DAMAGED, health.GONE):
                         raise StoreError(f"{self._path}: {error}") from error
                     if state == health.DAMAGED:
@@ -77,7 +76,7 @@ class CatalogueGuard:
         raise StoreError(f"{self._path}: not usable")
 
     def change(self, work: Callable[[Catalogue], T]) -> T:
-        """Do something in one transaction."""
+        """Call `work` in one transaction."""
 
         def whole(catalogue: Catalogue) -> T:
             with catalogue:
@@ -86,7 +85,7 @@ class CatalogueGuard:
         return self.act(whole)
 
     def try_to(self, work: Callable[[Catalogue], T], otherwise: T) -> T:
-        """`act` for those who can go on without."""
+        """`act` for callers that can do without; None on failure."""
         try:
             return self.act(work)
         except StoreError as error:
@@ -94,8 +93,7 @@ class CatalogueGuard:
             return otherwise
 
     def try_to_change(self, work: Callable[[Catalogue], T], otherwise: T) -> T:
-        """`change` for those who can go on without; a catalogue that was locked is not waited for
-        again at once."""
+        """`change` for callers that can do without; a locked catalogue is not retried at once."""
         if self.health.state == health.LOCKED and self.health.is_aside:
             return otherwise
         try:
@@ -108,13 +106,13 @@ class CatalogueGuard:
         return result
 
     def note(self, error: Exception) -> None:
-        """What a lock or damage does concerns the catalogue alone, all else the whole disk."""
+        """Record an error: locks and damage concern the catalogue, all else the whole disk."""
         state = health.named(error)
         of_catalogue = state in (health.LOCKED, health.DAMAGED)
         (self.health if of_catalogue else self.disk).failed(error, state)
 
     def pages(self, tenant: str) -> Iterator[Entry]:
-        """All rows of a tenant, whatever happens to them in the meantime."""
+        """All rows of a tenant, even if they change meanwhile."""
         after = 0
         while True:
             page, after = self.act(lambda catalogue, a=after: catalogue.page(tenant, a))  # type: ignore[misc]
@@ -123,7 +121,7 @@ class CatalogueGuard:
             yield from page
 
     def close(self) -> None:
-        """Let go of the catalogue; it opens again when needed."""
+        """Close the catalogue; it opens again when needed."""
         with self._lock:
             if self._catalogue is not None:
                 with contextlib.suppress(sqlite3.Error):
@@ -132,7 +130,7 @@ class CatalogueGuard:
             self.in_memory = self._is_makeshift = False
 
     def try_to_close(self) -> None:
-        """The same where it is not in use: this does not wait."""
+        """Close the catalogue if it is not in use; never waits."""
         if self._lock.acquire(blocking=False):
             try:
                 self.close()
@@ -140,27 +138,26 @@ class CatalogueGuard:
                 self._lock.release()
 
     def try_now(self) -> None:
-        """One that was opened read-only or in memory is opened again when it is needed next."""
+        """Reopen a catalogue that is read-only or in memory at its next use."""
         if self._try_again != float("inf"):
             self._try_again = 0.0
 
     # -- forks -----------------------------------------------------------------------------------
 
     def before_fork(self, seconds: float) -> bool:
-        """Close it, and keep it closed until `after_fork`: SQLite notes in the process what is
-        locked, and a child that has these notes would believe them."""
+        """Close it until `after_fork`: SQLite records its locks in the process, and a child would
+        trust the copied records."""
         if not self._lock.acquire(timeout=seconds):
             return False
         self.close()
         return True
 
     def after_fork(self) -> None:
-        """It may be opened again."""
+        """Allow it to be opened again."""
         self._lock.release()
 
     def in_child(self, taken: bool) -> None:
-        """What could not be closed is never touched again: this process has a catalogue in
-        memory."""
+        """Abandon a connection that could not be closed; use a catalogue in memory instead."""
         self._lock = threading.RLock()
         if not taken:
             _LEFT.append(self._catalogue)
@@ -183,7 +180,7 @@ class CatalogueGuard:
         for suffix in ("", "-wal", "-shm"):
             status = self.folder.status(NAME + suffix)
             if status is not None and not stat.S_ISREG(status.st_mode):
-                self.folder.set_aside(NAME + suffix)  # a link would lead out of the store
+                self.folder.set_aside(NAME + suffix)  # a link would lead outside the store
         try:
             made = opened(self.folder.path(NAME))
         except (sqlite3.OperationalError, OSError) as error:
@@ -197,13 +194,13 @@ class CatalogueGuard:
             if health.named(error) in (health.LOCKED, health.DAMAGED):
                 made.close()
                 raise
-            self.note(error)  # it is complete enough to read, and opened again after a time
+            self.note(error)  # complete enough to read; opened again later
             self._is_makeshift, self._try_again = True, time.monotonic() + _AGAIN
         self._catalogue = made
         return made
 
     def _begin(self, made: Catalogue, replaced: bool) -> None:
-        """Settle what the dead have left. Another's file in the place of ours may lack rows."""
+        """Settle what dead processes left. If another file replaced ours, it may lack rows."""
         settle(made, self.folder)
         if replaced:
             made.set_fact("complete", 0)
@@ -215,7 +212,7 @@ class CatalogueGuard:
             made.set_fact("complete", 1)
 
     def _open_without_writing(self, error: Exception) -> Catalogue:
-        """What can be read of the catalogue where it cannot be written; else one in memory."""
+        """Open an unwritable catalogue for reading if possible, otherwise one in memory."""
         self._catalogue = opened_to_read(self.folder.path(NAME))
         if self._catalogue is None:
             self.note(error)
@@ -229,7 +226,8 @@ class CatalogueGuard:
         return None if status is None else (status.st_dev, status.st_ino)
 
     def _is_current(self) -> bool:
-        """Not when somebody deleted or replaced the file, or it may now be there after all."""
+        """Whether the open catalogue is still the right one: its file may be deleted, replaced or
+        available again."""
         if self.in_memory:
             return time.monotonic() < self._try_again
         if self._is_makeshift and time.monotonic() >= self._try_again:
@@ -244,7 +242,8 @@ class CatalogueGuard:
         return self._catalogue
 
     def _is_store(self) -> bool:
-        """Looking at a folder must not make a store of it; writing puts a marker there first."""
+        """Whether the folder is a store: reading must not create one; writing puts a marker there
+        first."""
         marks = (layout.MARKER, NAME)
         return any(self.folder.status(name) for name in marks) or self._has_entries()
 
@@ -252,8 +251,8 @@ class CatalogueGuard:
         return any(name in layout.KINDS or name == "tenants" for name in self.folder.names(""))
 
     def _replace(self, error: Exception) -> None:
-        """Put a damaged catalogue aside; the next one is filled from the files. Where that does not
-        help it is not done without end: one in memory takes its place for a time."""
+        """Move a damaged catalogue aside; the next one is filled from the files. After repeated
+        damage a catalogue in memory replaces it for a while."""
         self.health.failed(error, health.DAMAGED)
         self.close()
         now = time.monotonic()
@@ -270,7 +269,7 @@ class CatalogueGuard:
     # -- adopting unknown files ----------------------------------------------------------
 
     def is_sound(self) -> bool:
-        """Whether the catalogue can be believed."""
+        """Whether the catalogue is intact."""
         try:
             with self._lock:
                 return self._open().is_sound()
@@ -287,14 +286,14 @@ class CatalogueGuard:
             self.complete()
 
     def complete(self) -> None:
-        """Enter every file that the catalogue lacks, and drop rows of those that are gone."""
+        """Add every file that the catalogue lacks, and drop rows whose file is gone."""
         if self._owed:
             self.try_to(lambda catalogue: self._remove(catalogue, []), 0)
         while self.adopt_some():
             pass
 
     def adopt_some(self) -> bool:
-        """Enter the files of one more folder; False when all are in the catalogue."""
+        """Add the files of one more folder; False when all are in the catalogue."""
         with self._lock:
             if self.act(lambda catalogue: catalogue.fact("complete")):
                 return False
@@ -302,7 +301,7 @@ class CatalogueGuard:
                 self._adopting = everything(self.folder)
             try:
                 found = next(self._adopting, None)
-            except OSError as error:  # half a walk is none
+            except OSError as error:  # an incomplete walk does not count
                 self._adopting = None
                 raise StoreError(f"{self.folder.root} cannot be read: {error}") from error
             if found is None:
@@ -323,7 +322,7 @@ class CatalogueGuard:
     # -- eviction --------------------------------------------------------------------------------
 
     def remove(self, places: list[EntryName]) -> int:
-        """Remove entries in this order, files and rows; the bytes freed."""
+        """Remove entries, files and rows, in this order; return the bytes freed."""
         freed = 0
         for start in range(0, len(places), AT_ONCE):
             some = places[start : start + AT_ONCE]
@@ -337,7 +336,7 @@ class CatalogueGuard:
         with catalogue:
             for place in places:
                 if is_marked and catalogue.state(place) not in (GOING, None):
-                    continue  # somebody writes it again at this moment
+                    continue  # somebody is writing it again now
                 status = self.folder.status(name_of(place))
                 try:
                     freed += status.st_size if self.folder.remove(name_of(place)) and status else 0
@@ -356,8 +355,8 @@ class CatalogueGuard:
         return freed + (self.remove(left) if left else 0)
 
     def _drop_owed(self, catalogue: Catalogue, is_full: bool = True) -> None:
-        """Drop rows of files that are gone. On a full disk the journal would take all room that was
-        just made: it is emptied first, and until that is possible nothing is written to it."""
+        """Drop rows whose files are gone. On a full disk the journal would use the freed room, so
+        it is emptied first; until that works nothing is written to it."""
         if not self._owed or (is_full and not catalogue.checkpoint()):
             return
         try:
@@ -372,7 +371,7 @@ class CatalogueGuard:
                 raise
 
     def _mark_going(self, catalogue: Catalogue, places: list[EntryName]) -> bool:
-        """Say what will be removed. A full disk has no room for that, and removing makes some."""
+        """Mark rows as going. A full disk has no room for that; removing files makes room."""
         try:
             with catalogue:
                 catalogue.mark(places, GOING)
@@ -383,7 +382,7 @@ class CatalogueGuard:
         return True
 
     def fit(self, scope: Scope, budget: int) -> tuple[list[EntryName], int]:
-        """Let the least useful go until the rest fits; which went, and the bytes freed."""
+        """Evict the least useful entries until the rest fits; return them and the bytes freed."""
         went: list[EntryName] = []
         freed = 0
         while True:

@@ -1,8 +1,8 @@
-"""Check and repair: do the files hold what their names say, and is the catalogue right?
+"""Check and repair: do files match their names, and does the catalogue match the files?
 
-Conservation is compared both ways (every file in the catalogue with its true size, every row with a
-file, totals that add up), integrity is read off every byte, and nothing may depend on something
-that is absent. Each finding is one line that names the entry.
+Both directions are compared: every file is in the catalogue with its true size, every row has a
+file, and totals are right. Every byte is read, and nothing may depend on an absent entry. Each
+problem is one line that names the entry.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Audit:
     ) -> None:
         self.folder, self.guard, self.tenants, self.repair = folder, guard, tenants, repair
         self.found: list[str] = []
-        self._missing: list[EntryName] = []  # what has a row and no sound file
+        self._missing: list[EntryName] = []  # entries with a row but without an intact file
 
     def run(self) -> list[str]:
-        """What is wrong, one line each."""
+        """Return one line per problem."""
         if not self.guard.is_sound():
             self.found.append(f"{self.folder.root}: the catalogue is damaged")
             if not self.repair:
@@ -77,7 +77,7 @@ class Audit:
         if place is None:
             self._say(name, "no store wrote this file")
         elif status is None:
-            return  # it was let go of in the meantime
+            return  # it was removed meanwhile
         elif not stat.S_ISREG(status.st_mode):
             self._say(name, "a link or a folder where a file should be")
             self._put_aside(place)
@@ -122,7 +122,8 @@ class Audit:
             self._compare_metadata(place, row)
 
     def _compare_metadata(self, place: EntryName, row: Entry) -> None:
-        """The file is the truth; a row that says something else could take sound entries away."""
+        """Compare a row with its file, which is right. A wrong row could cause intact entries to be
+        removed."""
         true = as_found(self.folder, place)
         if true is None:
             return
@@ -141,14 +142,14 @@ class Audit:
             if self.folder.status(name_of(place)) is not None:
                 continue
             if self.guard.act(lambda catalogue, p=place: catalogue.row(p)) is None:  # type: ignore[misc]
-                continue  # it was let go of in the meantime
+                continue  # it was removed meanwhile
             self._missing.append(place)
             self._say(name_of(place), "in the catalogue, but there is no such file")
             if self.repair:
                 self.guard.change(lambda catalogue, p=place: catalogue.drop([p]))  # type: ignore[misc]
 
     def _bases(self) -> None:
-        """Repairing removes what has lost its base, and then what depended on that."""
+        """Find entries without their base. Repair removes them, then their dependents."""
         loose = dict(self.guard.act(lambda catalogue: catalogue.without_base()))
         for gone in self._missing:
             upon = self.guard.act(lambda catalogue, g=gone: catalogue.upon(g))  # type: ignore[misc]
@@ -187,7 +188,7 @@ class Audit:
 
 
 def sweep(folder: Folder, tenant: str, age: float) -> None:
-    """Remove what was set aside that long ago, and what killed writers left behind."""
+    """Remove what was set aside at least this long ago, and what killed writers left."""
     now = time.time()
     for kind in layout.KINDS:
         for name, status in folder.scan(f"{layout.tenant_prefix(tenant)}{kind}"):

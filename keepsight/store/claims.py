@@ -1,11 +1,10 @@
-"""Removing what has expired, while another process may write it again under the same name.
+"""Removes expired entries safely while another process may write them again under the same name.
 
-Most addresses know no removal under a condition. So whoever removes says so first, in a small
-object beside the entry (a claim), and only then looks once more whether the entry is still over.
-Whoever writes looks afterwards: as long as a claim lies there a removal may yet come, and after the
-last one is gone it is seen whether the entry is still there, else it is written again. A claim
-whose process was killed is waited for no longer than a removal may take, and goes with other
-leftovers.
+Most addresses have no conditional removal. So a remover first writes a small object beside the
+entry (a claim), and only then checks again whether the entry is expired. A writer checks
+afterwards: while a claim exists, a removal may still happen; when the last claim is gone, it checks
+that the entry still exists and writes it again if not. The claim of a killed process is ignored
+after the longest time a removal may take, and is removed with other leftovers.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections.abc import Callable, Iterator
 from keepsight.store.address import PART, Address
 
 _STALE = 600.0  # seconds; the clocks of two machines may disagree
-_TIMES = 3  # that a write is tried
+_TIMES = 3  # attempts to write
 
 
 @contextlib.contextmanager
 def claim(link: Address, name: str) -> Iterator[None]:
-    """Claim an entry while it is removed. A removal without an answer may still happen, so after an
-    error the claim stays."""
+    """Claim an entry while it is removed. A removal without an answer may still happen, so the
+    claim stays after an error."""
     folder, _, last = name.rpartition("/")
     mine = f"{folder}/{PART}{uuid.uuid4().hex}{_ending(last)}"
     link.write(mine, [b"{}"], lambda: False)
@@ -39,7 +38,7 @@ def write(
     unwanted: Callable[[], bool],
     careful: bool,
 ) -> None:
-    """Put an entry in place; with `careful` also where a removal is on its way there."""
+    """Write an entry; `careful` also handles a concurrent removal."""
     for _ in range(_TIMES):
         link.write(name, parts, unwanted)
         if unwanted() or not careful:

@@ -1,9 +1,8 @@
-"""What every store promises, wherever its bytes lie: a folder, an address, or several in a row.
+"""What every store promises: a folder, an address, or several stores in a row.
 
-A key names its content, so whoever writes the same key writes the same bytes and no writer needs a
-lock. A store may lose what it has, and then says that it is absent; it never gives back something
-else. Reading never waits for a writer. `flush` is the acknowledgement: what was handed over before
-it survives whatever comes.
+A key names its content, so all writers of a key write equal bytes and need no lock. A store may
+lose entries and then reports them absent; it never returns other content. Reads never wait for
+writers. `flush` is the acknowledgement: everything handed over before it is safe.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from keepsight.kinds import Record
 
 Tensors = dict[str, torch.Tensor]
 Name = tuple[str, str]  # kind and key
-Below = dict[str | None, list[tuple[str, Record]]]  # by key of what they depend on: key, record
+Below = dict[str | None, list[tuple[str, Record]]]  # by key of their base: key, record
 
 
 @dataclass(frozen=True)
 class About:
-    """What a store must know of an entry to keep the right ones; none of it is in the content."""
+    """What a store must know about an entry to rank it; none of it is in the content."""
 
-    cost: float = 0.0  # milliseconds that computing it again would take
-    depends_on: Name | None = None  # of no use without that entry, and never kept without it
-    media: tuple[str, ...] = ()  # the image keys of all that it holds anything of
-    ttl: float | None = None  # seconds until it may no longer be used
+    cost: float = 0.0  # milliseconds to compute it again
+    depends_on: Name | None = None  # the entry it depends on; it is never kept without that one
+    media: tuple[str, ...] = ()  # image keys of everything it depends on
+    ttl: float | None = None  # seconds until it expires
 
 
 NOTHING = About()
@@ -50,10 +49,10 @@ class Entry:
     pinned: bool = False
     expires: float | None = None
     tenant: str = ""  # digest of the tenant's name; empty for the default tenant
-    usefulness: float = 0.0  # see `priority.usefulness`: the least goes first
+    usefulness: float = 0.0  # see `priority.usefulness`: the least is evicted first
 
     def merged(self, far: Entry) -> Entry:
-        """The same entry in two stores, as one."""
+        """The combined entry, for one in two stores."""
         return replace(
             self,
             used=max(self.used, far.used),
@@ -68,25 +67,25 @@ class Store(Protocol):
     """Tensors and small JSON notes under a kind and a key, for one tenant."""
 
     def tenant(self, name: str | None) -> Store:
-        """The same store as another tenant sees it: nothing of it is shared with this one."""
+        """The store as another tenant sees it; tenants share no entries."""
 
     def of_digest(self, digest: str) -> Store:
-        """The same as `tenant`, by the digest that `tenants` gives; for looking and removing."""
+        """Like `tenant`, by a digest from `tenants`; for looking and removing."""
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants that may have anything here; empty for the default tenant."""
+        """The digests of all tenants that may have entries here; empty for the default tenant."""
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether a read of this entry can be expected to work."""
+        """Whether reading this entry should work."""
 
     def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
-        """Tensors and record, or None when absent, expired or damaged."""
+        """Tensors and record, or None if absent, expired or damaged."""
 
     def note(self, kind: str, key: str) -> Record | None:
-        """A small JSON record, or None when absent, expired or damaged."""
+        """A small JSON record, or None if absent, expired or damaged."""
 
     def entry(self, kind: str, key: str) -> Entry | None:
-        """One entry as the catalogue has it, without reading it; None when absent or expired."""
+        """The catalogue's data on one entry, without reading it; None if absent or expired."""
 
     def put(
         self,
@@ -96,35 +95,35 @@ class Store(Protocol):
         record: Record,
         about: About = NOTHING,
     ) -> None:
-        """Hand an entry over; the tensors must not change afterwards. It is readable at once.
+        """Hand over an entry; the tensors must not change afterwards. It is readable at once.
 
-        A store may refuse it, and counts that: when too much waits to be written, or when it alone
-        is over the budget, and then `flush` says so; or when what it depends on is absent. Only
-        what depends on its own key may come before its base. Tensors may lie on a device
+        A store may refuse it, and counts refusals: if too much waits to be written, if the entry
+        alone exceeds the budget (then `flush` says so), or if its base is absent. Only an entry
+        that depends on its own key may come before its base. Tensors may lie on a device
         (`devices.py`).
         """
 
     def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
-        """Hand a small JSON record over."""
+        """Hand over a small JSON record."""
 
     def reject(self, kind: str, key: str, why: str) -> None:
-        """Set aside an entry whose content turned out not to be what its key says."""
+        """Set aside an entry whose content does not match its key."""
 
     def tier(self, kind: str, key: str) -> str | None:
         """Where a read would find it: "disk", "remote", or None."""
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
-        """Keep an entry, and what it depends on, whatever the budget; False when absent."""
+        """Pin an entry and what it depends on, whatever the budget; False if absent."""
 
     def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all that depends on it, here and everywhere; the bytes freed."""
+        """Remove an entry and all its dependents, in every tier; return the bytes freed."""
 
     def delete_media(self, image_key: str) -> int:
-        """Remove all that holds anything of this image; the bytes freed."""
+        """Remove everything that depends on this image; return the bytes freed."""
 
     def flush(self) -> None:
-        """Return when all that was handed over before is safe, or raise `NotStored` with what is
-        not and why. What a budget evicts later is no loss in this sense; `stats` counts it."""
+        """Return when everything handed over before is safe; raise `NotStored` with each loss and
+        its reason. Later evictions are no losses; `stats` counts them."""
 
     def close(self) -> None:
         """Finish writing and release everything."""
@@ -135,38 +134,38 @@ class Store(Protocol):
     def stats(self, wait: float = 5.0) -> Record:
         """At least entries, bytes, kinds (entries and bytes of each), counted (when they were, in
         seconds since the epoch, or None), hits, misses, evictions, written, refused (all since it
-        was opened), budget, quota, state ("ok", or what is wrong), since (when) and broken (why).
+        was opened), budget, quota, state ("ok", or the problem), since (when) and broken (why).
 
-        It waits no longer than so many seconds, whatever the store does: what cannot be counted
-        within them is as it was counted last."""
+        Waits at most `wait` seconds; what cannot be counted in time has its last count.
+        """
 
     def clear(self, everybody: bool = False) -> int:
-        """Remove every entry of this tenant, or of all tenants; the bytes freed."""
+        """Remove every entry of this tenant, or of all tenants; return the bytes freed."""
 
     def gc(self, budget: int) -> int:
-        """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
+        """Remove the least useful entries of this tenant until the rest fits; return the bytes
+        freed."""
 
     def check(self, repair: bool = False) -> list[str]:
-        """Read everything in full; what is wrong, one line each. `repair` puts it right, so that
-        nothing is wrong afterwards."""
+        """Read everything in full; return one line per problem. `repair` fixes all of them."""
 
 
 @runtime_checkable
 class Listing(Protocol):
-    """A store that can say what depends on an entry. One that cannot is asked by key only."""
+    """A store that can list the dependents of an entry. Others are asked by key only."""
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """What depends directly on an entry of its own kind, or on nothing (None): so many of the
-        latest used, each with its record; and, as the store likes, what depends on those in turn.
-        By key of what they depend on: a key that is there has all that depends on it."""
+        """The most recently used direct dependents, of its own kind, of an entry or of nothing
+        (None), each with its record, and possibly their dependents in turn. By key of the base: for
+        a key in the result, all dependents are included."""
 
 
 @runtime_checkable
 class BulkRead(Protocol):
-    """A store that reads several entries faster together than one after the other."""
+    """A store that reads several entries together faster than one by one."""
 
     def get_all(self, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
-        """Those that are there and sound, by key."""
+        """Those entries that exist and are intact, by key."""
 
 
 def read_all(store: Store, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
@@ -177,7 +176,7 @@ def read_all(store: Store, kind: str, keys: Iterable[str]) -> dict[str, tuple[Te
 
 
 def delete_all(store: Store, names: Iterable[Name]) -> int:
-    """Many at once where a store can: one listing then serves them all."""
+    """Delete many entries, with one shared listing where a store can."""
     many = getattr(store, "delete_all", None)
     if many is not None:
         return int(many(names))

@@ -1,7 +1,7 @@
-"""How much lies at an address: counted by listing it, in a thread of its own, and reused for a
-while.
+"""Counts the entries and bytes at an address by listing it, in a separate thread; results are
+reused for a while.
 
-A call for statistics waits a moment at most for a new count, and returns the last one otherwise.
+A statistics call waits briefly for a new count, and otherwise returns the last one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Kinds = dict[str, list[int]]  # entries and bytes of each kind
 
 
 class Count(NamedTuple):
-    """What a tenant has at an address."""
+    """A tenant's entries and bytes at an address."""
 
     kinds: Kinds
-    at: float | None = None  # when it was counted, seconds since the epoch
-    until: float = 0.0  # how long that is believed, on the clock that only goes forward
+    at: float | None = None  # time of the count, seconds since the epoch
+    until: float = 0.0  # until when it is valid, on the monotonic clock
 
 
 class Counting:
-    """Counts of all tenants at one address. `count` lists what a tenant has; None: no answer."""
+    """Counts of all tenants at one address. `count` lists a tenant's entries; None: no answer."""
 
     def __init__(self, count: Callable[[str], Kinds | None]) -> None:
         self._count = count
@@ -43,8 +43,8 @@ class Counting:
         self._process = os.getpid()
 
     def of(self, tenant: str, wait: float) -> Count:
-        """What a tenant has, counted not long ago if that is known within so many seconds. Where
-        one call has waited in vain, the others do not wait."""
+        """A tenant's count, if a recent one is available within `wait` seconds. After one call
+        waited in vain, the others do not wait."""
         if self._process != os.getpid():
             self._start()  # a forked child has none of its parent's threads
         with self._changed:
@@ -72,7 +72,7 @@ class Counting:
             finally:
                 with self._changed:
                     if kinds is not None:
-                        # What was removed in the meantime may be counted in.
+                        # entries removed meanwhile may be included
                         sure = _BELIEVED if changes == self._changes else 0.0
                         until = time.monotonic() + sure
                         self._known[tenant] = Count(kinds, time.time(), until)
@@ -81,13 +81,13 @@ class Counting:
                     self._changed.notify_all()
 
     def grew(self, tenant: str, kind: str, nbytes: int) -> None:
-        """An entry was written."""
+        """Record that an entry was written."""
         with self._changed:
             counted = self._known.get(tenant, Count({})).kinds.setdefault(kind, [0, 0])
             counted[0], counted[1] = counted[0] + 1, counted[1] + nbytes
 
     def doubt(self, tenant: str | None = None) -> None:
-        """Entries were removed, of one tenant or of any: count again when asked."""
+        """Record that entries of one tenant, or of any, were removed: recount when asked."""
         with self._changed:
             self._changes += 1
             for name in list(self._known) if tenant is None else [tenant]:

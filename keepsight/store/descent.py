@@ -1,7 +1,7 @@
-"""What depends on an entry, and what depends on that, as the catalogue has it.
+"""The dependents of an entry, level by level, from the catalogue.
 
-A conversation lies in a store as a chain of entries. One question asks for many of them: a
-question for each would take longer than reading what it finds.
+A conversation is a chain of entries in a store. One query finds many of them; a query for each
+would take longer than reading them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from keepsight.store.catalogue import Catalogue
 from keepsight.store.contract import Below
 from keepsight.store.layout import EntryName
 
-DEEPER = 64  # entries after which no further level is looked up
-Listed = dict[str | None, list[EntryName]]  # by key of what they depend on
+DEEPER = 64  # number of entries after which no further level is looked up
+Listed = dict[str | None, list[EntryName]]  # by key of their base
 
 
 def latest_below(
     catalogue: Catalogue, tenant: str, kind: str, base: str | None, count: int
 ) -> Listed:
-    """By key of what they depend on: the entries upon a base (None: those that depend on nothing),
-    so many of the latest used, and level by level those upon them. Whoever is no key of the result
-    was not looked at."""
+    """By key of the base: the most recently used dependents of a base (None: entries without one),
+    and level by level theirs. A key missing in the result was not looked up."""
     found: Listed = {}
     level: list[str | None] = [base]
     entries = 0
@@ -36,7 +35,7 @@ def latest_below(
 
 
 def with_records(listed: Listed, read: dict[EntryName, Record]) -> Below:
-    """The same with the records of those that could be read and may be used."""
+    """The same with the records of those that are readable and not expired."""
     sound = {p: record for p, record in read.items() if not layout.expired(record.get("kept"))}
     return {
         key: [(place.key, sound[place]) for place in places if place in sound]

@@ -1,12 +1,12 @@
-"""A folder that outlives the process: what `contract` promises, kept in files.
+"""A folder that outlives the process: the `contract` implemented with files.
 
-A key names its content, so writers never need locks: whoever writes the same key writes the same
-bytes. Reading goes to the file and nowhere else, so no reader waits for a writer or for the
-catalogue. Writing happens in one background thread (`writer`), so no answer waits for a disk;
-`flush()` returns when everything handed over before it is on the disk. A damaged entry is named in
-a warning, moved aside and reported as absent, so it is computed again.
+A key names its content, so writers need no locks: all writers of a key write equal bytes. Reads use
+only the file, so no reader waits for a writer or for the catalogue. One background thread writes
+(`writer`), so no answer waits for a disk; `flush()` returns when everything handed over before is
+on the disk. A damaged entry is named in a warning, moved aside and reported absent, so it is
+computed again.
 
-This module knows nothing of images, models or prompts.
+This module knows nothing about images, models or prompts.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 class DiskStore:
     """A folder of tensor files and small JSON notes, each under a kind and a key.
 
-    `budget` bounds the bytes of the whole folder, `quota` those of each tenant in it with all the
-    parts that salts make of it, and `waiting` those that may wait in memory to be written.
+    `budget` limits the bytes of the whole folder, `quota` those of each tenant together with all
+    its salts, and `waiting` those that may wait in memory to be written.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class DiskStore:
         self._listing = Reach(Health(f"the catalogue of {self._folder.root} is slow"))
         self._files = EntryFiles(self._folder, self._writer)
         self._tenant = ""
-        self._account: str | None = ""  # whose quota it counts against; None: not known
-        self._whole = self  # the store that this is a view of
+        self._account: str | None = ""  # account for the quota; None: unknown
+        self._whole = self  # the store of which this is a view
         self._refuse_other_formats()
         when_dropped(self, self._writer.retire)
 
@@ -77,25 +77,25 @@ class DiskStore:
 
     @property
     def budget(self) -> int | None:
-        """What the whole folder may hold, in bytes."""
+        """The byte limit of the whole folder."""
         return self._writer.budget
 
     @property
     def quota(self) -> int | None:
-        """What of it may be of one tenant."""
+        """The byte limit of one tenant in it."""
         return self._writer.quota
 
     @property
     def broken(self) -> str | None:
-        """Why nothing can be written at the moment, or None."""
+        """Why nothing can currently be written, or None."""
         return self._disk.why if self._disk.state != OK else None
 
     def tenant(self, name: str | None) -> DiskStore:
-        """The same store as another tenant sees it: nothing of it is shared with this one."""
+        """The store as another tenant sees it; tenants share no entries."""
         return self._as(layout.tenant_digest(name), layout.account_digest(name))
 
     def of_digest(self, digest: str) -> DiskStore:
-        """The same as `tenant`, by the digest that `tenants` gives."""
+        """Like `tenant`, by a digest from `tenants`."""
         return self._as(digest)
 
     def _as(self, tenant: str, account: str | None = None) -> DiskStore:
@@ -105,7 +105,7 @@ class DiskStore:
         return view
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants that have anything here; empty for the default tenant."""
+        """The digests of all tenants with entries here; empty for the default tenant."""
         self._catch_up()
         return self._guard.act(lambda catalogue: catalogue.tenants())
 
@@ -121,12 +121,12 @@ class DiskStore:
         except DamagedFile as error:
             logger.warning("%s; written anew", error)
         except OSError:
-            pass  # a folder from before there were markers, or none yet
+            pass  # a folder older than markers, or a new one
 
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether a read of this entry can be expected to work."""
+        """Whether reading this entry should work."""
         place = self._place(kind, key)
         if place in self._writer.pending.jobs:
             return True
@@ -137,11 +137,11 @@ class DiskStore:
         return "disk" if self.has(kind, key) else None
 
     def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
-        """Tensors and record, or None when absent, expired or damaged."""
+        """Tensors and record, or None if absent, expired or damaged."""
         return self.get_all(kind, [key]).get(key)
 
     def get_all(self, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
-        """Those of several entries that are there and sound, by key; read beside each other."""
+        """Those entries that exist and are intact, by key; read in parallel."""
         jobs = {place: self._waiting(place) for place in (self._place(kind, key) for key in keys)}
         read = self._files.read_all(entryfile.read, [place for place in jobs if not jobs[place]])
         found = {}
@@ -158,7 +158,7 @@ class DiskStore:
         return found
 
     def note(self, kind: str, key: str) -> Record | None:
-        """A small JSON record, or None when absent, expired or damaged."""
+        """A small JSON record, or None if absent, expired or damaged."""
         place = self._place(kind, key)
         job = self._waiting(place)
         if job is not None:
@@ -171,7 +171,7 @@ class DiskStore:
         return found[0]
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """What depends on an entry of its own kind, or on nothing; level by level, as records."""
+        """The dependents of an entry or of nothing, of its kind; level by level, as records."""
 
         wanted, none = (self._tenant, kind, base, count), descent.Listed()
 
@@ -183,7 +183,7 @@ class DiskStore:
         return descent.with_records(listed, self._files.read_all(entryfile.read_record, places))
 
     def reject(self, kind: str, key: str, why: str) -> None:
-        """Set aside an entry whose content turned out not to be what its key says."""
+        """Set aside an entry whose content does not match its key."""
         place = self._place(kind, key)
         self._reach.ask(lambda call: self._files.set_aside(place, why), None)
 
@@ -192,7 +192,7 @@ class DiskStore:
         return EntryName(self._tenant, kind, key)
 
     def _waiting(self, place: EntryName) -> PendingWrite | None:
-        """What was handed over, is not on the disk yet, and is not over."""
+        """The entry among those not yet on the disk, if it has not expired."""
         job = self._writer.pending.jobs.get(place)
         if job is None or layout.expired(job.metadata):
             return None
@@ -215,11 +215,11 @@ class DiskStore:
         record: Record,
         about: About = NOTHING,
     ) -> None:
-        """Hand an entry to the writer; the tensors must not change afterwards."""
+        """Hand over an entry to the writer; the tensors must not change afterwards."""
         self._hand_over(self._place(kind, key), record, tensors, about)
 
     def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
-        """Hand a small JSON record to the writer."""
+        """Hand over a small JSON record to the writer."""
         self._hand_over(self._place(kind, key), body, None, about)
 
     def _hand_over(
@@ -229,7 +229,7 @@ class DiskStore:
             expected = "a note: use put_note" if tensors is not None else "tensors: use put"
             raise InputError(f"the kind {place.kind!r} is for {expected}")
         layout.checked_about(about)
-        # Whether it is there already, and what it depends on, the writer looks: nothing waits here.
+        # The writer checks whether it exists and has its base: nothing waits here.
         if place in self._writer.pending.jobs:
             return
         ready = COMPLETE
@@ -248,12 +248,12 @@ class DiskStore:
         )
 
     def flush(self) -> None:
-        """Return when everything handed over before is on the disk, or say that it is not: of this
-        tenant, and without one of all."""
+        """Return when everything handed over before is on the disk, or raise: for this tenant, or
+        for all."""
         self._writer.flush(None if self is self._whole else self._tenant)
 
     def close(self) -> None:
-        """Finish writing and stop the writer; of a tenant's view, only the first."""
+        """Finish writing and stop the writer; a tenant's view only finishes."""
         if self is self._whole:
             self._writer.close()
         else:
@@ -262,14 +262,14 @@ class DiskStore:
     # -- entries and budgets ---------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """The catalogue as it is now, with every file in it."""
+        """The current catalogue, with every file in it."""
         self._writer.catch_up()
         if self._guard.in_memory:
             self._guard.close()  # others may have written what a catalogue in memory cannot know
         self._guard.complete()
 
     def entry(self, kind: str, key: str) -> Entry | None:
-        """One entry as the catalogue has it, without reading it; None when absent or expired."""
+        """The catalogue's data on one entry, without reading it; None if absent or expired."""
         place = self._place(kind, key)
         self._writer.catch_up()
         if not self._writer.is_there(place):
@@ -283,11 +283,11 @@ class DiskStore:
         yield from self._guard.pages(self._tenant)
 
     def stats(self, wait: float = 5.0) -> Record:
-        """Entries and bytes per kind; what happened since it was opened, and `ever`.
+        """Entries and bytes per kind; counts since it was opened, and `ever`.
 
-        No call waits longer than that for a disk; `counted` says when entries and bytes were
-        counted (None: not yet) and `complete` whether there were files that no catalogue knew.
-        `state` says what the disk refuses at the moment, by name, and `since` when.
+        Waits at most `wait` seconds for a disk. `counted` says when entries and bytes were
+        counted (None: not yet); `complete` whether the catalogue knew every file. `state` names
+        what the disk currently refuses, and `since` when that began.
         """
         known = self._writer.counted(self._tenant, wait) or Counted({}, {}, None, False)
         counts = dict(self._writer.tally.counts.get(self._tenant, ()))
@@ -312,7 +312,7 @@ class DiskStore:
         }
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
-        """Keep an entry, and what it depends on, whatever the budget; False when absent."""
+        """Pin an entry and what it depends on, whatever the budget; False if absent."""
         place = self._place(kind, key)
         self._catch_up()
         if not self._writer.is_there(place):
@@ -333,25 +333,25 @@ class DiskStore:
             raise
 
     def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all that depends on it; the bytes freed."""
+        """Remove an entry and all its dependents; return the bytes freed."""
         place = self._place(kind, key)
         self._catch_up()
         return self._remove([place])
 
     def delete_media(self, image_key: str) -> int:
-        """Remove all that holds anything of this image, and all that depends on that."""
+        """Remove everything that depends on this image, including dependents."""
         self._catch_up()
 
         def holders() -> list[EntryName]:
             found = self._guard.act(lambda c: c.with_media(self._tenant, [image_key]))
-            # Older snapshots name the features of an image and not the image.
+            # Older snapshots name the features of an image, not the image.
             features = [place.key for place in found if place.kind == "package"]
             return found + self._guard.act(lambda c: c.with_media(self._tenant, features))
 
         return self._remove(holders())
 
     def clear(self, everybody: bool = False) -> int:
-        """Remove every entry of this tenant, or of all tenants; the bytes freed."""
+        """Remove every entry of this tenant, or of all tenants; return the bytes freed."""
         self._catch_up()
         if everybody:
             tenants = ["", *filter(layout.is_tenant, self._folder.names("tenants"))]
@@ -361,13 +361,13 @@ class DiskStore:
         return freed
 
     def gc(self, budget: int) -> int:
-        """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
+        """Remove this tenant's least useful entries until the rest fits; return the bytes freed."""
         freed = self._fit(Scope.tenant(self._tenant), budget)
         check.sweep(self._folder, self._tenant, 7 * 86400.0)
         return freed
 
     def gc_all(self, budget: int) -> int:
-        """The same over all tenants together."""
+        """Remove the least useful entries of all tenants until the rest fits."""
         freed = self._fit(ALL_TENANTS, budget)
         for tenant in ["", *self._folder.names("tenants")]:
             check.sweep(self._folder, tenant, 7 * 86400.0)
@@ -390,10 +390,10 @@ class DiskStore:
         return freed
 
     def check(self, repair: bool = False) -> list[str]:
-        """Read everything in full; what is wrong, one line each. `repair` puts it right.
+        """Read everything in full; return one line per problem. `repair` fixes them.
 
-        Without a tenant, all tenants are checked. Repaired is all but what no store wrote, and
-        entries of another version: those are named, and stay as they are.
+        Without a tenant, all tenants are checked. Files that no store wrote and entries of other
+        versions are named, but not repaired.
         """
         self._writer.catch_up()
         tenants = [self._tenant] if self._tenant else ["", *self._folder.names("tenants")]

@@ -1,6 +1,6 @@
-"""Reads the files of entries, each within the time that its size allows.
+"""Reads the files of entries, each within a time that depends on its size.
 
-What is damaged is set aside with a warning and counts as absent; what is out of reach stays.
+Damaged files are set aside with a warning and count as absent; unreachable files stay.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ T = TypeVar("T")
 
 
 class EntryFiles:
-    """The files of one folder; its writer learns of those that are gone."""
+    """The files of one folder; its writer is told which are gone."""
 
     def __init__(self, folder: Folder, writer: Writer) -> None:
         self._folder, self._writer, self._reach = folder, writer, writer.reach
 
     def read(self, read: Callable[[Path, str, str], T], place: EntryName) -> T | None:
-        """What can be read. Only a file that is wrong is set aside, not one out of reach."""
+        """Read a file. Only a wrong file is set aside, not an unreachable one."""
         return self.read_all(read, [place]).get(place)
 
     def read_all(
         self, read: Callable[[Path, str, str], T], places: Sequence[EntryName]
     ) -> dict[EntryName, T]:
-        """The same of several, beside each other: checking bytes takes longer than reading them."""
+        """Read several files in parallel: checking bytes takes longer than reading them."""
         waiting = deque(places)
 
         def work(call: TimedCall[dict[EntryName, T]]) -> dict[EntryName, T]:
             found = {}
-            with contextlib.suppress(IndexError):  # nothing waits any more
+            with contextlib.suppress(IndexError):  # nobody waits any more
                 while place := waiting.popleft():
                     one = self._read(read, place, call)
                     if one is not None:
@@ -64,7 +64,7 @@ class EntryFiles:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except WrongFormatVersion as error:
-            # Another version's entry is sound, and somebody may still want it.
+            # Another version's entry is intact, and somebody may still want it.
             logger.warning("%s; left as it is", error)
         except (FileError, IsADirectoryError) as error:
             self.set_aside(place, error)
@@ -77,11 +77,11 @@ class EntryFiles:
         return None
 
     def set_aside(self, place: EntryName, error: object) -> None:
-        """Out of the way, with one warning."""
+        """Move a file out of the way, with one warning."""
         path = self._folder.path(name_of(place))
         logger.warning("damaged entry set aside: %s (%s)", path, error)
         try:
             self._folder.set_aside(name_of(place))
         except OSError:
-            return  # a folder that cannot be written: it stays, and stays absent
+            return  # an unwritable folder: the file stays, and stays absent
         self._writer.over(place)

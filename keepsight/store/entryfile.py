@@ -1,7 +1,7 @@
-"""One entry as one file: tensors with a record, or a note, and its metadata.
+"""One entry as one file: tensors with a record, or a note; and its metadata.
 
-The file is the truth. It says its key, what it depends on, whose image it holds
-something of and until when it may be used, so everything here works without any catalogue.
+The file is the truth. It contains its key, its base, the images it depends on and its expiry, so
+everything here works without a catalogue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def spelled(
 
 
 def read(path: Path, kind: str, key: str) -> tuple[Tensors, Record]:
-    """Tensors and record, every byte checked, and the key with them."""
+    """Tensors and record, with every byte and the key checked."""
     _refuse_pipes(path)
     tensors, record = tensorfile.read(path, kind, FORMAT)
     if record.get("entry") != key:
@@ -75,7 +75,7 @@ def read_record(path: Path, kind: str, key: str) -> Record:
 
 
 def verify(path: Path, kind: str, key: str) -> None:
-    """Read every byte; a file that is not what its name says gets a named error."""
+    """Read every byte; raise a named error if the file does not match its name."""
     if kind in layout.NOTES:
         read_note(path, kind, key)
     else:
@@ -83,11 +83,11 @@ def verify(path: Path, kind: str, key: str) -> None:
 
 
 def live(status: os.stat_result, now: float) -> bool:
-    """Whether the entry may still be used, as far as the disk shows without reading it.
+    """Whether the entry is not expired, judged without reading it.
 
-    A file that is good for a time only carries the end of it as its time of change. Nothing else
-    can lie behind the time of its last status change, which cannot be set. Where a copy lost this
-    mark, the file itself says so when it is read.
+    A file with an expiry carries it as its modification time. Only such a file can have a
+    modification time after its last status change, which cannot be set. If a copy lost this mark,
+    the file itself gives the expiry when it is read.
     """
     if status.st_mtime <= status.st_ctime + 0.01:
         return True
@@ -96,12 +96,12 @@ def live(status: os.stat_result, now: float) -> bool:
 
 
 def about(metadata: Record, cost: float = 0.0) -> About:
-    """The metadata as it was given to `put`."""
+    """The metadata as given to `put`."""
     return layout.about_of(metadata, cost) if metadata else NOTHING
 
 
 def older(kind: str, key: str, record: Record) -> Record:
-    """The metadata of entries from before files had any, as far as their content shows it."""
+    """The metadata of entries older than file metadata, as far as their content tells."""
     media: list[object] = []
     base: list[object] | None = None
     if kind in ("package", "alias"):
@@ -113,7 +113,7 @@ def older(kind: str, key: str, record: Record) -> Record:
     elif kind == "snapshot":
         spans = record.get("spans")
         rows = spans if isinstance(spans, list) else []
-        # Their spans name features, and `delete_media` goes from an image to its features.
+        # Their spans name features, and `delete_media` maps an image to its features.
         media = [row[2] for row in rows if isinstance(row, list) and len(row) > 2]
         if record.get("start"):
             base = ["snapshot", record.get("parent")]

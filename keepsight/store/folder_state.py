@@ -1,7 +1,7 @@
-"""The folder of a store as a whole: whose it is, whether it is there, and whether it takes writes.
+"""The state of a store's folder: its owner, whether it exists, and whether it accepts writes.
 
-A folder that was there and is not is no reason to make one at once: its disk may have been taken
-away, and what is written in its place would lie under it when it comes back.
+A folder that vanished is not created again at once: its disk may be unmounted, and data written
+there would be hidden when the disk returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keepsight.store.health import FULL, GONE
 from keepsight.store.layout import EntryName
 from keepsight.store.rows import row_of
 
-_TRIAL = EntryName("", "alias", "0" * 64)  # of an entry that does not exist
+_TRIAL = EntryName("", "alias", "0" * 64)  # key of an entry that does not exist
 
 
 class Ground:
@@ -31,13 +31,13 @@ class Ground:
         self.start_anew()
 
     def start_anew(self) -> None:
-        """As at first, and after a fork."""
+        """Reset the state: at first, and after a fork."""
         self._is_marked = False
-        self._probing = threading.Lock()  # a disk that comes back must not fail one of two probes
-        self._room = 0  # bytes of the largest entry that found none
+        self._probing = threading.Lock()  # a returning disk must not fail one of two probes
+        self._room = 0  # bytes of the largest entry that found no room
 
     def begin(self) -> None:
-        """The marker, before anything else is written: it says whose folder this is. OSError where
+        """Write the marker before anything else: it names the owner of the folder. OSError if
         nothing can be written."""
         self.look()
         if self._is_marked and self.folder.status(layout.MARKER) is not None:
@@ -51,26 +51,26 @@ class Ground:
         self._is_marked = True
 
     def look(self) -> None:
-        """Raise OSError if the folder has vanished. A removed folder is made again after a
+        """Raise OSError if the folder has vanished. A removed folder is created again after a
         while, if its file system is there: until then, a person may be moving it."""
         if self.folder.is_gone() and self.disk.state != GONE:
             raise OSError(errno.ENOENT, f"the folder is gone: {self.folder.root}")
 
     def notice(self) -> None:
-        """Record it as a failure of the disk if the folder has vanished."""
+        """Record a disk failure if the folder has vanished."""
         try:
             self.look()
         except OSError as error:
             self.disk.failed(error)
 
     def failed(self, error: OSError, nbytes: int) -> None:
-        """An entry of that size could not be written."""
+        """Record that an entry of this size could not be written."""
         self.disk.failed(error)
         self._room = max(self._room, nbytes)
 
     def probe(self, make: bool) -> bool:
-        """Whether the disk takes writes again; asked when somebody wants to know for sure (then
-        `make` the folder if it is gone), and when it was left alone for long enough."""
+        """Whether the disk accepts writes again. Called when a caller must know (`make` then
+        creates a missing folder), and after a pause."""
         with self._probing:
             return self._probe(make)
 
@@ -94,9 +94,8 @@ class Ground:
         return True
 
     def _try_catalogue(self) -> None:
-        """Enter a row, as an entry would need it: on a full disk what is there already can be
-        changed while no row can be added. One that stays has no file, so the next to open the
-        catalogue removes it."""
+        """Add a row, as an entry would need: a full disk can still change existing rows, but add
+        none. A row that remains has no file, so it is removed when the catalogue is next opened."""
         self.guard.try_now()
         row = row_of(_TRIAL, NOTHING, 0, 0.0, 0.0)
         self.guard.try_to_change(lambda catalogue: catalogue.put([row], WRITING), None)

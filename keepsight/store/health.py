@@ -1,8 +1,8 @@
-"""What a disk refuses, by name, and how long it is left alone then.
+"""Names the problems of a disk, and how long the disk is left alone after each.
 
-A disk that is full, read-only, slow or not there is not damaged: what lies on it is sound, and is
-used again as soon as the disk allows. Only a file with wrong bytes is damaged. Each trouble gets
-one warning, however many entries it meets, and the disk is tried again after a pause that grows.
+A disk that is full, read-only, slow or absent is not damaged: its entries are intact, and are used
+again as soon as the disk allows. Only a file with wrong bytes is damaged. Each problem causes one
+warning, however many entries it affects, and the disk is tried again after a growing pause.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from keepsight.system import forks
 logger = logging.getLogger(__name__)
 
 OK = "ok"
-FULL = "full"  # no room, or a quota or a limit on the size of files is reached
+FULL = "full"  # no room, or a limit on space or file size is reached
 READ_ONLY = "read-only"
 DENIED = "denied"  # no permission
-GONE = "gone"  # the folder or its file system is not there
-LOCKED = "locked"  # another process has the catalogue, for longer than one waits
-SLOW = "slow"  # no answer within the time that a reader waits
-FAILING = "failing"  # errors of the device, too many open files, and whatever else passes
-UNREACHABLE = "unreachable"  # an address that does not answer
+GONE = "gone"  # the folder or its file system is missing
+LOCKED = "locked"  # another process locks the catalogue for too long
+SLOW = "slow"  # no answer within a reader's time limit
+FAILING = "failing"  # device errors, too many open files, and other temporary errors
+UNREACHABLE = "unreachable"  # an address does not answer
 DAMAGED = "damaged"  # wrong bytes
-PINNED = "pinned"  # what is pinned leaves no room for anything else
+PINNED = "pinned"  # pins leave no room for anything else
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds that a disk is left alone
-_QUIET = 600.0  # seconds in which a trouble that comes back is not logged again
+_QUIET = 600.0  # seconds in which a repeated problem is not logged again
 
 _NUMBERS = {
     FULL: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
@@ -40,7 +40,7 @@ _NUMBERS = {
     GONE: (
         errno.ENOENT,
         errno.ENOTDIR,
-        errno.EEXIST,  # a file lies where the folder should be
+        errno.EEXIST,  # a file is in the folder's place
         errno.ENODEV,
         errno.ENXIO,
         errno.ESTALE,
@@ -73,14 +73,14 @@ _OF_TEXT = {
 
 
 def named(error: BaseException) -> str:
-    """What kind of trouble an error is."""
+    """The kind of problem that an error is."""
     if isinstance(error, sqlite3.Error):
         return _of_sqlite(error)
     if isinstance(error, OSError) and error.errno is not None:
         return _OF_NUMBER.get(error.errno, FAILING)
     if isinstance(error, TimeoutError):
         return SLOW
-    if isinstance(error, OSError):  # our own: what it was made of tells more
+    if isinstance(error, OSError):  # our own error: its cause tells more
         cause = error.__cause__
         return named(cause) if isinstance(cause, OSError | sqlite3.Error) else FAILING
     return DAMAGED
@@ -98,7 +98,7 @@ def _of_sqlite(error: sqlite3.Error) -> str:
 
 
 class Health:
-    """The state of one disk for one kind of work; safe in several threads."""
+    """The state of one disk for one kind of work; thread-safe."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._clock = what, clock
@@ -106,25 +106,25 @@ class Health:
         forks.renew(self.start_anew)
 
     def start_anew(self) -> None:
-        """As at first, and after a fork."""
+        """Reset the state: at first, and after a fork."""
         self._lock = threading.Lock()
         self.state, self.why = OK, ""
         self.since: float | None = None  # seconds since the epoch
         self._retry_at, self._failed_at, self._pause = 0.0, float("-inf"), FIRST_PAUSE
-        self._warned: dict[str, float] = {}  # when each trouble was logged last
+        self._warned: dict[str, float] = {}  # when each problem was last logged
 
     @property
     def is_aside(self) -> bool:
-        """Whether it failed so lately that it is not tried again yet."""
+        """Whether it failed so recently that it is not tried again yet."""
         return self.state != OK and self._clock() < self._retry_at
 
     @property
     def wait(self) -> float | None:
-        """Seconds until it should be tried again; None where nothing is wrong."""
+        """Seconds until it should be tried again; None if nothing is wrong."""
         return None if self.state == OK else max(0.0, self._retry_at - self._clock())
 
     def failed(self, error: BaseException, state: str | None = None) -> None:
-        """It did not work; of several failures at one time only the first counts."""
+        """Report a failure; of several at one time only the first counts."""
         with self._lock:
             now, state = self._clock(), state or named(error)
             if state != self.state:
@@ -141,7 +141,7 @@ class Health:
         logger.log(level, "%s (%s: %s); going on without it", self._what, state, error)
 
     def worked(self) -> None:
-        """It works."""
+        """Report success."""
         if self.state == OK:
             return
         with self._lock:
@@ -149,5 +149,5 @@ class Health:
         logger.info("over: %s", self._what)
 
     def try_now(self) -> None:
-        """Somebody wants to know for sure: the pause is over."""
+        """End the pause, because a caller must know now."""
         self._retry_at = 0.0

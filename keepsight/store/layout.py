@@ -1,7 +1,7 @@
-"""Where an entry lies and how it is spelled, the same in a folder and in a bucket.
+"""Names and file contents of entries, the same in a folder and in a bucket.
 
-So a store can be copied from one to the other with any tool that copies files. A name is built of
-a known kind and a digest, never of anything else: no input can point outside the store.
+So any tool that copies files can copy a store from one to the other. A name consists only of a
+known kind and a digest, so no input can point outside the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepsight.kinds import Record
 from keepsight.store.contract import About, Entry
 from keepsight.system.accounts import account_of
 
-# What ends a name: notes are JSON alone, the others are files of tensors.
+# File name extensions: notes are only JSON, the others are tensor files.
 KINDS = {
     "package": ".sight",
     "snapshot": ".keep",
@@ -31,9 +31,9 @@ KINDS = {
 NOTES = tuple(kind for kind, suffix in KINDS.items() if suffix == ".json")
 MARKER = "store.json"
 STORE_FORMAT = 1
-CLOCK_SLACK = 300.0  # seconds that the clocks of two machines may disagree
+CLOCK_SLACK = 300.0  # seconds by which the clocks of two machines may differ
 
-ACCOUNTS = "accounts"  # a folder for each, of small files named after the tenants
+ACCOUNTS = "accounts"  # folders of small files, one per tenant
 _DEFAULT = "default"
 _ACCOUNT = re.compile(r"accounts/([0-9a-f]{64}|default)/([0-9a-f]{64})\.json")
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -41,7 +41,7 @@ _PLACE = re.compile(r"(?:tenants/([0-9a-f]{64})/)?([a-z]+)/([0-9a-f]{2})/([0-9a-
 
 
 class EntryName(NamedTuple):
-    """What a name inside a store says."""
+    """The parts of a name in a store."""
 
     tenant: str
     kind: str
@@ -49,7 +49,7 @@ class EntryName(NamedTuple):
 
     @classmethod
     def of(cls, entry: Entry) -> EntryName:
-        """The name of an entry of a catalogue."""
+        """The name of a catalogue entry."""
         return cls(entry.tenant, entry.kind, entry.key)
 
 
@@ -59,38 +59,38 @@ def tenant_digest(name: str | None) -> str:
 
 
 def account_digest(name: str | None) -> str:
-    """The folder of the tenant whose quota a tenant's memory counts against."""
+    """The folder of the tenant whose quota a tenant's entries count against."""
     account = account_of(name or "")
     return tenant_digest(name if account == name else account or None)
 
 
 def account_name(tenant: str, account: str) -> str:
-    """The note that says whose quota a tenant's memory counts against."""
+    """The name of the note that records a tenant's account for quotas."""
     return f"{ACCOUNTS}/{account or _DEFAULT}/{tenant}.json"
 
 
 def parse_account(name: str) -> tuple[str, str] | None:
-    """The tenant and the account of such a note; None for whatever no store wrote."""
+    """The tenant and account in such a note's name; None for other names."""
     found = _ACCOUNT.fullmatch(name)
     return None if found is None else (found[2], "" if found[1] == _DEFAULT else found[1])
 
 
 def checked(kind: str, key: str) -> None:
-    """Refuse what can be no name in a store."""
+    """Refuse an impossible name."""
     if not isinstance(kind, str) or kind not in KINDS:
         raise InputError(f"a store has no kind {kind!r}; expected one of {', '.join(KINDS)}")
     if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise InputError(f"{key!r} is no key; expected a digest, 64 hexadecimal characters")
+        raise InputError(f"{key!r} is not a key; expected a digest, 64 hexadecimal characters")
 
 
 def is_name(kind: object, key: object) -> bool:
-    """Whether these can be the name of an entry."""
+    """Whether these can form the name of an entry."""
     known = isinstance(kind, str) and kind in KINDS
     return known and isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
 def is_tenant(digest: object) -> bool:
-    """Whether this can be the folder of a tenant, or of the default tenant."""
+    """Whether this can be a tenant's folder, or the default tenant's."""
     return isinstance(digest, str) and (not digest or _KEY.fullmatch(digest) is not None)
 
 
@@ -101,12 +101,12 @@ def place(kind: str, key: str, tenant: str = "") -> str:
 
 
 def tenant_prefix(tenant: str) -> str:
-    """What all names of one tenant begin with."""
+    """The common prefix of all names of one tenant."""
     return f"tenants/{tenant}/" if tenant else ""
 
 
 def parse(name: str) -> EntryName | None:
-    """Read the name of a file in a store; None for a name that no store gives."""
+    """Parse the name of a file in a store; None for a name that no store writes."""
     found = _PLACE.fullmatch(name)
     if found is None:
         return None
@@ -116,19 +116,19 @@ def parse(name: str) -> EntryName | None:
     return EntryName(tenant or "", kind, key)
 
 
-# -- what depends on what, at an address -----------------------------------------------------------
+# -- dependents, at an address -------------------------------------------------------------------
 
 UPON = "upon"  # a folder of empty objects, whose names say which snapshot depends on which
-_FIRST = "first"  # in the place of what those depend on that depend on nothing
+_FIRST = "first"  # stands for the base of entries without one
 
 
 def signposts(kind: str, base: str | None, tenant: str = "") -> str:
-    """The folder with the names of all that depends on an entry of its own kind."""
+    """The folder with the names of all dependents of an entry, of its own kind."""
     return f"{tenant_prefix(tenant)}{UPON}/{kind}/{base[:2] if base else _FIRST}"
 
 
 def signpost(kind: str, key: str, about: About, tenant: str = "") -> str | None:
-    """The empty object that says on what an entry depends; None for one that needs none."""
+    """The empty object that records an entry's base; None if none is needed."""
     base = about.depends_on
     if kind != "snapshot" or (base is not None and base[0] != kind):
         return None
@@ -137,7 +137,7 @@ def signpost(kind: str, key: str, about: About, tenant: str = "") -> str | None:
 
 
 def signed(name: str, base: str | None) -> str | None:
-    """The key that such a name says to depend on an entry; None where it says something else."""
+    """The dependent's key in such a name; None for other names."""
     upon, _, key = name.rpartition("/")[2].partition("-")
     return key if upon == (base or _FIRST) and _KEY.fullmatch(key) else None
 
@@ -146,10 +146,10 @@ def signed(name: str, base: str | None) -> str | None:
 
 
 def metadata_of(about: About, now: float | None = None) -> Record:
-    """The metadata in an entry's file, so that no catalogue is needed to read it.
+    """The metadata in an entry's file, with which it can be read without a catalogue.
 
-    Times and costs differ with each making, and are left out where nothing is lost without them:
-    so equal content is equal files, whoever writes them.
+    Times and costs differ per writer, and are left out if nothing is lost: so all writers of equal
+    content write equal files.
     """
     metadata: Record = {}
     if about.depends_on is not None:
@@ -157,26 +157,26 @@ def metadata_of(about: About, now: float | None = None) -> Record:
     if about.media:
         metadata["media"] = sorted(set(about.media))
     if about.ttl is not None:
-        # Whole milliseconds: one width for all, so that an entry has one size wherever it lies.
+        # Whole milliseconds with a fixed width, so an entry has one size everywhere.
         now = time.time() if now is None else now
         metadata |= {"created": int(now * 1000), "ttl": float(about.ttl)}
     return metadata
 
 
 def checked_about(about: About) -> None:
-    """Refuse what no store can keep to."""
+    """Refuse values that no store can honour."""
     if about.depends_on is not None:
         checked(*about.depends_on)
     if about.ttl is not None and not 0 <= about.ttl < math.inf:
-        raise InputError(f"a time to live of {about.ttl!r}; expected seconds from zero on")
+        raise InputError(f"a time to live of {about.ttl!r}; expected zero or more seconds")
     if not 0 <= about.cost < math.inf:
-        raise InputError(f"a cost of {about.cost!r}; expected milliseconds from zero on")
+        raise InputError(f"a cost of {about.cost!r}; expected zero or more milliseconds")
     if any(not isinstance(key, str) for key in about.media):
         raise InputError("media are named by their image keys, which are strings")
 
 
 def about_of(metadata: object, cost: float = 0.0) -> About:
-    """The inverse of `metadata_of`; what makes no sense in a file counts as absent."""
+    """The inverse of `metadata_of`; invalid values in a file count as absent."""
     metadata = metadata if isinstance(metadata, dict) else {}
     base, media, end = metadata.get("stands_on"), metadata.get("media"), expiry(metadata)
     if not (isinstance(base, list) and len(base) == 2 and is_name(*base)):
@@ -188,7 +188,7 @@ def about_of(metadata: object, cost: float = 0.0) -> About:
 
 
 def expiry(metadata: object) -> float | None:
-    """When an entry may no longer be used, by what its file says; None for never."""
+    """When an entry expires, according to its file; None for never."""
     if not isinstance(metadata, dict):
         return None
     try:
@@ -199,8 +199,8 @@ def expiry(metadata: object) -> float | None:
 
 
 def expired(metadata: object, now: float | None = None) -> bool:
-    """Whether it may no longer be used. One that was made later than now has a clock that jumped,
-    and would live longer than anyone meant."""
+    """Whether it is expired. An entry dated in the future comes from a wrong clock and would live
+    too long, so it counts as expired."""
     end = expiry(metadata)
     if end is None or not isinstance(metadata, dict):
         return False
@@ -212,13 +212,13 @@ def expired(metadata: object, now: float | None = None) -> bool:
 
 
 def note_bytes(kind: str, key: str, body: Record, metadata: Record) -> bytes:
-    """A note as it lies in its file."""
+    """The bytes of a note's file."""
     wrapped = {"body": body, "kept": metadata, "digest": _note_digest(kind, key, body, metadata)}
     return digests.canonical_json(wrapped).encode()
 
 
 def read_note(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Record]:
-    """Body and metadata of a note; its digest is checked, and the key is part of it."""
+    """Body and metadata of a note; the digest is checked, and covers the key."""
     try:
         wrapped = json.loads(data)
         body, metadata = dict(wrapped["body"]), dict(wrapped.get("kept", {}))
@@ -230,8 +230,8 @@ def read_note(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Rec
 
 
 def _note_digest(kind: str, key: str, body: Record, metadata: Record) -> str:
-    """The digest covers the key, so that no note can pass for another. Notes of the first format
-    have no metadata, and keep the digest that they always had."""
+    """The digest covers the key, so no note can pass for another. Notes of the first format have no
+    metadata and keep their old digest."""
     parts = [digests.canonical_json(body)] + (
         [digests.canonical_json(metadata)] if metadata else []
     )
@@ -242,12 +242,12 @@ def _note_digest(kind: str, key: str, body: Record, metadata: Record) -> str:
 
 
 def marker_bytes() -> bytes:
-    """What `store.json` says."""
+    """The content of `store.json`."""
     return digests.canonical_json({"keepsight": "store", "format": STORE_FORMAT}).encode()
 
 
 def check_marker(data: bytes, where: str) -> None:
-    """Refuse a store that another version laid out."""
+    """Refuse a store with another version's layout."""
     try:
         metadata = json.loads(data)
         format_ = metadata["format"] if metadata["keepsight"] == "store" else None

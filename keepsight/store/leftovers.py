@@ -1,7 +1,7 @@
-"""What is left over in a folder: rows half done by the dead, and places with nothing in them.
+"""Cleans up a folder: unfinished rows of dead processes, and empty folders.
 
-A salt makes a tenant of its own, so there may be any number of tenants. Of one that has nothing any
-more no folder stays, and no row that says whose quota it counted against.
+Each salt makes a tenant of its own, so there may be any number of tenants. A tenant without entries
+keeps no folder, and no record of its account.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from keepsight.store.folder import Folder
 from keepsight.store.layout import EntryName
 from keepsight.store.rows import name_of
 
-_UNDER_WAY = 600.0  # seconds that a write may take at most
+_UNDER_WAY = 600.0  # longest seconds of a write
 
 
 def settle(catalogue: Catalogue, folder: Folder) -> None:
     """Finish what was being written or removed when its process ended.
 
-    A file that is not there yet may still come, from a process that lives: its row stays a while,
-    or the file would stay unknown if that process were killed before it enters it.
+    A missing file may still be written by a living process. So its row stays for a while; otherwise
+    the file would stay unknown if that process were killed before it adds the row.
     """
     if not catalogue.unsettled():
         return
@@ -41,10 +41,10 @@ def settle(catalogue: Catalogue, folder: Folder) -> None:
 
 
 def forget_empty(catalogue: Catalogue, folder: Folder, gone: list[EntryName]) -> None:
-    """Forget whose the tenants of these were, where nothing is left of them. In the transaction
-    that drops their last rows: whoever writes for such a tenant says so in the catalogue first."""
+    """Forget the accounts of these tenants if nothing of them is left. Runs in the transaction that
+    drops their last rows: a writer for such a tenant first records it in the catalogue."""
     if not catalogue.fact("complete"):
-        return  # files that no catalogue knows may be left
+        return  # unknown files may remain
     for tenant in {place.tenant for place in gone if place.tenant}:
         if not catalogue.has_rows(tenant):
             account = catalogue.account(tenant)
@@ -55,6 +55,6 @@ def forget_empty(catalogue: Catalogue, folder: Folder, gone: list[EntryName]) ->
 
 
 def remove_empty(folder: Folder, names: Iterable[str]) -> None:
-    """Remove the folders of tenants that are empty now that these files are gone."""
+    """Remove the folders of tenants that are now empty."""
     for above in {name.rpartition("/")[0] for name in names if name.startswith("tenants/")}:
         folder.remove_empty(above, below="tenants")

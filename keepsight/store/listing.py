@@ -1,8 +1,8 @@
-"""What lies at a remote address: there is no catalogue, so the address is listed and headers read.
+"""Lists a remote address and reads headers, because there is no catalogue.
 
-A listing asks once per folder (256 for each kind at most) and once more per thousand objects. What
-an entry depends on and whose image it holds is in its header: one small read for each entry
-that this process has not met before. Names that no store wrote are passed over.
+A listing takes one request per folder (at most 256 per kind) and one more per thousand objects. An
+entry's base and images are in its header: one small read for each entry new to this process. Names
+that no store writes are skipped.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from keepsight.store.address import Address, RemoteObject
 from keepsight.store.contract import Below, Entry, Name
 from keepsight.system.lock import Mutex
 
-_HEAD = 64 << 10  # bytes of a file in which its record mostly ends
-_MOST = 200_000  # names that are remembered
-_SURE, _DOUBTFUL = 600.0, 5.0  # seconds that "it is there" and "it is not" are believed
+_HEAD = 64 << 10  # bytes within which the record of a file usually ends
+_MOST = 200_000  # names kept in memory
+_SURE, _DOUBTFUL = 600.0, 5.0  # seconds for which "present" and "absent" are believed
 _PINS = "pins"
 
 
 class EntryHeader(NamedTuple):
-    """What a file says of itself."""
+    """What a file says about itself."""
 
     metadata: Record
-    cost: float = 0.0  # only known to the process that made it
+    cost: float = 0.0  # only known to its maker
 
 
 def head(link: Address, name: str, kind: str, key: str) -> EntryHeader:
-    """Read the beginning of an entry; its tensors are neither read nor checked."""
+    """Read the start of an entry; its tensors are neither read nor checked."""
     where = f"{link.shown}/{name}"
     if kind in layout.NOTES:
         return EntryHeader(note_in(kind, key, link.read(name), where)[1])
@@ -47,7 +47,7 @@ def record_at(link: Address, name: str, kind: str, key: str) -> Record:
     """The record of an entry; its tensors are neither read nor checked."""
     where = f"{link.shown}/{name}"
     data = link.read(name, 0, _HEAD)
-    size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter one is the whole object
+    size = len(data) if len(data) < _HEAD else 1 << 62  # a shorter answer is the whole object
     record = tensorfile.parse_record(data, size, where)
     if isinstance(record, int):
         record = tensorfile.parse_record(link.read(name, 0, record), size, where)
@@ -71,7 +71,7 @@ def note_in(kind: str, key: str, data: bytes, where: str) -> tuple[Record, Recor
 
 
 class RecentNames:
-    """What this process has lately learned of names: there, not there, how often read."""
+    """What this process recently learned about names: present, absent, how often read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, Mutex()
@@ -81,7 +81,7 @@ class RecentNames:
         self._uses: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def find(self, name: str) -> tuple[bool, EntryHeader | None]:
-        """Whether anything is known of it, and its head if it is there."""
+        """Whether anything is known about it, and its header if it is present."""
         found, until = self._heads.get(name, (None, -1.0))
         if self._clock() >= until:
             return False, None
@@ -90,48 +90,49 @@ class RecentNames:
         return True, found
 
     def there(self, name: str, found: EntryHeader, since: int | None = None) -> None:
-        """It was written, or seen by a read that began at that count of removals: what was removed
-        meanwhile may be just this."""
+        """Record that it is present: written, or seen by a read that began at this count of
+        removals. A later removal may concern it."""
         if since is None or since == self.removals:
             self._put(name, found, _SURE)
 
     def absent(self, name: str) -> None:
-        """It was not found just now; another process may write it at any time."""
+        """Record that it was absent; another process may write it at any time."""
         self._put(name, None, _DOUBTFUL)
 
     def removed(self, name: str) -> None:
-        """It was removed just now."""
+        """Record that it was removed."""
         self.removals += 1
         self.absent(name)
 
     def rejected(self, name: str) -> None:
-        """The entry there is unusable, whatever the address says, until it is written again."""
+        """Record that the entry is unusable, whatever the address says, until it is written
+        again."""
         self._put(name, None, float("inf"))
 
     def foreign(self, name: str) -> None:
-        """What lies there is sound and another version's: not for us, and not to be replaced."""
-        if len(self._foreign) >= _MOST:  # its header says it again
+        """Record an intact entry of another version: unusable here, and not to be replaced."""
+        if len(self._foreign) >= _MOST:  # the next header read will tell again
             self._foreign.clear()
         self._foreign.add(name)
         self._put(name, None, float("inf"))
 
     def is_foreign(self, name: str) -> bool:
-        """Whether another version's entry lies there."""
+        """Whether another version's entry is there."""
         return name in self._foreign
 
     def touch(self, name: str) -> None:
-        """It was read."""
+        """Record a read."""
         with self._lock:
             self._uses[name] = (self._uses.pop(name, (0, 0.0))[0] + 1, time.time())
             if len(self._uses) > _MOST:
                 self._uses.popitem(last=False)
 
     def uses(self, name: str) -> tuple[int, float]:
-        """How often it was read by this process, and when last."""
+        """How often this process read it, and when last."""
         return self._uses.get(name, (0, 0.0))
 
     def old_head(self, name: str) -> EntryHeader | None:
-        """Its head, however long ago that was seen: a file never changes under its name."""
+        """Its header, however old: a file never changes under its name."""
         return self._heads.get(name, (None, 0.0))[0]
 
     def _put(self, name: str, found: EntryHeader | None, seconds: float) -> None:
@@ -143,14 +144,14 @@ class RecentNames:
 
 
 class Survey:
-    """The entries of one tenant, as a listing shows them."""
+    """The entries of one tenant in a listing."""
 
     def __init__(self, link: Address, seen: RecentNames, tenant: str) -> None:
         self._link, self._seen, self._tenant = link, seen, tenant
         self._prefix = layout.tenant_prefix(tenant)
 
     def path(self, name: Name) -> str:
-        """Where an entry lies."""
+        """The place of an entry."""
         return layout.place(*name, self._tenant)
 
     def found(self) -> Iterator[tuple[Name, RemoteObject]]:
@@ -161,7 +162,7 @@ class Survey:
                 yield (place.kind, place.key), one
 
     def leftovers(self, age: float) -> list[str]:
-        """What killed writers left behind, as old as that at least."""
+        """Leftovers of killed writers, at least this old."""
         before = time.time() - age
         listed = self._link.listed(self._folders())
         return [one.name for one in listed if one.is_part and one.written <= before]
@@ -171,7 +172,7 @@ class Survey:
         return [folder for found in self._link.each(self._link.folders, kinds) for folder in found]
 
     def table(self) -> dict[Name, Entry]:
-        """Every entry with all that its header tells, expired and damaged ones too."""
+        """Every entry with the contents of its header, including expired and damaged ones."""
         pins = self.pins()
         listed = list(self.found())
         heads = self._link.each(self._head, listed)
@@ -179,7 +180,7 @@ class Survey:
         return {name: self._entry(name, one, header, name in pins) for (name, one), header in pairs}
 
     def entry(self, name: Name, header: EntryHeader) -> Entry:
-        """One entry whose header is known, with its size and pin."""
+        """One entry with a known header, with its size and pin."""
         info = self._link.info(self.path(name))
         return self._entry(name, info, header, self._link.exists(self.pin_name(name)))
 
@@ -190,14 +191,14 @@ class Survey:
             try:
                 header = head(self._link, one.name, kind, key)
             except (FileError, FileNotFoundError):
-                return EntryHeader({})  # `check` names it; here it is only counted
+                return EntryHeader({})  # `check` reports it; here it only counts
             self._seen.there(one.name, header, since)
         return header
 
     def _entry(self, name: Name, one: RemoteObject, known: EntryHeader, pinned: bool) -> Entry:
         about = layout.about_of(known.metadata, known.cost)
         uses, last = self._seen.uses(one.name)
-        written = min(one.written, time.time())  # a stamp from the future is of no use
+        written = min(one.written, time.time())  # a time in the future is wrong
         return Entry(
             *name,
             nbytes=one.nbytes,
@@ -212,11 +213,10 @@ class Survey:
             tenant=self._tenant,
         )
 
-    # -- what depends on what ----------------------------------------------------------------------
+    # -- dependents --------------------------------------------------------------------------------
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """The latest written entries that depend directly on an entry, or on nothing: at most
-        `count`."""
+        """The last written direct dependents of an entry, or of nothing: at most `count`."""
         there = self._link.listed([layout.signposts(kind, base, self._tenant)])
         signed = ((one.written, layout.signed(one.name, base)) for one in there)
         keys = [key for _, key in sorted((at, key) for at, key in signed if key)[-count:]]
@@ -236,23 +236,23 @@ class Survey:
     # -- pins ------------------------------------------------------------------------------------
 
     def pins(self) -> set[Name]:
-        """What is pinned: a pin is a small object of its own, as in a folder."""
+        """The pinned entries: a pin is a small separate object, as in a folder."""
         names = self._link.listed([f"{self._prefix}{_PINS}/{kind}" for kind in layout.KINDS])
         places = (one.name.removesuffix(".json").split("/")[-2:] for one in names)
         return {(kind, key) for kind, key in places if layout.is_name(kind, key)}
 
     def pin_name(self, name: Name) -> str:
-        """Where the pin of an entry lies."""
+        """The name of an entry's pin."""
         return f"{self._prefix}{_PINS}/{name[0]}/{name[1]}.json"
 
 
 def tenants_at(link: Address) -> list[str]:
-    """The digests of all tenants that may have anything there; empty for the default tenant."""
+    """The digests of all tenants that may have entries there; empty for the default tenant."""
     return ["", *(folder.rpartition("/")[2] for folder in link.folders("tenants"))]
 
 
 def whole_table(link: Address, seen: RecentNames) -> dict[Name, Entry]:
-    """The entries of all tenants; a kind is spelled with its tenant, so that no two meet."""
+    """The entries of all tenants; kinds contain the tenant, so that none collide."""
     table: dict[Name, Entry] = {}
     for tenant in tenants_at(link):
         prefix = layout.tenant_prefix(tenant)

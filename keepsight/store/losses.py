@@ -1,6 +1,6 @@
-"""What was handed over to a store and is not in it: named until somebody asks.
+"""Entries that were handed over to a store and lost, kept until a caller asks for them.
 
-Bounded, for it may not be asked for days; safe in several threads.
+Bounded, because nobody may ask for days. Thread-safe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAMED = 1000  # entries that are named; of others only the number is known
 
 
 def larger_than(nbytes: int, budget: int | None, quota: int | None) -> str | None:
-    """Why an entry can never be taken, or None where it can."""
+    """Why an entry can never be accepted, or None if it can."""
     for limit, what in ((budget, "budget of the store"), (quota, "quota of a tenant")):
         if limit is not None and nbytes > limit:
             return f"its {nbytes:,} bytes are more than the {what}, {limit:,}"
@@ -24,7 +24,7 @@ def larger_than(nbytes: int, budget: int | None, quota: int | None) -> str | Non
 
 
 class Losses:
-    """The entries of all tenants that were lost or refused since somebody asked."""
+    """The entries of all tenants that were lost or refused since the last report."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class Losses:
         self._more: Counter[str] = Counter()
 
     def add(self, tenant: str, name: Name, why: str) -> None:
-        """This one will not be written."""
+        """Record that this entry will not be written."""
         with self._lock:
             if len(self._named) < _NAMED or (tenant, *name) in self._named:
                 self._named[tenant, *name] = why
@@ -40,15 +40,15 @@ class Losses:
                 self._more[tenant] += 1
 
     def found(self, tenant: str, name: Name) -> None:
-        """This one was written after all."""
+        """Record that this entry was written after all."""
         if self._named:
             with self._lock:
                 self._named.pop((tenant, *name), None)
 
     def report(self, where: str, tenant: str | None, broken: str | None = None) -> None:
-        """Raise an error that names them, those of one tenant or of all, and forget them.
+        """Raise an error that names them, for one tenant or all, and forget them.
 
-        `broken` is what the store itself suffers from at the moment.
+        `broken` is the current problem of the store.
         """
         with self._lock:
             mine = {place: why for place, why in self._named.items() if tenant in (None, place[0])}

@@ -1,7 +1,7 @@
-"""What is kept in memory under a budget of bytes, for several tenants or for one.
+"""A cache in memory under a budget of bytes, for one or several tenants.
 
-The least useful goes first, as `usefulness` in `priority.py` says for memory and for disks; or,
-where making a thing again costs next to nothing, what was asked for longest ago.
+The least useful entry is evicted first, ranked by `usefulness` in `priority.py` as on disks. If
+making an entry again costs almost nothing, the least recently used is evicted first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Place = tuple[str, str]  # tenant and key
 
 @dataclass
 class _CacheEntry(Generic[T]):
-    """One thing, and when it may go."""
+    """One value, and its rank for eviction."""
 
     item: T
     nbytes: int
@@ -36,12 +36,12 @@ class _CacheEntry(Generic[T]):
 
 
 class MemoryCache(Generic[T]):
-    """Things under a tenant and a key. `quota` bounds the bytes of one tenant with all that it has
-    under salts, `ttl` a thing's seconds; `by_usefulness`: the least useful goes first, not the
-    oldest.
+    """Values under a tenant and a key. `quota` limits the bytes of one tenant with all its salts;
+    `ttl` is in seconds; `by_usefulness` evicts the least useful first, otherwise the least recently
+    used.
 
-    What is pinned stays until it is unpinned, removed or expired. It counts: no more can be pinned
-    than quota and budget have room for.
+    Pinned values stay until they are unpinned, removed or expired. They count: only as many can be
+    pinned as fit quota and budget.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class MemoryCache(Generic[T]):
         self._swept = clock()
         self._of: Counter[str] = Counter()
         self._owned: Counter[str] = Counter()  # by account
-        self._pinned: Counter[str] = Counter()  # likewise, of what is pinned
+        self._pinned: Counter[str] = Counter()  # the same for pinned values
         self.nbytes = 0
         self.evictions = 0
 
     # -- reading ---------------------------------------------------------------------------------
 
     def get(self, tenant: str, key: str) -> T | None:
-        """The thing, which counts as more useful from now on."""
+        """The value, which becomes more useful."""
         held = self._held.get((tenant, key))
         if held is None:
             return None
@@ -81,18 +81,18 @@ class MemoryCache(Generic[T]):
         return held.item
 
     def has(self, tenant: str, key: str) -> bool:
-        """Whether `get` would find it; asking makes nothing more useful."""
+        """Whether `get` would find it; this does not change its rank."""
         held = self._held.get((tenant, key))
         return held is not None and not self._expired(held)
 
     def items(self, tenant: str) -> Iterator[tuple[str, T]]:
-        """Keys and things of one tenant."""
+        """Keys and values of one tenant."""
         for (owner, key), held in list(self._held.items()):
             if owner == tenant and not self._expired(held):
                 yield key, held.item
 
     def bytes_of(self, tenant: str) -> int:
-        """What one tenant keeps here."""
+        """Bytes of one tenant here."""
         return self._of[tenant]
 
     def __len__(self) -> int:
@@ -100,13 +100,13 @@ class MemoryCache(Generic[T]):
 
     @property
     def room(self) -> int:
-        """Bytes that one thing may have."""
+        """The most bytes that one value may take."""
         return self.budget if self.quota is None else min(self.budget, self.quota)
 
     # -- writing ---------------------------------------------------------------------------------
 
     def put(self, tenant: str, key: str, item: T, cost: float = 0.0, pinned: bool = False) -> None:
-        """Keep it if it can fit; evict what goes first."""
+        """Store a value if it can fit; evict others as needed."""
         self._sweep()
         place, pinned = (tenant, key), pinned or self.pinned(tenant, key)
         self._drop(place)
@@ -123,23 +123,23 @@ class MemoryCache(Generic[T]):
         self._fit(account_of(tenant))
 
     def pop(self, tenant: str, key: str) -> int:
-        """Let it go, if it is there; its bytes."""
+        """Remove it if present; return its bytes."""
         return self._drop((tenant, key))
 
     def forget(self, tenant: str | None, only: Callable[[T], bool]) -> None:
-        """Let go of what `only` says, of everything or of what one tenant has."""
+        """Remove entries selected by `only`, of all tenants or of one."""
         for place, held in list(self._held.items()):
             if tenant in (None, place[0]) and only(held.item):
                 self._drop(place)
 
     def clear(self, tenant: str | None = None) -> None:
-        """Let go of everything, or of everything of one tenant."""
+        """Remove everything, or everything of one tenant."""
         self.forget(tenant, lambda item: True)
 
     # -- pins ------------------------------------------------------------------------------------
 
     def put_pinned(self, tenant: str, key: str, item: T) -> None:
-        """Keep it pinned and evict what is not; refused by name where that is not enough."""
+        """Store a value pinned and evict unpinned ones; refused by name if that is not enough."""
         size = self._size(item)
         if size > self.room:
             raise PinsFull.over("features", size, self.room, "the room for one picture")
@@ -148,7 +148,7 @@ class MemoryCache(Generic[T]):
         self.put(tenant, key, item, pinned=True)
 
     def pin(self, tenant: str, key: str, pinned: bool = True) -> bool:
-        """Keep it whatever comes, or no longer; False when it is not there."""
+        """Pin or unpin it; False if it is absent."""
         held = self._held.get((tenant, key))
         if held is None:
             return False
@@ -163,18 +163,18 @@ class MemoryCache(Generic[T]):
         return True
 
     def pinned(self, tenant: str, key: str) -> bool:
-        """Whether it is kept whatever comes."""
+        """Whether it is pinned."""
         held = self._held.get((tenant, key))
         return held is not None and held.pinned
 
     def pinning(self) -> set[str]:
-        """The tenants of whom anything is pinned."""
+        """The tenants that have pins."""
         if not self._pinned:
             return set()
         return {tenant for (tenant, _), held in self._held.items() if held.pinned}
 
     def _too_many_pins(self, account: str, more: int) -> PinsFull | None:
-        """Why so many bytes more cannot be pinned."""
+        """Why this many more bytes cannot be pinned."""
         own, everything = self._pinned[account] + more, self._pinned.total() + more
         if self.quota is not None and own > self.quota:
             return PinsFull.over("features", own, self.quota, "half of tenant_quota")
@@ -212,7 +212,7 @@ class MemoryCache(Generic[T]):
                 break
 
     def _evict(self, queue: EvictionQueue[Place]) -> bool:
-        """Drop what is to go first; False where all is pinned."""
+        """Evict the first value in rank; False if all are pinned."""
         least = queue.pop(lambda place: not self._held[place].pinned)
         if least is None:
             return False
@@ -231,7 +231,7 @@ class MemoryCache(Generic[T]):
         own = self._own.get(account)
         if own is not None:
             own.discard(place)
-            if not len(own) and not self._owned[account]:  # there may be any number of tenants
+            if not len(own) and not self._owned[account]:  # the number of tenants is unbounded
                 del self._own[account]
         return held.nbytes
 
@@ -247,14 +247,14 @@ class MemoryCache(Generic[T]):
         return self.ttl is not None and self._clock() - held.made >= self.ttl
 
     def _sweep(self) -> None:
-        """Drop what has expired, now and then: it may never be asked for again."""
+        """Drop expired values from time to time: nobody may ask for them again."""
         if self.ttl is not None and self._clock() - self._swept >= self.ttl / 8:
             self._swept = self._clock()
             for place in [place for place, held in self._held.items() if self._expired(held)]:
                 self._drop(place)
 
     def check(self) -> None:
-        """Raise AssertionError where a count is wrong, or a budget or a quota is exceeded."""
+        """Raise AssertionError if a count is wrong, or a budget or quota is exceeded."""
         of: Counter[str] = Counter()
         owned: Counter[str] = Counter()
         pinned: Counter[str] = Counter()
@@ -278,8 +278,8 @@ class MemoryCache(Generic[T]):
 
 
 class SharedMemoryCache(MemoryCache[T]):
-    """A `MemoryCache` for small things that several threads look up at once: the oldest is evicted
-    first, and nothing is pinned."""
+    """A thread-safe `MemoryCache` for small values: the least recently used is evicted first, and
+    nothing is pinned."""
 
     def __init__(
         self,
@@ -292,33 +292,33 @@ class SharedMemoryCache(MemoryCache[T]):
         self._lock = Mutex()
 
     def get(self, tenant: str, key: str) -> T | None:
-        """The thing, which is the last to go now."""
+        """The value, which is now evicted last."""
         with self._lock:
             return super().get(tenant, key)
 
     def put(self, tenant: str, key: str, item: T, cost: float = 0.0, pinned: bool = False) -> None:
-        """Keep it if it can fit."""
+        """Store a value if it can fit."""
         with self._lock:
             super().put(tenant, key, item, cost, pinned)
 
     def pop(self, tenant: str, key: str) -> int:
-        """Let it go, if it is there; its bytes."""
+        """Remove it if present; return its bytes."""
         with self._lock:
             return super().pop(tenant, key)
 
     def forget(self, tenant: str | None, only: Callable[[T], bool]) -> None:
-        """Let go of what `only` says, of everything or of what one tenant has."""
+        """Remove entries selected by `only`, of all tenants or of one."""
         with self._lock:
             super().forget(tenant, only)
 
     def check(self) -> None:
-        """As above, under the lock."""
+        """The check of the base class, under the lock."""
         with self._lock:
             super().check()
 
 
 def _add(counts: Counter[str], name: str, more: int) -> None:
-    """Count on; what is nothing has no place."""
+    """Add to a count; drop counts of zero."""
     counts[name] += more
     if not counts[name]:
         del counts[name]

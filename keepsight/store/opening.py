@@ -1,6 +1,6 @@
-"""One address in, one store out: a folder, a remote address, or a folder in front of an address.
+"""Opens a store from an address: a folder, a remote address, or a folder before an address.
 
-Only the form of an address is looked at here; the stores do the rest.
+Only the form of an address is examined here; the stores do the rest.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def open_store(
     quota: int | None = None,
     waiting: int = ROOM,
 ) -> Store:
-    """The store at a folder or an fsspec address; with `remote`, the folder before that address.
+    """The store at a folder or an fsspec address; with `remote`, a folder before that address.
 
-    `budget` is what may lie in the nearest of them in bytes, `quota` what of it is for one tenant,
-    `waiting` what may wait in memory to be written to each.
+    `budget` is the byte limit of the nearest of them, `quota` that of one tenant in it, and
+    `waiting` that of data waiting in memory to be written, per store.
     """
     if address is None and remote is None:
         raise InputError("which store? give a folder, or an address such as s3://bucket/name")

@@ -1,7 +1,7 @@
-"""Which entries are evicted first, and which go together: by a listing, or by a catalogue.
+"""Chooses which entries are evicted, and in which order, from a listing or a catalogue.
 
-What depends on another entry is always named before it, so an interruption never leaves an entry
-without the one it depends on. What is pinned stays.
+Dependents are always removed before their base, so an interruption never leaves an entry without
+the one it depends on. Pinned entries stay.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Table = Mapping[Name, Entry]
 
 
 def together(table: Table, names: Iterable[Name]) -> list[list[Name]]:
-    """These and all that depends on them, in layers: each layer depends on the ones behind it."""
+    """These entries and all their dependents, in layers: each layer depends on later ones."""
     above = _above(table)
     depth: dict[Name, int] = {}
     layer, level = [name for name in names if name in table or name in above], 0
-    while layer and level <= len(table) + 1:  # a table that lies may hold a circle
+    while layer and level <= len(table) + 1:  # a wrong table may hold a circle
         for name in layer:
             depth[name] = level
         layer = [one for name in layer for one in above.get(name, []) if one not in depth]
@@ -36,7 +36,7 @@ def together(table: Table, names: Iterable[Name]) -> list[list[Name]]:
 
 
 def held(table: Table) -> set[Name]:
-    """What is pinned, and what that depends on."""
+    """Pinned entries and everything they depend on."""
     fixed: set[Name] = set()
     for name, entry in table.items():
         one: Name | None = name if entry.pinned else None
@@ -47,7 +47,7 @@ def held(table: Table) -> set[Name]:
 
 
 def adrift(table: Table) -> list[Name]:
-    """What depends on something that is not there."""
+    """Entries whose base is absent."""
     bare = [
         name for name, entry in table.items() if entry.depends_on and entry.depends_on not in table
     ]
@@ -55,8 +55,8 @@ def adrift(table: Table) -> list[Name]:
 
 
 def least_useful(table: Table, budget: int, now: float) -> list[Name]:
-    """What has to go so that the rest fits, in its order; an entry goes after all that depends on
-    it. What it saves for each byte counts, over the hours since it was written or last read."""
+    """The entries to evict so that the rest fits, dependents first. The rank is the time saved per
+    byte, over the hours since the entry was written or last read."""
     fixed = held(table)
     above = {name: len(ones) for name, ones in _above(table).items()}
     total, gone = sum(entry.nbytes for entry in table.values()), []
@@ -76,12 +76,12 @@ def least_useful(table: Table, budget: int, now: float) -> list[Name]:
 
 
 def _value(entry: Entry, now: float) -> float:
-    age = max(0.0, now - entry.used)  # an entry from the future is a new one
+    age = max(0.0, now - entry.used)  # an entry from the future counts as new
     return usefulness(0.0, entry.uses + 1, entry.cost, entry.nbytes) / (age + _HOUR)
 
 
 def _above(table: Table) -> dict[Name, list[Name]]:
-    """What depends on each."""
+    """The dependents of each entry."""
     above: dict[Name, list[Name]] = {}
     for name, entry in table.items():
         if entry.depends_on is not None:
@@ -90,13 +90,14 @@ def _above(table: Table) -> dict[Name, list[Name]]:
 
 
 AT_ONCE = 256  # removed in one transaction
-_KNOTS = 64  # entries looked at for a circle
+_KNOTS = 64  # entries examined for a circle
 
 
 def choose(catalogue: Catalogue, scope: Scope, excess: int) -> tuple[float, list[EntryName]]:
-    """The least useful entries that make up so many bytes, and the usefulness of the best of them.
+    """The least useful entries that add up to this many bytes, and the highest usefulness among
+    them.
 
-    An entry comes after all that depends on it.
+    An entry comes after all its dependents.
     """
     leaves = catalogue.leaves(scope, AT_ONCE)
     limit = leaves[-1][0] if len(leaves) == AT_ONCE else float("inf")
@@ -118,8 +119,8 @@ def choose(catalogue: Catalogue, scope: Scope, excess: int) -> tuple[float, list
 
 
 def knot(catalogue: Catalogue, scope: Scope) -> list[EntryName]:
-    """Entries that depend on each other in a circle, so that none is the last: no store writes
-    that, but files may say it. They go together, unless one of them is pinned."""
+    """Entries that depend on each other in a circle, so that none is last. No store writes that,
+    but files may claim it. They are removed together, unless one is pinned."""
     for place in catalogue.worst(scope, _KNOTS):
         tower = catalogue.tower([place])
         if all(catalogue.usefulness_of(other) is not None for other in tower):
@@ -128,8 +129,8 @@ def knot(catalogue: Catalogue, scope: Scope) -> list[EntryName]:
 
 
 def left_alone(catalogue: Catalogue, gone: list[EntryName]) -> list[EntryName]:
-    """What was written, while these were removed, to depend on them. What has the key of its base
-    waits for it to be written too."""
+    """Entries written during these removals that depend on a removed one. A dependent with its
+    base's key waits for the base to be written again."""
     left = [up for place in gone for up in catalogue.upon(place) if up.key != place.key]
     return [place for place in catalogue.tower(left) if place not in gone] if left else []
 

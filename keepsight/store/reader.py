@@ -1,7 +1,7 @@
-"""Reading from an address that may be slow, gone, or lose bytes on the way.
+"""Reads from an address that may be slow, unreachable, or lose bytes in transfer.
 
-Where a read fails, the entry counts as absent for now. It is set aside only where its bytes at the
-address are wrong; what was damaged on the way stays there.
+After a failed read the entry counts as absent for now. It is set aside only if its bytes at the
+address are wrong; damage in transfer does not count.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class Reader:
-    """Entries by the name under which they lie at an address."""
+    """Reads entries by their names at an address."""
 
     def __init__(self, link: Address, seen: RecentNames, ended: Callable[[str], None]) -> None:
         self._link, self._seen, self._ended = link, seen, ended
         self._breaker = Breaker(f"the store {link.shown} cannot be read")
 
     def is_marked(self, address: str) -> bool:
-        """Whether a store of this format is known to lie there. One of another is refused at once,
-        where the address answers."""
+        """Whether a store of this format is known to be there. Another format is refused at once,
+        if the address answers."""
         data = self.asked("", lambda: self._link.read(layout.MARKER))
         if data is None:
             return False
@@ -47,7 +47,7 @@ class Reader:
 
     @property
     def broken(self) -> str | None:
-        """Why nothing can be read at the moment, if so."""
+        """Why nothing can currently be read, or None."""
         return self._breaker.why
 
     @property
@@ -79,20 +79,20 @@ class Reader:
         return self._fetch(name, lambda data: self._parse(name, kind, key, data))
 
     def note(self, name: str, kind: str, key: str) -> Record | None:
-        """Fetch and parse a note; None where there is none that is whole."""
+        """Fetch and parse a note; None if it is absent or incomplete."""
         return self._fetch(
             name, lambda data: note_in(kind, key, data, f"{self._link.shown}/{name}")
         )
 
     def discard(self, name: str) -> None:
-        """Gone for us from now on, and for all where the address lets us remove it."""
+        """Treat an entry as absent here, and remove it for all if the address allows."""
         self._seen.rejected(name)
-        with contextlib.suppress(Exception):  # it may be for reading only
+        with contextlib.suppress(Exception):  # it may be read-only
             self._link.remove(name)
             self._seen.absent(name)
 
     def asked(self, name: str, ask: Callable[[], T]) -> T | None:
-        """The answer of the address; None where there is none, for whatever reason."""
+        """The result of a call to the address; None on any failure."""
         if not self._breaker.allows(self._link.timeout):
             return None
         try:
@@ -113,7 +113,7 @@ class Reader:
         except WrongFormatVersion:
             self._seen.foreign(name)
         except FileError:
-            # Damaged, or the line broke off: a full read finds out which.
+            # Damaged, or the connection broke: a full read finds out which.
             (self.note if kind in layout.NOTES else self.tensors)(name, kind, key)
         return None
 
@@ -137,7 +137,7 @@ class Reader:
         try:
             content, metadata = parse(data)
         except WrongFormatVersion as error:
-            # Another version's entry is sound, and somebody may still want it.
+            # Another version's entry is intact, and somebody may still want it.
             logger.warning("%s; left as it is", error)
             self._seen.foreign(name)
             return None
@@ -158,13 +158,13 @@ class Reader:
             self.discard(name)
 
     def came_whole(self, name: str, data: bytes) -> bool:
-        """Whether this is what lies at the address. Only what is wrong there is removed there:
-        where the line loses bytes, a sound entry of others would be lost with them."""
+        """Whether these are the bytes at the address. Only damage there is removed there; on a line
+        that loses bytes, intact entries of others would be lost."""
         again = self.asked(name, lambda: (self._link.info(name).nbytes, self._link.read(name)))
         if again is None:
             return False
         size, twice = again
         if twice != data or size != len(data):
-            self._breaker.failed(OSError(f"of {name} came {len(data)} bytes out of {size}"))
+            self._breaker.failed(OSError(f"received {len(data)} bytes of {name} out of {size}"))
             return False
         return True

@@ -1,10 +1,10 @@
 """A store at any fsspec address: s3, gcs, a shared folder, sftp, memory.
 
-The same files under the same names as in a folder, so a bucket can be copied to a disk and back.
-Reading and writing never wait for each other, and neither needs a lock. An address that does not
-answer is named in one warning and left alone for a while, longer each time; meanwhile everything
-goes on as if the store were empty, and `flush` tells what was not written. There is no catalogue:
-whatever has to look at all entries lists the address (see listing.py for what that costs).
+Files and names are the same as in a folder, so a bucket can be copied to a disk and back. Reads and
+writes never wait for each other, and need no lock. An address that does not answer is named in one
+warning and left alone for growing pauses; meanwhile the store seems empty, and `flush` tells what
+was not written. There is no catalogue: whatever needs all entries lists the address (listing.py
+names the cost).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from keepsight.system.lock import Mutex
 
 logger = logging.getLogger(__name__)
 
-_SWEPT = 300.0  # seconds between two sweeps for what has ended
+_SWEPT = 300.0  # seconds between two searches for expired entries
 _HOUR = 3600.0
 T = TypeVar("T")
 _Table = dict[Name, Entry]
@@ -43,8 +43,8 @@ _Table = dict[Name, Entry]
 class RemoteStore:
     """Tensor files and small JSON notes at an address, for one tenant.
 
-    `options` go to the file system (credentials, an endpoint); `timeout` is how many seconds one
-    read or write may take.
+    `options` go to the file system (credentials, an endpoint); `timeout` limits one read or write
+    in seconds.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class RemoteStore:
         self._allowance = Allowance(self._link, self._seen, budget, quota)
         self._lock = Mutex()
         self._marked: list[bool] = []
-        self._swept: dict[str, float] = {}  # tenants with entries that were over; when last swept
-        inner: Any = copy.copy(self)  # what threads have, so that this can be dropped
+        self._swept: dict[str, float] = {}  # tenants with expired entries; time of the last sweep
+        inner: Any = copy.copy(self)  # shared with threads, so that this object can be dropped
         self._reader = inner._reader = Reader(self._link, self._seen, inner._sweep_soon)
         self._counting = inner._counting = Counting(inner._count_all)
         self._outbox = inner._outbox = Outbox(inner._write, waiting)
@@ -76,17 +76,17 @@ class RemoteStore:
             self._marked.append(True)
 
     def tenant(self, name: str | None) -> RemoteStore:
-        """The same store as another tenant sees it: nothing of it is shared with this one."""
+        """The store as another tenant sees it; tenants share no entries."""
         return self.of_digest(layout.tenant_digest(name))
 
     def of_digest(self, digest: str) -> RemoteStore:
-        """The same as `tenant`, by the digest that `tenants` gives."""
+        """Like `tenant`, by a digest from `tenants`."""
         view = copy.copy(self)
         view._tenant, view._is_view = digest, True
         return view
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants that may have anything here; empty for the default tenant."""
+        """The digests of all tenants that may have entries here; empty for the default tenant."""
         self._outbox.settle()
         with telling(self.address, "listed"):
             return tenants_at(self._link)
@@ -94,12 +94,12 @@ class RemoteStore:
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether a read of this entry can be expected to work."""
+        """Whether reading this entry should work."""
         name = self._name(kind, key)
         return self._waiting(name) is not None or self._reader.look(name, kind, key) is not None
 
     def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
-        """Tensors and record, or None when absent, expired or damaged."""
+        """Tensors and record, or None if absent, expired or damaged."""
         name = self._name(kind, key)
         job = self._waiting(name)
         if job is not None and (tensors := job.tensors) is not None:
@@ -108,7 +108,7 @@ class RemoteStore:
         return self._counted(self._reader.tensors(name, kind, key))
 
     def note(self, kind: str, key: str) -> Record | None:
-        """A small JSON record, or None when absent, expired or damaged."""
+        """A small JSON record, or None if absent, expired or damaged."""
         name = self._name(kind, key)
         job = self._waiting(name)
         if job is not None:
@@ -116,7 +116,7 @@ class RemoteStore:
         return self._counted(self._reader.note(name, kind, key))
 
     def entry(self, kind: str, key: str) -> Entry | None:
-        """One entry as its file has it, without reading all of it; None when absent or expired."""
+        """An entry from its file's header; None if absent or expired."""
         name = self._name(kind, key)
         job = self._waiting(name)
         if job is not None:
@@ -127,7 +127,7 @@ class RemoteStore:
         return self._reader.asked(name, lambda: self._upkeep().entry((kind, key), known))
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """The entries at the address that depend on one of their own kind, or on nothing."""
+        """The dependents, of its own kind, of an entry or of nothing."""
         return self._reader.asked("", lambda: self._upkeep().below(kind, base, count)) or {}
 
     def tier(self, kind: str, key: str) -> str | None:
@@ -135,7 +135,7 @@ class RemoteStore:
         return "remote" if self.has(kind, key) else None
 
     def reject(self, kind: str, key: str, why: str) -> None:
-        """Remove an entry whose content turned out not to be what its key says."""
+        """Remove an entry whose content does not match its key."""
         name = self._name(kind, key)
         logger.warning("damaged entry set aside: %s/%s (%s)", self.address, name, why)
         self._outbox.withdraw(lambda job: job.name == name)
@@ -163,12 +163,12 @@ class RemoteStore:
         record: Record,
         about: About = NOTHING,
     ) -> None:
-        """Hand an entry over; the tensors must not change afterwards. It is readable at once."""
+        """Hand over an entry; the tensors must not change afterwards. It is readable at once."""
         nbytes = sum(tensor.nbytes for tensor in tensors.values()) + 1024
         self._hand_over(kind, key, tensors, record, about, nbytes)
 
     def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
-        """Hand a small JSON record over."""
+        """Hand over a small JSON record."""
         self._hand_over(kind, key, None, body, about, len(digests.canonical_json(body)))
 
     def _hand_over(
@@ -197,7 +197,7 @@ class RemoteStore:
             self._count("refused")
 
     def _write(self, job: RemoteWrite) -> None:
-        """In the background. What cannot be spelled is the entry's fault and not the address's."""
+        """Write in the background. An entry that cannot be serialised is its own fault."""
         parts = list(entryfile.spelled(job.kind, job.key, job.tensors, job.record, job.metadata))
         if not self._writing.allows(self._link.timeout):
             raise StoreError(f"{self.address} cannot be written: {self._writing.why}")
@@ -212,7 +212,7 @@ class RemoteStore:
         self._writing.worked()
 
     def _refuse(self, job: RemoteWrite) -> None:
-        """Never without what it depends on; and what came before, to depend on it, goes with it."""
+        """Refuse an entry without its base, and remove its dependents that were written earlier."""
         self._count("refused")
         for kind in layout.KINDS:
             name = layout.place(kind, job.key, job.tenant)
@@ -244,7 +244,7 @@ class RemoteStore:
             self._count("evictions", removed)
 
     def _is_there(self, name: str, ask: bool = False) -> bool:
-        """Whether it is there, and need not be written. `ask`: others may have removed it."""
+        """Whether it exists and need not be written. `ask`: others may have removed it."""
         if ask and self._seen.find(name)[1] is not None and not self._link.exists(name):
             self._seen.removed(name)
         known, found = self._seen.find(name)
@@ -254,16 +254,16 @@ class RemoteStore:
         try:
             found = head(self._link, name, place.kind, place.key)
         except WrongFormatVersion:
-            return True  # sound, and another's
+            return True  # intact, of another version
         except (FileError, FileNotFoundError, NotADirectoryError):
             return False
         self._seen.there(name, found, since)
         return not layout.expired(found.metadata)
 
     def flush(self) -> None:
-        """Return when all that was handed over before is at the address, or say what is not."""
+        """Return when everything handed over is at the address; raise with what is not."""
         self._outbox.settle()
-        whose = self._tenant if self._is_view else None  # without a tenant, of all of them
+        whose = self._tenant if self._is_view else None  # without a tenant, for all of them
         self._outbox.losses.report(self.address, whose, self._writing.why)
 
     def close(self) -> None:
@@ -285,15 +285,15 @@ class RemoteStore:
         yield from (entry for name, entry in table.items() if name not in gone)
 
     def _is_over(self, entry: Entry) -> bool:
-        """Whether its time is over, or it was set aside where nothing can be removed."""
+        """Whether it is expired, or set aside where nothing can be removed."""
         known, found = self._seen.find(self._name(entry.kind, entry.key))
         return (known and found is None) or (
             entry.expires is not None and (entry.expires <= time.time())
         )
 
     def stats(self, wait: float = 10.0) -> Record:
-        """Entries and bytes as they were counted not long ago (when: `counted`), and what happened
-        since it was opened. Counting lists the address; no call waits longer than that for it."""
+        """Entries and bytes from a recent count (`counted` says when), and counts since it was
+        opened. Counting lists the address; no call waits longer than `wait` for it."""
         kinds, at, _ = self._counting.of(self._tenant, wait)
         why = self._reader.broken or self._writing.why
         return {
@@ -316,33 +316,33 @@ class RemoteStore:
         return self._reader.asked("", Upkeep(self._link, self._seen, tenant).count)
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
-        """Keep an entry, and what it depends on, whatever the budget; False when absent."""
+        """Pin an entry and what it depends on, whatever the budget; False if absent."""
         layout.checked(kind, key)
         self._outbox.settle()
         with telling(self.address, "pinned"):
-            if not self._link.exists(self._name(kind, key)):  # asked, not remembered
+            if not self._link.exists(self._name(kind, key)):  # ask the address, not memory
                 return False
             self._upkeep().pin((kind, key), pinned)
         return True
 
     def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all that depends on it; the bytes freed."""
+        """Remove an entry and all its dependents; return the bytes freed."""
         layout.checked(kind, key)
         return self.delete_all([(kind, key)])
 
     def delete_all(self, names: Iterable[Name]) -> int:
-        """`delete` for many: they share one look at all entries."""
+        """Delete many entries with one shared listing."""
         doomed = list(names)
         return self._remove(lambda table: doomed)
 
     def delete_media(self, image_key: str) -> int:
-        """Remove all that holds anything of this image; the bytes freed."""
+        """Remove everything that depends on this image; return the bytes freed."""
         freed = self._remove(lambda table: [n for n, e in table.items() if image_key in e.media])
         self._outbox.withdraw(lambda j: j.tenant == self._tenant and image_key in j.about.media)
         return freed
 
     def clear(self, everybody: bool = False) -> int:
-        """Remove every entry of this tenant, or of all tenants; the bytes freed."""
+        """Remove every entry of this tenant, or of all tenants; return the bytes freed."""
         if everybody:
             return sum(self.of_digest(tenant).clear() for tenant in self.tenants())
         freed = self._remove(list)
@@ -352,14 +352,14 @@ class RemoteStore:
         return freed
 
     def gc(self, budget: int) -> int:
-        """Remove the least useful entries of this tenant until the rest fits; the bytes freed."""
+        """Remove this tenant's least useful entries until the rest fits; return the bytes freed."""
         freed = self._remove(lambda t: ranking.least_useful(t, budget, time.time()), counted=True)
         with telling(self.address, "removed"):
             self._upkeep().sweep(_HOUR)
         return freed
 
     def check(self, repair: bool = False) -> list[str]:
-        """Read everything in full; what is wrong, one line each. `repair` puts it right."""
+        """Read everything in full; return one line per problem. `repair` fixes them."""
         self._outbox.settle()
         self._counting.doubt(self._tenant)
         try:
@@ -368,7 +368,7 @@ class RemoteStore:
             return [f"{self.address} cannot be checked: {error}"]
 
     def _remove(self, choose: Callable[[_Table], list[Name]], counted: bool = False) -> int:
-        """Remove the chosen entries, and withdraw those among them that wait to be written."""
+        """Remove the chosen entries, and cancel those that wait to be written."""
         self._outbox.settle()
         with telling(self.address, "removed"):
             table = self._upkeep().table()
@@ -382,7 +382,7 @@ class RemoteStore:
         return freed
 
     def _sweep_soon(self, name: str) -> None:
-        """An entry whose time is over was met: remove all such, in the background and seldom."""
+        """Remove all expired entries after one was met, in the background and seldom."""
         place, now = layout.parse(name), time.monotonic()
         if place is None or now < self._swept.get(place.tenant, -_SWEPT) + _SWEPT:
             return

@@ -1,8 +1,8 @@
 """Housekeeping at a remote address: remove, make room, check. Everything here lists first.
 
-Removal goes from the last dependent downwards and several at once, so an interruption
-never leaves an entry without the one it depends on. An address that does not answer is an error
-here: a caller who asked for something to be removed must not hear that it is.
+Removal starts with the last dependents and handles several at once, so an interruption never leaves
+an entry without its base. An address that does not answer raises an error here: a caller must not
+believe that something was removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOUR = 3600.0
 
 @contextlib.contextmanager
 def telling(address: str, what: str) -> Iterator[None]:
-    """Raise an error where something could not be done at the address."""
+    """Raise an error for a failed operation at the address."""
     try:
         yield
     except Exception as error:
@@ -37,10 +37,10 @@ def telling(address: str, what: str) -> Iterator[None]:
 
 
 class Upkeep(Survey):
-    """What changes many entries of one tenant at once."""
+    """Operations on many entries of one tenant."""
 
     def remove(self, table: Table, layers: list[list[Name]]) -> int:
-        """Remove these, layer by layer; the bytes freed."""
+        """Remove entries layer by layer; return the bytes freed."""
         freed = 0
         for layer in layers:
             gone = self._link.each(lambda name: self.remove_one(name, table[name]), layer)
@@ -48,7 +48,7 @@ class Upkeep(Survey):
         return freed
 
     def remove_one(self, name: Name, entry: Entry) -> bool:
-        """Remove an entry; False where it was gone already."""
+        """Remove an entry; False if it was already absent."""
         path = self.path(name)
         gone = self._link.remove(path)
         self._seen.removed(path)
@@ -58,14 +58,14 @@ class Upkeep(Survey):
         return gone
 
     def clear_rest(self) -> None:
-        """Remove what is no entry: pins, signposts, and what killed writers left behind."""
+        """Remove other objects: pins, signposts, and leftovers of killed writers."""
         signs = self._link.listed(self._link.folders(f"{self._prefix}{layout.UPON}/snapshot"))
         rest = [self.pin_name(name) for name in self.pins()] + [one.name for one in signs]
         self._remove_objects(rest)
         self.sweep(0.0)
 
     def sweep(self, age: float) -> None:
-        """Remove what killed writers left behind that long ago."""
+        """Remove leftovers of killed writers that are this old."""
         self._remove_objects(self.leftovers(age))
 
     def _remove_objects(self, names: list[str]) -> None:
@@ -73,8 +73,7 @@ class Upkeep(Survey):
             pass
 
     def sweep_ended(self) -> None:
-        """Remove what may no longer be used, with what depends on it; a failure is for next
-        time."""
+        """Remove expired entries with their dependents; failures wait for the next time."""
         with contextlib.suppress(Exception):
             table = self.table()
             now = time.time()
@@ -86,18 +85,18 @@ class Upkeep(Survey):
     def _remove_ended(self, item: tuple[Name, Entry]) -> None:
         name, entry = item
         with claim(self._link, self.path(name)):
-            # It may have been written again since it was listed.
+            # It may have been rewritten since it was listed.
             if entry.expires is None or self._still_over(name):
                 self.remove_one(name, entry)
 
     def _still_over(self, name: Name) -> bool:
         try:
             return layout.expired(read_head(self._link, self.path(name), *name).metadata)
-        except (FileError, FileNotFoundError):  # removed by somebody, or not ours to judge
+        except (FileError, FileNotFoundError):  # removed by others, or of another version
             return False
 
     def pin(self, name: Name, pinned: bool) -> None:
-        """Make or remove the small object that is a pin."""
+        """Create or remove the small object that is a pin."""
         path = self.pin_name(name)
         if pinned:
             self._link.write(path, [b"{}"], lambda: False)
@@ -119,7 +118,7 @@ class Upkeep(Survey):
     # -- check -----------------------------------------------------------------------------------
 
     def check(self, repair: bool) -> list[str]:
-        """Read everything; what is damaged or has lost its base, one line each."""
+        """Read everything; return one line per damaged entry or entry without its base."""
         table = self.table()
         read = list(self._link.each(self._wrong, list(self.found())))
         damaged = {name: why for name, why in read if why is not None}
@@ -127,7 +126,7 @@ class Upkeep(Survey):
         lines = list(damaged.values())
         for kind, key in adrift:
             base = table[kind, key].depends_on
-            lines.append(f"{kind}/{key}: what it depends on is not there ({base})")
+            lines.append(f"{kind}/{key}: what it depends on is absent ({base})")
         if repair:
             self.remove(table, ranking.together(table, [*damaged, *adrift]))
             self.sweep(_HOUR)
@@ -145,15 +144,15 @@ class Upkeep(Survey):
             if record.get("entry") != key:
                 return (kind, key), f"{where}: this is the entry {record.get('entry')!r}"
         except (WrongFormatVersion, FileNotFoundError):
-            pass  # sound, and another version's; or removed by somebody just now
+            pass  # intact, of another version; or removed just now
         except FileError as error:
             return (kind, key), str(error)
         return (kind, key), None
 
 
 def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None) -> int:
-    """Evict the least useful until the rest fits, of one tenant or (None) of all together; how
-    many went."""
+    """Evict the least useful entries until the rest fits, of one tenant or (None) of all; return
+    how many."""
     table = whole_table(link, seen) if tenant is None else Upkeep(link, seen, tenant).table()
     names = ranking.least_useful(table, budget, time.time())
     keepers = {entry.tenant: Upkeep(link, seen, entry.tenant) for entry in table.values()}
@@ -161,7 +160,7 @@ def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None)
     def remove(name: Name) -> bool:
         entry = table[name]
         base = entry.depends_on and (entry.depends_on[0].rpartition("/")[2], entry.depends_on[1])
-        entry = replace(entry, depends_on=base)  # without its tenant, as it was spelled
+        entry = replace(entry, depends_on=base)  # without its tenant in the kind
         return keepers[entry.tenant].remove_one((entry.kind, entry.key), entry)
 
     removed = sum(sum(link.each(remove, layer)) for layer in ranking.together(table, names))
@@ -171,8 +170,8 @@ def make_room(link: Address, seen: RecentNames, budget: int, tenant: str | None)
 
 
 class Allowance:
-    """Budget and quota. Looking at everything costs time, so it is done when the first entry is
-    written and then after each sixteenth of what is allowed."""
+    """Budget and quota. Listing everything takes time, so it happens at the first write and then
+    after each sixteenth of the limit."""
 
     def __init__(
         self, link: Address, seen: RecentNames, budget: int | None, quota: int | None
@@ -182,7 +181,7 @@ class Allowance:
         self._lock = Mutex()
 
     def grown(self, tenant: str, nbytes: int) -> int:
-        """So much was written; how many entries were evicted for it."""
+        """Add written bytes; return how many entries were evicted for them."""
         removed = 0
         for limit, whose in ((self._budget, None), (self._quota, tenant)):
             if limit is None:
@@ -191,9 +190,9 @@ class Allowance:
                 grown = self._grown.get(whose, limit) + nbytes
                 is_due = grown > limit // 16
                 self._grown[whose] = 0 if is_due else grown
-                if len(self._grown) > MOST_TENANTS:  # who is not known is looked at at once
+                if len(self._grown) > MOST_TENANTS:  # list at once for an unknown tenant
                     self._grown = {None: self._grown.get(None, 0)}
             if is_due:
-                # What comes until the next look must fit as well.
+                # Leave room for what comes before the next listing.
                 removed += make_room(self._link, self._seen, limit - limit // 16, whose)
         return removed

@@ -1,8 +1,8 @@
-"""Opening the catalogue: while another process opens it too, and where nothing can be written.
+"""Opens the catalogue while another process opens it too, or where nothing can be written.
 
-SQLite waits for a lock that others hold, but not where a first reader wants to change how the file
-is journalled: two that wait for each other would wait for ever, so it says "locked" at once. The
-other is done within moments, so so this is tried again, for as long as one waits elsewhere.
+SQLite waits for locks, except when a first reader changes the journal mode: two such processes
+would wait forever, so it raises "locked" at once. The other process is done within moments, so this
+is retried for as long as other locks are waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 
 
 def opened(path: Path) -> Catalogue:
-    """The catalogue at a path; the error where it is still locked at the end."""
+    """Open the catalogue at a path; raise the last error if it stays locked."""
     until, pause = time.monotonic() + _PATIENCE, _FIRST_PAUSE
     while True:
         try:
@@ -34,8 +34,8 @@ def opened(path: Path) -> Catalogue:
 
 
 def opened_to_read(path: Path) -> Catalogue | None:
-    """The catalogue of a folder in which nothing can be written; None where it cannot be read so,
-    or does not know all files."""
+    """Open the catalogue of an unwritable folder; None if it cannot be read or does not know all
+    files."""
     for mode in ("mode=ro", "immutable=1"):
         if mode == "immutable=1" and not _is_still(path):
             continue
@@ -48,8 +48,7 @@ def opened_to_read(path: Path) -> Catalogue | None:
 
 
 def _is_still(path: Path) -> bool:
-    """Whether we could not write it, and all of it is in its one file: so no process writes it
-    now."""
+    """Whether nobody writes it: we could not write it, and all of it is in its one file."""
     if os.access(path.parent, os.W_OK):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What the files of a folder say of themselves: the rows that a catalogue of them would have.
+"""Catalogue rows from what the files of a folder say about themselves.
 
 Nothing here needs a catalogue, and no tensor is read.
 """
@@ -24,12 +24,12 @@ def name_of(place: EntryName) -> str:
 
 
 def pin_name(place: EntryName) -> str:
-    """The note that keeps a pin where the catalogue is lost."""
+    """The note that keeps a pin if the catalogue is lost."""
     return f"{layout.tenant_prefix(place.tenant)}pins/{place.kind}/{place.key}.json"
 
 
 def everything(folder: Folder) -> Iterator[list[Entry]]:
-    """All entries by their files, a folder at a time, without reading them in full."""
+    """All entries from their files, one folder at a time, without reading them in full."""
     for tenant in ["", *folder.names("tenants")]:
         for kind in layout.KINDS:
             above = f"{layout.tenant_prefix(tenant)}{kind}"
@@ -43,23 +43,23 @@ def everything(folder: Folder) -> Iterator[list[Entry]]:
 
 
 def as_found(folder: Folder, place: EntryName) -> Entry | None:
-    """An entry as its file tells it; None where the file is none or cannot be read."""
+    """An entry from its file; None if the file is invalid or unreadable."""
     status = folder.status(name_of(place))
     if status is None or not stat.S_ISREG(status.st_mode):
         return None
     try:
         metadata = entryfile.read_metadata(folder.path(name_of(place)), place.kind, place.key)
     except (FileError, OSError):
-        metadata = {}  # `check` will name it; its bytes count until then
+        metadata = {}  # `check` will report it; its bytes count until then
     about = entryfile.about(metadata)
     created = status.st_mtime if about.ttl is None else float(metadata["created"]) / 1000
-    if not math.isfinite(created):  # a file may say anything, and a row of it must be possible
+    if not math.isfinite(created):  # a file may claim anything, but its row must be valid
         created = status.st_mtime
     return row_of(place, about, status.st_size, created, max(status.st_atime, created))
 
 
 def row_of(place: EntryName, about: About, nbytes: int, created: float, used: float) -> Entry:
-    """A row for something new."""
+    """The row of a new entry."""
     expires = None if about.ttl is None else created + about.ttl
     return Entry(
         kind=place.kind,
@@ -77,7 +77,7 @@ def row_of(place: EntryName, about: About, nbytes: int, created: float, used: fl
 
 
 def accounts(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Every tenant that counts against another's quota, with that one."""
+    """Every tenant that counts against another's quota, with that tenant."""
     for above in folder.names(layout.ACCOUNTS):
         for last in folder.names(f"{layout.ACCOUNTS}/{above}"):
             found = layout.parse_account(f"{layout.ACCOUNTS}/{above}/{last}")
@@ -86,18 +86,18 @@ def accounts(folder: Folder) -> Iterator[tuple[str, str]]:
 
 
 def begin_accounts(folder: Folder, accounts: dict[str, str]) -> list[PartFile]:
-    """Write what is not there of these, to be put in place before the entries of such a tenant."""
+    """Write the missing account notes, to be renamed before the entries of such a tenant."""
     begun: list[PartFile] = []
     for tenant, account in accounts.items():
         name = layout.account_name(tenant, account)
         if tenant != account and folder.status(name) is None:
-            with contextlib.suppress(OSError):  # the catalogue has it, and it is tried again
+            with contextlib.suppress(OSError):  # the catalogue has it; the next write tries again
                 begun.append(folder.begin(name, [b"{}"], None))
     return begun
 
 
 def pins(folder: Folder) -> Iterator[EntryName]:
-    """Every pin that was set."""
+    """Every pin."""
     for tenant in ["", *folder.names("tenants")]:
         for kind in layout.KINDS:
             for name in folder.names(f"{layout.tenant_prefix(tenant)}pins/{kind}"):

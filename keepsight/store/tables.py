@@ -1,8 +1,8 @@
 """The tables of the catalogue, and one connection to them.
 
-Bytes are added up by triggers, so no question needs a walk through all rows. `account` says of each
-tenant that is a part of another whose quota it counts against; stores of before have no such table,
-and get an empty one. Earlier versions of Keepsight do not look at it.
+Triggers add up the bytes, so no query walks through all rows. `account` names, for a tenant that is
+part of another, the tenant whose quota it counts against. Older stores lack this table and get an
+empty one; older versions of Keepsight ignore it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keepsight.store import health
 from keepsight.store.priority import usefulness
 from keepsight.system import private_files
 
-_JOURNAL = 128  # pages of 4 KiB; more would be missed on a disk that gets full
+_JOURNAL = 128  # pages of 4 KiB; a larger journal would hurt a nearly full disk
 _PATIENCE = 5.0  # seconds to wait for another process to finish its transaction
 
 _TABLES = """
@@ -62,11 +62,11 @@ _ACCOUNTS_FOR_NOW = "CREATE TEMP TABLE account (tenant TEXT PRIMARY KEY, account
 
 
 def connect(path: Path | None, to_read: str = "") -> sqlite3.Connection:
-    """Open the database and make its tables, in memory without a path. `to_read` is a read-only
+    """Open the database and create its tables; in memory without a path. `to_read` is a read-only
     mode of SQLite, such as `mode=ro`."""
     address: Path | str = ":memory:" if path is None else path
     if path is not None and not to_read:
-        private_files.reserve(path)  # the files beside it take over its mode
+        private_files.reserve(path)  # files beside it inherit its mode
     if path is not None and to_read:
         address = f"file:{quote(os.fsencode(path.absolute()))}?{to_read}"
     base = sqlite3.connect(
@@ -85,7 +85,7 @@ def connect(path: Path | None, to_read: str = "") -> sqlite3.Connection:
                 base.execute(_ACCOUNTS_FOR_NOW)
             return base
         base.execute("PRAGMA journal_mode = WAL")
-        # A file whose row a power cut took would be found by its key, and by no deletion.
+        # A file whose row was lost in a power cut would be found by key, but by no deletion.
         base.execute("PRAGMA synchronous = FULL")
         base.execute(f"PRAGMA wal_autocheckpoint = {_JOURNAL}")
         if not _has(base, "changed"):
@@ -104,8 +104,8 @@ def _has(base: sqlite3.Connection, name: str) -> bool:
 
 
 def _add_accounts(base: sqlite3.Connection) -> None:
-    """Add the table to an older catalogue. A full disk has no room for it, but can still be
-    emptied."""
+    """Add the table to an older catalogue. A full disk has no room for it, but entries can still be
+    removed."""
     try:
         base.executescript(f"BEGIN IMMEDIATE; {_ACCOUNTS} COMMIT;")
     except sqlite3.Error as error:

@@ -1,7 +1,7 @@
-"""What is counted in memory: for statistics, which wait for no disk, and for the catalogue, later.
+"""Counts in memory: for statistics, which never wait for a disk, and for the catalogue, later.
 
-Safe in several threads. What the catalogue is yet to learn is bounded, for a disk may refuse for
-days: of uses some may be forgotten, and what else is left over is found again from the files.
+Thread-safe. Counts waiting for the catalogue are bounded, because a disk may refuse for days. Some
+uses may then be lost; everything else is found again from the files.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from keepsight.store.layout import EntryName
 from keepsight.store.priority import trim
 
 COUNTED = ("hits", "misses", "evictions", "written", "refused")
-_GATHERED = 100_000  # uses and the like that wait for a disk that refuses
+_GATHERED = 100_000  # uses and other counts that wait for a refusing disk
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a tenant had when it was counted last."""
+    """A tenant's entries and bytes at the last count."""
 
     kinds: dict[str, dict[str, int]]
     ever: dict[str, int]
     at: float | None  # seconds since the epoch
-    is_complete: bool  # else there are files that no catalogue knows yet
+    is_complete: bool  # False if some files are not in the catalogue yet
 
 
 @dataclass(frozen=True)
 class Due:
-    """What the catalogue is to learn."""
+    """Changes that the catalogue does not have yet."""
 
     uses: dict[EntryName, int]
     events: dict[str, int]
@@ -43,23 +43,22 @@ class StoreCounters:
     """Counts of one store."""
 
     def __init__(self) -> None:
-        # By tenant, since the store was opened; of those that were heard of last.
+        # By tenant, since the store was opened; for the most recent tenants.
         self.counts: OrderedDict[str, Counter[str]] = OrderedDict()
-        self.ended: set[EntryName] = (
-            set()
-        )  # read and found to be over or damaged; still in the catalogue
+        # unusable when read; still in the catalogue
+        self.ended: set[EntryName] = set()
         self.known: dict[str, Counted] = {}
         self.start_anew()
 
     def start_anew(self) -> None:
-        """With nothing that the catalogue does not know, as at first and after a fork."""
+        """Drop changes waiting for the catalogue: at first, and after a fork."""
         self._lock = threading.Lock()
         self._uses: Counter[EntryName] = Counter()
         self._events: Counter[str] = Counter()
         self._refused: set[EntryName] = set()
 
     def count(self, tenant: str, what: str, number: int = 1) -> None:
-        """Something happened."""
+        """Count an event."""
         with self._lock:
             self.counts.setdefault(tenant, Counter())[what] += number
             self.counts.move_to_end(tenant)
@@ -68,19 +67,19 @@ class StoreCounters:
             trim(self._events, _GATHERED)
 
     def know(self, tenant: str, counted: Counted) -> None:
-        """This is what a tenant has now."""
+        """Record a tenant's current count."""
         with self._lock:
             self.known.pop(tenant, None)
             self.known[tenant] = counted
             trim(self.known)
 
     def evicted(self, places: Iterable[EntryName]) -> None:
-        """These had to go."""
+        """Count evictions."""
         for place in places:
             self.count(place.tenant, "evictions")
 
     def use(self, place: EntryName) -> bool:
-        """An entry was read; whether it is the first that the catalogue does not know of."""
+        """Record a read; return whether it is the first that the catalogue does not have."""
         self.count(place.tenant, "hits")
         with self._lock:
             if len(self._uses) < _GATHERED:
@@ -88,13 +87,13 @@ class StoreCounters:
             return len(self._uses) == 1
 
     def end(self, place: EntryName) -> None:
-        """An entry was read and cannot be used."""
+        """Record an entry that was read and is unusable."""
         with self._lock:
             if len(self.ended) < _GATHERED:
                 self.ended.add(place)
 
     def refuse(self, place: EntryName) -> None:
-        """Its base is absent."""
+        """Record an entry whose base is absent."""
         self.count(place.tenant, "refused")
         self._add_refused([place])
 
@@ -105,16 +104,16 @@ class StoreCounters:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is anything that the catalogue should learn soon."""
+        """Whether the catalogue should be updated soon."""
         return bool(self._uses or self.ended or self._refused)
 
     @property
     def has_events(self) -> bool:
-        """Whether anything was counted that the catalogue does not know."""
+        """Whether any event waits for the catalogue."""
         return bool(self._events)
 
     def take(self) -> Due:
-        """Take out all that the catalogue has to learn."""
+        """Take out all changes for the catalogue."""
         with self._lock:
             uses, self._uses = dict(self._uses), Counter()
             events, self._events = dict(self._events), Counter()
@@ -122,12 +121,12 @@ class StoreCounters:
             return Due(uses, events, list(self.ended), refused)
 
     def put_back(self, due: Due) -> None:
-        """These could not be entered in the catalogue."""
+        """Put changes back that the catalogue refused."""
         with self._lock:
             self._events.update(due.events)
         self._add_refused(due.refused)
 
     def settle(self, due: Due) -> None:
-        """What was over is gone."""
+        """Record that unusable entries were removed."""
         with self._lock:
             self.ended.difference_update(due.ended)

@@ -1,9 +1,8 @@
-"""Several stores in a row as one, the nearest first: a folder before a bucket, for example.
+"""Several stores as one, the nearest first: for example a folder before a bucket.
 
-Writing goes to all of them. Reading looks near to far, and what was found far is put near in the
-background. What a near one evicts is still in a far one, so that eviction is all
-that demotion takes. What is deleted is gone from every one of them, also what was on its way from
-one to another at that moment.
+Writes go to all of them. Reads search from near to far, and copy what a far store has to nearer
+ones in the background. An entry that a near store evicts is still in a far one, so eviction is the
+only demotion. Deletion removes an entry from all stores, including copies in progress.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from keepsight.system.lock import Mutex
 
 logger = logging.getLogger(__name__)
 
-_MOST = 256  # promotions that may wait; what is read often will be read again
+_MOST = 256  # promotions that may wait; frequently read entries get another chance
 T = TypeVar("T")
 
 
 @dataclass
 class _Promotion:
-    """Something that was found far, to be put near."""
+    """An entry from a far store, to be copied to nearer ones."""
 
     kind: str
     key: str
@@ -57,10 +56,10 @@ class _Promotion:
 
 
 class _Carrier:
-    """The thread that copies to the nearer stores what was found in a far one.
+    """The thread that copies entries from far stores to nearer ones.
 
-    Each deletion begins a new epoch. A promotion that was read in an earlier epoch may hold what
-    was deleted since, so it is dropped: the next read finds what is still there.
+    Each deletion starts a new epoch. A promotion read in an earlier epoch may hold deleted data, so
+    it is dropped; the next read finds what still exists.
     """
 
     def __init__(self) -> None:
@@ -77,7 +76,7 @@ class _Carrier:
         self._thread: threading.Thread | None = None
 
     def take(self, promotion: _Promotion) -> None:
-        """Carry it when there is time; not at all when too much waits."""
+        """Queue a promotion; drop it if too many wait."""
         with self._settled:
             if self._thread is None:
                 self._thread = begin(self._work, "keepsight-carrier")
@@ -92,7 +91,7 @@ class _Carrier:
                 self._carry(promotion)
             except Exception:
                 logger.exception("%s/%s stays where it is", promotion.kind, promotion.key)
-            promotion = None  # it holds stores, and nothing may while the next is waited for
+            promotion = None  # it references stores, so do not keep it while waiting
             with self._settled:
                 self._waiting -= 1
                 self._settled.notify_all()
@@ -118,7 +117,7 @@ class _Carrier:
 
     @contextlib.contextmanager
     def deletion(self) -> Iterator[None]:
-        """While something is deleted nothing is carried, and nothing that was read before."""
+        """During a deletion, copy nothing, and drop everything read before."""
         with self._lock:
             self._deleting += 1
         try:
@@ -129,14 +128,14 @@ class _Carrier:
                 self.epoch += 1
 
     def settle(self, seconds: float | None = None) -> None:
-        """Return when all that was found far is handed to the nearer ones, or the time is over."""
+        """Return when all queued promotions are handed to the nearer stores, or at the deadline."""
         with self._settled:
             self._settled.wait_for(lambda: not self._waiting, seconds)
 
     before_exit = settle
 
     def close(self) -> None:
-        """Carry what waits and stop."""
+        """Finish the queued promotions and stop."""
         self.settle()
         thread = self._thread
         self.retire()
@@ -144,15 +143,15 @@ class _Carrier:
             thread.join()
 
     def retire(self) -> None:
-        """Let the thread end when it has carried what waits. This does not wait: the garbage
-        collector calls it when a store was dropped."""
+        """Let the thread end after the queued promotions. This does not wait: the garbage collector
+        calls it for a dropped store."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
 
 
 class TieredStore:
-    """Stores in a row, for one tenant; the same tenant in each of them."""
+    """Several stores in order, for one tenant; the same tenant in each."""
 
     def __init__(self, *stores: Store) -> None:
         if not stores:
@@ -168,7 +167,7 @@ class TieredStore:
         return self._view(store.tenant(name) for store in self.tiers)
 
     def of_digest(self, digest: str) -> TieredStore:
-        """The same as `tenant`, by the digest that `tenants` gives."""
+        """Like `tenant`, by a digest from `tenants`."""
         return self._view(store.of_digest(digest) for store in self.tiers)
 
     def _view(self, tiers: Iterable[Store]) -> TieredStore:
@@ -177,21 +176,21 @@ class TieredStore:
         return view
 
     def tenants(self) -> list[str]:
-        """The digests of all tenants that may have anything here; empty for the default tenant."""
+        """The digests of all tenants that may have entries here; empty for the default tenant."""
         return sorted({digest for store in self.tiers for digest in store.tenants()})
 
     # -- reading ---------------------------------------------------------------------------------
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether a read of this entry can be expected to work."""
+        """Whether reading this entry should work."""
         return any(store.has(kind, key) for store in self.tiers)
 
     def get(self, kind: str, key: str) -> tuple[Tensors, Record] | None:
-        """Tensors and record from the nearest that has them."""
+        """Tensors and record from the nearest store that has them."""
         return self._find(kind, key, lambda store: store.get(kind, key))
 
     def get_all(self, kind: str, keys: Iterable[str]) -> dict[str, tuple[Tensors, Record]]:
-        """Those of several entries that any has."""
+        """Those entries that any store has."""
         keys = list(keys)
         near = read_all(self.tiers[0], kind, keys)
         self._counts["hits"] += len(near)
@@ -199,13 +198,13 @@ class TieredStore:
         return near | {key: found for key, found in far.items() if found is not None}
 
     def below(self, kind: str, base: str | None, count: int) -> Below:
-        """What depends on an entry, or on nothing, in the nearest that knows of any."""
+        """The dependents of an entry, or of nothing, in the nearest store that knows any."""
         able = (store for store in self.tiers if isinstance(store, Listing))
         found = (store.below(kind, base, count) for store in able)
         return next((below for below in found if any(below.values())), {})
 
     def note(self, kind: str, key: str) -> Record | None:
-        """A small JSON record from the nearest that has it."""
+        """A small JSON record from the nearest store that has it."""
         return self._find(kind, key, lambda store: store.note(kind, key))
 
     def _find(self, kind: str, key: str, read: Callable[[Store], T | None]) -> T | None:
@@ -224,7 +223,7 @@ class TieredStore:
         return None
 
     def entry(self, kind: str, key: str) -> Entry | None:
-        """One entry as the nearest that has it knows it."""
+        """One entry from the nearest store that has it."""
         return next((e for s in self.tiers if (e := s.entry(kind, key)) is not None), None)
 
     def tier(self, kind: str, key: str) -> str | None:
@@ -232,7 +231,7 @@ class TieredStore:
         return next((t for s in self.tiers if (t := s.tier(kind, key)) is not None), None)
 
     def reject(self, kind: str, key: str, why: str) -> None:
-        """Set aside an entry whose content turned out not to be what its key says."""
+        """Set aside an entry whose content does not match its key."""
         with self._carrier.deletion():
             for store in self.tiers:
                 if store.has(kind, key):
@@ -248,17 +247,17 @@ class TieredStore:
         record: Record,
         about: About = NOTHING,
     ) -> None:
-        """Hand an entry over to every store; each writes in its own background."""
+        """Hand over an entry to every store; each writes in its own background."""
         for store in self.tiers:
             store.put(kind, key, tensors, record, about)
 
     def put_note(self, kind: str, key: str, body: Record, about: About = NOTHING) -> None:
-        """Hand a small JSON record over to every store."""
+        """Hand over a small JSON record to every store."""
         for store in self.tiers:
             store.put_note(kind, key, body, about)
 
     def flush(self) -> None:
-        """Return when every store has what was handed over before, or say which has not."""
+        """Return when every store has everything handed over; raise with what is missing."""
         self._carrier.settle()
         refused: dict[Name, str] = {}
 
@@ -271,8 +270,8 @@ class TieredStore:
                 refused.update(error.reasons)
 
         self._every("written to", flush)
-        # A small folder before a bucket takes what fits: what the other has is no loss, nor is what
-        # it had when it was carried and lost since, because it was deleted.
+        # A small folder before a bucket keeps what fits. An entry in the other store is no loss;
+        # nor is one that was promoted and then deleted.
         carried, self._carrier.carried = self._carrier.carried, set()
         gone = {name: why for name, why in refused.items() if not self.has(*name)}
         lost = {name: why for name, why in gone.items() if name not in carried}
@@ -289,7 +288,7 @@ class TieredStore:
     # -- housekeeping ----------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
-        """All entries of this tenant, each once, with what all stores know of its use."""
+        """All entries of this tenant, once each, with their uses in all stores combined."""
         yield from self._table().values()
 
     def _table(self) -> dict[Name, Entry]:
@@ -302,8 +301,8 @@ class TieredStore:
         return table
 
     def stats(self, wait: float = 10.0) -> Record:
-        """Of each store, nearest first, under "tiers"; above them each entry is counted once, as
-        it is where the nearer hold a part of what the far one holds."""
+        """The statistics of each store, nearest first, under "tiers"; above them each entry counts
+        once, assuming that nearer stores hold part of the farthest."""
         until = time.monotonic() + wait
         tiers = [
             {"name": label(store), **store.stats(max(0.0, until - time.monotonic()))}
@@ -335,16 +334,16 @@ class TieredStore:
         }
 
     def pin(self, kind: str, key: str, pinned: bool = True) -> bool:
-        """Keep an entry, and what it depends on, wherever it is; False when absent everywhere."""
+        """Pin an entry and what it depends on, wherever it is; False if absent everywhere."""
         return any(self._every("pinned in", lambda store: store.pin(kind, key, pinned)))
 
     def delete(self, kind: str, key: str) -> int:
-        """Remove an entry and all that depends on it from every store; the bytes freed, each entry
-        counted once."""
+        """Remove an entry and all its dependents from every store; return the bytes freed, each
+        entry counted once."""
         return self._remove(lambda store: store.delete(kind, key))
 
     def delete_media(self, image_key: str) -> int:
-        """Remove all that holds anything of this image from every store."""
+        """Remove everything that depends on this image from every store."""
         return self._remove(lambda store: store.delete_media(image_key))
 
     def clear(self, everybody: bool = False) -> int:
@@ -359,7 +358,7 @@ class TieredStore:
         return sum(table[name].nbytes for name in names)
 
     def check(self, repair: bool = False) -> list[str]:
-        """Read everything in every store; what is wrong, one line each."""
+        """Read everything in every store; return one line per problem."""
         self._carrier.settle()
         return [f"{label(s)}: {line}" for s in self.tiers for line in s.check(repair)]
 
@@ -368,7 +367,7 @@ class TieredStore:
             return max(self._every("removed from", remove))
 
     def _every(self, done: str, work: Callable[[Store], T]) -> list[T]:
-        """Call each store, also after one fails; an error names those that failed."""
+        """Call each store, even after one fails; the error names those that failed."""
         results, failed = [], []
         for store in self.tiers:
             try:
@@ -388,13 +387,13 @@ class TieredStore:
 
 
 def _first_trouble(tiers: list[Record]) -> Record:
-    """The state of the nearest in which anything is wrong."""
+    """The state of the nearest store with a problem."""
     wrong = (stats for stats in tiers if stats.get("state", OK) != OK)
     found = next(wrong, {"state": OK, "since": None})
     return {"state": found["state"], "since": found["since"]}
 
 
 def label(store: Store) -> str:
-    """What people call a store: its address or its folder."""
+    """How people name a store: its address or its folder."""
     named = getattr(store, "address", None) or getattr(store, "root", None)
     return str(named or type(store).__name__)

@@ -1,12 +1,13 @@
-"""Calls to a disk that may hang: each runs in a thread, and the caller waits for a limited time.
+"""Limits calls to a disk that may hang: each runs in a thread, and the caller waits for a limited
+time.
 
-A thread that waits for a disk cannot be interrupted, and readers hold the model while they wait. So
-a call that takes too long is abandoned, and nothing more is asked of that disk until it returns:
-whoever wanted to read computes instead. A disk may also answer every call, but slowly. A request
-makes many calls, so the time of slow calls is added up, and the sum is limited too. When the
-abandoned call has returned, the disk is used again after a pause, which grows each time.
+A thread that waits for a disk cannot be interrupted, and readers hold the model's lock meanwhile.
+So a slow call is abandoned, and the disk gets no further calls until it returns; readers compute
+instead. A disk may also answer every call slowly. A request makes many calls, so the times of slow
+calls are added up and the sum is limited too. When the abandoned call has returned, the disk is
+used again after a pause that grows each time.
 
-The threads belong to no store: an idle one waits some seconds for the next call, then ends.
+Threads belong to no store: an idle one waits some seconds for the next call, then ends.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from keepsight.system import forks
 from keepsight.system.exits import begin
 
 PATIENCE = 2.0  # seconds; a machine may be busy with other things
-_QUICK = 0.5  # seconds; a call of less is no sign of a slow disk
-_TOGETHER = 4.0  # seconds that slow calls may take together, before the disk is left alone
-_FORGOTTEN = 30.0  # seconds after which slow calls of before do not count
-_RATE = 16 << 20  # bytes a second; what comes slower is better computed
-_IDLE_FOR = 10.0  # seconds that a thread waits for more to do
+_QUICK = 0.5  # seconds; a shorter call does not count as slow
+_TOGETHER = 4.0  # seconds that slow calls may take in total before a pause
+_FORGOTTEN = 30.0  # seconds after which earlier slow calls no longer count
+_RATE = 16 << 20  # bytes per second; slower data is better computed
+_IDLE_FOR = 10.0  # seconds that a thread waits for another call
 T = TypeVar("T")
 
 
 class TimedCall(Generic[T]):
-    """One call on its way."""
+    """One call in progress."""
 
     def __init__(self, work: Callable[[TimedCall[T]], T]) -> None:
         self._work: Callable[[TimedCall[T]], T] | None = work
         self._ended = threading.Lock()
         self._ended.acquire()
         self._more = 0.0
-        self.slack = 0.0  # of the time that it took, what reading its bytes may take
+        self.slack = 0.0  # seconds allowed for reading its bytes
         self._result: T
         self._error: BaseException | None = None
         self.afterwards: Callable[[], object] = lambda: None
 
     def run(self) -> None:
-        """Do it, in a thread for that."""
+        """Make the call, in the thread for it."""
         work, self._work = self._work, None
         try:
             if work is not None:
@@ -57,12 +58,12 @@ class TimedCall(Generic[T]):
         self.afterwards()
 
     def expect(self, nbytes: int) -> None:
-        """Called by the work: the disk answered, and so many bytes will be read."""
+        """Called by the work: the disk answered, and this many bytes will be read."""
         self._more = nbytes / _RATE
         self.slack += self._more
 
     def wait(self, seconds: float) -> bool:
-        """Whether it came back in time."""
+        """Wait; return whether it finished in time."""
         begun = time.monotonic()
         while not self._ended.acquire(timeout=max(0.0, begun + seconds - time.monotonic())):
             if not self._more:
@@ -71,40 +72,40 @@ class TimedCall(Generic[T]):
         return True
 
     def is_over(self) -> bool:
-        """Whether it has come back by now, after a wait that ran out of time."""
+        """Whether it has finished by now, after a timeout."""
         return self._ended.acquire(blocking=False)
 
     def result(self) -> T:
-        """What came back."""
+        """The result."""
         if self._error is not None:
             raise self._error
         return self._result
 
 
 class _Worker:
-    """What a thread does that makes calls, one at a time."""
+    """A thread's loop that makes calls, one at a time."""
 
     def __init__(self) -> None:
         self._call: TimedCall | None = None
-        self._given = threading.Lock()  # measured: a third of the time that a queue takes
+        self._given = threading.Lock()  # measured: a third of the time of a queue
         self._given.acquire()
 
     def give(self, call: TimedCall) -> None:
-        """Give it the next call; only the thread that took this worker may."""
+        """Give it the next call; only for the thread that took this worker."""
         self._call = call
         self._given.release()
 
     def run(self) -> None:
-        """Until there has been nothing to do for a while."""
+        """Make calls until there was nothing to do for a while."""
         while True:
             if not self._given.acquire(timeout=_IDLE_FOR):
                 with contextlib.suppress(ValueError, IndexError):
                     _IDLE.remove(self)
                     return
-                continue  # somebody took it at this very moment
+                continue  # another thread took it just now
             if self._call is not None:
                 self._call.run()
-            self._call = None  # what it holds has no owner any more
+            self._call = None  # the owner gave up this call
             _IDLE.append(self)
 
 
@@ -113,19 +114,19 @@ os.register_at_fork(after_in_child=_IDLE.clear)
 
 
 def start(call: TimedCall) -> None:
-    """Have it made by some thread; by this one where no thread can be had any more."""
+    """Make the call in some thread; in this one if no thread can be started."""
     try:
         worker = _IDLE.pop()
     except IndexError:
         worker = _Worker()
-        if begin(worker.run, "keepsight-disk") is None:  # the interpreter is ending
+        if begin(worker.run, "keepsight-disk") is None:  # the interpreter is exiting
             call.run()
             return
     worker.give(call)
 
 
 class Reach:
-    """Calls to one disk that are given up when it is slow."""
+    """Calls to one disk that are abandoned if it is slow."""
 
     def __init__(self, health: Health) -> None:
         self.health = health
@@ -133,23 +134,22 @@ class Reach:
         forks.renew(self.start_anew)
 
     def start_anew(self) -> None:
-        """With no call under way, as at first and after a fork."""
+        """Reset the state: at first, and after a fork."""
         self._left: set[TimedCall] = set()
         self._took, self._last_slow = 0.0, float("-inf")
 
     @property
     def is_closed(self) -> bool:
-        """Whether no call is waiting at the moment."""
+        """Whether calls are allowed, because none is abandoned."""
         return bool(self._left) or (self.health.state == SLOW and self.health.is_aside)
 
     def ask(self, work: Callable[[TimedCall[T]], T], otherwise: T) -> T:
-        """The result of the work; `otherwise` where the disk takes too long, or took too long a
-        moment ago."""
+        """The result of the work; `otherwise` if the disk is too slow, or was so a moment ago."""
         return next(iter(self.ask_beside(work, 1)), otherwise)
 
     def ask_beside(self, work: Callable[[TimedCall[T]], T], count: int) -> list[T]:
-        """Run the same work in so many threads at once, which share it; the results that come in
-        time."""
+        """Run the same work in several threads at once, which share it; return the results that
+        arrive in time."""
         if self.is_closed:
             return []
         calls = [TimedCall(work) for _ in range(count)]
@@ -165,7 +165,7 @@ class Reach:
         return [call.result() for call in calls if call not in late]
 
     def _count(self, begun: float, slack: float) -> None:
-        """Add up what slow calls take; too much of it is no answer either."""
+        """Add up the time of slow calls; too much counts as no answer."""
         now = time.monotonic()
         took = now - begun - slack
         if took < _QUICK:
@@ -180,6 +180,6 @@ class Reach:
     def _leave(self, call: TimedCall) -> None:
         self._left.add(call)
         call.afterwards = lambda: self._left.discard(call)
-        if call.is_over():  # at this very moment
+        if call.is_over():  # just now
             self._left.discard(call)
         self.health.failed(TimeoutError(f"no answer within {PATIENCE:g} s"), SLOW)

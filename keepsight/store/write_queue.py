@@ -1,8 +1,8 @@
-"""What waits to be written, and the threads that write it.
+"""The queue of entries to write to an address, and the threads that write them.
 
-Everything here is readable from the moment it is handed over. Entries are written several at a
-time, but never one before what it depends on, nor two of one key out of their order: whoever stops
-in the middle never leaves an entry without the one it depends on.
+Entries are readable from the moment they are handed over. Several are written at a time, but never
+one before its base, nor two of one key out of order. So an interruption never leaves an entry
+without the one it depends on.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from keepsight.system.lock import Mutex
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 4
-ROOM = 1 << 30  # bytes that may wait; what comes then is not taken
+ROOM = 1 << 30  # bytes that may wait; further entries are refused
 
 
 @dataclass(eq=False)
 class RemoteWrite:
-    """One entry on its way."""
+    """One entry in the queue."""
 
-    name: str  # where it is to lie
+    name: str  # its place at the address
     kind: str
     key: str
     tensors: Tensors | None  # None: a note
     record: Record
     about: About
-    base: str | None  # the name of what it depends on
-    metadata: Record  # the metadata that its file will have
+    base: str | None  # the name of its base
+    metadata: Record  # the metadata for its file
     nbytes: int
     tenant: str
     after: list[RemoteWrite] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
     failed: str | None = None
-    unwanted: bool = False  # deleted while it was on its way
-    ready: Fence = COMPLETE  # before it, tensors that came from a device are not here yet
+    unwanted: bool = False  # deleted while it was queued
+    ready: Fence = COMPLETE  # tensors from a device arrive before the write
 
     def leave_device(self) -> None:
-        """Begin to copy its tensors to the host, if they lie elsewhere."""
+        """Start copying its tensors to the host, if they lie elsewhere."""
         if self.tensors is not None:
             self.tensors, self.ready = to_host(self.tensors)
 
     def entry(self) -> Entry:
-        """It as the catalogue would have it."""
+        """Its data as a catalogue would have it."""
         now = time.time()
         return Entry(
             self.kind,
@@ -92,12 +92,12 @@ class Outbox:
         self.nbytes = 0
 
     def find(self, name: str) -> RemoteWrite | None:
-        """The entry of that name, if it is on its way."""
+        """The queued entry of that name, if any."""
         job = self._jobs.get(name)
         return None if job is None or job.unwanted else job
 
     def offer(self, job: RemoteWrite) -> bool:
-        """Take an entry; False where there is no room left, and `settle` will say so."""
+        """Add an entry; False if there is no room, and then `settle` reports it."""
         with self._lock:
             if self.nbytes + job.nbytes > self._room:
                 self.losses.add(job.tenant, (job.kind, job.key), TOO_MUCH)
@@ -116,7 +116,7 @@ class Outbox:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             self._attempt(job)
-            job = None  # nothing of it is kept while the next is waited for
+            job = None  # keep nothing of it while waiting for the next
 
     def _attempt(self, job: RemoteWrite) -> None:
         try:
@@ -128,7 +128,7 @@ class Outbox:
         self._over(job)
 
     def _one(self, job: RemoteWrite) -> None:
-        # What a job waits for came before it, so it is at work or done: this always ends.
+        # The write it waits for was queued earlier, so it is running or done: this always ends.
         for earlier in job.after:
             earlier.done.wait()
             if earlier.failed is not None and earlier.name != job.name:
@@ -147,34 +147,34 @@ class Outbox:
             self.nbytes -= job.nbytes
             if job.failed is not None and not job.unwanted:
                 self.losses.add(job.tenant, (job.kind, job.key), job.failed)
-                # Its write may still come through, long after it was given up.
+                # Its write may still succeed, long after it was given up.
                 self._late = [*self._late[-1000:], job]
                 job.tensors, job.record = None, {}
         job.after = []
         job.done.set()
 
     def stats(self, tenant: str | None) -> Record:
-        """Bytes that wait, of one tenant or of all, and how many may."""
+        """Bytes waiting, of one tenant or of all, and their limit."""
         mine = [job for job in self.waiting() if tenant in (None, job.tenant)]
         return {"waiting": sum(job.nbytes for job in mine), "waiting_budget": self._room}
 
     def waiting(self) -> list[RemoteWrite]:
-        """All that is on its way now."""
+        """All queued entries."""
         with self._lock:
             return list(self._jobs.values())
 
     def settle(self, seconds: float = float("inf")) -> bool:
-        """Return when all that was handed over before is written or lost, or the time is over."""
+        """Return when everything handed over before is written or lost, or at the deadline."""
         end = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
-            while not self._threads:  # the interpreter ends, and begins none any more
+            while not self._threads:  # at exit the interpreter starts no threads
                 if (job := self._queue.get_nowait()) is not None:
                     self._attempt(job)
         waiting = self.waiting()
         return all(job.done.wait(_left(end)) for job in waiting)
 
     def withdraw(self, unwanted: Callable[[RemoteWrite], bool]) -> None:
-        """Cancel these writes, also one that hangs and may still succeed."""
+        """Cancel these writes, including one that hangs and may still succeed."""
         with self._lock:
             for job in [*self._jobs.values(), *self._late]:
                 job.unwanted = job.unwanted or unwanted(job)
@@ -189,8 +189,8 @@ class Outbox:
             thread.join()
 
     def retire(self) -> None:
-        """Let the threads end when what waits is written. This does not wait: the garbage collector
-        calls it when a store was dropped."""
+        """Let the threads end after writing what waits. This does not wait: the garbage collector
+        calls it for a dropped store."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._queue.put(None)

@@ -1,8 +1,8 @@
-"""The one thread that writes: what was handed over reaches the disk in order, and no answer waits.
+"""The one writing thread: entries reach the disk in order, and no answer waits for it.
 
-What waits to be written is readable and bounded in bytes; what does not fit is refused and counted.
-A disk that refuses is left alone for some seconds and then tried again, with one warning; `flush`
-tells what was lost. When nothing is to be done, files that the catalogue does not know are entered.
+Waiting entries are readable and bounded in bytes; what does not fit is refused and counted. A
+refusing disk is left alone for some seconds and tried again, with one warning; `flush` tells what
+was lost. In idle time, files that the catalogue lacks are added to it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from keepsight.system.exits import STORES, begin, finish_before_exit
 logger = logging.getLogger(__name__)
 
 _BATCH, _BATCH_BYTES = 64, 64 << 20
-_REST = 1.0  # seconds over which uses are gathered
+_REST = 1.0  # seconds over which uses are collected
 
 
 class Writer:
-    """The queue, the thread, and what both know of a store's health."""
+    """The queue, the thread, and the health of a store's disk."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Writer:
         finish_before_exit(self, STORES)
 
     def start_anew(self) -> None:
-        """With no thread and nothing to write, as at first and after a fork."""
+        """Reset to no thread and nothing to write: at first, and after a fork."""
         self.pending.start_anew()
         self.tally.start_anew()
         self._wake = self.pending.changed
@@ -69,10 +69,11 @@ class Writer:
         self._stopping = self._retired = False
         self._ground.start_anew()
 
-    # -- for whoever hands over or reads -----------------------------------------------------------
+    # -- for callers
+    # ---------------------------------------------------------------------------------
 
     def hand_over(self, job: PendingWrite) -> None:
-        """Take a write, if there is room for it."""
+        """Queue a write, if there is room for it."""
         too_large = larger_than(job.size, self.budget, self.quota)
         with self._wake:
             if job.place in self.pending.jobs:
@@ -85,44 +86,44 @@ class Writer:
                 self._awake()
 
     def used(self, place: EntryName) -> None:
-        """An entry was read; the catalogue learns of it with the next batch."""
+        """Record that an entry was read, for the next batch of catalogue changes."""
         if self.tally.use(place):
             with self._wake:
                 self._awake()
 
     def over(self, place: EntryName) -> None:
-        """An entry was read and cannot be used; the catalogue learns of it with the next batch."""
+        """Record an entry that was read and is unusable, for the next batch of changes."""
         self.tally.end(place)
         with self._wake:
             self._awake()
 
     def is_there(self, place: EntryName) -> bool:
-        """Whether its file is there and has not expired."""
+        """Whether its file exists and has not expired."""
         status = self.folder.status(name_of(place))
         if status is None or place in self.tally.ended or not stat.S_ISREG(status.st_mode):
             return False
         return entryfile.live(status, time.time())
 
     def has_base(self, place: EntryName, about: About) -> bool:
-        """Whether the base of an entry is stored or waits to be; it may have the same key."""
+        """Whether the base of an entry is stored or queued; it may have the same key."""
         if about.depends_on is None or about.depends_on[1] == place.key:
             return True
         base = EntryName(place.tenant, *about.depends_on)
         return base in self.pending.jobs or self.is_there(base)
 
     def pin(self, place: EntryName, pinned: bool) -> bool:
-        """Keep an entry that is there, if budget and quota have room; whether there is one."""
+        """Pin an existing entry, if budget and quota have room; return whether it exists."""
         return self._keeper.pin(place, pinned)
 
     def refuse(self, place: EntryName) -> None:
-        """Its base is absent; what came before it, to depend on it, goes with the next batch."""
+        """Refuse an entry without its base; the next batch removes its queued dependents."""
         self.tally.refuse(place)
         with self._wake:
             self._awake()
 
     def counted(self, tenant: str, wait: float) -> Counted | None:
-        """What a tenant has: counted now, if that is done within so many seconds; else as it was
-        counted last. Where one call has waited in vain, the others do not wait."""
+        """A tenant's count: a new one if done within `wait` seconds, otherwise the last one.
+        After one call waited in vain, the others do not wait."""
         with self._wake:
             now = time.monotonic()
             since = self._asked.get(tenant, (0, now))[1]
@@ -134,21 +135,20 @@ class Writer:
         return self.tally.known.get(tenant)
 
     def drain(self) -> None:
-        """Return when all that was handed over before has been dealt with, well or badly."""
+        """Return when everything handed over before is done, successful or not."""
         self._work_off()
         if not self.pending.drain():
             raise StoreError(f"{self.folder.root} could not be written: {self.pending.silence()}")
 
     def catch_up(self) -> None:
-        """All that was handed over is dealt with, every use counted, all that is over gone."""
+        """Finish everything handed over, count every use, and remove everything expired."""
         self.drain()
         self._keeper.sweep_at = 0.0
         self._keeper.pay(at_once=True)
         self._after()
 
     def flush(self, tenant: str | None = None) -> None:
-        """Return when all that was handed over before is on the disk, or say what is not: of all
-        tenants, or of one."""
+        """Return when all writes handed over before are on the disk, or raise with what is not."""
         self.drain()
         broken = self.disk.state != OK and not self._ground.probe(make=True)
         why = self.disk.why if broken else None
@@ -157,15 +157,16 @@ class Writer:
             raise StoreError(f"{self.folder.root} could not be written: {why}")
 
     def close(self, seconds: float = float("inf")) -> None:
-        """Finish writing, or give up after so many seconds, and stop the thread; it starts again
-        when needed."""
+        """Finish writing or give up after `seconds`; stop the thread until it is needed again."""
         with self._wake:
             thread, self._stopping = self._thread, True
             self._wake.notify_all()
         self._work_off()
         if thread is not None:
             if not self.pending.drain(seconds):
-                logger.warning("the store %s is left: %s", self.folder.root, self.pending.silence())
+                logger.warning(
+                    "giving up on the store %s: %s", self.folder.root, self.pending.silence()
+                )
                 return
             thread.join(min(seconds, STUCK))
         self._let_go()
@@ -173,7 +174,7 @@ class Writer:
     before_exit = close
 
     def retire(self) -> None:
-        """The store was dropped: what waits is written, and the thread ends. This does not wait,
+        """Called for a dropped store: write what waits and end the thread. This does not wait,
         because the garbage collector calls it."""
         self._stopping = self._retired = True
         if self._thread is None:
@@ -194,7 +195,7 @@ class Writer:
         self._wake.notify_all()
 
     def _work_off(self) -> None:
-        """Where no thread could be begun, whoever waits does its work."""
+        """If no thread can be started, the waiting caller does the work."""
         while self._thread is None and self._has_things_to_do():
             self._round()
 
@@ -207,7 +208,7 @@ class Writer:
             self._let_go()
 
     def _round(self) -> bool:
-        """Whether there may be another. Nothing of a batch is kept while the next is waited for."""
+        """Process one batch and keep nothing of it; return whether to continue."""
         batch = self._next()
         tenants = {job.place.tenant for job in batch}
         try:
@@ -227,7 +228,7 @@ class Writer:
             return True
 
     def _next(self) -> list[PendingWrite]:
-        """What to write now. Uses wait a moment for others, unless there is something to write."""
+        """The next batch to write. Uses wait briefly for others, if nothing else is due."""
         if not self._has_work():
             pause = self._idle()
             with self._wake:
@@ -246,13 +247,12 @@ class Writer:
         return self._stopping or self._has_things_to_do()
 
     def _has_things_to_do(self) -> bool:
-        """A disk that refused is asked for nothing until its pause is over."""
+        """Whether there is work now: a refusing disk gets none until its pause is over."""
         due = self.tally.is_due and not self.disk.is_aside
         return bool(self.pending.order or self._asked or due)
 
     def _idle(self) -> float | None:
-        """Enter a folder that the catalogue does not know; how long to sleep then, None for
-        long."""
+        """Add files of an unknown folder; return how long to sleep then, None for long."""
         if self.disk.state != OK and (self.disk.is_aside or not self._ground.probe(make=False)):
             return self.disk.wait or LONGEST_PAUSE
         try:
@@ -261,7 +261,7 @@ class Writer:
             return 0.0 if more else self._keeper.pause()
         except OSError as error:
             self.guard.note(error)
-        except Exception:  # a thread that ended here would leave `flush` waiting forever
+        except Exception:  # if the thread ended here, `flush` would wait forever
             logger.exception("the store %s: housekeeping failed; going on", self.folder.root)
         return LONGEST_PAUSE
 
@@ -283,7 +283,7 @@ class Writer:
                 self._notice_pins({job.place: job.written for job in batch if job.written}, gone)
 
     def _notice_pins(self, sizes: dict[EntryName, int], gone: list[EntryName]) -> None:
-        """Say so where what was just written could not stay because of what is pinned."""
+        """Log if something just written could not stay because of pins."""
         crowded = self._keeper.crowded_out({p: sizes[p] for p in gone if p in sizes})
         for place, why in crowded.items():
             self._lose(place, why)
@@ -294,8 +294,7 @@ class Writer:
             self.pins.worked()
 
     def _count_all(self, done: int, changed: set[str]) -> None:
-        """Count who was asked for, once all is dealt with that was handed over before; and who is
-        known and has changed."""
+        """Count requested tenants once earlier writes are done, and known ones that changed."""
         with self._wake:
             goal = self.pending.done + done
             asked = {tenant for tenant, (behind, _) in self._asked.items() if behind <= goal}
@@ -313,7 +312,7 @@ class Writer:
                     self._asked.pop(tenant, None)
 
     def _complete(self) -> None:
-        """Enter files that others wrote into the catalogue, until there is something to write."""
+        """Add files that others wrote to the catalogue, until there is something to write."""
         more = True
         while more and not (self.pending.order or self._stopping):
             more, gone = self._keeper.adopt_some()
@@ -333,7 +332,7 @@ class Writer:
             written = self._write(wanted, accounts)
             there = {EntryName.of(row) for row in written}
             self._keeper.enter(written, [job.place for job in wanted if job.place not in there])
-            for job in wanted:  # its base may have gone while it was written
+            for job in wanted:  # its base may have been removed meanwhile
                 if job.place in there and not self.has_base(job.place, job.about):
                     self.guard.remove(self.guard.act(lambda c, p=job.place: c.tower([p])))  # type: ignore[misc]
                     self.tally.count(job.place.tenant, "refused")
@@ -356,7 +355,7 @@ class Writer:
         return False
 
     def _write(self, jobs: list[PendingWrite], accounts: dict[str, str]) -> list[Entry]:
-        """The rows of what was written. What was not stays pending, and is lost."""
+        """Write entries; return their rows. Entries not written stay queued and are lost."""
         begun = [(job, part) for job in jobs if (part := self._begin(job)) is not None]
         marks = begin_accounts(self.folder, accounts)
         self.folder.finish([*marks, *(part for _, part in begun)])
@@ -393,7 +392,8 @@ class Writer:
             logger.exception("writing %s failed; going on without it", name_of(place))
         return None
 
-    # -- a disk that refuses ---------------------------------------------------------------------
+    # -- a refusing disk
+    # ----------------------------------------------------------------------------
 
     def _lose(self, place: EntryName, why: str) -> None:
         self.pending.losses.add(place.tenant, (place.kind, place.key), why)
