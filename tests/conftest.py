@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from intel_avx2 import skip_what_asks_for_more
+from slow_tests import mark_repetitions_slow
 
 
 def _declare_torchvision_operators() -> None:
@@ -44,17 +45,10 @@ if _OWNER and os.path.isdir(_MEMORY) and shutil.disk_usage(_MEMORY).free > _ROOM
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _FILES)
 
 
-# Tests of the suite of families that repeat others for one more size or variant. Those of
-# `test_families_core.py` are always run.
-_REPEATS = ("test_cuts_every_few_tokens", "test_other_attention_in_other_dtype")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_what_asks_for_more(items)
-    for item in items:
-        if item.name in _REPEATS and item.path.stem != "test_families_core":
-            item.add_marker(pytest.mark.slow)
+    mark_repetitions_slow(items)
 
 
 def pytest_collection_finish() -> None:

@@ -72,6 +72,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_request_is_told_for_every_server_that_took_part(result: dict[str, Any]) -> None:
     assert list(result["servers"]) == [KEEPSIGHT, "liar"]
     assert [workload["name"] for workload in result["workloads"]] == ["W1", "W8"]
@@ -90,6 +91,7 @@ def test_every_request_is_told_for_every_server_that_took_part(result: dict[str,
         assert result["clients"][name]["liar"]["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_other_tokens_is_told_as_such(result: dict[str, Any]) -> None:
     own, liar = result["identity"][KEEPSIGHT], result["identity"]["liar"]
     assert own["answers"] == own["equal"] == own["same_prompt"] == 2 + 2 + 2 * 2
@@ -100,11 +102,13 @@ def test_a_server_that_answers_other_tokens_is_told_as_such(result: dict[str, An
     assert liar["first_difference"]["server"] == "quite wrong"
 
 
+@pytest.mark.slow
 def test_who_cannot_take_part_is_left_out_with_a_line(result: dict[str, Any]) -> None:
     assert result["left_out"]["vLLM"] == "not installed"
     assert "failed" in result["left_out"]["absent"]
 
 
+@pytest.mark.slow
 def test_the_server_is_measured_against_the_engine(result: dict[str, Any]) -> None:
     overhead = result["overhead"]
     assert overhead["equal"] and overhead["goal"] == 1.05
@@ -112,6 +116,7 @@ def test_the_server_is_measured_against_the_engine(result: dict[str, Any]) -> No
     assert [step["name"] for step in overhead["steps"]] == ["turn 1", "turn 2"]
 
 
+@pytest.mark.slow
 def test_a_result_tells_its_command_and_names_no_place(result: dict[str, Any]) -> None:
     text = json.dumps(result)
     assert result["command"].endswith(" ".join(ARGV))
