@@ -64,6 +64,9 @@ def test_pictures_are_found_however_they_are_written(folder: Path) -> None:
         assert split_pictures(line) == (pictures, question), line
     with pytest.raises(InputError, match=r"nope.png: there is no such picture; nothing was sent"):
         split_pictures(f"{folder}/nope.png What is it?")
+    for line in ("nope.png", "nope.png What is it?", "a.png nope.jpg Compare the pictures."):
+        with pytest.raises(InputError, match="there is no such picture; nothing was sent"):
+            split_pictures(line)
 
 
 def test_folders_and_documents_are_several_pictures(folder: Path) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 from hostile import hear_interrupts
 from huggingface_hub import constants
+from rich.console import Console
 
 from keepsight.cli.line_editor import completions
 from keepsight.cli.loading_line import LoadingLine, hub_folder, loading_line
+from keepsight.cli.terminal import WrittenWords
 
 _SCRIPT = """
 import sys
@@ -114,6 +116,34 @@ def test_a_terminal_takes_lines_commands_and_the_end(how: str) -> None:
         terminal.until("ENDED")
     finally:
         terminal.close()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "seen"),
+    [
+        (["Picture 1 sh", "ows a red cir", "cle."], "Picture 1 shows a\nred circle."),
+        (["one\n\n  two ", "three four five"], "one\n\n  two three four\nfive"),
+        (["exactly twenty chars then"], "exactly twenty chars\nthen"),
+        (["a" * 25 + " b"], "a" * 25 + "\nb"),
+    ],
+)
+def test_an_answer_is_broken_between_words(pieces: list[str], seen: str) -> None:
+    """And a pipe gets it as it is."""
+    for terminal in (True, False):
+        out = io.StringIO()
+        words = WrittenWords(Console(file=out, force_terminal=terminal, width=20))
+        for piece in pieces:
+            words.write(piece)
+        words.end()
+        lines = [line.rstrip(" ") for line in out.getvalue().splitlines()]
+        assert "\n".join(lines) == (seen if terminal else "".join(pieces))
+
+
+def test_a_script_without_spaces_is_written_as_it_comes() -> None:
+    out = io.StringIO()
+    words = WrittenWords(Console(file=out, force_terminal=True, width=20))
+    words.write("红色的圆")
+    assert out.getvalue() == "红色的圆"
 
 
 def test_a_paste_of_several_lines_is_one_question() -> None:

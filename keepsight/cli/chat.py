@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from keepsight.cli.line_editor import line_editor
-from keepsight.cli.terminal import plain, report_table
+from keepsight.cli.terminal import WrittenWords, plain, report_table
 from keepsight.cli.thumbnails import show_thumbnail
 from keepsight.cli.typed_pictures import open_pictures, split_pictures
 from keepsight.errors import InputError, KeepsightError
@@ -138,13 +138,15 @@ class Shell:
     def _answer(self, session: Session, question: str, images: list[Medium]) -> None:
         start = time.perf_counter()
         first = None
+        words = WrittenWords(self.console)
         pieces = session.stream(question, images or None, **self.options)
         with closing(pieces):  # type: ignore[type-var]  # stopping it releases its memory
             for piece in pieces:
                 if first is None and piece.token is not None:
                     first = 1e3 * (time.perf_counter() - start)
-                self.console.print(Text(plain(piece.text)), end="", soft_wrap=True)
+                words.write(piece.text)
                 if piece.usage is not None and piece.report is not None:
+                    words.end()
                     self.console.print()
                     self.last = piece.report
                     self._say(measurements(piece.usage, piece.report, first))

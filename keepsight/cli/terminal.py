@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.style import Style
 from rich.table import Table
@@ -51,6 +53,37 @@ def console(stderr: bool = False) -> Console:
 def plain(text: str) -> str:
     """The text without control characters; line ends and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+class WrittenWords:
+    """Text that comes in pieces, broken between words where a line of a terminal is full."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.width = console.width if console.is_terminal else 0  # a pipe gets the text as it is
+        self.column, self.word = 0, ""
+
+    def write(self, text: str) -> None:
+        """Print what is whole of the text; the word that it ends in waits for its end."""
+        *whole, self.word = re.split(r"(?<=\s)", self.word + plain(text))
+        for word in whole:
+            self._print(word)
+        if not self.width or cell_len(self.word) > len(self.word):  # or a script without spaces
+            self.end()
+
+    def end(self) -> None:
+        """Print the last word."""
+        self._print(self.word)
+        self.word = ""
+
+    def _print(self, word: str) -> None:
+        seen = word.rstrip(" ")
+        if self.width and self.column and self.column + cell_len(seen.rstrip()) > self.width:
+            self.console.print()
+            self.column = 0
+        wide = self.width and self.column + cell_len(word) > self.width
+        self.console.print(Text(seen if wide else word), end="", soft_wrap=True)
+        self.column = 0 if word.endswith("\n") else self.column + cell_len(word)
 
 
 def json_line(data: object) -> None:

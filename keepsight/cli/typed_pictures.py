@@ -62,7 +62,7 @@ def _split_word(word: str, leading: bool) -> tuple[str | None, str]:
         if part and _is_picture(path, leading):
             return path, word[len(part) :]
     path = _path_of(bare)
-    if os.sep in path and Path(path).suffix.lower() in SUFFIXES:
+    if (leading or os.sep in path) and Path(path).suffix.lower() in SUFFIXES:
         raise InputError(f"{path}: there is no such picture; nothing was sent")
     return None, ""
 
