@@ -26,6 +26,7 @@ import keepsight as ks
 from keepsight.bench import options as bench_options
 from keepsight.cli import progress
 from keepsight.cli.app import app
+from keepsight.cli.options import model_first
 from keepsight.core import verify
 from keepsight.errors import InputError, ModelError, UnsupportedModel
 from keepsight.models import loadable, reachable
@@ -75,6 +76,23 @@ def test_a_device_is_refused_by_what_is_there(monkeypatch: pytest.MonkeyPatch) -
         loadable.check_device(good)
     with pytest.raises(InputError, match="there are 2 of them"):
         loadable.check_device("cuda:2")
+
+
+def test_the_first_word_of_ask_may_be_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()
+    for name in ("picture.png", "demo/picture.png"):
+        Image.new("RGB", (64, 64), "red").save(name)
+    # A folder of pictures that happens to be called so.
+    assert model_first(["demo", "What?"], alone=False) == (None, ["demo", "What?"])
+    wanted = said("ask", "picture.png", "What shape is it?", "--model", "demo-hybrid")
+    assert wanted[0] == 0
+    assert said("ask", "demo-hybrid", "picture.png", "What shape is it?") == wanted
+    assert said("ask", "demo-hybrid", "picture.png", "--prompt", "What shape is it?") == wanted
+    code, text = said("ask", "demo-hybrid", "picture.png", "What?", "--model", "demo")
+    assert (code, "name one model" in text) == (2, True)
 
 
 def test_a_model_that_only_reads_text_is_refused_by_what_it_lacks(tmp_path: Path) -> None:

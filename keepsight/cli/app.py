@@ -28,7 +28,6 @@ from keepsight.cli.options import (
     MaxPixels,
     MaxTokens,
     MinPixels,
-    Model,
     Named,
     Prompt,
     Remote,
@@ -46,6 +45,7 @@ from keepsight.cli.options import (
     check_shown,
     decoding,
     load,
+    model_first,
     one_model,
 )
 from keepsight.cli.terminal import ErrorsByName, console, json_line, plain, report_table, table
@@ -115,9 +115,10 @@ def demo(
 @app.command()
 def ask(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar='[IMAGE]... "QUESTION"', show_default=False)
+        list[str] | None,
+        typer.Argument(metavar='[MODEL] [IMAGE]... "QUESTION"', show_default=False),
     ] = None,
-    model: Model = "demo",
+    model: SomeModel = None,
     image: Images = None,
     prompt: Prompt = None,
     max_tokens: MaxTokens = None,
@@ -138,9 +139,10 @@ def ask(
     report: ShowReport = False,
 ) -> None:
     """Ask one question about any number of images; the answer is printed as it is generated."""
-    images, question = _question(words or [], image or [], prompt)
+    named, words = model_first(words or [], alone=prompt is not None)
+    model = one_model(named, model)
+    images, question = _question(words, image or [], prompt)
     check_images(images)
-    check_model(model)
     options = decoding(max_tokens, temperature, top_p, seed)
     out = console()
     pixels = (min_pixels, max_pixels)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keepsight.cli.loading_line import loading_line
-from keepsight.cli.model_names import check_model
+from keepsight.cli.model_names import DEMO_NAMES, check_model
 from keepsight.errors import ImageError, InputError, NotKeepsightFile, UnsupportedInput
 from keepsight.kinds import Options, Record
 from keepsight.system.optional import optional
@@ -129,6 +129,20 @@ def one_model(named: str | None, option: str | None) -> str:
     name = named or option or "demo"
     check_model(name)
     return name
+
+
+def model_first(words: list[str], alone: bool) -> tuple[str | None, list[str]]:
+    """A model that stands before pictures and question, as in other commands, and the rest.
+
+    Only a demo model or a folder that holds one is taken for a model there; `alone` means that
+    nothing need follow.
+    """
+    if len(words) + alone < 2:
+        return None, words
+    first = Path(words[0]).expanduser()
+    demo = words[0] in DEMO_NAMES and not first.exists()
+    is_model = demo or (first / "config.json").is_file()
+    return (words[0], words[1:]) if is_model else (None, words)
 
 
 def check_images(names: Iterable[str]) -> None:
