@@ -247,7 +247,11 @@ def test_what_does_not_run_in_mlx_is_refused_by_name(tmp_path: Path) -> None:
             ks.load(folder, runtime="mlx", **options)
     with pytest.raises((UnsupportedInput, InputError)):
         ks.load("nobody/nothing", runtime="mlx")
-    (folder / "model.safetensors").unlink()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(ModelError, match="mlx-vlm cannot load"):
+        ks.load(folder, runtime="mlx")
+    weights.unlink()
     with pytest.raises(ModelError, match="mlx-vlm cannot load"):
         ks.load(folder, runtime="mlx")
 

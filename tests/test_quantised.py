@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hostile import one_thread
-from models import build, picture, stock_inputs, turn
+from models import ALL, build, built, picture, stock_inputs, turn
 from test_exact import assert_like_stock, cold, logits
 
 import keepsight as ks
@@ -283,3 +283,21 @@ def test_experts_in_a_dtype_that_torch_has_no_product_for() -> None:
         answer = vlm.chat(FIRST, max_new_tokens=2).text
         with ks.wrap(model, processor) as fresh:
             assert fresh.chat(FIRST, max_new_tokens=2).text == answer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_whose_rows_torch_has_no_product_for(dtype: torch.dtype) -> None:
+    """Rows of 72 bytes: the model's own code raises; said by name, with a way out."""
+    model_class, config, processor = ALL["qwen3_vl_moe"]()
+    config.text_config.moe_intermediate_size = 36
+    model, processor = built(lambda: (model_class, config, processor), dtype)
+    inputs = stock_inputs(processor, [turn("Words.")])
+    with pytest.raises(RuntimeError, match="16 bytes"):
+        model.generate(**inputs, max_new_tokens=2)
+    with pytest.raises(UnsupportedModel, match=r"multiple of 16 bytes.*36.*'eager'"):
+        ks.wrap(model, processor)
+    model.set_experts_implementation("eager")
+    wanted = model.generate(**inputs, max_new_tokens=2, do_sample=False)[0, -2:].tolist()
+    with ks.wrap(model, processor) as vlm:
+        found = vlm.chat([turn("Words.")], max_new_tokens=2, do_sample=False).tokens
+        assert found == wanted[: len(found)]

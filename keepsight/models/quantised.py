@@ -26,6 +26,7 @@ _USUAL = ("torch.nn.modules.", "transformers.models.", "peft.", "keepsight.")
 _TOKENS = 8
 _LOUD = 1000.0  # of the loud neighbours: a scale shared with them leaves nothing of others
 _NEAR = 1e-3  # of the largest value; a shared scale changes nearly all of it
+_ROW = 16  # bytes
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,12 +47,16 @@ def named_weights(model: torch.nn.Module) -> Iterator[None]:
 
 
 def refuse_experts_without_kernel(model: PreTrainedModel) -> None:
-    """Refuse grouped experts in a dtype for which torch has no such product (float64)."""
+    """Refuse grouped experts for which torch has no such product: in float64, or with rows that are
+    no multiple of sixteen bytes."""
     for name, layer in model.named_modules():
-        weights = (w for w in layer._parameters.values() if w is not None and w.dim() == 3)
-        weight = next(weights, None)
+        weights = [w for w in layer._parameters.values() if w is not None and w.dim() == 3]
         chosen = getattr(getattr(layer, "config", None), "_experts_implementation", None)
-        if chosen != "grouped_mm" or weight is None or weight.dtype in _DTYPES:
+        if chosen != "grouped_mm" or not weights:
+            continue
+        weight = weights[0]
+        odd = any(one.shape[2] * one.element_size() % _ROW for one in weights)
+        if weight.dtype in _DTYPES and not odd:
             continue
         width = weight.shape[1 if getattr(layer, "is_transposed", False) else 2]
         one = weight.new_ones(1, width)
@@ -60,11 +65,12 @@ def refuse_experts_without_kernel(model: PreTrainedModel) -> None:
                 layer(one, torch.zeros(1, 1, dtype=torch.long, device=one.device), one[:, :1])
         except RuntimeError as error:
             usual = ", ".join(map(str, _DTYPES))
+            sizes = " and ".join(str(tuple(one.shape)) for one in weights)
             raise UnsupportedModel(
-                f"{name} runs its experts by {chosen!r}, which torch {torch.__version__} "
-                f"supports for {usual} and not for {weight.dtype} ({error}): the model cannot "
-                "run at all. Call model.set_experts_implementation('eager'), or load it in one "
-                "of these"
+                f"{name} runs its experts by {chosen!r}, which torch {torch.__version__} supports "
+                f"for {usual} with rows of a multiple of {_ROW} bytes, and not for {weight.dtype} "
+                f"of {sizes} ({error}): the model cannot run at all. Call "
+                "model.set_experts_implementation('eager')"
             ) from error
 
 

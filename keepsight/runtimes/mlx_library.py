@@ -49,7 +49,7 @@ class Mlx:
         try:
             with as_mlx_reads_it(folder) as readable, own_processors(), own_names():
                 return cast(Foreign, self.utils.load_model(readable))
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
             raise ModelError(f"mlx-vlm cannot load {folder}: {error}") from error
 
     def given(self, tensor: Tensor, dtype: object = None) -> Array:
