@@ -167,7 +167,7 @@ def test_a_response_is_read_once_however_often_it_is_meant(monkeypatch: pytest.M
     monkeypatch.setattr(response_store.json, "loads", lambda text: read.append(1) or whole(text))
     assert len(kept.conversation("", "", meaning(*["msg_1"] * 9))) == 10
     assert len(read) == 1
-    with pytest.raises(ApiError, match="takes more than 1000 bytes") as refused:
+    with pytest.raises(ApiError, match="take more than 1000 bytes") as refused:
         kept.conversation("", "", meaning(*["msg_1"] * 60))
     assert refused.value.param == "input[13].id"
     assert len(read) == 2

@@ -70,7 +70,7 @@ def fetched(
 
 
 def rows_in(store: Store, node: Node, found: StoredEntry | None) -> Tensors | None:
-    """The number of parts in a tier that depend on this one; first adds `more` to it."""
+    """The rows of a node as read, or None; an entry with other content is rejected."""
     if found is None:
         return None
     if not _belongs(node, *found):

@@ -1,4 +1,4 @@
-"""From a request to its answers while they come: tickets, read without holding up anybody.
+"""Turns a request into answers as they come, without blocking other requests.
 
 An answer is a stream of `Delta`s; the last one carries usage and report. When the client hangs up
 or the time is over, reading stops, which cancels the ticket and frees its place.
@@ -28,25 +28,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """What a request comes to, whichever API it came by."""
+    """A checked request, from either API."""
 
     messages: list[Message]
     tenant: str
     sampling: Sampling
     template: Options = field(default_factory=dict)
     tools: list[Record] | None = None
-    one_call: bool = False  # no more than one tool call in an answer
+    one_call: bool = False  # at most one tool call per answer
     thinking: bool = False  # the template opened a thought
     thinks: bool = False
     choices: int = 1
     notes: tuple[str, ...] = ()
-    continued: bool = False  # the answer goes on in the last message
-    shows_tokens: bool = False  # each step is sent, also one that adds no text yet
-    account: str | None = None  # whose time it takes; None: the tenant's
+    continued: bool = False  # the answer continues the last message
+    shows_tokens: bool = False  # send each step, even without new text
+    account: str | None = None  # account for fair shares; None: the tenant
 
     @property
     def whose(self) -> str | None:
-        """The tenant, as the library wants it."""
+        """The tenant in the form the library takes."""
         return self.tenant or None
 
     def rendering(self) -> Record:
@@ -56,7 +56,7 @@ class AnswerRequest:
 
     def follow(self, text: str) -> Record | None:
         """The message that an answer becomes when its client sends it back."""
-        if self.choices > 1 or self.continued:  # which of them, or joined to what, is unknown
+        if self.choices > 1 or self.continued:  # what is sent back is unknown
             return None
         speech = OutputParser(self.thinking, self.thinks, self.tools is not None)
         return spoken_message(speech, text, 1 if self.one_call else None)
@@ -92,19 +92,19 @@ class AnswerEnd:
 
 
 class SchedulerClient:
-    """Takes requests to the scheduler and brings back what it says."""
+    """Sends requests to the scheduler and returns its events."""
 
     def __init__(self, together: Together, threads: Threads) -> None:
         self.together, self._threads = together, threads
-        self._others = ThreadsInTurn(8, "keepsight-wait")  # no answer waits for these
-        self._counters = ThreadsInTurn(2, "keepsight-stats")  # nor do statistics
+        self._others = ThreadsInTurn(8, "keepsight-wait")  # work that no answer waits for
+        self._counters = ThreadsInTurn(2, "keepsight-stats")  # nor statistics
         self._cache_threads = ThreadsInTurn(4, "keepsight-cache")  # may wait for a disk
-        self.work = self._others.run  # what takes time and computes
-        self.flush = self._cache_threads.run  # what waits for a disk, and needs no model
-        self.count = self._counters.run  # statistics: they take a moment, and wait for nothing else
+        self.work = self._others.run  # work that computes for long
+        self.flush = self._cache_threads.run  # work that waits for a disk, and needs no model
+        self.count = self._counters.run  # statistics: short, and waits for nothing else
 
     async def submit(self, ask: AnswerRequest, choice: int = 0) -> AnswerStream:
-        """Hand in one choice; bad input and a full queue are refused here."""
+        """Submit one choice; bad input and a full queue are refused here."""
         options, recorder = ask.sampling.of(choice)
         options |= ask.rendering()
 
@@ -128,8 +128,8 @@ class SchedulerClient:
         account: str | None = None,
         **options: object,
     ) -> Report:
-        """Prefill in turn with the others; the report when it is done. No thread waits for it:
-        there are few, and who asks for an answer needs one."""
+        """Prefill in turn with other requests; return the report. No thread waits for it, because
+        there are few and requests for answers need them."""
 
         def work(tell: Callable[[Piece | Ticket], None]) -> Ticket:
             return self.together.prepare(
@@ -151,12 +151,12 @@ class SchedulerClient:
     async def _handed_in(
         self, work: Callable[[Callable[[Piece | Ticket], None]], Ticket], large: bool
     ) -> tuple[Ticket, asyncio.Queue[Piece | Ticket]]:
-        """What some thread has handed in to the scheduler, and where it will be heard of."""
+        """Submit from some thread, and return the queue of its events."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Piece | Ticket] = asyncio.Queue()
 
         def hand_over(what: Piece | Ticket) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(arrived.put_nowait, what)
 
         future = self._threads.submit(lambda: work(hand_over), large)
@@ -167,8 +167,8 @@ class SchedulerClient:
             raise
 
     async def change_cache(self, call: Callable[[], T]) -> T:
-        """Pins and removals: they wait for disks, and whatever else is asked for does not. Their
-        time with the model is shared by accounts, as that of requests is."""
+        """Pin or remove. These wait for disks, in threads of their own. Accounts share their model
+        time, as for requests."""
         whose = account.get()
 
         def in_turn() -> T:
@@ -178,7 +178,7 @@ class SchedulerClient:
         return await self._cache_threads.run(in_turn)
 
     def close(self, drain: float) -> None:
-        """Let what runs finish."""
+        """Let running requests finish."""
         self.together.close(drain)
         self._threads.close()
         for threads in (self._others, self._counters, self._cache_threads):
@@ -186,7 +186,7 @@ class SchedulerClient:
 
 
 def _cancel_late(future: Future[Ticket]) -> None:
-    """A ticket that was made after its client had gone."""
+    """Cancel a ticket that was made after its client hung up."""
     if not future.cancelled() and future.exception() is None:
         future.result().cancel()
 
@@ -205,7 +205,7 @@ class AnswerStream:
         self._speech = OutputParser(ask.thinking, ask.thinks, ask.tools is not None)
         self._begun = time.perf_counter()
         self._reasoning = self._calls = 0
-        self.unpaid = 0  # tokens written that no measurement has counted
+        self.unpaid = 0  # tokens written but not in any measurement
 
     def cancel(self) -> None:
         """Free the place; safe at any time, and twice."""
@@ -220,7 +220,7 @@ class AnswerStream:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many those are."""
+        """The number of prompt tokens."""
         return 0 if self._ticket.prompt_ids is None else len(self._ticket.prompt_ids)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:

@@ -1,7 +1,7 @@
-"""The application: routes, errors in one shape, the schema, and the page at `/`.
+"""The application: routes, errors in one form, the schema, and the page at `/`.
 
-`build` makes it for a model; `running.py` listens. The schema at `/openapi.json` is what the routes
-check bodies with.
+`build` makes it for a model; `running.py` listens. Routes validate bodies with the schema at
+`/openapi.json`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def build(service: Service) -> ASGIApp:
         description=_ABOUT,
         redoc_url=None,
         openapi_url="/openapi.json",
-        docs_url=None,  # FastAPI's own is drawn by scripts from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         dependencies=[Depends(_only_known)],
     )
     for room in (chat_api, responses_api, files_api, cache_api, keep_api):
@@ -61,35 +61,35 @@ def build(service: Service) -> ASGIApp:
             outer,
             allow_origins=service.config.allow_origin,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # clients send many of their own, and no cookie means anything
+            allow_headers=["*"],  # clients send many of their own, and cookies mean nothing
             expose_headers=["x-request-id", "retry-after", HEADER],
         )
     return outer
 
 
 def _schema(app: FastAPI, model: str) -> Record:
-    """The schema, which names the one model that is served."""
+    """The schema, with the name of the served model."""
     schema = app.openapi()
     for part in schema["components"]["schemas"].values():
         if "model" in part.get("properties", {}):
             part["properties"]["model"] = {"type": "string", "enum": [model]}
     for name, api in (("ChatRequest", schemas), ("ResponsesRequest", responses_schema)):
         fields = schema["components"]["schemas"][name]["properties"]
-        for word, why in (("Refused", api.UNSUPPORTED), ("Taken, not used", api.NAMED)):
+        for word, why in (("Refused", api.UNSUPPORTED), ("Accepted, not used", api.NAMED)):
             for field, reason in why.items():
                 fields[field] = {**fields[field], "description": f"{word}: {reason}."}
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
     for path in schema["paths"].values():
         for operation in path.values():
-            operation.get("responses", {}).pop("422", None)  # what is not valid is a 400
+            operation.get("responses", {}).pop("422", None)  # invalid requests get a 400
     return schema
 
 
 def _plain_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health", tags=["server"], operation_id="health", responses=_CLOSING)
     async def health() -> Response:
-        """Whether the server takes requests."""
+        """Whether the server accepts requests."""
         status = "closing" if service.draining else "ok"
         return JSONResponse({"status": status}, 503 if service.draining else 200)
 
@@ -101,7 +101,7 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
         responses=_REFUSALS,
     )
     async def metrics(request: Request) -> Response:
-        """Counters and times for Prometheus; with API keys, for those of an administrator."""
+        """Counters and times for Prometheus; with API keys, for an administrator only."""
         if not visit_of(request).who().admin:
             raise ApiError(403, "metrics cover all keys: they need an administrator's key")
         return Response(
@@ -110,7 +110,7 @@ def _plain_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", tags=["server"], operation_id="models", responses=_REFUSALS)
     async def models() -> Record:
-        """The one model that is served."""
+        """The list of models: the one that is served."""
         return {"object": "list", "data": [service.model.as_json()]}
 
     @app.get("/v1/models/{name:path}", tags=["server"], operation_id="model", responses=_REFUSALS)
@@ -140,10 +140,10 @@ _REFUSALS: dict[int | str, Record] = {
     code: {"description": text, "content": {"application/json": {"schema": _ERROR}}}
     for code, text in {
         400: "Something in the request cannot be used.",
-        401: "No key, or not one that is known.",
+        401: "No key, or an unknown one.",
         403: "This key may not do that.",
         404: "Not found, for this key.",
-        409: "A name that was given to other content before.",
+        409: "A name that was bound to other content before.",
         408: "The body took too long.",
         413: "Too large.",
         429: "Too many requests; see Retry-After.",
@@ -158,7 +158,7 @@ _CLOSING: dict[int | str, Record] = {
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """The response for any error, in the shape of OpenAI."""
+    """The response for any error, in OpenAI's form."""
     problem = _problem(request, error) or to_api_error(error, visit_of(request))
     if request.url.path == "/v1/responses":
         problem = in_its_words(problem)
@@ -184,9 +184,9 @@ def _problem(request: Request, error: Exception) -> ApiError | None:
     return ApiError(error.status_code, text, code=_HTTP_CODES.get(error.status_code))
 
 
-async def _only_known(request: Request) -> None:  # not in a thread: that costs more than it does
-    """Refuse an unknown parameter in an address; where clients of many dialects ask
-    for answers, it is named."""
+async def _only_known(request: Request) -> None:  # a thread costs more than this
+    """Refuse unknown query parameters; on routes for answers, which many dialects use, only report
+    them."""
     path = request.url.path
     if not path.startswith("/v1/"):
         return

@@ -1,7 +1,7 @@
-"""The names that clients give to their pictures (`uuid`), each bound to what it was first given to.
+"""Names that clients give to their pictures (`uuid`), each bound to its first content.
 
-Nothing is looked up by such a name: pictures are known by their bytes. It is only checked, so that
-a client that means two pictures by one name hears of it.
+Names are never used for lookup: pictures are known by their bytes. A name is only checked, so that
+a client learns when it uses one name for two pictures.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections import OrderedDict
 from keepsight import digests
 from keepsight.server.errors import ApiError
 
-_MOST = 20_000  # names of one key; the one that was used least lately is dropped
+_MOST = 20_000  # names per key; the least recently used is dropped
 
 
 class Bindings:
-    """Names with the digests of their content. Each salt has separate names; their number is
-    counted for the key."""
+    """Names with the digests of their content. Each salt has separate names; the limit applies to
+    the key."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -25,7 +25,7 @@ class Bindings:
         self._lock = threading.Lock()
 
     def bind(self, owner: str, whose: str, name: str, data: bytes, place: str) -> None:
-        """Bind a name of a tenant to some bytes, or refuse it where it means others."""
+        """Bind a tenant's name to some bytes, or refuse it if it is bound to others."""
         digest = digests.digest("named by a client", data)
         key = (whose, digests.digest("name of a client", name))
         with self._lock:

@@ -1,8 +1,8 @@
-"""Bodies of JSON: measured before they are parsed, and parsed without holding up others.
+"""Parses JSON bodies after measuring them, without blocking other requests.
 
-A parser in C holds the interpreter until it is done. What makes it slow is not bytes but values: a
-picture is one long text, and 30 million numbers are not. So values and what is between them are
-counted first, and long texts are parsed by themselves, in pieces.
+A C parser holds the GIL until it is done. Its time depends on values, not bytes: a picture is one
+long string, but 30 million numbers are slow. So values and the bytes between them are counted
+first, and long strings are parsed separately, in pieces.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fastapi.routing import APIRoute
 from keepsight.server.errors import ApiError
 from keepsight.server.threads import LARGE_BODY, Threads
 
-MOST_VALUES = 64_000  # of a body; the messages, parts and settings of any conversation
-_BETWEEN = 8 << 20  # bytes that are in no text: numbers, names of constants, spaces
-_PIECE = 1 << 16  # bytes that are looked at in one go
-_LONG = 1 << 18  # bytes of a text that is parsed by itself
-_SMALL = 1 << 20  # bytes of a body that is parsed as it is, unless it may hold too much
+MOST_VALUES = 64_000  # values per body; enough for messages, parts and settings of any conversation
+_BETWEEN = 8 << 20  # bytes outside of strings: numbers, constants, spaces
+_PIECE = 1 << 16  # bytes examined at once
+_LONG = 1 << 18  # bytes from which a string is parsed separately
+_SMALL = 1 << 20  # bytes up to which a body is parsed directly, unless it may hold too much
 _BEFORE_A_VALUE = (b",", b"[", b"{")
 
 
@@ -32,7 +32,7 @@ class BodyRoute(APIRoute):
     """A route whose body is parsed here."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
-        """The route's own handler, behind the parser."""
+        """The route's own handler, after the parser."""
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:
@@ -44,11 +44,11 @@ class BodyRoute(APIRoute):
 
 
 class BodyRequest(Request):
-    """A request that knows its body, or why it has none."""
+    """A request with its parsed body, or the reason why it has none."""
 
     async def parse(self, threads: Threads) -> None:
-        """Parse the body if it says that it is JSON. What costs too much is refused here, what is
-        wrong when somebody asks for it."""
+        """Parse the body if it claims to be JSON. Too expensive bodies are refused here, invalid
+        ones when they are read."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (
             kind.startswith("application/") and kind.endswith("+json")
@@ -66,7 +66,7 @@ class BodyRequest(Request):
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: ValueError) -> ApiError:
-        """Why bytes are no JSON at all, or a number in them none that can be read."""
+        """Why bytes are not valid JSON, or contain a number that cannot be read."""
         packed = self.headers.get("content-encoding", "identity")
         if packed != "identity":
             why = f"its Content-Encoding is {packed[:50]!r}; send it as plain JSON"
@@ -84,7 +84,7 @@ class BodyRequest(Request):
 
 
 def parsed(body: bytes) -> object:
-    """The value of a body, or a refusal of one that would hold up others."""
+    """The value of a body; refuses bodies that would block others."""
     try:
         if len(body) <= _SMALL and sum(map(body.count, _BEFORE_A_VALUE)) <= MOST_VALUES:
             return json.loads(body)
@@ -94,8 +94,8 @@ def parsed(body: bytes) -> object:
 
 
 def _parsed_in_pieces(body: bytes, long: list[tuple[int, int]]) -> object:
-    """With long texts parsed by themselves."""
-    mark = secrets.token_hex(16)  # takes their place; random, so no client can have sent it
+    """The value of a body, with long strings parsed separately."""
+    mark = secrets.token_hex(16)  # placeholders; random, so no client can have sent them
     texts: dict[str, str] = {}
     parts, end = [], 0
     for start, stop in long:
@@ -108,7 +108,7 @@ def _parsed_in_pieces(body: bytes, long: list[tuple[int, int]]) -> object:
 
 
 def _filled(value: object, texts: dict[str, str]) -> object:
-    """A value with long texts in their places."""
+    """A value with long strings inserted for their placeholders."""
     if isinstance(value, str):
         return texts.get(value, value)
     if isinstance(value, list):
@@ -119,22 +119,22 @@ def _filled(value: object, texts: dict[str, str]) -> object:
 
 
 def _text(body: bytes, start: int, stop: int) -> str:
-    """The text between two quotes, parsed piece by piece."""
+    """The string between two quotes, parsed in pieces."""
     pieces = []
     while start < stop:
         end = _cut(body, start, min(start + _LONG, stop), stop)
         pieces.append(json.loads(b'"%b"' % body[start:end]))
         start = end
-        time.sleep(0)  # other threads may go on
+        time.sleep(0)  # let other threads run
     return "".join(pieces)
 
 
 def _cut(body: bytes, start: int, end: int, stop: int) -> int:
-    """Where a piece may end: in no character, in no escape, and between no two that are one."""
+    """Where a piece may end: not inside a character, an escape or a surrogate pair."""
     if end == stop:
         return end
     piece = body[start:end].replace(b"\\\\", b"__")
-    escape = piece.rfind(b"\\", len(piece) - 12)  # two halves of a character have twelve bytes
+    escape = piece.rfind(b"\\", len(piece) - 12)  # a surrogate pair has twelve bytes
     if escape >= 0:
         first = piece[max(0, escape - 6) : escape]
         halves = first[:2] == b"\\u" and first[2:4].lower() in (b"d8", b"d9", b"da", b"db")
@@ -146,7 +146,7 @@ def _cut(body: bytes, start: int, end: int, stop: int) -> int:
 
 @dataclass
 class BodyScan:
-    """What a body is made of, found out without parsing it."""
+    """Counts the contents of a body without parsing it."""
 
     body: bytes
     values: int = 0
@@ -154,7 +154,7 @@ class BodyScan:
     texts: int = 0
 
     def long_texts(self) -> list[tuple[int, int]]:
-        """The ranges of long texts; a body with too many values is refused on the way."""
+        """The ranges of long strings; refuses a body with too many values."""
         long, at, size = [], 0, len(self.body)
         while at < size:
             quote = self.body.find(b'"', at, at + _PIECE)
@@ -171,14 +171,14 @@ class BodyScan:
         return long
 
     def _end_of_text(self, at: int) -> int:
-        """The position of the quote that ends a text, or the end of the body without one."""
+        """The position of the quote that ends a string, or the end of the body."""
         body, size = self.body, len(self.body)
         while at < size:
             end = min(at + _PIECE, size)
             quote = body.find(b'"', at, end)
             if body.find(b"\\", at, quote if quote >= 0 else end) >= 0:
                 piece = body[at:end]
-                if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # it ends inside of an escape
+                if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # it ends inside an escape
                     piece, end = body[at : end + 1], min(end + 1, size)
                 quote = piece.replace(b"\\\\", b"__").replace(b'\\"', b"__").find(b'"')
                 quote += at if quote >= 0 else 0
@@ -191,10 +191,10 @@ class BodyScan:
     def _count(self, part: bytes) -> None:
         self.between += len(part)
         self.values += sum(map(part.count, _BEFORE_A_VALUE))
-        if max(self.values, self.texts / 2) > MOST_VALUES:  # a name and its value are two texts
+        if max(self.values, self.texts / 2) > MOST_VALUES:  # a name and its value are two strings
             raise _refusal(f"it holds more than {MOST_VALUES} values")
         if self.between > _BETWEEN:
-            raise _refusal(f"more than {_BETWEEN} bytes of it are in no text")
+            raise _refusal(f"more than {_BETWEEN} bytes of it are outside of texts")
 
 
 def _refusal(why: str) -> ApiError:

@@ -1,7 +1,7 @@
-"""What is remembered: prepare it, explain it, count it, forget it; for the tenant of the key.
+"""Routes to prepare, explain, count, pin and forget what is remembered, for the tenant of the key.
 
-A tenant sees and forgets its own. What belongs to all tenants is for those who run the server:
-without API keys for everyone who can reach it, with keys for an administrator.
+A tenant sees and forgets only its own entries. Entries of all tenants are for whoever runs the
+server: without API keys everyone who can reach it, with keys an administrator.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from keepsight.server.threads import is_large
 from keepsight.server.unused import Strict
 
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
-_TEMPLATE = ("tools", "chat_template_kwargs")  # fields that decide a prompt beside its messages
-_MOST = 1000  # pictures of a store that are listed
+_TEMPLATE = ("tools", "chat_template_kwargs")  # fields besides messages that decide a prompt
+_MOST = 1000  # most pictures of a store that are listed
 Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Held = list[Record] | list[Medium]  # a conversation, or the media in it
+Held = list[Record] | list[Medium]  # a conversation, or its media
 
 
 class ResetRequest(Strict):
-    """What to forget: a tenant's own, or with `everyone` all there is; with `store` on disk too."""
+    """What to forget: a tenant's own entries, or with `everyone` all; with `store` on disk too."""
 
     cache_salt: Salt | None = None
     everyone: bool = False
@@ -46,10 +46,10 @@ class ResetRequest(Strict):
 
 
 class HeldRequest(PixelLimits):
-    """What to keep or to remove: a conversation, with `pictures_only` the pictures in it, or
-    `images` by the keys that reports and `/v1/cache/images` tell."""
+    """What to pin or remove: a conversation, with `pictures_only` its pictures, or `images` by the
+    keys in reports and `/v1/cache/images`."""
 
-    model_config = ConfigDict(extra="forbid")  # what is meant here is not for guessing
+    model_config = ConfigDict(extra="forbid")  # this route must not guess
 
     model: Name
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1)] = None
@@ -61,7 +61,7 @@ class HeldRequest(PixelLimits):
 
 
 class PinRequest(HeldRequest):
-    """What to keep whatever the budgets say; `pinned: false` makes it evictable again."""
+    """What to pin, whatever the budgets; `pinned: false` makes it evictable again."""
 
     pinned: bool = True
 
@@ -79,13 +79,13 @@ def _add_reports(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/prepare", operation_id="prepare")
     async def prepare(body: Rendering, request: Request) -> Record:
-        """Encode and prefill now: the same messages are then answered at once."""
+        """Encode and prefill now, so that these messages are answered at once."""
         work = functools.partial(service.prepare, account=visit_of(request).who().account)
         return await _reported(service, body, request, work)
 
     @router.post("/v1/cache/explain", operation_id="explain")
     async def explain(body: Rendering, request: Request) -> Record:
-        """The report that an answer would get, computing nothing with the model."""
+        """The report that an answer would get, without running the model."""
 
         def look(messages: list[Record], **options: object) -> Awaitable[Report]:
             work = functools.partial(service.scheduler.together.explain, messages, **options)
@@ -101,8 +101,8 @@ def _add_held(router: APIRouter, service: Service) -> None:
         cache_salt: Annotated[Salt | None, Query()] = None,
         stored: bool = False,
     ) -> Record:
-        """The pictures whose features are in memory, by key, for one tenant; with `stored` also
-        those that only the store has, the last used first, at most a thousand of them."""
+        """The pictures with features in memory, by key, for one tenant; with `stored` also those
+        that only the store has, the most recently used first, at most a thousand of them."""
         tenant = visit_of(request).who().salted(cache_salt) or service.vlm.tenant
 
         def work() -> list[Record]:
@@ -113,8 +113,8 @@ def _add_held(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/cache/pin", operation_id="cache_pin")
     async def pin(body: PinRequest, request: Request) -> Record:
-        """Keep pictures, or a whole conversation. Of messages, what is not there yet is computed;
-        a picture that is named by its key must be remembered."""
+        """Pin pictures or a whole conversation. What messages need and is missing is computed; a
+        picture given by key must be remembered."""
 
         def keep(what: Held, options: Options) -> int:
             service.vlm.pin(what, body.pinned, **options)
@@ -124,7 +124,8 @@ def _add_held(router: APIRouter, service: Service) -> None:
             work = functools.partial(_pin_images, service, pinned=body.pinned)
             keys = (await _on_images(service, body, body.images, request, work))[1]
         else:
-            # In turn with others, not at their cost; unpinning looks at the whole path too.
+            # Queued with other requests, without cost to them; unpinning matches the whole path
+            # too.
             prefill = functools.partial(service.prepare, account=visit_of(request).who().account)
             first = None if body.pictures_only else prefill
             keys = (await _on_held(service, body, request, keep, first, True))[1]
@@ -132,7 +133,7 @@ def _add_held(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/cache/delete", operation_id="cache_delete")
     async def delete(body: HeldRequest, request: Request) -> Record:
-        """Remove pictures, or a whole conversation, and all that was computed from them."""
+        """Remove pictures, or a whole conversation, and everything computed from them."""
 
         def forget(what: Held, options: Options) -> int:
             return service.vlm.delete(what, **options)
@@ -185,9 +186,8 @@ def _add_whole(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/cache/flush", operation_id="cache_flush")
     async def flush(request: Request) -> Record:
-        """Answer when all that was remembered so far is on the disk, so that no crash takes it; an
-        error says what is not. It covers all tenants, so with API keys it needs an
-        administrator's."""
+        """Answer when everything remembered so far is safe on the disk; otherwise the error says
+        what is not. It covers all tenants, so with API keys it needs an administrator's."""
         if not visit_of(request).who().admin:
             raise ApiError(
                 403, "flushing is for all keys together: it needs an administrator's key"
@@ -205,7 +205,7 @@ def _whose_to_forget(caller: Caller, body: ResetRequest) -> str | None:
         raise ApiError(403, "to forget what all keys have needs an administrator's key")
     if body.everyone and body.cache_salt is not None:
         raise ApiError(400, "give either everyone or cache_salt", param="everyone")
-    # Without keys and salt there is the default tenant, which has all that is not salted.
+    # Without keys and salt this is the default tenant, which has everything unsalted.
     return None if body.everyone else caller.salted(body.cache_salt) or None
 
 
@@ -217,8 +217,8 @@ async def _on_held(
     first: Callable[..., Awaitable[Report]] | None = None,
     learn: bool = False,
 ) -> tuple[int, list[str]]:
-    """Do something to what a request speaks of, after the scheduler has done something with it;
-    the result, and the keys of its pictures."""
+    """Act on the entries of a request, after the scheduler has prepared them; return the result and
+    the picture keys."""
     if body.messages is None:
         raise invalid("messages", "give messages, or images by their keys")
     visit = visit_of(request)
@@ -258,7 +258,7 @@ async def _on_images(
     request: Request,
     act: Callable[[list[str], str], int],
 ) -> tuple[int, list[str]]:
-    """Do something to pictures that are named by their keys; the result, and the keys."""
+    """Act on pictures given by key; return the result and the keys."""
     if body.messages is not None:
         raise invalid("images", "give either images by their keys, or messages")
     _refuse_with(body, "images", "pictures_only", *_TEMPLATE, *PixelLimits.model_fields)
@@ -271,7 +271,7 @@ async def _on_images(
 
 def _pin_images(service: Service, keys: list[str], tenant: str, *, pinned: bool) -> int:
     for key, is_known in pins.are_known(service.vlm.runtime, keys, tenant).items():
-        if not is_known:  # all of them are looked at first: what is refused has changed nothing
+        if not is_known:  # check all of them first, so that a refusal changes nothing
             raise ApiError(
                 404,
                 f"no such picture: {key}; nothing is remembered of it. Give the picture itself in "
@@ -292,7 +292,7 @@ def _media_in(messages: list[Record]) -> Iterator[tuple[str, Medium]]:
 
 
 def _keys(service: Service, messages: list[Record], tenant: str) -> list[str]:
-    """The key of each medium, which is what /v1/cache/images calls it."""
+    """The key of each medium, as in /v1/cache/images."""
     vlm, tenant = service.vlm, tenant or service.vlm.tenant
     with vlm.runtime.lock:
         vlm.runtime.refresh(tenant=tenant)
@@ -319,7 +319,8 @@ def _held(service: Service, tenant: str) -> list[Record]:
 
 
 def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
-    """What only the store has. Its catalogue has no tokens and kinds, and no file is opened."""
+    """The pictures that only the store has. Its catalogue lacks tokens and kinds, and no file is
+    opened."""
     store = service.vlm.runtime.store_of(tenant)
     if store is None:
         return []
@@ -341,7 +342,7 @@ def _stored(service: Service, tenant: str, held: list[Record]) -> list[Record]:
 
 
 def _options_of(body: Rendering, template: Record, tenant: str) -> Options:
-    """The library's options for what decides a prompt beside its messages."""
+    """The library's options for the fields besides messages that decide a prompt."""
     options: Options = {"tenant": tenant} if tenant else {}
     if template:
         options["template_kwargs"] = template
@@ -351,7 +352,7 @@ def _options_of(body: Rendering, template: Record, tenant: str) -> Options:
 
 
 def _refuse_with(body: HeldRequest, field: str, *names: str) -> None:
-    """Refuse fields that mean nothing beside another."""
+    """Refuse fields that mean nothing together with another."""
     for name in names:
         if getattr(body, name):
             raise refused(name, f"only goes with whole messages; leave it out with {field}")
@@ -373,7 +374,7 @@ async def _reported(
 
 
 def _plain(value: object) -> object:
-    """What JSON can hold."""
+    """A value in a form that JSON can hold."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

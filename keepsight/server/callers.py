@@ -1,8 +1,8 @@
-"""Who asks, and how much they may: keys to tenants, requests and tokens per minute.
+"""Identifies callers and limits them: keys to tenants, requests and tokens per minute.
 
-A salt divides a tenant further: what is remembered under one salt is never seen under another, nor
-without one. Keys are compared in constant time. Callers without keys share one memory, and are told
-apart by their addresses where it matters how much of the model's time each one gets.
+A salt divides a tenant further: entries under one salt are never seen under another, nor without
+one. Keys are compared in constant time. Callers without keys share one memory; for fair shares of
+model time they are told apart by address.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from keepsight.server.config import ApiKey
 from keepsight.server.errors import ApiError
 from keepsight.system.accounts import under_salt
 
-_OWN = (".localhost", ".local", ".internal", ".home.arpa")  # of no site on the web
+_OWN = (".localhost", ".local", ".internal", ".home.arpa")  # not on the public web
 
 
 def host_of(text: str) -> str:
-    """The name or address in a Host header, without its port and in small letters."""
+    """The name or address in a Host header, without port, in lower case."""
     text = text.strip().lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -30,19 +30,20 @@ def host_of(text: str) -> str:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether no site on the web can have this name: an address, a name without a dot, and those
-    that are set apart for one's own network."""
+    """Whether no public site can have this name: an address, a name without a dot, or a name
+    reserved for local networks."""
     return "." not in name or name.endswith(_OWN) or _address(name) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens there."""
+    """Whether only this machine can reach a server that listens there."""
     address = _address(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
 def network_of(host: str) -> str:
-    """Whom an address stands for: itself, or of IPv6 its /64, all of which one client may have."""
+    """The network that one client may control: an IPv4 address itself, the /64 of an IPv6
+    address."""
     address = _address(host)
     if not isinstance(address, ipaddress.IPv6Address):
         return host
@@ -71,20 +72,20 @@ class Bucket:
         self.level, self.at = self.per_minute, self.clock()
 
     def wait(self, needed: float) -> float:
-        """Seconds until the bucket holds so many; 0 when it does."""
+        """Seconds until the bucket holds this many; 0 if it does."""
         now = self.clock()
         self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
         self.at = now
         return max(0.0, (needed - self.level) * 60 / self.per_minute)
 
     def take(self, count: float) -> None:
-        """Take what was used; the level may fall below zero and is then waited for."""
+        """Take what was used; the level may fall below zero, and then later requests wait."""
         self.wait(0)
         self.level -= count
 
 
 class Caller:
-    """One tenant, with its token buckets; or one address, where there are no keys."""
+    """One tenant, with its token buckets; or one address, if there are no keys."""
 
     def __init__(
         self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic, host: str = ""
@@ -114,20 +115,20 @@ class Caller:
             self._requests.take(1)
 
     def spend(self, tokens: int) -> None:
-        """Count what an answer used."""
+        """Count the tokens that an answer used."""
         if self._tokens is not None:
             self._tokens.take(tokens)
 
     def salted(self, salt: str | None) -> str:
-        """The tenant of this key's requests with a salt. It is a digest, so no name can be mistaken
-        for another's; what is stored for it counts against the key's own quota."""
+        """The tenant for this key and a salt. It is a digest, so no names can collide; its stored
+        entries count against the key's own quota."""
         if salt is None:
             return self.tenant
         return under_salt(self.tenant, digests.digest("salted tenant", self.tenant, salt))
 
 
 def account_from(host: str) -> str:
-    """The account of a client of whom only the address is known."""
+    """The account of a client known only by address."""
     return f"from {network_of(host)}"
 
 
@@ -143,7 +144,7 @@ class Callers:
             return Caller(None, host=host)
         scheme, _, shown = (authorization or "").partition(" ")
         found = None
-        for secret, caller in self._known:  # all of them, so that time tells nothing
+        for secret, caller in self._known:  # compare all, so that timing reveals nothing
             if hmac.compare_digest(secret, shown.strip().encode(errors="replace")):
                 found = caller
         if found is None or scheme.lower() != "bearer":

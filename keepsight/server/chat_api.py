@@ -1,7 +1,7 @@
-"""`/v1/chat/completions`: OpenAI's chat API over the service.
+"""`/v1/chat/completions`: OpenAI's chat API.
 
-Thinking comes as `reasoning_content`, calls of tools as OpenAI's `tool_calls`; `usage` says what
-was reused, `timings` how long it took, and `keepsight`, when asked, why.
+Thoughts come as `reasoning_content`, tool calls as OpenAI's `tool_calls`. `usage` says what was
+reused, `timings` how long it took, and `keepsight`, on request, why.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", operation_id="chat", responses=STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """An answer to a conversation, whole or as it comes."""
+        """An answer to a conversation, whole or streamed."""
         visit = visit_of(request)
         visit.asked(body)
         ask = await unless_gone(request, service.ask(body, visit), visit)
-        # Before the first byte goes out, so that bad input has a status of its own.
+        # Before the first byte is sent, so that bad input gets its own status.
         answers = await unless_gone(request, service.submit(ask), visit)
         chat = ChatResponse(service, body, ask, answers, visit)
         if body.stream:
@@ -57,7 +57,7 @@ def routes(service: Service) -> APIRouter:
 
 @dataclass
 class ChatChoice:
-    """One answer as it grows."""
+    """One growing answer."""
 
     text: str = ""
     thought: str = ""
@@ -67,7 +67,7 @@ class ChatChoice:
     end: AnswerEnd | None = None
 
     def message(self) -> Record:
-        """The answer as a message that may come back."""
+        """The answer as a message, in a form that may be sent back."""
         made: Record = {"role": "assistant", "content": self.text, "refusal": None}
         if self.thought:
             made["reasoning_content"] = self.thought
@@ -107,7 +107,7 @@ class ChatResponse:
                 yield number, delta
 
     async def whole(self) -> Record:
-        """The response when it is not streamed."""
+        """The response if it is not streamed."""
         async for number, delta in self._deltas():
             choice = self._choices[number]
             choice.scored += [scored_of(s, self._service) for s in delta.scored]
@@ -132,13 +132,13 @@ class ChatResponse:
         return {**head, "object": "chat.completion", "choices": choices, **self._measurements()}
 
     def _prompt_ids(self) -> Record:
-        """The tokens of the prompt, where they were asked for."""
+        """The tokens of the prompt, if requested."""
         if not self._ask.shows_tokens:
             return {}
         return {"prompt_token_ids": self._answers[0].prompt_ids}
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The chunks of the response when it is streamed."""
+        """The chunks of a streamed response."""
         started: set[int] = set()
         first_chunk = True
         async for number, delta in self._deltas():
@@ -150,7 +150,7 @@ class ChatResponse:
             scored = self._logprobs([scored_of(s, self._service) for s in delta.scored])
             tokens = delta.tokens if self._ask.shows_tokens else []
             if (scored or tokens) and not parts:
-                parts = [{}]  # a token without text of its own, such as a part of a character
+                parts = [{}]  # a token without text, such as part of a character
             for spot, part in enumerate(parts):
                 chunk = self._chunk(number, part, None, scored if spot == 0 else None)
                 if self._ask.shows_tokens:
@@ -182,7 +182,7 @@ class ChatResponse:
         return chunk
 
     def _so_far(self) -> dict[str, int]:
-        """Tokens of the prompt and of all answers until now."""
+        """Tokens of the prompt and of all answers so far."""
         prompt = self._answers[0].prompt_tokens
         written = sum(len(choice.tokens) for choice in self._choices)
         return {
@@ -192,7 +192,8 @@ class ChatResponse:
         }
 
     def _measurements(self) -> Record:
-        """Usage, timings and, when asked, the report; of several choices the first one's prompt."""
+        """Usage, timings and, on request, the report. With several choices they are those of the
+        first one's prompt."""
         ends = [choice.end for choice in self._choices if choice.end is not None]
         if not ends:
             return {}
@@ -212,7 +213,7 @@ _CHUNK = "chat.completion.chunk"
 
 
 def scored_of(scored: ScoredToken, service: Service) -> Record:
-    """A token with its log probability and those of its rivals."""
+    """A token with its log probability and those of its alternatives."""
     rows = []
     for likely in (scored.chosen, *scored.likeliest):
         text, data = service.model.token_text(likely.token)
@@ -221,7 +222,7 @@ def scored_of(scored: ScoredToken, service: Service) -> Record:
 
 
 def usage_of(ends: list[AnswerEnd]) -> Record:
-    """What it cost: the prompt counts once, however many answers it got."""
+    """Token counts: the prompt counts once, however many answers it has."""
     usage, written = ends[0].usage, sum(end.usage.completion_tokens for end in ends)
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -237,7 +238,7 @@ def usage_of(ends: list[AnswerEnd]) -> Record:
 
 
 def guessed_of(usages: list[Usage]) -> Record:
-    """How many tokens were guessed, right and wrong, in the words of predicted outputs."""
+    """Numbers of guessed tokens, right and wrong, in the fields of predicted outputs."""
     right = sum(usage.accepted_tokens for usage in usages)
     asked = sum(usage.drafted_tokens for usage in usages)
     return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": asked - right}
@@ -249,7 +250,7 @@ def _call(piece: OutputPiece) -> Record:
 
 
 def _part(piece: OutputPiece, choice: ChatChoice) -> Record:
-    """A piece, as the delta of a chunk."""
+    """A piece as the delta of a chunk."""
     if piece.kind == "thought":
         return {"reasoning_content": piece.text}
     if piece.kind == "text":

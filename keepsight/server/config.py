@@ -1,8 +1,8 @@
 """Every setting of `keepsight serve`, in one place: its type, default, bounds and help text.
 
-The flags of the command (`cli/serve.py`), the settings file, its checks and the table in
-`docs/server.md` are made from these models. A wrong value is refused with its name, the value and
-what was expected; an unknown name with the nearest known one.
+The command's flags (`cli/serve.py`), the settings file with its checks, and the table in
+`docs/server.md` are generated from these models. A wrong value is refused with its name, the value
+and what was expected; an unknown name with the nearest known one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _port(value: int) -> int:
 
 
 def _as_tuple(value: object) -> object:
-    """A list of a file, or one text alone."""
+    """A tuple from a list in a file, or from a single text."""
     return (
         (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     )
@@ -105,11 +105,11 @@ class ApiKey:
 
     name: StrictStr
     key: StrictStr = field(repr=False)
-    tenant: StrictStr = ""  # empty: the name
-    admin: StrictBool = False  # may see and reset what belongs to every tenant
+    tenant: StrictStr = ""  # empty: the key's name
+    admin: StrictBool = False  # may see and reset entries of all tenants
     requests_per_minute: StrictInt | None = None
     tokens_per_minute: StrictInt | None = None
-    files_bytes: StrictInt | StrictStr | None = None  # of uploads; None: an equal part of them all
+    files_bytes: StrictInt | StrictStr | None = None  # of uploads; None: an equal share
 
     def __post_init__(self) -> None:
         if not self.name or not self.key:
@@ -139,7 +139,7 @@ class ApiKey:
 
 
 class StrictSettings(BaseModel):
-    """Settings with strict types, whose errors are Keepsight's."""
+    """Settings with strict types and Keepsight's errors."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", protected_namespaces=(), validate_default=False
@@ -153,7 +153,7 @@ class StrictSettings(BaseModel):
 
 
 class ModelSettings(StrictSettings):
-    """The options of the model, as `load` takes them; null leaves the choice to it."""
+    """The options of the model, as `load` takes them; null leaves the choice to `load`."""
 
     model: str | None = Field(None, description="demo, demo-hybrid, a folder, or a hub id.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16.")
@@ -239,7 +239,7 @@ class ServerConfig(StrictSettings):
 
     @property
     def quiet(self) -> float | None:
-        """Seconds without a request before answers are prefilled for their next turns."""
+        """Seconds without requests after which answers are prefilled for their next turns."""
         return None if self.prefill_ahead == "never" else parse_seconds(self.prefill_ahead)
 
     def seconds(self, name: str) -> float:
@@ -329,7 +329,7 @@ _EXPECTED = {
 
 
 def _refusal(error: ValidationError, of: str = "") -> KeepsightError:
-    """Return the first error as Keepsight's: the name, the value and what was expected."""
+    """The first error in Keepsight's form: the name, the value and what was expected."""
     found = error.errors()
     first = found[0]
     cause = first.get("ctx", {}).get("error")

@@ -1,7 +1,6 @@
-"""Messages of a request to messages for the library: every picture fetched, checked and counted.
+"""Converts request messages for the library: every picture is fetched, checked and counted.
 
-Runs in a worker thread. Nothing here decodes a picture; what is refused is refused by the header of
-its file, before it costs anything.
+Runs in a worker thread. Nothing here decodes a picture; refusals need only the header of its file.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ _LISTS = ("user", "assistant")  # roles whose content templates expect as a list
 
 @dataclass
 class MessageReader:
-    """Gathers what one request speaks of. `tenant` is whose files may be meant."""
+    """Collects the media of one request. `tenant` owns the uploaded files."""
 
     config: ServerConfig
     files: Files
     tenant: str
-    limits: tuple[int | None, int | None] = (None, None)  # the request's own, in pixels
+    limits: tuple[int | None, int | None] = (None, None)  # of the request, in pixels
     sizes: ImageSizes = field(default_factory=lambda: ImageSizes(None, {}))
     unused: Unused = field(default_factory=Unused)
-    bindings: Bindings | None = None  # the names that clients gave to pictures
-    whose: str = ""  # the tenant under the request's salt, whose names these are
+    bindings: Bindings | None = None  # names that clients gave to pictures
+    whose: str = ""  # tenant with the request's salt, which owns these names
     images: int = 0
     pixels: int = 0
     _fetched: dict[str, bytes] = field(default_factory=dict)
 
     def messages(self, messages: list[schema.ChatMessage], template: str) -> RenderedMessages:
-        """All messages, for a template that must have a place for what they hold."""
+        """All messages, for a template that must have a place for their contents."""
         if len(messages) > self.config.max_messages:
             raise invalid(
                 "messages",
@@ -75,7 +74,7 @@ class MessageReader:
         return made
 
     def _check_number(self, messages: list[schema.ChatMessage]) -> None:
-        """Before any is read: each part that is no text shows a picture at least."""
+        """Count pictures before any is read: each part that is not text shows at least one."""
         shown = 0
         for number, message in enumerate(messages):
             place, content = message.places(number)
@@ -115,7 +114,7 @@ class MessageReader:
         return made
 
     def _name_unused(self, message: schema.ChatMessage, place: str) -> None:
-        """Name the fields of a message that the prompt leaves out; refuse those it would need."""
+        """Report the fields of a message that the prompt leaves out; refuse those it would need."""
         if not is_empty(message.function_call):
             raise refused(f"{place}.function_call", "deprecated; send it as tool_calls")
         if not is_empty(message.audio):
@@ -179,7 +178,7 @@ class MessageReader:
     def _image(
         self, part: parts.PicturePart, where: parts.Given, inside: str, place: str
     ) -> list[Record]:
-        """A picture, from whichever field holds it."""
+        """A picture from any of the fields that may hold it."""
         detail = part.detail
         if isinstance(where, parts.EncodedSource):
             if (where.data is None) == (where.url is None):
@@ -197,7 +196,7 @@ class MessageReader:
         return self._pictures(data, self._shown(part, detail, place), place, part)
 
     def _bare(self, images: list[JsonValue], place: str) -> list[Record]:
-        """Pictures beside a text, as Ollama has them: base64 alone, data URIs or addresses."""
+        """Pictures beside a text, as in Ollama: bare base64, data URIs or addresses."""
         made = []
         for i, image in enumerate(images):
             here = f"{place}[{i}]"
@@ -214,7 +213,8 @@ class MessageReader:
         return {"type": "video", "video": data}
 
     def _shown(self, part: parts.PicturePart | None, detail: str | None, place: str) -> SentImage:
-        """How large a picture is shown: a part's own least size, and the smallest of all caps."""
+        """The size of a picture for the model: the part's own minimum, and the smallest of all
+        maximums."""
         least, most = part.limits() if part is not None else (None, None)
         caps = [self.limits[1], most, LOW if detail == "low" else None]
         most = min((cap for cap in caps if cap is not None), default=None)
@@ -230,14 +230,14 @@ class MessageReader:
             self.unused.add(f"{place}.cache_control", why)
 
     def _bound(self, uuid: str | None, data: bytes, place: str) -> bytes:
-        """The same bytes; a name that their client gave them means these from now on."""
+        """The bytes unchanged, after their client's name is bound to them."""
         if uuid is not None and self.bindings is not None:
             self.bindings.bind(self.tenant, self.whose, uuid, data, f"{place}.uuid")
         return data
 
     def _file(self, part: parts.FilePart, place: str) -> list[Record]:
         file = part.file
-        # The items of a response have these fields in the part itself.
+        # Responses items have these fields in the part itself.
         inside = place if place.startswith("input[") else f"{place}.file"
         if (file.file_id is None) == (file.file_data is None):
             raise invalid(inside, f"{place}: give either file_id or file_data")
@@ -250,7 +250,7 @@ class MessageReader:
     def _pictures(
         self, data: bytes, shown: SentImage, place: str, part: parts.PicturePart | None = None
     ) -> list[Record]:
-        """One picture, all pages of a PDF, or a video, by what the bytes are."""
+        """One picture, all pages of a PDF, or a video, depending on the bytes."""
         if part is not None:
             self._uncached(part, place)
             self._bound(part.uuid, data, place)
@@ -261,7 +261,7 @@ class MessageReader:
             room = self.config.max_images - self.images
             largest = min(self.config.max_image_pixels, MAX_PIXELS)
             found = [*pages(data, shown, self.config.pdf_dpi, max(1, room), largest)]
-            self.pixels += LARGE_PICTURES  # whatever they are, drawing takes long
+            self.pixels += LARGE_PICTURES  # drawing is slow for any PDF
         elif embeds.is_package(data):
             found = [embeds.package_in(data, place, part, self.unused)]
         else:
@@ -290,7 +290,7 @@ class MessageReader:
         return _bare_picture(url) or self._local(sound(url, place), place)
 
     def _local(self, url: str, place: str) -> bytes:
-        """A file under an allowed folder. What is not allowed looks like what is not there."""
+        """A file under an allowed folder. Forbidden files look like absent ones."""
         refusal = ApiError(
             400,
             f"{place}: expected an http(s) URL, a data URI or the id of an uploaded file; local "
@@ -334,7 +334,7 @@ _HOLDERS = ("image", "image_url", "url", "path", "base64", "data", "source", "fi
 
 
 def sound(text: str, place: str) -> str:
-    """Text that can be written as UTF-8; half a surrogate pair is no text."""
+    """A text that can be written as UTF-8; unpaired surrogates are refused."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -347,7 +347,7 @@ def _text(text: str) -> Record:
 
 
 def _decoded(text: str, place: str) -> bytes:
-    """The bytes of a data URI, or of base64 alone."""
+    """The bytes of a data URI, or of bare base64."""
     head, comma, body = text.partition(",") if text[:5].lower() == "data:" else ("", ",", text)
     try:
         if not comma:
@@ -365,7 +365,7 @@ def _decoded(text: str, place: str) -> bytes:
 
 
 def _bare_picture(text: str) -> bytes | None:
-    """The bytes of base64 alone where they begin as a picture does; no path is written so."""
+    """The bytes of bare base64 that begins like a picture; no path looks like that."""
     try:
         data = from_base64(text)
         return data if is_pdf(data) or min(size_of(data, "it")) > 0 else None
@@ -374,7 +374,7 @@ def _bare_picture(text: str) -> bytes | None:
 
 
 def _call(call: schema.ToolCall, place: str) -> Record:
-    """A call as templates want it: arguments as a record, where they are one."""
+    """A tool call as templates want it: arguments as a record, if possible."""
     given = call.function.arguments
     arguments = given if isinstance(given, dict) else arguments_of(sound(given, place))
     name = sound(call.function.name, place)

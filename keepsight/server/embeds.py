@@ -1,7 +1,7 @@
 """Features in place of pictures: the bytes of `.sight` files, uploaded or in the body itself.
 
-A tensor alone says nothing of the model, the settings or the grid it belongs to, so it is refused;
-a package says all of it, and the library compares each with the model that is served.
+A bare tensor does not say which model, settings or grid it belongs to, so it is refused. A package
+says all of it, and the library compares it with the served model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SIZES = ("detail", "min_pixels", "max_pixels", "mm_processor_kwargs")
 
 
 def is_package(data: bytes) -> bool:
-    """By its first bytes: the length of a header, and its beginning."""
+    """Whether bytes are a package, by their start: a header length and its beginning."""
     return data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= tensorfile.MAX_HEADER
 
 
 def package_in(data: bytes, place: str, part: parts.PicturePart | None, unused: Unused) -> Package:
-    """The package of an image, every byte checked."""
+    """The package of an image, with every byte checked."""
     try:
         found = Package.from_record(
             *tensorfile.parse(data, "the file", package.KIND, package.FORMAT), where="the file"
@@ -44,14 +44,14 @@ def package_in(data: bytes, place: str, part: parts.PicturePart | None, unused: 
 
 
 def text_of(part: parts.EmbedsPart, place: str) -> str:
-    """The placeholder of the file in a part of type image_embeds."""
+    """The file in a part of type image_embeds, as text."""
     if not isinstance(part.image_embeds, str) or not part.image_embeds:
         raise refused(f"{place}.image_embeds", _ALONE)
     return part.image_embeds
 
 
 def features_only(found: list[Record], place: str) -> list[Record]:
-    """Refuse what is no package where features were announced."""
+    """Refuse a file that should be a package and is not."""
     if not all(isinstance(one.get("image"), Package) for one in found):
         raise refused(f"{place}.image_embeds", _ALONE)
     return found

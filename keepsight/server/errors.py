@@ -1,7 +1,7 @@
-"""What goes wrong, in the shape that OpenAI clients know.
+"""Errors in the form that OpenAI clients know.
 
-Every refusal is an `ApiError`: a status, a sentence that helps, a type, the parameter it is about
-and a code. Errors of the library are mapped here, so that bad input is never a 500.
+Every refusal is an `ApiError`: a status, a helpful sentence, a type, the parameter and a code.
+Errors of the library are mapped here, so that bad input is never a 500.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LENGTH = {
     "max_tokens": "here it is max_tokens",
     "max_output_tokens": "here it is max_output_tokens",
 }
-# What other servers call things that have another name here: of these, the first that is known.
+# Names that other servers use for fields of ours; the first known one is suggested.
 ELSEWHERE: dict[str, dict[str, str]] = {
     "max_new_tokens": _LENGTH,
     "n_predict": _LENGTH,
@@ -58,7 +58,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
 
 
 class ApiError(Exception):
-    """One refusal, ready for the wire."""
+    """One refusal, ready to be sent."""
 
     def __init__(
         self,
@@ -80,24 +80,24 @@ class ApiError(Exception):
         return {"error": body}
 
     def headers(self) -> dict[str, str]:
-        """When it makes sense to come again."""
+        """Headers that say when to try again."""
         if self.retry_after is None:
             return {}
         return {"retry-after": str(max(1, round(self.retry_after + 0.5)))}
 
 
 def refused(param: str, why: str) -> ApiError:
-    """A field that is known and cannot be honoured here."""
+    """The error for a known field that cannot be honoured here."""
     return ApiError(400, f"{param}: {why}", param=param, code="unsupported_parameter")
 
 
 def invalid(param: str | None, why: str) -> ApiError:
-    """A value that makes no sense."""
+    """The error for an invalid value."""
     return ApiError(400, why, param=param, code="invalid_value")
 
 
 def from_error(error: BaseException) -> ApiError | None:
-    """The refusal that an error of the library means; None where it is the server's own fault."""
+    """The refusal for a library error; None if it is the server's own fault."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Busy):
@@ -128,13 +128,13 @@ def _param(error: BaseException) -> str | None:
 
 
 def unknown(place: str, known: Iterable[str]) -> ApiError:
-    """An unknown field, with the known name that may have been meant."""
+    """The error for an unknown field, with the known name that may have been meant."""
     text = f"unknown parameter: {place[:200]!r}; {hint_for(place, known)}"
     return ApiError(400, text, param=place[:200] or None, code="unknown_parameter")
 
 
 def hint_for(place: str, known: Iterable[str]) -> str:
-    """The known name that an unknown one may have been meant for."""
+    """A hint at the known name that may have been meant."""
     head, _, name = place.rpartition(".")
     names = set(known)
     for here, hint in ELSEWHERE.get(name, {}).items():
@@ -145,7 +145,7 @@ def hint_for(place: str, known: Iterable[str]) -> str:
 
 
 def from_validation(errors: Sequence[Record], body: object = None) -> ApiError:
-    """The first thing that is wrong with a request, as OpenAI words it. `body` is the type of the
+    """The first validation error of a request, in OpenAI's words. `body` is the type of the
     body."""
     error = errors[0] if errors else {"type": "invalid", "loc": (), "msg": "the body is not valid"}
     kind, location = str(error.get("type", "")), tuple(error.get("loc", ()))
@@ -189,11 +189,11 @@ _SOURCES = ("body", "query", "path", "header")
 
 
 def place_in(body: object, location: Sequence[object]) -> tuple[str, set[str]]:
-    """`messages[0].content`, and the names of the fields there. `body` is the type of all of it;
-    where that is not known, each part of the location counts."""
+    """The place as in `messages[0].content`, and the field names there. `body` is the type of the
+    whole; if unknown, each part of the location counts."""
     text, kind = "", body
     for number, part in enumerate(location):
-        if kind is JsonValue:  # every second part is a type, which is not the client's word
+        if kind is JsonValue:  # every second part is a type, which the client did not write
             rest = location[number:]
             return text + "".join(map(_step, rest[1::2])), set()
         branches = _branches(kind)
@@ -211,7 +211,7 @@ def _step(part: object) -> str:
 
 
 def _branches(kind: object) -> list[object]:
-    """The types that a value may have; null is none of them."""
+    """The types that a value may have, without null."""
     if get_origin(kind) is Annotated and not _tag(kind):
         return _branches(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):
@@ -226,7 +226,7 @@ def _tag(kind: object) -> str | None:
 
 
 def _labels(branch: object) -> set[str]:
-    """What a location calls a branch: by its tag, by the types it is for, or by its class."""
+    """The names of a branch in a location: its tag, its types, or its class."""
     if tag := _tag(branch):
         return {tag}
     fields = _fields(branch)

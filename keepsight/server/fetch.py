@@ -1,8 +1,8 @@
-"""Pictures from the web, without letting a request reach into the network around the server.
+"""Fetches pictures from the web, without access to the network around the server.
 
-A name is resolved once; every address that it gives must be public, and the connection goes to one
-of exactly those, so no second answer of the resolver is ever asked for (DNS rebinding). Redirects
-follow the same rule. Bytes and time have caps. Only http and https.
+A name is resolved once. Every address it gives must be public, and the connection goes to one of
+exactly those, so a second answer of the resolver is never used (DNS rebinding). Redirects follow
+the same rule. Bytes and time are limited. Only http and https.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _REDIRECTS = 5
 _CHUNK = 1 << 16
 _MOVED = (301, 302, 303, 307, 308)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# What is set apart and no host of the public internet has. Versions of Python know different parts
-# of this. Of IPv6 all that is public begins with 2000::/3.
+# Reserved networks without hosts of the public internet. Versions of Python know different parts of
+# this list. Public IPv6 starts with 2000::/3.
 _UNICAST = ipaddress.ip_network("2000::/3")
-_6TO4 = ipaddress.ip_network("2002::/16")  # as public as the IPv4 address in it; versions differ
+_6TO4 = ipaddress.ip_network("2002::/16")  # as public as the embedded IPv4 address; versions differ
 _SET_APART = [
     ipaddress.ip_network(network)
     for network in (
@@ -36,12 +36,12 @@ _SET_APART = [
         "2001::/23", "2001:db8::/32", "3fff::/20",
     )
 ]  # fmt: skip
-_ISATAP = (0x00005EFE, 0x02005EFE)  # before an IPv4 address in the last half of an IPv6 one
+_ISATAP = (0x00005EFE, 0x02005EFE)  # prefix before an embedded IPv4 address
 
 
 @dataclass(frozen=True)
 class Fetcher:
-    """Fetches under one set of limits."""
+    """Fetches pictures under one set of limits."""
 
     max_bytes: int
     seconds: float
@@ -58,14 +58,14 @@ class Fetcher:
         raise _problem(f"{_shown(url)}: more than {_REDIRECTS} redirects")
 
     def _once(self, url: str, deadline: float) -> bytes | str:
-        """What is there, or where it has gone."""
+        """One request: the bytes, or the redirect target."""
         parts = _split(url)
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
         address = self._resolve(host, port, url)
         left = _left(deadline, self.seconds, url)
         connection = _Pinned(parts.scheme, host, port, address, left)
-        # A socket's timeout starts again with each byte; this one does not.
+        # A socket's timeout restarts with each byte; this one does not.
         watch = threading.Timer(left, connection.abort)
         watch.start()
         try:
@@ -96,7 +96,7 @@ class Fetcher:
         while True:
             part = response.read1(_CHUNK)
             if not part:
-                if response.length:  # fewer bytes than were announced
+                if response.length:  # fewer bytes than announced
                     raise http.client.IncompleteRead(b"", response.length)
                 return b"".join(parts)
             size += len(part)
@@ -112,7 +112,7 @@ class Fetcher:
         addresses = [str(row[4][0]) for row in found]
         for address in addresses:
             if not self.allow_private and not is_public(address):
-                # Not which address: whoever asks must learn nothing of the network here.
+                # Do not tell which address: the caller must learn nothing about the network here.
                 raise _problem(
                     f"{_shown(url)} is not a public address, and this server fetches no others; "
                     "send the picture itself as a data URI, or upload it to /v1/files"
@@ -123,7 +123,7 @@ class Fetcher:
 
 
 def is_public(text: str) -> bool:
-    """Whether an address belongs to the public internet, in whatever spelling it comes."""
+    """Whether an address belongs to the public internet, in any notation."""
     try:
         address: _Address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -139,7 +139,7 @@ def _is_of_everybody(address: _Address) -> bool:
 
 
 def _meanings(address: _Address) -> list[_Address]:
-    """The address, and the IPv4 address that is wrapped in it where one is."""
+    """The address, and the IPv4 address embedded in it, if any."""
     found: list[_Address] = [address]
     if isinstance(address, ipaddress.IPv6Address):
         if address.sixtofour is not None:
@@ -150,14 +150,14 @@ def _meanings(address: _Address) -> list[_Address]:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to an address that was checked, in the name of the host that was asked for."""
+    """A connection to a checked address, under the name of the requested host."""
 
     def __init__(self, scheme: str, host: str, port: int, address: str, timeout: float) -> None:
         super().__init__(host, port, timeout=timeout)
         self._address, self._scheme = address, scheme
 
     def connect(self) -> None:
-        """Connect to the address; the name is only for TLS and the Host header."""
+        """Connect to the address; the name is only used for TLS and the Host header."""
         self.sock = socket.create_connection((self._address, self.port), self.timeout)
         if self._scheme == "https":
             context = ssl.create_default_context()
@@ -167,7 +167,7 @@ class _Pinned(http.client.HTTPConnection):
             self.sock.do_handshake()
 
     def abort(self) -> None:
-        """End whatever is going on; called from another thread when time is up."""
+        """Abort the connection; called from another thread when time is up."""
         if self.sock is not None:
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
@@ -194,7 +194,7 @@ def _left(deadline: float, seconds: float, url: str) -> float:
 
 
 def _shown(url: str) -> str:
-    """Without what may be a secret: scheme, host and path."""
+    """A URL without possible secrets: scheme, host and path."""
     text = url.split("?")[0].split("#")[0]
     if "@" in text:
         text = text.partition("//")[0] + "//…@" + text.rpartition("@")[2]

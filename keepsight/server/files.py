@@ -1,9 +1,9 @@
-"""Uploaded files: sent once, meant by an id in any later request of the same tenant.
+"""Uploaded files: sent once, then referenced by id in later requests of the same tenant.
 
-An id is a digest of the content under its tenant, so the same file sent twice is one file, and what
-another tenant holds looks exactly like what does not exist. They stay within a budget until they
-expire: in memory, or in the folder of a store where one was named, so that an id is good after a
-restart too. People's pictures are not written to disk otherwise.
+An id is a digest of the content and the tenant, so the same file sent twice is one file, and other
+tenants' files look like absent ones. Files stay within a budget until they expire: in memory, or in
+the store's folder if there is one, so that ids survive a restart. Otherwise pictures are not
+written to disk.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from keepsight import digests
 from keepsight.server.errors import ApiError, invalid
 from keepsight.store.layout import CLOCK_SLACK
 
-_MOST = 10_000  # files of one tenant: each takes memory and time, however small it is
+_MOST = 10_000  # files per tenant: each takes memory and time, however small it is
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What is known of one file of one tenant. Times are seconds since 1970, as OpenAI has them."""
+    """One file of one tenant. Times are seconds since 1970, as in OpenAI's API."""
 
     id: str
     owner: str  # the digest of the tenant
@@ -34,7 +34,7 @@ class Upload:
     expires_at: int
 
     def as_json(self) -> dict[str, object]:
-        """As OpenAI describes a file."""
+        """The file as OpenAI describes it."""
         return {
             "id": self.id,
             "object": "file",
@@ -47,45 +47,45 @@ class Upload:
         }
 
     def over(self, now: float) -> bool:
-        """Whether it may no longer be used. One that was sent later than now has a clock that
-        jumped, and would live longer than anyone meant."""
+        """Whether it is expired. A file dated in the future comes from a wrong clock and would live
+        too long."""
         return not now < self.expires_at or self.created_at > now + CLOCK_SLACK
 
 
-Uploads = Mapping[tuple[str, str], Upload]  # by the digest of the tenant, and the id
+Uploads = Mapping[tuple[str, str], Upload]  # (digest of the tenant, id)
 NONE: Uploads = {}
 
 
 class Contents(Protocol):
-    """Where the bytes of files lie."""
+    """Where the bytes of files are."""
 
     def known(self, have: Uploads = NONE) -> Iterable[Upload]:
-        """The files that are there; those of `have` are not looked at again."""
+        """The existing files; those in `have` are not examined again."""
 
     def look(self, owner: str, file_id: str) -> Upload | None:
-        """A file that somebody else put there meanwhile; None where there is none."""
+        """A file that another process added; None if there is none."""
 
     def write(self, upload: Upload, data: bytes) -> None:
-        """Keep the bytes of a file: whole, or not at all."""
+        """Store the bytes of a file, whole or not at all."""
 
     def read(self, upload: Upload) -> bytes | None:
-        """The bytes; None where they are gone, or are not what the id says."""
+        """The bytes; None if they are gone or do not match the id."""
 
     def remove(self, upload: Upload) -> None:
         """Delete the bytes of an upload."""
 
     def tidy(self) -> None:
-        """Remove what broken-off writes have left."""
+        """Remove leftovers of interrupted writes."""
 
 
 class InMemory:
-    """The bytes of files in memory alone."""
+    """The bytes of files in memory only."""
 
     def __init__(self) -> None:
         self._data: dict[tuple[str, str], tuple[Upload, bytes]] = {}
 
     def known(self, have: Uploads = NONE) -> Iterable[Upload]:
-        """All that were written; none in the beginning."""
+        """All that were written; none at first."""
         return [upload for upload, _ in list(self._data.values())]
 
     def look(self, owner: str, file_id: str) -> Upload | None:
@@ -110,17 +110,18 @@ class InMemory:
 
 
 def owner_of(tenant: str) -> str:
-    """The digest that files know their tenant by: no name of a person becomes one of a folder."""
+    """The digest that files use for their tenant, so that no person's name becomes a folder
+    name."""
     return digests.digest("owner of uploads", tenant)
 
 
 def id_of(tenant: str, data: bytes) -> str:
-    """The id of some content under a tenant."""
+    """The id of some content for a tenant."""
     return f"file-{digests.digest('uploaded file', owner_of(tenant), data)}"
 
 
 class Files:
-    """All uploads, of all tenants. Writing takes turns; reading waits for no write."""
+    """All uploads of all tenants. Writes take turns; reads wait for no write."""
 
     def __init__(
         self,
@@ -133,8 +134,8 @@ class Files:
         self.budget, self._ttl, self._clock, self._most = budget, ttl, clock, most
         self._contents: Contents = InMemory() if contents is None else contents
         self._files = {(f.owner, f.id): f for f in self._contents.known()}
-        self._lock = threading.Lock()  # of the list alone
-        self._writing = threading.Lock()  # of whoever adds or removes
+        self._lock = threading.Lock()  # guards the list only
+        self._writing = threading.Lock()  # held while files are added or removed
 
     def put(
         self,
@@ -145,7 +146,7 @@ class Files:
         ttl: float | None,
         quota: int | None,
     ) -> Upload:
-        """Keep a file. One that is there already is kept as long as the new one would be."""
+        """Store a file. An existing one is kept as long as the new one would be."""
         if not data:
             raise invalid("file", "the file is empty")
         now, owner, file_id = self._clock(), owner_of(tenant), id_of(tenant, data)
@@ -159,7 +160,7 @@ class Files:
                 if old is not None:
                     new = replace(old, expires_at=max(old.expires_at, until))
                 else:
-                    self._learn(self._files)  # what other servers have put there counts too
+                    self._learn(self._files)  # files added by other servers count too
                     self._check_room(owner, len(data), quota)
                 self._contents.write(new, data)
             except OSError as error:
@@ -195,10 +196,10 @@ class Files:
         return found
 
     def read(self, tenant: str, file_id: str, param: str | None = None) -> bytes:
-        """The bytes of a file of this tenant, the very ones that were sent."""
+        """The bytes of a file of this tenant, exactly as sent."""
         found = self.get(tenant, file_id, param)
         data = self._contents.read(found)
-        if data is None:  # out of reach now, or removed by another process
+        if data is None:  # unreachable now, or removed by another process
             with self._lock:
                 self._files.pop((found.owner, found.id), None)
         elif id_of(tenant, data) == found.id:
@@ -215,7 +216,7 @@ class Files:
         return sorted(own, key=lambda f: (-f.created_at, f.id))
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Remove a file, wherever it lies."""
+        """Remove a file from every place."""
         with self._writing:
             found = self.get(tenant, file_id)
             try:
@@ -224,7 +225,7 @@ class Files:
                 raise _not_kept(error) from error
 
     def sweep(self) -> None:
-        """Remove what has expired, also where no request comes."""
+        """Remove expired files, even without requests."""
         with self._writing:
             self._learn()
             failed = self._drop_expired()
@@ -233,8 +234,8 @@ class Files:
             raise failed
 
     def _learn(self, have: Uploads = NONE) -> None:
-        """Read what other servers that share the folder have added, extended or removed; with
-        `have` only what was added or removed."""
+        """Read what other servers that share the folder added, extended or removed; with `have`
+        only what was added or removed."""
         known = {(f.owner, f.id): f for f in self._contents.known(have)}
         with self._lock:
             self._files = known
@@ -246,7 +247,7 @@ class Files:
     def _find(self, owner: str, file_id: str) -> Upload | None:
         with self._lock:
             found = self._files.get((owner, file_id))
-        if found is None or found.over(self._clock()):  # another server may keep it, or longer
+        if found is None or found.over(self._clock()):  # another server may keep it, or for longer
             found = self._contents.look(owner, file_id)
             if found is not None:
                 with self._lock:
@@ -254,7 +255,7 @@ class Files:
         return None if found is None or found.over(self._clock()) else found
 
     def _drop_expired(self) -> OSError | None:
-        """Remove expired uploads; return the error of a disk that refuses. The next sweep tries
+        """Remove expired uploads; return the error of a refusing disk. The next sweep tries
         again."""
         now, failed = self._clock(), None
         for upload in self._all():
@@ -266,7 +267,7 @@ class Files:
         return failed
 
     def _kept_longer(self, upload: Upload, now: float) -> bool:
-        """Whether another server that shares the folder has extended the life of a file."""
+        """Whether another server that shares the folder extended the file's life."""
         there = self._contents.look(upload.owner, upload.id)
         if there is None or there.over(now):
             return False

@@ -1,7 +1,7 @@
-"""`/v1/files`: send a picture or a PDF once, and mean it by its id from then on.
+"""`/v1/files`: send a picture or a PDF once, and reference it by id afterwards.
 
-Uploads are parsed in memory: the parser's own way, a temporary file for what is large, would write
-people's pictures to disk, unless the operator named a folder.
+Uploads are parsed in memory. The parser's usual way, a temporary file for large parts, would write
+pictures to disk although the operator named no folder.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from keepsight.system.units import parse_bytes
 
 _PURPOSES = ("vision", "user_data", "assistants")
 _FIELDS = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
-_PIECE = 1 << 18  # bytes that are parsed in one go
-_LEAST, _LONGEST = 60, 30 * 86400  # seconds that a file may be asked to last
+_PIECE = 1 << 18  # bytes parsed at once
+_LEAST, _LONGEST = 60, 30 * 86400  # seconds of life that a client may ask for
 _UPLOAD = {
     "required": True,
     "content": {
@@ -51,7 +51,7 @@ _UPLOAD = {
 
 
 class _InMemory(MultiPartParser):
-    spool_max_size = 1 << 40  # never to disk; the middleware has bounded the body
+    spool_max_size = 1 << 40  # never to disk; the middleware limits the body
 
 
 def routes(service: Service) -> APIRouter:
@@ -61,7 +61,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/files", operation_id="upload", openapi_extra={"requestBody": _UPLOAD})
     async def upload(request: Request) -> dict[str, object]:
-        """Keep a file for later requests of this key."""
+        """Store a file for later requests of this key."""
         caller = visit_of(request).who()
         form = await _form(request)
         data, name = await _file(form)
@@ -103,7 +103,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/files/{file_id}", operation_id="file")
     async def one(file_id: str, request: Request) -> dict[str, object]:
-        """What is known of a file."""
+        """The description of a file."""
         tenant = visit_of(request).who().tenant
         found: Upload = await service.with_files(lambda: files.get(tenant, file_id, "file_id"))
         return found.as_json()
@@ -123,14 +123,14 @@ def _add_one(router: APIRouter, service: Service) -> None:
 
     @router.delete("/v1/files/{file_id}", operation_id="delete_file")
     async def delete(file_id: str, request: Request) -> dict[str, object]:
-        """Forget a file. What was computed from it is forgotten with /v1/cache/reset."""
+        """Delete a file. /v1/cache/reset forgets what was computed from it."""
         tenant = visit_of(request).who().tenant
         await service.with_files(lambda: files.delete(tenant, file_id))
         return {"id": file_id, "object": "file", "deleted": True}
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body, with room for others between its pieces."""
+    """The body in pieces, so that other tasks run between them."""
     async for data in request.stream():
         for start in range(0, len(data), _PIECE):
             yield data[start : start + _PIECE]
@@ -188,7 +188,7 @@ def _ttl(form: FormData) -> float | None:
 
 
 def _quota(caller: Caller, service: Service) -> int | None:
-    """How many bytes of uploads a key may have: its own limit, else an equal part of them all."""
+    """The most bytes of uploads for a key: its own limit, or an equal share."""
     if caller.key is None:
         return None
     own = caller.key.files_bytes

@@ -1,7 +1,7 @@
-"""Pictures as the model gets them: shrunk where a cap says so, and the pages of a PDF.
+"""Pictures for the model: shrunk to a size limit if given; and the pages of a PDF.
 
-Both are named by the bytes that were sent and by what is done to them, so that a picture or a page
-that was seen before is neither decoded nor drawn again.
+Both are named by the bytes sent and by what is done to them. So a known picture or page is neither
+decoded nor drawn again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepsight.media.sources import Source, decode_bytes
 from keepsight.server.errors import ApiError, invalid, refused
 from keepsight.server.unused import Unused
 
-LOW = 512 * 512  # what `detail: "low"` comes to
+LOW = 512 * 512  # the limit for `detail: "low"`
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class SentImage:
 
 
 class ImageSizes:
-    """How the processor of the model sizes pictures, and what requests may say about it."""
+    """How the model's processor sizes pictures, and which limits requests may set."""
 
     def __init__(self, image_processor: object, given: Options) -> None:
-        """`given`: what of the processor's options the server was started with."""
+        """`given`: the processor options that the server was started with."""
         known = getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", {})
         size = dict(given.get("size") or getattr(image_processor, "size", None) or {})
         self._least = given.get("min_pixels") or size.get("shortest_edge") or 0
@@ -46,12 +46,12 @@ class ImageSizes:
         self.by_pixels = {"min_pixels", "max_pixels"} <= set(known) and self._most > 0
 
     def shown(self, least: int | None, most: int | None, place: str, unused: Unused) -> SentImage:
-        """What limits of a request come to: the processor's own rule, with these limits in it."""
+        """The size for a request's limits: the processor's own rule with these limits."""
         if least is not None and most is not None and least > most:
             raise invalid(place, f"{place}: min_pixels {least} is more than max_pixels {most}")
         if not self.by_pixels:
             if least is not None:
-                unused.add(f"{place}.min_pixels", "this model's processor has sizes of its own")
+                unused.add(f"{place}.min_pixels", "this model's processor has its own sizes")
             return SentImage(most)
         if least is None and most is None:
             return SentImage()
@@ -65,12 +65,12 @@ class ImageSizes:
 
 
 def is_pdf(data: bytes) -> bool:
-    """By its first bytes: names and types are what a client says."""
+    """Whether bytes are a PDF, by their start: clients may claim any name and type."""
     return data[:1024].lstrip()[:5] == b"%PDF-"
 
 
 def picture(data: bytes, shown: SentImage, largest: int) -> bytes | Source:
-    """A picture for the library, as large as it is to be shown; only its header is read here."""
+    """A picture for the library, in the size to be shown; only its header is read here."""
     width, height = size_of(data, "it")
     if width * height > largest:
         raise _too_large(f"an image is {width}x{height}", largest, "make it smaller first")
@@ -102,7 +102,7 @@ def _too_large(what: str, largest: int, hint: str) -> ApiError:
 
 
 def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> Iterator[Source]:
-    """The pages of a PDF, each at most `largest` pixels large, drawn only if not yet known."""
+    """The pages of a PDF, each at most `largest` pixels, drawn only if not yet known."""
     from keepsight.encode import documents  # the library is not thread-safe: one lock for all
 
     library, cap = documents.pdfium(), shown.most
@@ -126,7 +126,7 @@ def pages(data: bytes, shown: SentImage, dpi: int, most: int, largest: int) -> I
 
 
 def _scale(size: tuple[float, float], cap: int | None, dpi: int) -> float:
-    """Pixels for each point of a page, so that the picture stays below the limit."""
+    """Pixels per point of a page, so that the picture stays below the limit."""
     scale = dpi / 72
     return scale if cap is None else min(scale, (cap / max(size[0] * size[1], 1)) ** 0.5)
 
@@ -160,10 +160,10 @@ def _drawn(data: bytes, number: int, cap: int | None, dpi: int, label: str) -> I
             area = width * height * scale * scale
             if not 1 <= area <= MAX_PIXELS:
                 raise ImageError(f"{label} is {area:.0f} pixels large at {dpi} dpi")
-            # In memory of the library's own: what Python makes, no other thread can run beside.
+            # In the library's own memory, because Python-made buffers block other threads.
             maker = library.PdfBitmap.new_foreign
             bitmap = page.render(scale=scale, rev_byteorder=True, bitmap_maker=maker)
-            image: Image.Image = bitmap.to_pil()  # which copies RGB, and shares what else there is
+            image: Image.Image = bitmap.to_pil()  # it copies RGB, and shares other formats
             return image if image.mode == "RGB" else image.convert("RGB")
         except library.PdfiumError:
             raise ImageError(f"{label} cannot be drawn") from None

@@ -1,7 +1,7 @@
-"""Taking in the bodies of requests: within their limits, and what is done with those not wanted.
+"""Receives request bodies within limits, and handles refused ones.
 
-A refusal is sent at once. Most clients listen to nothing before they have sent all they have, so
-what still comes is read for a while behind it.
+A refusal is sent at once. Most clients read nothing before they have sent everything, so the rest
+of the body is read for a while afterwards.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from keepsight.server.pace import Pace
 if TYPE_CHECKING:
     from keepsight.server.service import Service
 
-_DISCARDED = 4  # times the largest body: what of a larger one is read, so that the client listens
-_QUIET = 1.0  # seconds without a byte, after which a refused body is waited for no longer
-_AT_ONCE = 1 << 20  # bytes of a body that come as fast as they can
-_BYTES_A_SECOND = 64 << 20  # of all larger ones, while others are served: taking them in costs time
+_DISCARDED = 4  # times the largest body: what is read of a refused one, so that its client listens
+_QUIET = 1.0  # seconds without a byte after which a refused body is given up
+_AT_ONCE = 1 << 20  # bytes of a body that arrive at full speed
+_BYTES_A_SECOND = 64 << 20  # of all larger bodies while others are served: receiving costs time
 _BODIES_HELD = 8  # times the largest body, of all requests together
 
 
 class BodyIntake:
-    """All bodies that are held, or still come."""
+    """All bodies that are held or still arriving."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._held = 0
-        self._incomplete: set[asyncio.Timeout] = set()  # of bodies that still come
+        self._incomplete: set[asyncio.Timeout] = set()  # bytes of arriving bodies
         self._pace = Pace(_BYTES_A_SECOND)
 
     async def whole(self, receive: Receive, announced: int | None) -> bytes:
-        """A body within its limits of size and time. `announced`: how long it will be, as far as
-        its client says. Whoever gets it says when it is `done` with."""
+        """A body within its limits of size and time. `announced`: its length as claimed by the
+        client. The caller must call `done` for it."""
         most = self._service.config.bytes("max_body")
         parts: list[bytes] = []
         size, more = 0, True
@@ -73,19 +73,19 @@ class BodyIntake:
         return b"".join(parts)
 
     def refuse_incomplete(self) -> None:
-        """The server closes: what has not come by now is not waited for."""
+        """The server closes: refuse bodies that have not arrived by now."""
         now = asyncio.get_running_loop().time()
         for limit in self._incomplete:
             if not limit.expired():
                 limit.reschedule(now)
 
     def done(self, body: bytes) -> None:
-        """A body is not held any more."""
+        """Release a body."""
         self._held -= len(body)
 
     async def discard(self, receive: Receive) -> None:
-        """Read a refused body to its end for a while, so that its client listens. One that sends
-        nothing more listens already."""
+        """Read a refused body to its end for a while, so that its client listens. A client that
+        sends nothing more already listens."""
         left = _DISCARDED * self._service.config.bytes("max_body")
         try:
             async with asyncio.timeout(self._service.config.seconds("body_timeout")):
@@ -98,22 +98,22 @@ class BodyIntake:
         except TimeoutError:
             return
         except asyncio.CancelledError:
-            if not self._service.draining:  # else the server ends, and all has been said
+            if not self._service.draining:  # otherwise the server ends and has said everything
                 raise
 
 
 def closing() -> ApiError:
-    """The refusal of whoever comes while the server closes."""
+    """The refusal for requests while the server closes."""
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 def announced_by(scope: Scope) -> int | None:
-    """How long a body will be, as far as its client says; None where it comes in chunks."""
+    """The claimed length of a body; None if it comes in chunks."""
     headers = dict(scope["headers"])
     if b"transfer-encoding" in headers:
         return None
     text = headers.get(b"content-length", b"0")
-    return int(text) if text.isdigit() else 0  # which the protocol has checked
+    return int(text) if text.isdigit() else 0  # validated by the protocol
 
 
 def is_long(announced: int | None) -> bool:

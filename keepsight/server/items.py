@@ -1,7 +1,7 @@
-"""The items of `/v1/responses`, as a client writes them and as it got them.
+"""The items of `/v1/responses`, as clients write them and as they received them.
 
-Those of an earlier response (messages of the assistant, thoughts, calls of tools) come back with
-whatever clients add to them.
+Items of an earlier response (assistant messages, thoughts, tool calls) come back with additions of
+clients.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MessageItem(Open):
     phase: JsonValue = None
 
     def echoes(self) -> bool:
-        """An answer that comes back has whatever its client added to it."""
+        """Whether this is an earlier answer, which clients send back with additions."""
         return self.role == "assistant"
 
 
@@ -73,7 +73,7 @@ class Echo(Open):
     status: JsonValue = None
 
     def echoes(self) -> bool:
-        """It comes back with whatever its client added to it."""
+        """Clients send it back with additions."""
         return True
 
 
@@ -87,7 +87,7 @@ class ThoughtItem(Echo):
 
 
 class CallItem(Echo):
-    """An earlier call of a tool."""
+    """An earlier tool call."""
 
     type: Literal["function_call"]
     call_id: Id
@@ -96,7 +96,7 @@ class CallItem(Echo):
 
 
 class ResultItem(Echo):
-    """What a tool said."""
+    """The result of a tool."""
 
     type: Literal["function_call_output"]
     call_id: Id
@@ -104,7 +104,7 @@ class ResultItem(Echo):
 
 
 class OtherItem(Echo):
-    """What some other server did in between: a search, a call of a tool that it runs."""
+    """An action of another server: a search, or a call of a hosted tool."""
 
     type: Name
 

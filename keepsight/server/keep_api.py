@@ -1,4 +1,4 @@
-"""A conversation as a `.keep` file, which `keepsight chat` and `vlm.resume` go on with.
+"""A conversation as a `.keep` file, which `keepsight chat` and `vlm.resume` continue.
 
 What is not remembered yet is computed in turn with other requests before the file is written.
 """
@@ -38,11 +38,11 @@ def routes(service: Service) -> APIRouter:
         responses=_FILE,
     )
     async def save(body: Rendering, request: Request) -> FileResponse:
-        """A conversation with its features and states as one `.keep` file; what is not remembered
-        yet is computed."""
+        """A conversation with its features and states as one `.keep` file; what is missing is
+        computed."""
         for name in _TEMPLATE:
             if getattr(body, name):
-                raise refused(name, "a .keep file holds messages and pictures alone")
+                raise refused(name, "a .keep file holds only messages and pictures")
         return await unless_gone(request, _saved(service, body, request), visit_of(request))
 
     return router
@@ -53,9 +53,9 @@ async def _saved(service: Service, body: Rendering, request: Request) -> FileRes
     visit.unused.sift(body)
     given, template, tenant = await service.rendering(body, visit)
     if template:
-        raise refused("chat_template_kwargs", "a .keep file holds messages and pictures alone")
+        raise refused("chat_template_kwargs", "a .keep file holds only messages and pictures")
     whose = tenant or service.vlm.tenant
-    # Pictures are opened, and prompts computed, where no other client's tokens wait for them.
+    # Pictures are opened and prompts computed where no other client's tokens wait for them.
     named = await service.threads.run(
         lambda: service.scheduler.together.named(given, whose), is_large(given)
     )
@@ -78,7 +78,7 @@ async def _saved(service: Service, body: Rendering, request: Request) -> FileRes
 
 
 def _of_session(message: Record) -> Record:
-    """A message as a session has it: words as a part, and no media but pictures."""
+    """A message in a session's form: text as a part, and only pictures as media."""
     content = message["content"]
     if isinstance(content, str) and message["role"] != "system":
         content = [{"type": "text", "text": content}]

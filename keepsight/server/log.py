@@ -1,6 +1,5 @@
-"""The log of requests: a line of JSON for each where programs read it, a short one on a terminal,
-whose last line always says where the server listens.
-"""
+"""The log of requests: JSON lines for programs, or short lines on a terminal, whose last line
+always tells the server's address."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from keepsight.kinds import Record
 
 requests = logging.getLogger("keepsight.server.requests")
 
-_ERASE = "\r\x1b[2K"  # the line of the cursor
+_ERASE = "\r\x1b[2K"  # height of the status line
 _YELLOW, _RED, _DIM, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 _PAGE = "/page/"
-_SHOWN = 120  # characters of the names that a client sent
+_SHOWN = 120  # most characters of names that a client sent
 
 
 def note(record: Record) -> None:
@@ -27,7 +26,7 @@ def note(record: Record) -> None:
 
 
 def short(record: Record) -> str:
-    """What people want to see of a request: what it was, how it ended, what was reused."""
+    """The short form of a request: what it was, how it ended, what was reused."""
     words = [
         time.strftime("%H:%M:%S", time.localtime(record["time"])),
         f"{record['method']} {record['path']}",
@@ -51,7 +50,7 @@ def short(record: Record) -> str:
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Short lines, above one that stays."""
+    """Writes short lines above a status line."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -59,7 +58,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         self._colours = "NO_COLOR" not in os.environ
 
     def format(self, record: logging.LogRecord) -> str:
-        """A request in short; anything else as it is."""
+        """A request in short form; anything else unchanged."""
         request = getattr(record, "request", None)
         if request is None:
             return super().format(record)
@@ -67,10 +66,10 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         return self._in(_RED if status >= 500 else _YELLOW if status >= 400 else "", short(request))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line where the last one was, and that one below it.
+        """Write a line in place of the status line, and the status line below it.
 
-        The page's own files are two dozen lines each time it is opened: those that went well are
-        left out here, and stand in the log that programs read.
+        Successful requests for the page's own files are left out, two dozen per visit. The log for
+        programs has them.
         """
         request = getattr(record, "request", None)
         if request and request["path"].startswith(_PAGE) and (request["status"] or 500) < 400:
@@ -78,11 +77,11 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         try:
             self.stream.write(f"{_ERASE}{self.format(record)}\n{self._last()}")
             self.flush()
-        except Exception:  # as logging's own handlers do: a log breaks no request
+        except Exception:  # like logging's own handlers: a logging error breaks no request
             self.handleError(record)
 
     def stay(self, text: str) -> None:
-        """What the last line says from now on; nothing: there is none."""
+        """Set the status line; empty for none."""
         self.acquire()
         try:
             self._stays = text
@@ -103,7 +102,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 def start(wanted: bool) -> TerminalHandler | None:
-    """Begin to log on standard error, problems as text; the handler of a terminal."""
+    """Start logging to standard error, problems as text; return the terminal's handler."""
     terminal = None
     if wanted and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         terminal = TerminalHandler(sys.stderr)

@@ -1,6 +1,6 @@
-"""How large a video or a sound would be when decoded, found out without decoding it.
+"""The decoded size of a video or a sound, determined without decoding it.
 
-A few bytes can hold hours of nothing; what would not fit is refused before anything is decoded.
+A few bytes can hold hours of nothing, so what would not fit is refused before it is decoded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VIDEO_MAGIC = (b"\x1aE\xdf\xa3", b"RIFF")
 
 
 def is_video(data: bytes) -> bool:
-    """By its first bytes: names and types are what a client says."""
+    """Whether bytes are a video, by their start: clients may claim any name and type."""
     if data[4:8] == b"ftyp":
         return data[8:11] not in (b"avi", b"hei", b"mif", b"msf")  # AVIF and HEIF are pictures
     return data[:4] == _VIDEO_MAGIC[0] or (data[:4] == _VIDEO_MAGIC[1] and data[8:11] == b"AVI")

@@ -1,8 +1,8 @@
-"""What Prometheus reads: counters of requests and tokens, times, and the present state of the
+"""Metrics for Prometheus: counters of requests and tokens, times, and the present state of the
 caches.
 
-Names are those that other engines use: queries and hits of the prefix cache are counted in tokens,
-those of the multimodal cache in images.
+Names follow other engines: queries and hits of the prefix cache are counted in tokens, those of the
+multimodal cache in images.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Metrics:
         self._queued = Histogram("request_queue_time_seconds", "Until work begins.", **times)
 
     def finished(self, path: str, status: int, seconds: float) -> None:
-        """A request is over."""
+        """Count a finished request."""
         self._requests.labels(path, str(status)).inc()
         self._whole.observe(seconds)
 
     def answered(self, usage: Usage, report: Report) -> None:
-        """An answer is complete."""
+        """Count a complete answer."""
         self._prompt.inc(usage.prompt_tokens)
         self._completion.inc(usage.completion_tokens)
         self._queries.inc(usage.prompt_tokens)
@@ -61,22 +61,22 @@ class Metrics:
             self._queued.observe(times["queued"] / 1e3)
 
     def watch(self, caches: Callable[[], Record], engine: _Stats) -> None:
-        """Where the state of caches and scheduler is read when somebody asks."""
+        """Set the source of cache and scheduler states."""
         self.registry.register(_State(caches, engine))
 
     def text(self) -> bytes:
-        """All of it."""
+        """All metrics as text."""
         return generate_latest(self.registry)
 
 
 class _State(Collector):
-    """Caches and scheduler, read when they are asked for."""
+    """Caches and scheduler, read at each scrape."""
 
     def __init__(self, caches: Callable[[], Record], engine: _Stats) -> None:
         self._caches, self._engine = caches, engine
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing before somebody asks."""
+        """No metrics before the first scrape."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -106,10 +106,10 @@ class _State(Collector):
 
 
 def _of_store(stats: Record | None) -> Iterator[Metric]:
-    """What the store refuses at the moment, and what it has refused."""
+    """What the store currently refuses, and what it has refused."""
     if stats is None:
         return
-    state = GaugeMetricFamily("keepsight_store_state", "1 for what it is.", labels=["state"])
+    state = GaugeMetricFamily("1 for the present state.", "1 for what it is.", labels=["state"])
     state.add_metric([str(stats.get("state", "ok"))], 1)
     yield state
     refused = CounterMetricFamily("keepsight_store_refused", "Entries that were not written.")

@@ -1,7 +1,7 @@
 """Middleware: everything that is decided before a route sees a request.
 
-Who asks and whether they may, how large the body is and how long it took to come, whether the
-server is closing; and afterwards one line in the log. Never a word or a picture of anybody.
+It checks the caller and its permissions, the size and duration of the body, and whether the server
+is closing. Afterwards it writes one log line, never with words or pictures of anybody.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 errors = logging.getLogger("keepsight.server")
 
-_OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # need no key
+_OPEN = {"/", *FILES, "/health", "/docs", "/openapi.json"}  # paths that need no key
 _WHILE_CLOSING = {"/health", "/metrics"}
-_ANSWERS = {"/v1/chat/completions", "/v1/responses", "/v1/prepare"}  # what the model works for
+_ANSWERS = {"/v1/chat/completions", "/v1/responses", "/v1/prepare"}  # the model works for these
 _READING = 60.0
-_LAST_WORDS = 1.0  # seconds for a client that does not read, when the server ends
+_LAST_WORDS = 1.0  # seconds for clients that do not read, at shutdown
 _EVENTS = b"text/event-stream"
 
 
 @dataclass
 class Visit:
-    """One request, as the log will tell it."""
+    """One request, as the log will show it."""
 
     id: str
     method: str
@@ -59,10 +59,10 @@ class Visit:
     status: int = 0
     fields: Record = field(default_factory=dict)
     gone: bool = False  # the client hung up
-    size: int = 0  # of its body
-    unused: Unused = field(default_factory=Unused)  # what it asked for that has no effect
-    streams: bool = False  # what is being sent are events, which may end at any time
-    answers: bool = False  # the model is asked; anything else waits for a turn
+    size: int = 0  # bytes of the body
+    unused: Unused = field(default_factory=Unused)  # fields without effect
+    streams: bool = False  # events are being sent, and may end at any time
+    answers: bool = False  # the request uses the model; others wait for a turn
     had_turn: bool = False
 
     def who(self) -> Caller:
@@ -72,8 +72,8 @@ class Visit:
         return self.caller
 
     def asked(self, body: ChatRequest | ResponsesRequest) -> None:
-        """Note who asks for what, as far as the client says; nothing of what is said. What is
-        unknown in a body is taken out of it here."""
+        """Note who asks for what, according to the client, but nothing of the content. Unknown
+        fields are removed from the body here."""
         self.unused.sift(body)
         self.fields |= {"model": body.model, "stream": bool(body.stream)}
         user = body.safety_identifier or body.user
@@ -81,7 +81,7 @@ class Visit:
             self.fields["user"] = user
 
     def answered(self, usage: Usage, report: Report, reason: str) -> None:
-        """Note an answer; of several choices the counts add up."""
+        """Count an answer; with several choices the counts add up."""
         counts = {"completion_tokens": usage.completion_tokens, "choices": 1}
         for name, count in counts.items():
             self.fields[name] = self.fields.get(name, 0) + count
@@ -97,7 +97,7 @@ class Visit:
                 self.fields[f"{name}_ms"] = round(report.milliseconds[name], 1)
 
     def record(self) -> Record:
-        """What the log says of it."""
+        """The log record."""
         unused = self.unused.names()
         return {
             "time": round(time.time(), 3),
@@ -113,7 +113,7 @@ class Visit:
 
 
 def to_api_error(error: Exception, visit: Visit) -> ApiError:
-    """The error to send to the client; unexpected ones go to the log with their traceback."""
+    """The error for the client; unexpected ones go to the log with their traceback."""
     problem = from_error(error)
     if problem is None:
         errors.error("%s: %s", visit.id, "".join(traceback.format_exception(error)))
@@ -123,7 +123,7 @@ def to_api_error(error: Exception, visit: Visit) -> ApiError:
 
 
 class RequestMiddleware:
-    """ASGI around the application."""
+    """ASGI middleware around the application."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
         self._app, self._service = app, service
@@ -133,7 +133,7 @@ class RequestMiddleware:
         self._turns = FairPace(lambda: self._answering > 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request from its first byte to its line in the log."""
+        """Handle one request from its first byte to its log line."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -165,7 +165,7 @@ class RequestMiddleware:
             nonlocal started, complete
             if message["type"] == "http.response.start":
                 if message["status"] >= 400 and not visit.had_turn:
-                    with contextlib.suppress(ApiError):  # it is a refusal already
+                    with contextlib.suppress(ApiError):  # already a refusal
                         await self._turn(scope, visit)
                 started = True
                 visit.status = message["status"]
@@ -192,7 +192,7 @@ class RequestMiddleware:
             body = await self._bodies.whole(receive_on, announced_by(scope))
             await self._served(scope, visit, body, receive_on, send_on)
         except asyncio.CancelledError:
-            # Where not even the engine's end has ended it, the server ends it, and it says why.
+            # If even ending the engine did not end it, the server does, with a reason.
             if not self._service.draining or visit.gone or (started and not visit.streams):
                 raise
             with contextlib.suppress(TimeoutError):
@@ -206,20 +206,20 @@ class RequestMiddleware:
                 error = ApiError(504, text, code="timeout")
             problem = to_api_error(error, visit)
             if not started and not visit.gone:
-                waits = not read and problem.status != 408  # for which enough was waited
+                waits = not read and problem.status != 408  # its wait is over
                 rest = functools.partial(self._bodies.discard, receive_on) if waits else None
                 await respond(send_on, problem, rest, is_long(announced_by(scope)))
 
     async def _served(
         self, scope: Scope, visit: Visit, body: bytes, receive: Receive, send: Send
     ) -> None:
-        """A request that is admitted and whole, through the application."""
+        """Pass an admitted and complete request to the application."""
         visit.size = len(body)
         self._service.admitted += 1
         try:
             more = {"visit": visit, "threads": self._service.threads}
             scope.setdefault("state", {}).update(more)
-            # Answers have a limit of their own; this one is for clients that do not read.
+            # Answers have their own limit; this one is for clients that do not read.
             seconds = self._service.config.seconds("request_timeout") + _READING
             async with asyncio.timeout(seconds):
                 await self._app(_as_get(scope), _replayed(body, receive), send)
@@ -228,7 +228,7 @@ class RequestMiddleware:
             self._bodies.done(body)
 
     async def _turn(self, scope: Scope, visit: Visit) -> None:
-        """Wait until it is the client's turn, while answers of others are being made."""
+        """Wait for the client's turn while answers of others are computed."""
         visit.had_turn = True
         self._answering -= visit.answers
         visit.answers = False
@@ -252,8 +252,8 @@ class RequestMiddleware:
             visit.caller.admit()
 
     def _refuse_other_names(self, headers: dict[bytes, bytes]) -> None:
-        """A site may let its own name point to this machine (DNS rebinding): its page is then of
-        the same origin as this server, and may read what a server without keys tells everybody."""
+        """A site may point its own name to this machine (DNS rebinding). Then its page has the
+        origin of this server and may read everything that a server without keys shows."""
         config = self._service.config
         if config.keys or not is_loopback(config.host):
             return
@@ -264,9 +264,10 @@ class RequestMiddleware:
             raise ApiError(403, text, code="host_not_allowed")
 
     def _refuse_other_sites(self, method: str, headers: dict[bytes, bytes]) -> None:
-        """A page of another site may make a browser send requests, even if it cannot read answers.
+        """A page of another site may make a browser send requests, although it cannot read the
+        answers.
 
-        Where no key is asked for, being able to reach the server is all that it takes.
+        Without keys, reaching the server is all that is needed.
         """
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or method in ("GET", "HEAD", "OPTIONS"):
@@ -291,7 +292,7 @@ def _shown_path(scope: Scope, known: set[str]) -> str:
 
 
 def _host(scope: Scope) -> str:
-    """The address of the client, as far as a trusted proxy or the connection says."""
+    """The client's address, from a trusted proxy or the connection."""
     host, _ = scope.get("client") or ("", 0)
     return str(host)
 
@@ -302,7 +303,7 @@ def _as_get(scope: Scope) -> Scope:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body once, then whatever the connection says."""
+    """The body once, then the connection's own events."""
     given = False
 
     async def receive_again() -> Message:
@@ -316,7 +317,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 async def last_event(send: Send, problem: ApiError) -> None:
-    """An error as the end of a stream of events."""
+    """An error as the last event of a stream."""
     body = f"data: {json.dumps(problem.body())}\n\n".encode()
     await send({"type": "http.response.body", "body": body})
 
@@ -327,12 +328,12 @@ async def respond(
     rest: Callable[[], Awaitable[None]] | None = None,
     long: bool = False,
 ) -> None:
-    """An error as a response, whole before the rest of the body is waited for. After a long body
-    the connection is not kept."""
+    """Send an error as a response without waiting for the rest of the body. After a long body the
+    connection is closed."""
     body = json.dumps(problem.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     if problem.status in (408, 413) or (rest is not None and long):
-        headers["connection"] = "close"  # not all of the body may be read
+        headers["connection"] = "close"  # part of the body may be unread
     if problem.status == 401:
         headers["www-authenticate"] = "Bearer"
     headers |= problem.headers()

@@ -1,7 +1,7 @@
-"""The place that the media of a request come from: the request itself, a disk, or the network.
+"""Where the media of a request come from: the request itself, a disk, or the network.
 
-Waiting for a disk or another server happens in separate threads, so that requests which bring
-their media never wait for those that do not.
+Separate threads wait for disks and other servers. So requests that contain their media never wait
+for those that do not.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pydantic import BaseModel
 from keepsight.server import parts, schema
 
 FETCHED = ("http", "https")
-_ON_DISK = ("file-", "file:", "/")  # uploads by their ids, and files below allowed folders
+_ON_DISK = ("file-", "file:", "/")  # uploads by id, and files below allowed folders
 _LONGEST_PATH = 4096  # base64 may begin with a slash too
 WORDS = (parts.TextPart, parts.RefusalPart, parts.ThoughtPart)
 
 
 class BodyOrigin(enum.Enum):
-    """The slowest place that anything of a request comes from."""
+    """The slowest origin of anything in a request."""
 
     REQUEST = "request"
     DISK = "disk"
@@ -28,7 +28,7 @@ class BodyOrigin(enum.Enum):
 
 
 def origin_of(messages: list[schema.ChatMessage]) -> BodyOrigin:
-    """Where some messages have to be gathered from."""
+    """The origin of the media in some messages."""
     found = BodyOrigin.REQUEST
     for message in messages:
         for address in _addresses(message):
@@ -40,7 +40,7 @@ def origin_of(messages: list[schema.ChatMessage]) -> BodyOrigin:
 
 
 def scheme(url: str) -> str:
-    """What stands before the first colon of an address."""
+    """The text before the first colon of an address."""
     return url[:8].partition(":")[0].lower()
 
 

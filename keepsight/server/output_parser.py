@@ -1,7 +1,7 @@
-"""Parses the output of a model as it comes: thinking, text, and tool calls.
+"""Parses the streamed output of a model: thoughts, text, and tool calls.
 
-Qwen and Hermes put thinking in `<think>` and calls, as JSON or as tagged parameters, in
-`<tool_call>`. Text that may still become a tag is held back until it is certain.
+Qwen and Hermes write thoughts in `<think>`, and calls in `<tool_call>` as JSON or as tagged
+parameters. Text that may become a tag is held back until it is certain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OutputPiece:
 
     kind: str
     text: str = ""
-    name: str = ""  # of the tool; `text` holds its arguments as JSON
+    name: str = ""  # name of the tool; `text` holds its arguments as JSON
     id: str = ""
 
 
@@ -34,16 +34,17 @@ class OutputParser:
     """Parses one answer."""
 
     def __init__(self, thinking: bool, thinks: bool, tools: bool) -> None:
-        """`thinking`: the template opened a thought already. `thinks`, `tools`: look for them."""
+        """`thinking`: the template already opened a thought. `thinks`, `tools`: what to look
+        for."""
         self._in = "thought" if thinking else "text"
         self._thinks, self._tools = thinks or thinking, tools
         self._held = ""
-        self._fresh = True  # nothing but space so far: a thought may begin here
-        self._after_thought = False  # the empty lines behind a thought are not text
+        self._fresh = True  # only spaces so far: a thought may begin here
+        self._after_thought = False  # empty lines after a thought are dropped
 
     @property
     def thinking(self) -> bool:
-        """Whether a thought is going on."""
+        """Whether a thought is open."""
         return self._in == "thought"
 
     def push(self, text: str) -> Iterator[OutputPiece]:
@@ -89,7 +90,7 @@ class OutputParser:
         keep = max((_overlap(self._held, t) for t in tags), default=0)
         head = self._held[: len(self._held) - keep]
         trimmed = head if self._in == "thought" or self._tools is False else head.rstrip()
-        # Space before a call is not text, so it waits until something else follows it.
+        # Spaces before a call are dropped, so they wait for what follows.
         self._held = self._held[len(trimmed) :]
         yield from self._say(trimmed)
 
@@ -97,7 +98,7 @@ class OutputParser:
         if self._in == "thought":
             return {THINK_END: "text"}
         tags = {CALL: "call"} if self._tools else {}
-        # Only at the start of an answer: later on, somebody speaks of thinking.
+        # Only at the start of an answer: later it is ordinary text about thinking.
         before = self._held.partition(THINK)[0].strip()
         begins = self._thinks and self._fresh and THINK.startswith(before)
         return {**tags, THINK: "thought"} if begins else tags
@@ -137,7 +138,7 @@ def spoken_message(speech: OutputParser, text: str, most_calls: int | None = Non
 
 
 def arguments_of(text: str) -> object:
-    """The arguments of a call as templates want them: a record, where they are one."""
+    """The arguments of a call as templates want them: a record, if possible."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
@@ -146,7 +147,8 @@ def arguments_of(text: str) -> object:
 
 
 def read_call(text: str) -> OutputPiece | None:
-    """A call as JSON (Hermes, Qwen) or as tags (Qwen Coder, Qwen3.5); None where it is neither."""
+    """Parse a call as JSON (Hermes, Qwen) or as tags (Qwen Coder, Qwen3.5); None if it is
+    neither."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -168,7 +170,7 @@ def _tagged(text: str) -> OutputPiece | None:
 
 
 def _value(text: str) -> object:
-    """Tagged values are text, and JSON where they are written as such."""
+    """A tagged value: JSON if it is written as such, otherwise text."""
     if text[:1] in "[{" or text in ("true", "false", "null") or re.fullmatch(r"-?\d[\d.]*", text):
         try:
             return json.loads(text)
@@ -183,5 +185,5 @@ def new_call_id() -> str:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many characters at the end of `text` begin `tag`."""
+    """The number of characters at the end of `text` that begin `tag`."""
     return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)

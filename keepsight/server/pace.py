@@ -1,8 +1,8 @@
 """Rate limits while answers are computed: for large bodies, and for requests other than answers.
 
-Python computes one thing at a time, so every request takes its moment from the answers that are
-being made. While there are any, requests for anything else (statistics, lists, pages) are let in,
-and refusals sent, at a rate and clients in turn: who asks without end waits for themselves.
+Python computes one thing at a time, so every request takes time from running answers. Meanwhile
+other requests (statistics, lists, pages) and refusals are admitted at a limited rate, with clients
+in turn. A client that floods the server delays only itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from keepsight.server.errors import ApiError
 
-_SHORT = 0.005  # seconds that are not waited for
-_PER_SECOND = 40.0  # requests; each takes some milliseconds of the interpreter
-_AT_ONCE = 20  # that come after a pause
-_HELD = 1024  # that wait
+_SHORT = 0.005  # shorter waits are skipped, in seconds
+_PER_SECOND = 40.0  # requests per second; each takes some milliseconds of the GIL
+_AT_ONCE = 20  # burst after a pause
+_HELD = 1024  # most waiting requests
 
 
 class Pace:
@@ -45,13 +45,13 @@ class FairPace:
         held: int = _HELD,
     ) -> None:
         self._busy, self._per_second, self._at_once, self._most = busy, per_second, at_once, held
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the client next in turn first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # clients in order of service
         self._count = 0
         self._level, self._at = float(at_once), time.monotonic()
         self._releasing: asyncio.Task[None] | None = None
 
     async def wait(self, client: str) -> None:
-        """Wait for this client's turn. Where too many wait, one of the client with the most is
+        """Wait for this client's turn. If too many wait, a request of the client with the most is
         refused."""
         if not self._count and (not self._busy() or self._missing() <= 0):
             self._level -= 1.0
@@ -66,11 +66,11 @@ class FairPace:
         await turn
 
     def _missing(self) -> float:
-        """Seconds until the next may come."""
+        """Seconds until the next may pass."""
         now = time.monotonic()
         self._level += (now - self._at) * self._per_second
         self._level, self._at = min(max(self._level, 0.0), float(self._at_once)), now
-        return round((1.0 - self._level) / self._per_second, 6)  # none so short that nothing passes
+        return round((1.0 - self._level) / self._per_second, 6)  # long enough that one passes
 
     async def _release(self) -> None:
         while self._count:

@@ -1,7 +1,7 @@
-"""The parts of a message: text, pictures, videos, sound and files, in the shapes that clients send.
+"""The parts of a message: text, pictures, videos, sound and files, in the dialects of clients.
 
-A picture may be in an OpenAI part (`image_url` as a record or a bare string), in one of Hugging
-Face's (`{"type": "image", "image" | "url" | "path" | "base64": ...}`) or of Anthropic's (`source`).
+A picture may be an OpenAI part (`image_url` as a record or a bare string), one of Hugging Face's
+(`{"type": "image", "image" | "url" | "path" | "base64": ...}`) or of Anthropic's (`source`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from keepsight.server.unused import Open
 Text = Annotated[str, Field(max_length=16_000_000)]
 Where = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-Id = Annotated[str, Field(min_length=1, max_length=4096)]  # some clients write a whole thought in
+Id = Annotated[str, Field(min_length=1, max_length=4096)]  # may hold a whole thought
 Detail = Literal["auto", "low", "high", "original"]
 Pixels = Annotated[int, Field(ge=1024, le=120_000_000)]
 
 
 def kind_of(value: object) -> str:
-    """Which branch of a text or a list is meant."""
+    """Which type of a union of text and list is meant."""
     return "as parts" if isinstance(value, list) else "as text"
 
 
@@ -38,12 +38,12 @@ class TextPart(Open):
     cache_control: JsonValue = None
 
     def echoes(self) -> bool:
-        """Text of an earlier answer comes back as its client has it."""
+        """Clients send text of an earlier answer back with additions."""
         return self.type == "output_text"
 
 
 class RefusalPart(Open):
-    """What an earlier answer refused; it is text to the model."""
+    """A refusal in an earlier answer; the model sees it as text."""
 
     type: Literal["refusal"]
     refusal: Text
@@ -61,7 +61,7 @@ class ThoughtPart(Open):
 
 
 class ImageAddress(Open):
-    """Where a picture is: http(s), a data URI, or a path under an allowed folder."""
+    """The address of a picture: http(s), a data URI, or a path under an allowed folder."""
 
     url: Where
     detail: Detail | None = None
@@ -74,14 +74,14 @@ Place = Annotated[
 
 
 class SizeLimits(Open):
-    """The sizes of a processor that an image is fitted into."""
+    """The size limits of a processor."""
 
     shortest_edge: Pixels | None = None
     longest_edge: Pixels | None = None
 
 
 class ProcessorOptions(Open):
-    """`mm_processor_kwargs`: of a processor's options, those that limit the size of a picture."""
+    """`mm_processor_kwargs`: those processor options that limit the size of a picture."""
 
     min_pixels: Pixels | None = None
     max_pixels: Pixels | None = None
@@ -96,7 +96,7 @@ class PixelLimits(Open):
     mm_processor_kwargs: ProcessorOptions | None = None
 
     def limits(self) -> tuple[int | None, int | None]:
-        """The least and the most pixels, whichever way they were said."""
+        """The minimum and maximum of pixels, from any of the fields."""
         more = self.mm_processor_kwargs or ProcessorOptions()
         size = more.size or SizeLimits()
         least = (self.min_pixels, more.min_pixels, size.shortest_edge)
@@ -108,7 +108,7 @@ class PixelLimits(Open):
 
 
 class PicturePart(PixelLimits):
-    """What any part with a picture may have."""
+    """Fields of every part with a picture."""
 
     detail: Detail | None = None
     uuid: Id | None = None
@@ -123,7 +123,7 @@ class ImagePart(PicturePart):
 
 
 class EncodedSource(Open):
-    """A picture in the body itself or at an address, as Anthropic's API has it."""
+    """A picture in the body or at an address, as in Anthropic's API."""
 
     type: Literal["base64", "url"]
     data: Where | None = None
@@ -132,7 +132,7 @@ class EncodedSource(Open):
 
 
 class BareImagePart(PicturePart):
-    """A picture as Hugging Face's templates, Responses and Anthropic's API write it: one of these
+    """A picture as Hugging Face's templates, Responses and Anthropic's API write it; one of these
     fields holds it."""
 
     type: Literal["image", "input_image"]
@@ -144,7 +144,7 @@ class BareImagePart(PicturePart):
     data: Where | None = None
     source: EncodedSource | None = None
     file_id: Name | None = None
-    mime_type: JsonValue = None  # what it is is seen from its bytes
+    mime_type: JsonValue = None  # the bytes tell what it is
 
 
 class EmbedsPart(Open):
@@ -155,7 +155,7 @@ class EmbedsPart(Open):
 
 
 class VideoAddress(Open):
-    """Where a video is."""
+    """The address of a video."""
 
     url: Where
 
@@ -167,7 +167,7 @@ VideoPlace = Annotated[
 
 
 class VideoPart(Open):
-    """A video, where the model takes videos."""
+    """A video, if the model takes videos."""
 
     type: Literal["video_url", "video", "input_video"]
     video_url: VideoPlace | None = None
@@ -179,14 +179,14 @@ class VideoPart(Open):
 
 
 class Sound(Open):
-    """Sound in the body itself."""
+    """Sound in the body."""
 
     data: Annotated[str, Field(min_length=1)]
     format: Literal["wav", "mp3", "flac", "ogg"] | None = None
 
 
 class SoundPart(Open):
-    """Sound, where the model takes sound."""
+    """Sound, if the model takes sound."""
 
     type: Literal["input_audio"]
     input_audio: Sound
@@ -194,7 +194,7 @@ class SoundPart(Open):
 
 
 class FileHandle(Open):
-    """An uploaded file by its id, or a file in the body itself as a data URI."""
+    """An uploaded file by its id, or a file in the body as a data URI."""
 
     file_id: Name | None = None
     file_data: Where | None = None
@@ -226,7 +226,7 @@ Content = Annotated[
 ]
 
 
-Given = str | ImageAddress | VideoAddress | EncodedSource  # where a medium is
+Given = str | ImageAddress | VideoAddress | EncodedSource  # the fields that may hold a medium
 
 
 def one_of(
@@ -241,7 +241,7 @@ def one_of(
 
 
 def thought_in(content: object) -> str | None:
-    """Thoughts that came as parts of the content."""
+    """Thoughts that are parts of the content."""
     if not isinstance(content, list):
         return None
     thoughts = [part for part in content if isinstance(part, ThoughtPart)]

@@ -1,8 +1,8 @@
-"""Stored responses, so that a later one may continue them by their ids.
+"""Stored responses, which later ones may continue by id.
 
-In memory alone, like uploads without a store: bounded in number and bytes for each key, gone when
-they expire, when they are deleted, or when their tenant forgets everything. Of two tenants, or two
-salts, neither sees what the other has: such an id is like one that never was.
+In memory only, like uploads without a store: limited in number and bytes per key, and gone when
+they expire, are deleted, or their tenant forgets everything. Tenants and salts do not see each
+other's: a foreign id looks like an unknown one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from keepsight.server.errors import ApiError
 from keepsight.server.items import Item, Reference
 from keepsight.server.responses_schema import Placed, ResponsesRequest, items_of
 
-_MOST = 10_000  # responses of one key
-_LONGEST = 10_000  # of a chain of them
-_LARGEST = 64 << 20  # bytes of a conversation when all that it means by ids is put in
-BEFORE = "previous_response_id"  # what a client calls the items of responses before
+_MOST = 10_000  # responses per key
+_LONGEST = 10_000  # responses per chain
+_LARGEST = 64 << 20  # bytes of a conversation with all ids resolved
+BEFORE = "previous_response_id"  # a client's name for the items of earlier responses
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
@@ -34,10 +34,10 @@ class StoredResponse:
     """One response: the request, the answer, and the response that it continues."""
 
     id: str
-    whose: str  # the tenant, under its salt
+    whose: str  # the tenant, with its salt
     previous: str | None
-    asked: bytes  # JSON of the items of the request
-    response: bytes  # JSON, as its client got it
+    asked: bytes  # the items of the request as JSON
+    response: bytes  # the response as its client got it, as JSON
     item_ids: tuple[str, ...]
     expires: float
 
@@ -47,13 +47,13 @@ class StoredResponse:
         return len(self.asked) + len(self.response)
 
     def items(self) -> list[Record]:
-        """The items asked and answered, in their order."""
+        """The items of the request and the answer, in order."""
         asked: list[Options] = json.loads(self.asked)
         return asked + list(json.loads(self.response)["output"])
 
 
 class ResponseStore:
-    """All stored responses. `owners`: among how many keys the bytes are divided."""
+    """All stored responses. `owners`: the number of keys that share the bytes."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ResponseStore:
         self.share = budget // max(1, owners)
         self._ttl, self._clock, self._most, self._largest = ttl, clock, most, largest
         self._held: Counter[str] = Counter()  # bytes by key
-        # By key, and there by tenant and id; what was used least lately goes first.
+        # By key, then by (tenant, id); the least recently used first.
         self._stored: dict[str, OrderedDict[tuple[str, str], StoredResponse]] = {}
         self._items: dict[
             tuple[str, str], tuple[str, str]
@@ -75,8 +75,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def put(self, owner: str, whose: str, asked: list[Item], response: Record) -> bool:
-        """Keep a response and the items it was asked with; false where it is too large for its
-        key's share."""
+        """Store a response and its request's items; False if it exceeds its key's share."""
         new = StoredResponse(
             response["id"],
             _digest(whose),
@@ -104,7 +103,7 @@ class ResponseStore:
             self._drop(owner, next(iter(own.values())))
 
     def sweep(self) -> None:
-        """Drop what has expired, also where no request comes."""
+        """Drop expired responses, even without requests."""
         now = self._clock()
         with self._lock:
             for owner, own in self._stored.items():
@@ -118,7 +117,7 @@ class ResponseStore:
             if self._items.get((stored.whose, item_id)) == (owner, stored.id):
                 del self._items[stored.whose, item_id]
 
-    # -- finding -----------------------------------------------------------------------------------
+    # -- lookup ------------------------------------------------------------------------------------
 
     def get(
         self, owner: str, whose: str, response_id: str, param: str = "response_id"
@@ -141,7 +140,7 @@ class ResponseStore:
         return stored
 
     def delete(self, owner: str, whose: str, response_id: str) -> None:
-        """Forget one response; what went on from it can go on no longer."""
+        """Delete one response; its continuations cannot be continued any more."""
         stored = self.get(owner, whose, response_id)
         with self._lock:
             self._drop(owner, stored)
@@ -160,11 +159,11 @@ class ResponseStore:
         with self._lock:
             return self._held.total()
 
-    # -- going on ----------------------------------------------------------------------------------
+    # -- continuation ------------------------------------------------------------------------------
 
     def conversation(self, owner: str, whose: str, body: ResponsesRequest) -> list[Placed]:
-        """The items of a whole conversation: of the responses before, then those of the body, with
-        what it means by ids in the place of the ids."""
+        """The items of a whole conversation: those of earlier responses, then those of the body
+        with ids resolved."""
         chain = self._chain(owner, whose, body.previous_response_id)
         meant = _Meant(self._largest)
         for stored in chain:
@@ -197,27 +196,27 @@ class ResponseStore:
 
 
 class _Meant:
-    """What the ids of one request mean. Each response is read once, however often it is meant, and
-    all together are bounded as a body is that says the same in full."""
+    """Resolves the ids of one request. Each response is read once, however often it is referenced,
+    and the total size is limited like a body with the full text."""
 
     def __init__(self, largest: int) -> None:
         self._largest, self._taken = largest, 0
         self._items: dict[str, dict[str, tuple[Item, int]]] = {}  # by response and item
 
     def take(self, nbytes: int, param: str) -> None:
-        """Count some more bytes; refused where they are too many."""
+        """Add bytes; refuse too many."""
         self._taken += nbytes
         if self._taken > self._largest:
             raise ApiError(
                 400,
-                f"what this request means by ids takes more than {self._largest} bytes in full; "
+                f"the references in this request take more than {self._largest} bytes in full; "
                 "begin a new conversation, or send the items that matter as input",
                 param=param,
                 code="conversation_too_large",
             )
 
     def item(self, stored: StoredResponse, item_id: str, place: str) -> Item:
-        """An item of the output of a response."""
+        """An output item of a response."""
         if stored.id not in self._items:
             self._items[stored.id] = {
                 one["id"]: (_ITEM.validate_python(one), len(_json(one)))

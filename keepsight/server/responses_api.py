@@ -1,7 +1,7 @@
 """`/v1/responses`: OpenAI's newer API over the same service.
 
-One body writes the events of a stream; a response that is not streamed is what the last of those
-events carries. Thoughts, texts and calls of tools are items of the output, in the order they came.
+One function writes the events of a stream; a response that is not streamed is the content of the
+last event. Thoughts, texts and tool calls are output items, in their order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", operation_id="responses", responses=STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """An answer to a list of items, whole or as it comes."""
+        """An answer to a list of items, whole or streamed."""
         visit = visit_of(request)
         visit.asked(body)
         refuse_stream_options(body)
@@ -98,13 +98,13 @@ def _add_one(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/responses/{response_id}/input_items", operation_id="response_input")
     async def asked(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
-        """The items that a response was asked with."""
+        """The request items of a response."""
         items = json.loads((await stored(response_id, request, cache_salt)).asked)
         return {"object": "list", "data": items, "has_more": False}
 
     @router.delete("/v1/responses/{response_id}", operation_id="delete_response")
     async def delete(response_id: str, request: Request, cache_salt: Salt = None) -> Record:
-        """Forget a response. What went on from it can go on no longer."""
+        """Delete a response. Its continuations cannot be continued any more."""
         caller = visit_of(request).who()
         whose = caller.salted(cache_salt)
         await service.scheduler.work(
@@ -114,7 +114,7 @@ def _add_one(router: APIRouter, service: Service) -> None:
 
 
 class ResponseWriter:
-    """One response as it grows."""
+    """One growing response."""
 
     def __init__(
         self,
@@ -128,12 +128,12 @@ class ResponseWriter:
         self._service, self._body, self._answer, self._visit = service, body, answer, visit
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._output: list[Record] = []
-        self._open: str | None = None  # the kind of the item that is being written
+        self._open: str | None = None  # kind of the current item
         self._number = -1
         self._scored: list[Record] = []
 
     async def whole(self) -> Record:
-        """The response when it is not streamed."""
+        """The response if it is not streamed."""
         last: Event = {}
         async for event in self._events():
             last = event
@@ -141,7 +141,7 @@ class ResponseWriter:
         return response
 
     async def lines(self) -> AsyncGenerator[tuple[str | None, Record | str], None]:
-        """The events of a stream, numbered; what goes wrong on the way is an event too."""
+        """The numbered events of a stream; an error on the way is an event too."""
         try:
             async for event in self._events():
                 yield event["type"], event
@@ -168,7 +168,7 @@ class ResponseWriter:
         yield self._event(f"response.{status}", response=await self._stored(status, end))
 
     async def _stored(self, status: str, end: AnswerEnd) -> Record:
-        """The whole response, kept where it is to be before its client hears of its end."""
+        """The whole response, stored if requested before its client sees its end."""
         body, responses = self._body, self._service.responses
         keeps = body.store is not False and responses.share > 0
         made = {**self._response(status, end), "store": keeps}

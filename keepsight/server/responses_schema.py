@@ -1,7 +1,7 @@
-"""What `/v1/responses` takes, and the same said in the words of the chat API.
+"""The body of `/v1/responses`, and its translation to the chat API.
 
-Items of an earlier response may come back as the client got them, by their ids, or all together by
-the id of that response; `response_store.py` looks up those ids.
+Items of an earlier response may come back unchanged, by their ids, or all together by that
+response's id; `response_store.py` resolves ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keepsight.server.unused import Open, Unused, is_empty
 
 
 class FunctionTool(schema.Function):
-    """A tool, as this API writes it."""
+    """A tool in this API's form."""
 
     type: Literal["function"]
 
@@ -41,7 +41,7 @@ AnyTool = Annotated[
 
 
 class ResponsesToolChoice(Open):
-    """A forced choice; it is known, and refused by name."""
+    """A forced tool choice; it is known, and refused by name."""
 
     type: Literal["function"]
     name: Name
@@ -83,7 +83,7 @@ class ResponsesRequest(schema.AnswerOptions):
     CONSTRAINING: ClassVar[dict[str, str]] = schema.CONSTRAINING
     NOT_HONOURED: ClassVar[frozenset[str]] = frozenset()  # set below
 
-    model: Name | None = None  # the one that there is
+    model: Name | None = None  # the only tier
     input: Annotated[
         Annotated[Text, Tag("as text")]
         | Annotated[list[Item], Field(min_length=1), Tag("as parts")],
@@ -105,7 +105,7 @@ class ResponsesRequest(schema.AnswerOptions):
     background: JsonValue = None
     conversation: JsonValue = None
     prompt: JsonValue = None
-    # Taken and named, see NAMED.
+    # Accepted and reported, see NAMED.
     context_management: JsonValue = None
     max_tool_calls: JsonValue = None
     moderation: JsonValue = None
@@ -135,11 +135,11 @@ _SAME = (
     "reasoning", "reasoning_effort", "thinking", "enable_thinking", *PixelLimits.model_fields,
 )  # fmt: skip
 _SCORED = "message.output_text.logprobs"
-Placed = tuple[Item, str]  # an item and what its client calls it
+Placed = tuple[Item, str]  # an item, and the client's name for it
 
 
 def in_its_words(problem: ApiError) -> ApiError:
-    """A refusal of the chat API, about what the client of this one calls otherwise."""
+    """A refusal of the chat API, with this API's names for fields."""
     names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
     given = problem.param or ""
     name = names.get(given, given.replace(".function.", "."))
@@ -149,7 +149,7 @@ def in_its_words(problem: ApiError) -> ApiError:
 
 
 def items_of(body: ResponsesRequest) -> list[Placed]:
-    """The items of a body, whichever way they were said."""
+    """The items of a body in any form."""
     if isinstance(body.input, str):
         return [(MessageItem(role="user", content=body.input), "input")]
     return [(item, f"input[{number}]") for number, item in enumerate(body.input)]
@@ -158,8 +158,8 @@ def items_of(body: ResponsesRequest) -> list[Placed]:
 def as_chat(
     body: ResponsesRequest, items: Sequence[Placed] | None = None, unused: Unused | None = None
 ) -> schema.ChatRequest:
-    """The same request in the words of the chat API. `items` are those of the whole conversation,
-    where it is longer than the body, with all references resolved."""
+    """The same request for the chat API. `items` are those of the whole conversation, if it is
+    longer than the body, with all references resolved."""
     items = items_of(body) if items is None else items
     unused = Unused() if unused is None else unused
     for name, why in UNSUPPORTED.items():
@@ -187,7 +187,7 @@ def as_chat(
 
 
 def _name_unused(body: ResponsesRequest, unused: Unused) -> None:
-    """Name the known fields that have no effect here."""
+    """Report the known fields that have no effect here."""
     for name, why in NAMED.items():
         if not is_empty(getattr(body, name)):
             unused.add(name, why)
@@ -217,7 +217,7 @@ def _tools(body: ResponsesRequest, unused: Unused) -> Iterator[schema.Tool]:
 
 
 def _used(items: Sequence[Placed], unused: Unused) -> list[Placed]:
-    """The items that a prompt has a place for; others are named."""
+    """The items that a prompt has a place for; others are reported."""
     for item, place in items:
         if isinstance(item, OtherItem):
             unused.add(place, f"items of the type {item.type[:100]!r} have no place in a prompt")
@@ -249,7 +249,7 @@ def _messages(body: ResponsesRequest, items: Sequence[Placed]) -> list[schema.Ch
 
 
 def _thought(item: ThoughtItem) -> str:
-    """The thought itself; where that was not sent, its summary."""
+    """The thought itself, or its summary if only that was sent."""
     return "".join(part.text for part in item.content or item.summary or [])
 
 
@@ -258,12 +258,12 @@ def _answers(item: Item) -> bool:
 
 
 def _only_thought(thought: str) -> schema.ChatMessage:
-    """An answer that was cut off before it said anything."""
+    """An answer that was cut off before its text began."""
     return schema.ChatMessage(role="assistant", content="", reasoning_content=thought)
 
 
 def _append(made: list[schema.ChatMessage], item: Item, thought: str | None, place: str) -> None:
-    """An item as a message; calls of tools join the answer that made them."""
+    """Append an item as a message; tool calls join their answer."""
     if isinstance(item, ResultItem):
         content = item.output if isinstance(item.output, str) else _parts(item.output)
         message = schema.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
@@ -290,7 +290,7 @@ def _parts(given: Sequence[Part]) -> list[parts.Part]:
 
 
 def _part(part: Part) -> parts.Part:
-    """A part as the chat API has it; only files are written in another way there."""
+    """A part in the form of the chat API; only files differ."""
     if not isinstance(part, InputFile):
         return part
     names = ("file_url", "file_id", "file_data")

@@ -1,8 +1,7 @@
-"""Listening: a model loaded and warmed, a socket, and an orderly end.
+"""Runs the server: loads and warms the model, listens, and shuts down in order.
 
-On SIGTERM what was admitted may finish, within the time that draining is given; new requests, and
-those whose bodies still come, get an error that asks them to retry later. A second signal ends at
-once.
+On SIGTERM admitted requests may finish within the drain time. New requests, and those whose bodies
+are still arriving, get an error that asks them to retry later. A second signal ends at once.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ logger = logging.getLogger("keepsight.server")
 
 _POLL = 0.05
 _SWEEP = 30.0  # seconds
-_LAST_WORDS = 2.0  # seconds, for saying that the time for draining is over
-_TURN = 0.0005  # seconds that a thread keeps the interpreter; the model's asks for it all the time
+_LAST_WORDS = 2.0  # seconds to tell clients that the drain time is over
+_TURN = 0.0005  # seconds a thread holds the GIL; the model's thread always asks for it
 _HEADERS = 64 << 10  # bytes of a request's head
 
 
 def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
-    """The service over a model: warmed, with its scheduler."""
+    """The service for a model: warmed, with its scheduler."""
     if config.warm_up:
         warm_up(vlm)
     together = Together(
@@ -57,12 +56,12 @@ def make_service(vlm: VLM, name: str, config: ServerConfig) -> Service:
 
 
 def warm_up(vlm: VLM) -> None:
-    """Give one small answer, so that the first client does not wait for what is made once."""
+    """Give one small answer, so that the first client does not wait for one-time work."""
     from PIL import Image
 
     whose = "keepsight warm-up"
     asked: list[Options] = [{"type": "text", "text": "x"}]
-    with contextlib.suppress(KeepsightError):  # a model that takes no picture is warm without
+    with contextlib.suppress(KeepsightError):  # a model without pictures is warm without one
         image = Image.new("RGB", (64, 64), "white")
         content = [{"type": "image", "image": image}, *asked]
         vlm.chat([{"role": "user", "content": content}], max_new_tokens=2, tenant=whose)
@@ -71,7 +70,7 @@ def warm_up(vlm: VLM) -> None:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that drains before it stops listening."""
+    """Uvicorn, but draining before it stops listening."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
         super().__init__(config)
@@ -79,19 +78,19 @@ class Server(uvicorn.Server):
         self.ready: Callable[[int], None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: the first one drains, the second one ends."""
+        """Handle a signal: the first drains, the second ends."""
         if self._service.draining:
             self.should_exit = self.force_exit = True
         self._service.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Start listening, and tell where."""
         await super().startup(sockets)
         if self.ready is not None and self.servers:
             self.ready(self.servers[0].sockets[0].getsockname()[1])
 
     async def main_loop(self) -> None:
-        """Until a signal; then until nothing runs any more, or time is over."""
+        """Run until a signal; then until nothing runs any more, or the time is over."""
         closing: asyncio.Task | None = None
         sweeping = asyncio.create_task(self._sweep_now_and_then())
         while not self.should_exit:
@@ -105,7 +104,7 @@ class Server(uvicorn.Server):
             closing.cancel()
 
     async def _sweep_now_and_then(self) -> None:
-        """Removes what has expired on time, also from a disk, without waiting for a request."""
+        """Remove expired data on time, also from a disk, without waiting for a request."""
         while True:
             try:
                 await self._service.scheduler.work(self._service.responses.sweep)
@@ -125,8 +124,8 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def _done_within(self, seconds: float) -> bool:
-        """Whether all requests that were admitted are done within so many seconds. Refusals, and
-        clients that still send what is refused, are not waited for."""
+        """Whether all admitted requests are done within `seconds`. Refusals, and clients still
+        sending refused bodies, are not waited for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._service.admitted:
@@ -135,14 +134,14 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when idle, also where bytes come one at a time."""
+    """A connection that is closed when idle, even if bytes trickle in."""
 
     idle = 75.0  # seconds
     most = 4096
-    spoke: ClassVar[OrderedDict[Connection, None]]  # all of a server; who spoke last is last
+    spoke: ClassVar[OrderedDict[Connection, None]]  # all of a server's, ordered by last activity
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Watch it; where there are too many, one of them goes."""
+        """Track the connection; if there are too many, one is closed."""
         super().connection_made(transport)
         self._seen: object = None
         self.spoke[self] = None
@@ -151,35 +150,35 @@ class Connection(H11Protocol):
         self._watch = self.loop.call_later(self.idle, self._look)
 
     def data_received(self, data: bytes) -> None:
-        """Note that it came."""
+        """Note that bytes arrived."""
         if self in self.spoke:
             self.spoke.move_to_end(self)
         super().data_received(data)
 
     def _make_room(self) -> None:
-        """Close the connection that has kept silent longest of those whose clients are to speak;
-        where there is none, this one. So idle connections cannot keep other clients out, nor make
-        the server look through all of them."""
+        """Close the connection that was silent longest among those waiting for their client;
+        without any, this one. So idle connections cannot lock out other clients, and no search over
+        all is needed."""
         silent = next((one for one in self.spoke if one._owes()), self)
         del self.spoke[silent]
         silent.transport.close()
 
     def _owes(self) -> bool:
-        """Whether nothing can happen here before more comes."""
+        """Whether nothing can happen here before the client sends more."""
         if self.transport.is_closing():
             return False
         busy = self.cycle is not None and not self.cycle.response_complete
         return not busy or self.conn.their_state is h11.SEND_BODY
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop watching."""
+        """Stop tracking."""
         self.spoke.pop(self, None)
         if hasattr(self, "_watch"):
             self._watch.cancel()
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Close where no request has begun since the last look and none is being answered."""
+        """Close if no request began since the last check and none is being answered."""
         busy = self.cycle is not None and not self.cycle.response_complete
         if not busy and self._seen is self.cycle:
             self.transport.close()
@@ -189,7 +188,7 @@ class Connection(H11Protocol):
 
 
 def make_server(service: Service) -> Server:
-    """A server that is ready to run."""
+    """Create a server that is ready to run."""
     config = service.config
     limits = {"idle": config.seconds("idle_timeout"), "most": config.max_connections}
     protocol = type("Connection", (Connection,), {**limits, "spoke": OrderedDict()})
@@ -203,7 +202,7 @@ def make_server(service: Service) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=bool(config.trusted_proxy),  # else it believes every client on this machine
+        proxy_headers=bool(config.trusted_proxy),  # otherwise it trusts all local clients
         forwarded_allow_ips=list(config.trusted_proxy),
         timeout_keep_alive=int(config.seconds("idle_timeout")) or 1,
         timeout_graceful_shutdown=1,
@@ -214,7 +213,7 @@ def make_server(service: Service) -> Server:
 
 
 def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], str]) -> None:
-    """Serve until a signal says otherwise. `ready` is told the port, and says where that is."""
+    """Serve until a signal ends it. `ready` gets the port and announces it."""
     terminal = log.start(config.log)
     service = make_service(vlm, name, config)
     server = make_server(service)
@@ -231,7 +230,7 @@ def serve(vlm: VLM, name: str, config: ServerConfig, ready: Callable[[int], str]
     gc.freeze()  # a look through all that loading made takes 0.2 s, amid somebody's answer
     try:
         server.run()
-    except SystemExit as error:  # uvicorn's way to say that it could not listen
+    except SystemExit as error:  # uvicorn's sign that it could not listen
         where = f"{config.host}:{config.port}"
         raise InputError(f"cannot listen on {where}; is something else there?") from error
     finally:

@@ -1,7 +1,7 @@
-"""How a request wants its tokens chosen, as options of the library.
+"""The sampling fields of a request as options of the library.
 
-What OpenAI's API has and Transformers has not (presence and frequency penalties, biases, log
-probabilities) are logits processors of Transformers' kind, a fresh one for each answer.
+OpenAI's options that Transformers lacks (presence and frequency penalties, biases, log
+probabilities) are logits processors of Transformers' kind, created per answer.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from keepsight.server.errors import invalid, refused
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's penalties on tokens that the answer has already, and biases on any."""
+    """OpenAI's penalties on tokens already in the answer, and biases on any token."""
 
     def __init__(self, presence: float, frequency: float, bias: dict[int, float]) -> None:
         self._presence, self._frequency = presence, frequency
         self._biased = torch.tensor(list(bias), dtype=torch.int64)
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32)
-        self._start: int | None = None  # where the answer begins; known with the first call
+        self._start: int | None = None  # start of the answer; known at the first call
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores, less the penalties."""
+        """The scores minus the penalties."""
         if self._start is None:
             self._start = input_ids.shape[1]
         scores = scores.clone()
         for row, ids in enumerate(input_ids[:, self._start :]):
             tokens, counts = ids.unique(return_counts=True)
             scores[row, tokens] -= self._presence + self._frequency * counts.to(scores.dtype)
-        if len(self._bias):  # all at once: there may be one for each token of the vocabulary
+        if len(self._bias):  # all at once: there may be one per token of the vocabulary
             biased = self._biased.to(scores.device)
             scores[:, biased] += self._bias.to(scores.device, scores.dtype)
         return scores
@@ -48,10 +48,10 @@ class TokenLogprob:
 
 
 class Recorder(LogitsProcessor):
-    """Notes how likely each token was, before temperature and cuts; changes nothing.
+    """Records the probability of each token, before temperature and truncation; changes nothing.
 
-    One row for each step. The token that was chosen is known a step later, so a row keeps the
-    whole distribution until it is asked for.
+    One row per step. The chosen token is known one step later, so a row keeps the whole
+    distribution until it is taken.
     """
 
     def __init__(self, top: int) -> None:
@@ -60,12 +60,12 @@ class Recorder(LogitsProcessor):
         self._taken = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Note one step."""
+        """Record one step."""
         self._rows.append(scores[0].detach().float().log_softmax(-1).cpu())
         return scores
 
     def take(self, token: int) -> tuple[TokenLogprob, list[TokenLogprob]]:
-        """The chosen token of the next row, and the likeliest ones there."""
+        """The chosen token of the next row, and the most likely ones there."""
         row, self._rows[self._taken] = self._rows[self._taken], torch.empty(0)
         self._taken += 1
         best, tokens = row.topk(min(self._top, len(row)))
@@ -74,13 +74,13 @@ class Recorder(LogitsProcessor):
 
 
 def _finite(value: torch.Tensor) -> float:
-    """JSON knows no infinity; OpenAI writes -9999 for what is all but impossible."""
+    """JSON has no infinity; OpenAI writes -9999 for nearly impossible tokens."""
     return max(float(value), -9999.0)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choices of one request."""
+    """The sampling options of one request."""
 
     options: Options
     presence: float = 0.0
@@ -108,19 +108,19 @@ class Sampling:
 def sampling(
     body: BaseModel, longest: int | None, vocabulary: int, ends: tuple[int, ...] = ()
 ) -> Sampling:
-    """The choices in a body of either API; fields that one of them lacks count as not given.
-    `ends` are the tokens that end an answer of the model."""
+    """The sampling options in a body of either API; missing fields count as not given. `ends` are
+    the model's end tokens."""
     options: Options = {}
     temperature = getattr(body, "temperature", None)
     cuts = {name: getattr(body, name, None) for name in ("top_p", "top_k", "min_p")}
     if cuts["top_k"] == -1:
-        cuts["top_k"] = 0  # off, as Transformers says it
+        cuts["top_k"] = 0  # off, as in Transformers
     if temperature == 0:
-        options["do_sample"] = False  # the likeliest token is inside of every cut
+        options["do_sample"] = False  # the most likely token survives every truncation
     elif temperature is not None or any(value is not None for value in cuts.values()):
         options |= {k: v for k, v in cuts.items() if v is not None}
         if temperature is not None or any(options[name] != _OFF[name] for name in options):
-            options["do_sample"] = True  # a cut that cuts nothing asks for nothing
+            options["do_sample"] = True  # a neutral value needs no processor
         if temperature is not None:
             options["temperature"] = temperature
     for name in ("repetition_penalty", "seed", "stop", "skip_special_tokens"):
@@ -141,7 +141,7 @@ def sampling(
 
 
 _OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-_AS_MUCH_AS_FITS = 10_000_000  # the library cuts it to what is left of the model's context
+_AS_MUCH_AS_FITS = 10_000_000  # the library limits it to the rest of the model's context
 
 
 def _limit(body: BaseModel, longest: int | None) -> int | None:
@@ -160,7 +160,7 @@ def _limit(body: BaseModel, longest: int | None) -> int | None:
 
 
 def _ends(body: BaseModel, vocabulary: int, ends: tuple[int, ...]) -> Record:
-    """What ends an answer beside its length and its stop texts, and what may not end it yet."""
+    """End conditions besides length and stop texts, and minimum lengths."""
     options: Options = {}
     more = getattr(body, "stop_token_ids", None) or []
     for number, token in enumerate(more):
@@ -169,7 +169,7 @@ def _ends(body: BaseModel, vocabulary: int, ends: tuple[int, ...]) -> Record:
             raise invalid(f"stop_token_ids[{number}]", what)
     own = () if getattr(body, "ignore_eos", None) else ends
     if more or own != ends:
-        # No token has the number behind the last: such an answer ends at its length.
+        # No token has the id after the last: such an answer ends at its length.
         options["eos_token_id"] = [*own, *more] or [vocabulary]
     if least := getattr(body, "min_tokens", None):
         limit = _limit(body, None)

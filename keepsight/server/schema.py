@@ -1,8 +1,8 @@
-"""What the chat endpoint and its neighbours take, in the dialects that clients speak.
+"""The body of the chat endpoint and related routes, in the dialects of clients.
 
-Values are strict: `"1"` is not a number. What is unknown is taken and named (`unused.py`). Of the
-known fields those that cannot be honoured are in `UNSUPPORTED`, which are refused, or in `NAMED`,
-which are taken and named; each with the reason. A null means the same as leaving a field out.
+Values are strict: `"1"` is not a number. Unknown fields are accepted and reported (`unused.py`).
+Known fields that cannot be honoured are in `UNSUPPORTED`, which are refused, or in `NAMED`, which
+are accepted and reported, each with its reason. Null means the same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ StopOption = Annotated[Stop | None, BeforeValidator(lambda given: given or None)
 
 
 class Function(Open):
-    """A function that the model may ask for."""
+    """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: Text | None = None
@@ -49,17 +49,16 @@ class Tool(Open):
 
 
 class HostedTool(Open):
-    """A tool of another kind, which some other server runs: taken, named, and not shown to the
-    model."""
+    """A tool that another kind of server runs: accepted, reported, and not shown to the model."""
 
     type: Name
 
     def echoes(self) -> bool:
-        """It is named as a whole."""
+        """Reported as a whole."""
         return True
 
     def name_unused(self, place: str, unused: Unused) -> None:
-        """Name it."""
+        """Report it."""
         unused.add(place, f"there are no tools of the type {self.type[:100]!r} here; see functions")
 
 
@@ -80,8 +79,8 @@ def _arguments_kind(value: object) -> str:
 
 
 class CalledFunction(Open):
-    """What the model asked for: `arguments` is JSON in a string, as the client got it, or the
-    record itself, as templates have it."""
+    """A called function: `arguments` is JSON in a string, as the client got it, or the record
+    itself, as templates have it."""
 
     name: Name
     arguments: Annotated[
@@ -106,7 +105,7 @@ class NamedFunction(Open):
 
 
 class ChatToolChoice(Open):
-    """A forced choice; it is known, and refused by name."""
+    """A forced tool choice; it is known, and refused by name."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -116,7 +115,7 @@ _CHOICES = ("none", "auto", "required")
 
 
 def choice_kind(value: object) -> str | None:
-    """How a choice of a tool is written."""
+    """The form of a tool choice."""
     if isinstance(value, dict | BaseModel):
         kind = value.get("type") if isinstance(value, dict) else "function"
         return "as function" if kind == "function" else None
@@ -124,7 +123,7 @@ def choice_kind(value: object) -> str | None:
 
 
 def plain_choice(value: object) -> object:
-    """`{"type": "auto"}`, as some clients write `"auto"`."""
+    """Convert `{"type": "auto"}`, as some clients write `"auto"`."""
     kind = value.get("type") if isinstance(value, dict) and len(value) == 1 else None
     return kind if kind in _CHOICES else value
 
@@ -146,7 +145,7 @@ ToolChoice = Annotated[
 
 
 class ChatMessage(Open):
-    """One message, also as an answer comes back from a client."""
+    """One message, or an answer that a client sends back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -154,41 +153,41 @@ class ChatMessage(Open):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Id | None = None
     reasoning_content: Text | None = None
-    reasoning: JsonValue = None  # what some servers call reasoning_content
+    reasoning: JsonValue = None  # another name of reasoning_content
     refusal: Text | None = None
-    images: list[JsonValue] | None = None  # as Ollama has them: base64, or addresses
+    images: list[JsonValue] | None = None  # as in Ollama: base64, or addresses
     annotations: JsonValue = None
     audio: JsonValue = None
     function_call: JsonValue = None
-    prefix: bool | None = None  # DeepSeek's words for an answer that goes on
+    prefix: bool | None = None  # DeepSeek's field for continuing an answer
     partial: bool | None = None  # and Kimi's
-    # What the client calls this message, and its content, where it did not send `messages`.
+    # The client's names for this message and its content, if it did not send `messages`.
     _place: str | None = PrivateAttr(default=None)
     _content_place: str | None = PrivateAttr(default=None)
 
     def echoes(self) -> bool:
-        """An answer that comes back has whatever its client added to it."""
+        """Clients send an answer back with additions."""
         return self.role == "assistant"
 
     def thought(self) -> str | None:
-        """What was thought before the answer."""
+        """The thought before the answer."""
         if self.reasoning_content is None and isinstance(self.reasoning, str):
             return self.reasoning
         return self.reasoning_content
 
     def called(self, place: str, content: str) -> ChatMessage:
-        """The message, with what the client calls it and its content."""
+        """The message, with the client's names for it and its content."""
         self._place, self._content_place = place, content
         return self
 
     def places(self, number: int) -> tuple[str, str]:
-        """What the client calls the message of this number, and its content."""
+        """The client's names for message `number` and its content."""
         place = self._place or f"messages[{number}]"
         return place, self._content_place or f"{place}.content"
 
 
 class StreamOptions(Open):
-    """What a stream carries beside text."""
+    """What a stream carries besides text."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -196,20 +195,20 @@ class StreamOptions(Open):
 
 
 class ResponseFormat(Open):
-    """The one format of answers that is not constrained."""
+    """The one format of answers without constraints."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonValue = None
 
 
 class KeepsightOptions(Strict):
-    """What only this server knows."""
+    """Options that only this server has."""
 
     report: bool = False
 
 
 class Reasoning(Open):
-    """How much is to be thought before an answer, and what of it is sent."""
+    """How much to think before an answer, and which thoughts are sent."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     enabled: bool | None = None
@@ -217,7 +216,7 @@ class Reasoning(Open):
     generate_summary: JsonValue = None
 
 
-# What changes an answer and cannot be done here: refused under any name that servers have for it.
+# What would change an answer and is not possible here: refused under all names that servers use.
 _CONSTRAINED = "tokens cannot be constrained here"
 CONSTRAINING: dict[str, str] = {
     **dict.fromkeys(
@@ -238,19 +237,19 @@ TemplateOptions = dict[str, JsonValue]
 
 
 class PromptOptions(PixelLimits):
-    """Of both APIs: what decides the prompt beside the messages."""
+    """Fields of both APIs besides the messages that decide the prompt."""
 
     chat_template_kwargs: TemplateOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     reasoning: Reasoning | None = None
-    thinking: JsonValue = None  # {"type": "enabled"} or "disabled", as Anthropic has it
+    thinking: JsonValue = None  # {"type": "enabled"} or "disabled", as in Anthropic's API
     enable_thinking: bool | None = None
 
 
 class AnswerOptions(PromptOptions):
-    """Of both APIs: how tokens are chosen, and how an answer is sent."""
+    """Fields of both APIs: how tokens are chosen, and how an answer is sent."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Unit | None = None
@@ -277,11 +276,11 @@ class AnswerOptions(PromptOptions):
 
 
 class Rendering(PromptOptions):
-    """What decides the prompt: of a request that answers, prepares or explains."""
+    """Everything that decides the prompt of a request to answer, prepare or explain."""
 
     CONSTRAINING: ClassVar[dict[str, str]] = CONSTRAINING
 
-    model: Name | None = None  # the one that there is
+    model: Name | None = None  # the only tier
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[AnyTool] | None = None
     add_generation_prompt: bool | None = None
@@ -294,7 +293,7 @@ class Rendering(PromptOptions):
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message, in whoever's words."""
+        """Whether the answer continues the last message, in any dialect."""
         last = self.messages[-1]
         return bool(self.continue_final_message or last.prefix or last.partial)
 
@@ -335,7 +334,7 @@ class ChatRequest(Rendering, AnswerOptions):
     function_call: JsonValue = None
     functions: JsonValue = None
     web_search_options: JsonValue = None
-    # Taken and named, see NAMED.
+    # Accepted and reported, see NAMED.
     metadata: JsonValue = None
     moderation: JsonValue = None
     prediction: JsonValue = None

@@ -1,6 +1,6 @@
-"""The model as its server knows it: what it is called, and what its chat template has a place for.
+"""The model as its server knows it: its name, and what its chat template has a place for.
 
-Asked of the template's own text, so that a field which the template would silently drop is refused.
+The template's own text tells, so that a field which it would silently drop is refused.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _RESERVED = {
     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "name",
     "processor_kwargs",
 }  # fmt: skip
-_MOST_KINDS = 64  # of ways to open an answer that are remembered
+_MOST_KINDS = 64  # remembered ways to open an answer
 
 
 class ServedModel:
-    """One model, named and looked at."""
+    """One model with its name and its template's abilities."""
 
     def __init__(self, vlm: VLM, name: str) -> None:
         self.vlm, self.name = vlm, name
         self.created = int(time.time())
-        self.tokenizer = copy.deepcopy(vlm.runtime.tokenizer())  # used by this object alone
+        self.tokenizer = copy.deepcopy(vlm.runtime.tokenizer())  # only used by this object
         renderer = vlm.runtime.renderer
         self.template = renderer.template if renderer is not None else ""
         self.vocabulary = int(vlm.model.config.get_text_config().vocab_size)
@@ -55,7 +55,7 @@ class ServedModel:
         self._lock = threading.Lock()
 
     def check_name(self, name: str | None) -> None:
-        """Refuse a model that is not this one, where one is named."""
+        """Refuse a request that names another model."""
         if name not in (None, self.name):
             raise ApiError(
                 404,
@@ -65,11 +65,11 @@ class ServedModel:
             )
 
     def template_options(self, body: Rendering, unused: Unused) -> Record:
-        """Variables of the template beside the messages; those it does not use are reported."""
+        """Template variables besides the messages; those the template does not use are reported."""
         options: Record = {}
         for name, value in (body.chat_template_kwargs or {}).items():
             if name in _RESERVED or not name.isidentifier():
-                raise refused("chat_template_kwargs", f"{name[:100]!r} is not the client's to set")
+                raise refused("chat_template_kwargs", f"{name[:100]!r} cannot be set by the client")
             if self._has(name):
                 options[name] = value
             elif not is_empty(value):
@@ -83,8 +83,8 @@ class ServedModel:
         return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     def _thoughts(self, body: Rendering, unused: Unused) -> Record:
-        """The template's variables that say how much to think; a wish that no variable of the
-        template expresses is reported."""
+        """The template's variables for the amount of thinking; a request that no variable expresses
+        is reported."""
         effort, switch = _wishes(body, unused)
         options: Record = {}
         for place, wish in effort.items():
@@ -103,14 +103,16 @@ class ServedModel:
         return options
 
     def check_tools(self) -> None:
-        """Refuse tools where the template cannot show them, or calls could not be parsed."""
+        """Refuse tools if the template cannot show them, or calls could not be parsed."""
         if not self.tools:
             raise refused("tools", "the chat template of this model has no place for tools")
         if not self.calls_readable:
-            raise refused("tools", "this model writes calls in a way that is not understood here")
+            raise refused(
+                "tools", "this model writes tool calls in a form that cannot be parsed here"
+            )
 
     def places_name(self, role: str) -> bool:
-        """Whether the template renders the name of who speaks, in messages of a role."""
+        """Whether the template renders the speaker's name, in messages of a role."""
         with self._lock:
             if role not in self._named:
                 message = {"role": role, "content": [{"type": "text", "text": "x"}]}
@@ -119,16 +121,16 @@ class ServedModel:
                 named = [{**m, "name": "quandary"} if m is message else m for m in around]
                 try:
                     self._named[role] = "quandary" in self._prompt(named, {})
-                except MessagesError:  # not in this way; who knows in which
+                except MessagesError:  # the template failed for this role: assume it does
                     self._named[role] = True
             return self._named[role]
 
     def opens_thinking(self, template: Options, tenant: str) -> bool:
-        """Whether the template itself opens a thought at the start of an answer. It is remembered
-        for a tenant alone: another one could measure whether somebody had the same options."""
+        """Whether the template opens a thought at the start of an answer. Remembered per tenant:
+        otherwise another one could measure whether somebody used the same options."""
         if not self.thinks:
             return False
-        key = digests.digest("template options", tenant, template)  # which may be long texts
+        key = digests.digest("template options", tenant, template)  # which may hold long texts
         with self._lock:
             if key not in self._opened:
                 if len(self._opened) >= _MOST_KINDS:
@@ -147,17 +149,17 @@ class ServedModel:
                 chat_template=self.template,
                 **template,
             )
-        except Exception as error:  # a template raises whatever its author chose
+        except Exception as error:  # a template raises any exception its author chose
             raise MessagesError(f"the chat template refused the messages: {error}") from error
         return text
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
-        """A token alone as text, and its bytes; none where it is a part of a character."""
+        """A token alone as text, and its bytes; None if it is part of a character."""
         text: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text, None if "\ufffd" in text else list(text.encode())
 
     def as_json(self) -> Record:
-        """As OpenAI describes a model."""
+        """The model as OpenAI describes it."""
         return {
             "id": self.name,
             "object": "model",
@@ -167,7 +169,7 @@ class ServedModel:
 
 
 def _beginning(body: Rendering) -> dict[str, bool]:
-    """How an answer begins, where it is not by the template's own words."""
+    """How an answer begins, if not by the template's own words."""
     if body.continues:
         last = body.messages[-1]
         if body.add_generation_prompt:
@@ -188,8 +190,7 @@ def _ends(given: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _wishes(body: Rendering, unused: Unused) -> tuple[dict[str, str], dict[str, bool]]:
-    """What a client asks of thinking, by the name of the field that asks: a level, and whether to
-    think at all."""
+    """What a client requests about thinking, by field: a level, and whether to think at all."""
     effort: dict[str, str] = {}
     switch: dict[str, bool] = {}
     if body.reasoning is not None:

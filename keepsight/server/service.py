@@ -1,7 +1,7 @@
 """What all routes share: the model, callers, uploads, the client of the scheduler, metrics.
 
-A request is admitted, made into an `AnswerRequest` and answered; the routes only translate between
-that and the words of their API.
+A request is admitted, turned into an `AnswerRequest` and answered; the routes only translate
+between that and their API.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _KEY_NOTE = "prompt_cache_key: one process answers all, so there is nothing to r
 
 
 class Service:
-    """One model, served."""
+    """One served model."""
 
     def __init__(self, vlm: VLM, together: Together, name: str, config: ServerConfig) -> None:
         self.vlm, self.config = vlm, config
         self.model = ServedModel(vlm, config.model_name or name)
-        self.active = 0  # requests that are being served
-        self.admitted = 0  # those of them that have come whole
+        self.active = 0  # requests being served
+        self.admitted = 0  # those whose body has arrived
         self.bodies = BodyIntake(self)
         self.threads = Threads(lambda: self.active)
         self.scheduler = SchedulerClient(together, self.threads)
@@ -63,24 +63,24 @@ class Service:
             config.bytes("files_budget"), config.seconds("file_ttl"), contents=contents
         )
         self.bindings = Bindings()
-        self.owners = len({key.whose for key in config.keys})  # among whom budgets are divided
+        self.owners = len({key.whose for key in config.keys})  # they share the budgets
         budget, ttl = config.bytes("responses_budget"), config.seconds("file_ttl")
         self.responses = ResponseStore(budget, ttl, self.owners, largest=config.bytes("max_body"))
         self.callers = Callers(config.keys)
         self.metrics = Metrics()
         self.metrics.watch(lambda: vlm.stats(), together.stats)
         self.draining = False
-        # These mostly wait for other servers, so they have threads of their own.
+        # These mostly wait for other servers, so they have separate threads.
         self._fetching = ThreadsInTurn(32, "keepsight-fetch")
         self._for_files = ThreadsInTurn(8, "keepsight-files")  # and these for a disk
         self.with_files = self._for_files.run
 
-    # -- from bodies to asks ---------------------------------------------------------------------
+    # -- from bodies to requests -----------------------------------------------------------------
 
     async def rendering(
         self, body: schema.Rendering, visit: Visit
     ) -> tuple[list[Record], Record, str]:
-        """Messages, template options and tenant of anything that makes a prompt."""
+        """Messages, template options and tenant of any request with a prompt."""
         caller, unused = visit.who(), visit.unused
         self.model.check_name(body.model)
         template = self.model.template_options(body, unused)
@@ -101,7 +101,7 @@ class Service:
     async def gathered(
         self, body: PixelLimits, messages: list[schema.ChatMessage], visit: Visit, tenant: str
     ) -> RenderedMessages:
-        """Messages for the library, with all that they speak of. `tenant` is the salted one."""
+        """Messages for the library, with all their media. `tenant` is the salted one."""
         gatherer = MessageReader(
             self.config,
             self.files,
@@ -124,10 +124,10 @@ class Service:
         return await self.threads.run(work, large=visit.size > LARGE_BODY)
 
     def _check_names(self, messages: list[schema.ChatMessage], unused: Unused) -> None:
-        """Report names of speakers that the template does not show the model."""
+        """Report speaker names that the template does not show the model."""
         for number, message in enumerate(messages):
             role = "system" if message.role == "developer" else message.role
-            named = message.name is not None and role != "tool"  # which has the id of its call
+            named = message.name is not None and role != "tool"  # it has the id of its call
             if named and not self.model.places_name(role):
                 why = "the chat template of this model has no place for the names of speakers"
                 unused.add(f"{message.places(number)[0]}.name", why)
@@ -174,10 +174,10 @@ class Service:
             raise refused("tool_choice", "a call cannot be forced here; expected 'auto' or 'none'")
         refuse_stream_options(body)
 
-    # -- from asks to answers --------------------------------------------------------------------
+    # -- from requests to answers ----------------------------------------------------------------
 
     async def submit(self, ask: AnswerRequest) -> list[AnswerStream]:
-        """All choices of an ask, or none of them."""
+        """Submit all choices of a request, or none of them."""
         answers: list[AnswerStream] = []
         try:
             for choice in range(ask.choices):
@@ -195,7 +195,7 @@ class Service:
         account: str | None = None,
         **options: object,
     ) -> Report:
-        """Encode and prefill; the report when it is done."""
+        """Encode and prefill; return the report."""
         seconds = self.config.seconds("request_timeout")
         try:
             async with asyncio.timeout(seconds):
@@ -264,13 +264,13 @@ def _too_long(seconds: float) -> ApiError:
 
 
 def refuse_stream_options(body: schema.ChatRequest | ResponsesRequest) -> None:
-    """Refuse options of a stream where there is none."""
+    """Refuse stream options without a stream."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed when stream is true")
 
 
 def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
-    """Name the known fields of a body that have no effect here."""
+    """Report the known fields of a body that have no effect here."""
     for name, why in schema.NAMED.items():
         if not is_empty(getattr(body, name)):
             unused.add(name, why)
@@ -286,12 +286,12 @@ def _name_unused(body: schema.ChatRequest, unused: Unused) -> None:
 
 
 def tools_of(tools: list[schema.Tool]) -> list[Record] | None:
-    """Tools as templates want them; `strict` is a word to the server."""
+    """Tools as templates want them; `strict` only concerns the server."""
     left_out: IncEx = {"function": {"strict"}}
     return [t.model_dump(exclude_none=True, exclude=left_out) for t in tools] if tools else None
 
 
 def visit_of(request: Request) -> Visit:
-    """What the middleware noted of a request."""
+    """The middleware's notes on a request."""
     visit: Visit = request.state.visit
     return visit

@@ -1,7 +1,7 @@
-"""The page at `/`: the files in `page/`, each by its name, under a strict policy of content.
+"""The page at `/`: the files in `page/`, under a strict content security policy.
 
-The browser itself then refuses scripts from elsewhere, scripts in text, and anything loaded from
-another place: what a model or a file name says can never run.
+The browser refuses scripts from elsewhere, inline scripts, and anything loaded from other places.
+So nothing that a model or a file name says can ever run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FILES = {f"/page/{path.name}": path for path in sorted(_FOLDER.iterdir()) if pat
 
 
 def routes() -> APIRouter:
-    """The page and its files; what is not one of them is not there."""
+    """The page and its files; other names are not found."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")

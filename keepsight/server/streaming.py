@@ -1,6 +1,6 @@
-"""What both APIs put on the wire: server-sent events, usage, timings, reports.
+"""Output of both APIs: server-sent events, usage, timings, reports.
 
-A response that is not streamed also watches its client: whoever hangs up frees the place.
+A response that is not streamed also watches its client: hanging up frees the place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepsight.server.errors import ApiError
 from keepsight.server.middleware import Visit, to_api_error
 
 T = TypeVar("T")
-Event = tuple[str | None, Record | str]  # its name, where it has one, and its data
+Event = tuple[str | None, Record | str]  # name of the event, if any, and its data
 STREAMED: dict[int | str, Record] = {
     200: {
         "description": "The answer, whole or as server-sent events.",
@@ -54,7 +54,7 @@ async def _gone(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Events as they come; what goes wrong on the way is the last event."""
+    """Events as they come; an error on the way is the last event."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class EventStream(StreamingResponse):
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Closing a generator that was never started runs none of its cleanup; this does."""
+        """Close the generator: one that was never started runs none of its cleanup otherwise."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -92,13 +92,14 @@ def dumped(data: object) -> str:
 
 
 def cached_of(usage: Usage) -> dict[str, int]:
-    """Prompt tokens that were remembered, and those that are from now on: all that was computed."""
+    """Prompt tokens that were remembered, and those remembered from now on: all that were
+    computed."""
     computed = usage.prompt_tokens - usage.cached_tokens
     return {"cached_tokens": usage.cached_tokens, "cache_write_tokens": computed}
 
 
 def images_of(usage: Usage) -> dict[str, int]:
-    """The counts of images, beside those that OpenAI has."""
+    """The counts of images, besides OpenAI's fields."""
     return {
         "images": usage.images,
         "images_encoded": usage.images_encoded,
@@ -107,7 +108,7 @@ def images_of(usage: Usage) -> dict[str, int]:
 
 
 def timings(end: AnswerEnd) -> dict[str, float | int]:
-    """Times and rates as llama.cpp tells them: the prompt's own, and those of the answer."""
+    """Times and rates in llama.cpp's fields: of the prompt, and of the answer."""
     stages, usage = end.report.milliseconds, end.usage
     queued = stages.get("queued", 0.0)
     prompt_ms = max(stages.get("first_token", 0.0) - queued, 0.0)
@@ -132,7 +133,7 @@ def _rate(count: int, milliseconds: float) -> float:
 
 
 def report_of(report: Report) -> Record:
-    """The report, and what became of each picture in one line each."""
+    """The report, with one line on each picture."""
     images: dict[int, Record] = {}
     for segment in report.segments:
         if segment.medium is None:

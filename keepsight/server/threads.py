@@ -1,8 +1,8 @@
-"""Threads in which requests are made ready: small ones at once, large ones one after another.
+"""Threads that prepare requests: small ones at once, large ones one after another.
 
-Python's threads take turns, so a large request in each of them would slow down the tokens of all.
-There are few threads for large ones. They have a lower priority, and rest as long as they worked
-while anybody else is being served.
+Python's threads take turns, so many large requests at once would slow down everybody's tokens. Few
+threads handle large ones. These have a lower priority, and while anybody else is served they rest
+as long as they worked.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ T = TypeVar("T")
 
 LARGE_BODY = 1 << 18  # bytes
 LARGE_TEXT = 1 << 15  # characters
-LARGE_PICTURES = 1 << 22  # pixels, of all that a request shows
-_SMALL = 8  # threads for what is quick
-_MOST_LARGE = 4  # threads for what is not: each may have a picture in memory, several times
+LARGE_PICTURES = 1 << 22  # pixels in all pictures of a request
+_SMALL = 8  # threads for quick work
+_MOST_LARGE = 4  # threads for slow work: each may hold several copies of a picture in memory
 _NICE = 10
 _LONGEST_REST = 2.0  # seconds
 
 
 class RenderedMessages(list[Record]):
-    """Messages for the library; `large` says that there is much to do for them."""
+    """Messages for the library; `large` marks slow ones."""
 
     large = False
 
 
 def is_large(messages: object) -> bool:
-    """Whether it takes long to make a prompt of some messages."""
+    """Whether making a prompt of some messages is slow."""
     return isinstance(messages, RenderedMessages) and messages.large
 
 
 class Threads:
-    """All threads of a server but those of its model and of its fetching."""
+    """All threads of a server except those of its model and of fetching."""
 
     def __init__(self, active: Callable[[], int]) -> None:
-        """`active`: how many requests are being served."""
+        """`active`: the number of requests being served."""
         self._active = active
         self._small = ThreadsInTurn(_SMALL, "keepsight-small")
         few = min(_MOST_LARGE, max(1, (os.cpu_count() or 1) // 2))
@@ -54,11 +54,11 @@ class Threads:
         self._own = threading.local()
 
     def submit(self, work: Callable[[], T], large: bool = False) -> Future[T]:
-        """Do it in some thread."""
+        """Run a call in some thread."""
         return self.large.submit(lambda: self._rested(work)) if large else self._small.submit(work)
 
     async def run(self, work: Callable[[], T], large: bool = False) -> T:
-        """The result of it, which the event loop waits for."""
+        """The result of a call, for the event loop to await."""
         return await asyncio.wrap_future(self.submit(work, large))
 
     def _rested(self, work: Callable[[], T]) -> T:
@@ -74,13 +74,13 @@ class Threads:
             self._own.until = time.monotonic() + spent
 
     def close(self) -> None:
-        """Stop: no further call begins."""
+        """Stop: start no further calls."""
         for threads in (self._small, self.large):
             threads.close()
 
 
 def _give_way() -> None:
-    """Let other threads go first. Only Linux gives a thread a priority of its own."""
+    """Let other threads go first. Only Linux has a priority per thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,7 +1,7 @@
-"""Threads that accounts take in turn, so that one account's work never waits for all of another's.
+"""Threads shared by accounts in turn, so that no account waits for all of another's work.
 
-Work waits in a line for each account, and the lines take turns. No account has all threads at a
-time: who sends much leaves a quarter of them for the work of others that comes later.
+Each account has a queue, and the queues take turns. No account gets all threads at once: a busy one
+leaves a quarter of them for later work of others.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# Whose request is being served here; tasks that a request begins inherit it.
+# The account of the current request; tasks that it starts inherit it.
 account: ContextVar[str] = ContextVar("account", default="the server itself")
 
 
 class ThreadsInTurn:
-    """So many threads, for all accounts together."""
+    """A fixed number of threads for all accounts together."""
 
     def __init__(self, count: int, name: str, begin: Callable[[], None] | None = None) -> None:
         self._pool = ThreadPoolExecutor(count, name, begin)
-        self._most = max(1, count - max(1, count // 4))  # threads of one account at a time
-        self._lines: dict[str, deque[_Work]] = {}  # the account next in turn first
+        self._most = max(1, count - max(1, count // 4))  # most threads of one account at a time
+        self._lines: dict[str, deque[_Work]] = {}  # accounts in order of service
         self._running: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Do it in some thread, when it is the turn of the account that asks."""
+        """Run a call in some thread, when it is its account's turn."""
         work = _Work(call)
         with self._lock:
-            self._pool.submit(self._do_some)  # raises where all is over
+            self._pool.submit(self._do_some)  # raises after close
             self._lines.setdefault(account.get(), deque()).append(work)
         return work.future
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of it, which the event loop waits for."""
+        """The result of a call, for the event loop to await."""
         return await asyncio.wrap_future(self.submit(call))
 
     @property
@@ -49,14 +49,14 @@ class ThreadsInTurn:
             return sum(map(len, self._lines.values()))
 
     def _do_some(self) -> None:
-        """Work while there is some that may begin. Work of an account that has all the threads it
-        may have is begun by the first of those to finish."""
+        """Work while something may start. If an account has all its threads, its next call starts
+        when one of them finishes."""
         whose = self._next(None)
         while whose is not None:
             whose = self._next(whose)
 
     def _next(self, done: str | None) -> str | None:
-        """Do the next call; return its account. `done` is the account whose work has just ended."""
+        """Run the next call; return its account. `done` is the account whose call just ended."""
         with self._lock:
             if done is not None:
                 self._running[done] -= 1
@@ -75,7 +75,7 @@ class ThreadsInTurn:
         return whose
 
     def close(self) -> None:
-        """Stop: no further call begins."""
+        """Stop: start no further calls."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             left = [work for line in self._lines.values() for work in line]
@@ -85,7 +85,7 @@ class ThreadsInTurn:
 
 
 class _Work(Generic[T]):
-    """One call that waits; a cancelled one holds nothing."""
+    """One waiting call; a cancelled one holds nothing."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.future: Future[T] = Future()

@@ -1,7 +1,7 @@
-"""Fields of a request that have no effect here: accepted, and named in a header, the log and the
-report, so that no option is ignored in silence.
+"""Request fields without effect here: accepted, and reported in a header, the log and the report,
+so that no option is silently ignored.
 
-A server with `--unknown-fields refuse` refuses the first of them instead, with a hint.
+With `--unknown-fields refuse` the server refuses the first of them instead, with a hint.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from keepsight.server.errors import hint_for, invalid, refused, unknown
 
 HEADER = "x-keepsight-unused"
-_MOST = 24  # names that are listed; the others are counted
-_LONGEST = 120  # characters of a name
-_STRANGE = re.compile(r"[^A-Za-z0-9_.\[\]:/@$+-]")  # not for a header, nor for a list in one
+_MOST = 24  # names that are listed; the rest is counted
+_LONGEST = 120  # characters per name
+_STRANGE = re.compile(r"[^A-Za-z0-9_.\[\]:/@$+-]")  # not allowed in a header, or in a list in one
 
 
 class Strict(BaseModel):
-    """A record without unknown fields and without guesses about types."""
+    """A record without unknown fields and without type coercion."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Open(Strict):
-    """A record of an API that has many dialects: what is unknown in it is taken, and named."""
+    """A record of an API with many dialects: unknown fields are accepted and reported."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    # Unknown names that change what an answer may be: they are refused whatever the server's mode.
+    # Unknown names that may change an answer: always refused.
     CONSTRAINING: ClassVar[dict[str, str]] = {}
     # Known names that are never suggested.
     NOT_HONOURED: ClassVar[frozenset[str]] = frozenset()
 
     def echoes(self) -> bool:
-        """Whether this is a part of an earlier answer, to which clients add what they like."""
+        """Whether this is part of an earlier answer, to which clients add fields."""
         return False
 
 
@@ -48,15 +48,15 @@ def is_empty(value: object) -> bool:
 
 
 class Unused:
-    """What of one request is not used."""
+    """The unused fields of one request."""
 
     def __init__(self, refuse: bool = False) -> None:
         self.refuse = refuse
-        self._why: dict[str, str] = {}  # by name, in the order they were met
+        self._why: dict[str, str] = {}  # by name, in order of appearance
         self._more = 0
 
     def add(self, place: str, why: str) -> None:
-        """Name a known field that has no effect here, or refuse it."""
+        """Report a known field without effect, or refuse it."""
         if self.refuse:
             raise refused(place, why)
         self._note(place, why)
@@ -83,7 +83,7 @@ class Unused:
         known -= record.NOT_HONOURED
         if self.refuse:
             raise unknown(place, known)
-        if len(self._why) < _MOST:  # a hint takes a while to find
+        if len(self._why) < _MOST:  # finding a hint takes time
             self._note(place, f"unknown; {hint_for(place, known)}")
         else:
             self._more += 1
@@ -95,16 +95,16 @@ class Unused:
             self._more += 1
 
     def names(self) -> list[str]:
-        """The names, fit for a header and a log: without spaces, commas and strange characters."""
+        """The names, safe for a header and a log: without spaces, commas and unusual characters."""
         named = [_STRANGE.sub("?", place)[:_LONGEST] for place in self._why]
         return [*named, f"+{self._more}"] if self._more else named
 
     def header(self) -> str:
-        """The names on one line; empty where everything was used."""
+        """The names on one line; empty if everything was used."""
         return ", ".join(self.names())
 
     def notes(self) -> tuple[str, ...]:
-        """The names with their reasons, as a report has them."""
+        """The names with their reasons, as in a report."""
         notes = [f"not used: {place}: {why}" for place, why in self._why.items()]
         return (*notes, f"not used: {self._more} more") if self._more else tuple(notes)
 
@@ -119,7 +119,7 @@ _NEUTRAL: tuple[tuple[str, object], ...] = (
 def _records(
     value: object, path: tuple[object, ...], quiet: bool
 ) -> Iterator[tuple[Open, tuple[object, ...], bool]]:
-    """Every record of a body with the way to it, and whether it is a part of an earlier answer."""
+    """Every record of a body with the path to it, and whether it is part of an earlier answer."""
     if isinstance(value, list):
         for number, item in enumerate(value):
             if isinstance(item, BaseModel):
@@ -134,7 +134,7 @@ def _records(
 
 
 def place_of(path: tuple[object, ...]) -> str:
-    """`messages[0].content`."""
+    """The path as in `messages[0].content`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)

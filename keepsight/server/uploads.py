@@ -1,9 +1,9 @@
-"""Uploaded files in the folder of a store, so that their ids outlive the process.
+"""Uploaded files in the folder of a store, so that their ids survive the process.
 
-One file each, below `uploads/`, one folder for each tenant (named by a digest): a line that says
-what was sent and until when it is good, then the bytes. A file appears whole or not at all, and is
-on the disk before the upload is answered. A damaged upload is deleted and
-not moved: pictures of people must not lie where no deletion finds them.
+One file each, below `uploads/`, in one folder per tenant (named by a digest): a line of metadata
+with the expiry, then the bytes. A file appears whole or not at all, and is on the disk before the
+upload is answered. A damaged upload is deleted, not moved aside: pictures of people must not lie
+where no deletion finds them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = logging.getLogger("keepsight.server")
 
 _ABOVE, _SUFFIX, _FORMAT = "uploads", ".upload", 1
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_HEAD = 8192  # bytes that the first line has at most
+_HEAD = 8192  # most bytes of the first line
 _ID = re.compile(r"file-[0-9a-f]{64}")
 _OWNER = re.compile(r"[0-9a-f]{64}")
 
 
 def contents_for(store: Store | None) -> Contents:
-    """On disk where a store with a folder was named, else in memory."""
+    """On disk if a store with a folder is used, otherwise in memory."""
     near = getattr(store, "tiers", (store,))[0]
     return OnDisk(near.root) if isinstance(near, DiskStore) else InMemory()
 
@@ -45,7 +45,7 @@ class OnDisk:
         self._folder = Folder(root)
 
     def known(self, have: Uploads = NONE) -> Iterator[Upload]:
-        """All files that are there, by their first lines; of `have` the names are enough."""
+        """All existing files, by their first lines; for those in `have` the names suffice."""
         for owner in self._folder.names(_ABOVE):
             for last in self._folder.names(f"{_ABOVE}/{owner}"):
                 file_id = last.removesuffix(_SUFFIX)
@@ -61,11 +61,11 @@ class OnDisk:
         return None if found is None else found[0]
 
     def write(self, upload: Upload, data: bytes) -> None:
-        """Put a file in place, whole and on the disk."""
+        """Write a file, whole and to the disk."""
         self._folder.write(_name(upload.owner, upload.id), [_head(upload), data], None)
 
     def read(self, upload: Upload) -> bytes | None:
-        """The bytes behind the first line."""
+        """The bytes after the first line."""
         found = self._opened(_name(upload.owner, upload.id), upload.owner, upload.id, whole=True)
         return None if found is None else found[1]
 
@@ -74,7 +74,7 @@ class OnDisk:
         self._folder.remove(_name(upload.owner, upload.id))
 
     def tidy(self) -> None:
-        """Remove what a writer that was killed has left."""
+        """Remove leftovers of killed writers."""
         for owner in self._folder.names(_ABOVE):
             for last in self._folder.names(f"{_ABOVE}/{owner}"):
                 name = f"{_ABOVE}/{owner}/{last}"
@@ -85,13 +85,13 @@ class OnDisk:
     def _opened(
         self, name: str, owner: str, file_id: str, whole: bool = False
     ) -> tuple[Upload, bytes] | None:
-        """What a file says of itself, and with `whole` its bytes. A file that lies is removed, one
-        that is out of reach for now is left."""
+        """The metadata of a file, and with `whole` its bytes. A wrong file is removed, an
+        unreachable one stays."""
         try:
             handle = os.open(self._folder.path(name), _OPEN)
             try:
                 opened = os.fdopen(handle, "rb")
-            except OSError:  # a folder; the descriptor has no other owner
+            except OSError:  # a folder; this descriptor has no other owner
                 os.close(handle)
                 raise
             with opened as file:
@@ -102,7 +102,7 @@ class OnDisk:
             with contextlib.suppress(OSError):  # it stays, and stays refused
                 self._folder.remove(name)
         except FileNotFoundError:
-            pass  # never there, or deleted at this moment
+            pass  # never there, or just deleted
         except OSError as error:
             logger.warning("an upload cannot be read: %s (%s)", name, error)
         return None
@@ -129,7 +129,7 @@ def _head(upload: Upload) -> bytes:
 
 
 def _parsed(file: BinaryIO, owner: str, file_id: str) -> Upload:
-    """What the first line says; the digest in it covers whose file it is and under which id."""
+    """The contents of the first line; its digest covers tenant and id."""
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no file")
