@@ -29,7 +29,7 @@ from keepsight.system.memory import without_collecting
 
 logger = logging.getLogger(__name__)
 
-_AFTER = 16  # steps of one size before recording pays, per sequence
+_AFTER = 16  # steps of one size before recording pays
 _THEN = 4  # the same for a further size of one sequence
 _LONG = 0.15  # seconds; in longer steps Python's share is small
 _CHECKED = 2  # steps that both list and model run
@@ -109,12 +109,13 @@ def _step(
 
 
 def _is_time(step: RecordedStep, kernels: Kernels, runs: Sequence[Decoded], count: int) -> bool:
-    """Whether to record a step: it was timed, and steps of its size were many enough, each of them
-    waiting for the recordings. There is one for each block of a rule."""
+    """Whether to record a step: it was timed, and enough steps of its size were run. All sequences
+    of a step wait for the recording, as they wait for the model's slower code. A rule has one list
+    for each of its blocks."""
     if kernels.warming_up:
         return step.seconds < torch.inf
     known, rows = list(kernels.steps.items()), len(runs)
-    enough = _AFTER * rows * recorded_layers.blocks_of(runs[0].lane)
+    enough = _AFTER * recorded_layers.blocks_of(runs[0].lane)
     if rows == 1 and any(one.run is not None for _, one in known):
         enough = min(_THEN, _AFTER)
     return sum(one.seen for size, one in known if size[:2] == (rows, count)) >= enough
