@@ -1,1 +1,1 @@
-"""The command line: one file a command. May import every room."""
+"""The command line: one file per command. May import every room."""

@@ -1,8 +1,8 @@
-"""The command line: one table of commands, each a thin wrapper of a plain function.
+"""The command line: a table of commands, each a thin wrapper of a plain function.
 
 torch and Transformers are imported inside the commands, so `keepsight --help` answers at once.
 Every option is honoured or refused by name. An error is one line on stderr and exit code 2; exit
-code 1 means that the command ran, and that a check failed.
+code 1 means that the command ran and a check failed.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def ask(
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     with load(model, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
-        from keepsight.cli.typed_pictures import pictures_at  # start-up time: while the line moves
+        from keepsight.cli.typed_pictures import pictures_at  # start-up time
         from keepsight.core.render import user_message
 
         opened = [picture for name in images for _, picture in pictures_at(name)]
@@ -170,7 +170,7 @@ def ask(
 
 
 def _question(words: list[str], images: list[str], prompt: str | None) -> tuple[list[str], str]:
-    """Images and question; the last word is the question unless `--prompt` gives it."""
+    """The images and the question; the last word is the question unless `--prompt` gives it."""
     images = [*images, *(words if prompt is not None else words[:-1])]
     if prompt is None and not words:
         raise InputError('there is no question; write: keepsight ask IMAGE "What is it?"')
@@ -211,7 +211,7 @@ def chat(
     pixels = (min_pixels, max_pixels)
     how = {"runtime": runtime, "weights": weights}
     with load(name, dtype, device_map, store, grain, pixels, remote, tenant, **how) as vlm:
-        from keepsight.cli.chat import Shell  # start-up time: while the line moves
+        from keepsight.cli.chat import Shell  # start-up time: import while the line moves
 
         shell = Shell(vlm, console(), options, history=history, reports=report)
         for name in image or []:
@@ -332,7 +332,7 @@ def families(as_json: Json = False) -> None:
 
 
 def _about(family: type[Family]) -> str:
-    """What a family reuses, and the first line of what its module says."""
+    """What a family reuses, and the first line of its module docstring."""
     first = (sys.modules[family.__module__].__doc__ or "").split("\n\n")[0]
     said = " ".join(first.split())
     return said if family.reuse == "prefix" else f"{said} Reuses: {family.reuse}."

@@ -1,7 +1,7 @@
 """`keepsight cache`: look after a store, without a model: a folder, or an address such as s3://...
 
-Only files that a store wrote are ever listed or removed; whatever else lies there stays.
-Imports of the store wait inside the commands, because this table is loaded for every `--help`.
+Only files that a store wrote are listed or removed. Store modules are imported inside the commands,
+because this table is loaded for every `--help`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Tenant = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines instead of text.")]
 Named = Annotated[str, typer.Argument(help="KEY or KIND/KEY; a unique start of the key is enough.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-_TENANTS = 20  # of the largest, in a table
-_SHOWN = 5  # of the largest, the most useful, and what depends on an entry
+_TENANTS = 20  # largest entries in a table
+_SHOWN = 5  # largest and most useful entries, and dependents of an entry
 
 
 def _open(address: str, tenant: str | None, named: str | None = None) -> AllTenants:
-    """Open the store for all tenants or for one; a NAME that cannot be one is refused first."""
+    """Open the store for all tenants or for one; an impossible NAME is refused first."""
     if named is not None:
         _parse_name(named)
     if not address:
@@ -54,7 +54,7 @@ def _open(address: str, tenant: str | None, named: str | None = None) -> AllTena
     check_store_folder(address)
     if "://" not in address and not Path(address).expanduser().is_dir():
         raise StoreError(f"{Path(address).expanduser()}: there is no such folder")
-    from keepsight.store import open_store  # start-up time: after a wrong name
+    from keepsight.store import open_store  # start-up time: after checking names
     from keepsight.store.all_tenants import AllTenants
 
     return AllTenants(open_store(address), tenant)
@@ -68,7 +68,7 @@ def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> No
     """Show tiers, entries, bytes and hit rates, what each tenant has, and the largest and the most
     useful entries. Tenants are named by digests: a store does not know their names."""
     opened = _open(store, tenant)
-    entries = list(opened.entries())  # first: then all of them are in the catalogue
+    entries = list(opened.entries())  # first: then the catalogue has all of them
     stats = opened.stats()
     largest = sorted(entries, key=lambda e: -e.nbytes)[:_SHOWN]
     useful = sorted(entries, key=lambda e: -e.usefulness)[:_SHOWN]
@@ -88,7 +88,7 @@ def stats(store: Store = "", tenant: Tenant = None, as_json: Json = False) -> No
 
 def _show_tenants(tenants: dict[str, dict[str, int]]) -> None:
     if not any(tenants):
-        return  # all is the default tenant's
+        return  # everything belongs to the default tenant
     shown = table("tenant", "entries", "bytes", right=("entries", "bytes"))
     largest = sorted(tenants.items(), key=lambda item: -item[1]["bytes"])
     for digest, counted in largest[:_TENANTS]:
@@ -154,7 +154,7 @@ def list_entries(
 
 
 def _plain(entry: Entry) -> Record:
-    """One entry as JSON has it; `age_s` counts from its last use."""
+    """One entry as JSON; `age_s` counts from its last use."""
     record: Record = {"kind": entry.kind, "key": entry.key, "bytes": entry.nbytes}
     record |= {"tenant": entry.tenant}
     record |= {"age_s": round(time.time() - entry.used, 1), "created": entry.created}
@@ -164,7 +164,7 @@ def _plain(entry: Entry) -> Record:
 
 
 def _parse_name(named: str) -> tuple[str, str]:
-    """Kind and key of KIND/KEY; the kind empty where it is left out."""
+    """Kind and key of KIND/KEY; the kind is empty if left out."""
     kind, _, key = named.rpartition("/")
     if not re.fullmatch("[0-9a-f]{1,64}", key):
         raise InputError(
@@ -175,7 +175,7 @@ def _parse_name(named: str) -> tuple[str, str]:
 
 
 def _find(store: AllTenants, named: str) -> Entry:
-    """The one entry that is meant."""
+    """The one entry that a name refers to."""
     kind, key = _parse_name(named)
     found = [e for e in store.entries() if e.key.startswith(key) and kind in ("", e.kind)]
     if not found:
@@ -246,7 +246,7 @@ _WHAT = {
 
 
 def _bases(entries: list[Entry], it: Entry) -> list[tuple[str, str]]:
-    """All that an entry depends on, the nearest first."""
+    """Everything an entry depends on, the nearest first."""
     known = {(e.kind, e.key): e.depends_on for e in entries}
     found: list[tuple[str, str]] = []
     base = it.depends_on

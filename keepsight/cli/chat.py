@@ -1,7 +1,7 @@
 """The conversation of `keepsight chat`: a prompt, a few commands, one dim line of measurements.
 
-A wrong command or a bad picture is an error message, and the conversation goes on. Lines may also
-come through a pipe; then they are echoed, so that what is printed reads like a conversation.
+A wrong command or a bad picture is an error message, and the conversation continues. Lines may also
+come through a pipe; then they are echoed, so that the output reads like a conversation.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Shell:
                 yield line
 
     def _reader(self) -> Callable[[str], str]:
-        """What asks for a line on a terminal."""
+        """The function that reads a line on a terminal."""
         lines = self.history.with_name("chat-lines") if self.history else None
         edited = line_editor([*self._commands(), "exit"], lines)
         more = ", Alt-Enter starts a new line" if edited else ""
@@ -101,11 +101,11 @@ class Shell:
         return edited or input
 
     def _start_history(self) -> None:
-        """Line editing, and a history file only where a store was named (law 12)."""
+        """Start line editing, with a history file only if a store was named (law 12)."""
         try:
             import atexit
             import readline
-        except ImportError:  # not on every platform
+        except ImportError:  # missing on some platforms
             return
         if self.history is None:
             return
@@ -122,7 +122,7 @@ class Shell:
     # -- answering -------------------------------------------------------------------------------
 
     def typed(self, line: str) -> None:
-        """A line that is no command: pictures, a question, or both."""
+        """Handle a line that is no command: pictures, a question, or both."""
         names, question = split_pictures(line)
         for name in names:
             then = "goes with this question" if question else "waits for your next question"
@@ -131,7 +131,7 @@ class Shell:
             self.ask(question)
 
     def ask(self, question: str) -> None:
-        """The next turn, printed as it comes."""
+        """Ask the next question and print the answer as it comes."""
         self._answer(self.session, question, [medium for _, medium in self.waiting])
         self.waiting = []
 
@@ -164,12 +164,12 @@ class Shell:
         return word in known or not ("/" in word or Path("/", word).exists())
 
     def command(self, line: str) -> bool:
-        """One command; false when the conversation is over."""
+        """Run one command; False when the conversation is over."""
         name, _, rest = line[1:].partition(" ")
         rest = rest.strip()
         if name in ("exit", "quit"):
             return False
-        known = self._commands() | {"fork": self.branch}  # as it was called before
+        known = self._commands() | {"fork": self.branch}  # the old name
         if name not in known:
             near = difflib.get_close_matches(name, [*known, "exit"], n=1)
             raise InputError(
@@ -210,7 +210,7 @@ class Shell:
     def _thumbnail(self, image: object) -> None:
         from PIL import Image
 
-        with suppress(OSError, ValueError):  # the library has read it: this is for the eye only
+        with suppress(OSError, ValueError):  # the library has read it; this is only for display
             if isinstance(image, str) and Path(image).is_file():
                 image = Image.open(image)
             if isinstance(image, Image.Image):
@@ -311,7 +311,7 @@ class Shell:
         self._say("/exit           the end (Ctrl-D does it too)")
 
     def _switch(self, session: Session) -> None:
-        """Put another conversation in the place of the present one."""
+        """Replace the current conversation by another."""
         spot = next(i for i, b in enumerate(self.branches) if b is self.session)
         self.branches[spot] = self.session = session
 
@@ -326,7 +326,7 @@ def measurements(usage: Usage, report: Report, first: float | None) -> str:
 
 
 def _number(command: str, given: str, most: int, what: str) -> int:
-    """A number that somebody gave a command, from 1 to `most`."""
+    """The number given to a command, from 1 to `most`."""
     if not most:
         raise InputError(f"{command}: there is no {what} yet")
     if not given.isdecimal() or not 1 <= int(given) <= most:
@@ -340,5 +340,5 @@ def _no_argument(name: str, rest: str) -> None:
 
 
 def _write_history(readline: ModuleType, path: str) -> None:
-    with suppress(OSError):  # the history of a chat is not worth a traceback at its end
+    with suppress(OSError):  # losing a chat's history is no reason for a traceback
         readline.write_history_file(path)

@@ -1,6 +1,7 @@
-"""The `encode` command: what a user asked for, checked, run, shown and written down.
+"""The `encode` command: checks the user's options, runs them, shows results and writes errors to a
+file.
 
-Everything that is done to images is done in `keepsight.encode`; here are only words and files.
+All work on images is in `keepsight.encode`; here are only texts and files.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ if TYPE_CHECKING:
     from keepsight.encode.results import Encoded
     from keepsight.encode.sources import SourcePiece
 
-# Packages in memory are of no use to a run that looks at each image once.
+# Packages in memory are useless to a run that reads each image once.
 _VISION_BUDGET = "512MiB"
-_MOST_SUFFIXES = 5  # that a line names
+_MOST_SUFFIXES = 5  # kinds of left-out files that a line names
 _OTHER = re.compile(r".*\.(md|rst|html?|xml|svg|json|ipynb|py|docx?|xlsx?|pptx?)", re.I | re.S)
 _SOURCES = (
     "Images, folders, globs, lists (.txt, .csv, .jsonl), PDFs, videos, Parquet and Arrow files, "
@@ -139,7 +140,7 @@ class Asked:
     verbose: bool = False
 
     def check(self) -> None:
-        """Refuse what cannot be meant, before anything is loaded."""
+        """Refuse impossible options before anything is loaded."""
         if self.store is not None and not self.files:
             raise InputError("--store goes with --files; without --files, --to is the store")
         for source in self.sources:
@@ -162,13 +163,13 @@ class Asked:
 
 
 def run(asked: Asked) -> int:
-    """Do it; 1 where an image could not be used, or was not taken by the store."""
+    """Run the command; return 1 if an image could not be used or the store refused it."""
     check_model(asked.model)
     asked.check()
     shard = parse_shard(asked.shard)
     check_dpi(asked.dpi)
     with loading_line("PyTorch"):
-        from keepsight import encode as room  # start-up time: after wrong options
+        from keepsight import encode as room  # start-up time: after checking options
 
     reading = room.Reading(asked.column, asked.dpi, asked.fps)
     reading.check()
@@ -188,7 +189,7 @@ def run(asked: Asked) -> int:
                     log.write(json.dumps(result.to_dict()) + "\n")
         except StoreError:
             if tally.done:
-                _tell(tally, asked)  # how far it came
+                _tell(tally, asked)  # what was done so far
             raise
         except KeyboardInterrupt:
             if tally.done:
@@ -200,7 +201,7 @@ def run(asked: Asked) -> int:
 
 
 def _say_left_out(places: list[str], err: Console, each: bool) -> None:
-    """One line about files that are no images, by their suffixes; each of them where asked for."""
+    """One line about files that are no images, by suffix; one line each if requested."""
     if not places:
         return
     counts = Counter(Path(place).suffix.lower() or "without a suffix" for place in places)
@@ -216,7 +217,8 @@ def _say_left_out(places: list[str], err: Console, each: bool) -> None:
 def _results(
     stack: ExitStack, asked: Asked, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
 ) -> Generator[Encoded]:
-    """The results as they come. The model is loaded first: its line and a bar would share a row."""
+    """Yield the results. The model is loaded first: its line and the progress bar would share a
+    row."""
     from keepsight import encode as room
 
     if asked.ray:
@@ -245,7 +247,7 @@ def _results(
 
 
 def _worker(asked: Asked) -> Record:
-    """What a worker on another machine needs to load the same model."""
+    """The options with which a worker on another machine loads the same model."""
     sized = {"size": pixel_limits(asked.model, *asked.pixels)} if any(asked.pixels) else None
     return {
         "model": asked.model,
@@ -264,15 +266,15 @@ def _worker(asked: Asked) -> Record:
 def _count_aside(
     tally: progress.EncodeCounts, pieces: Iterable[SourcePiece], reading: Reading, shard: Shard
 ) -> None:
-    """Count the images in a thread: documents have to be opened for that."""
+    """Count the images in a thread, because documents have to be opened for that."""
     from keepsight import encode as room
 
     def count() -> None:
         try:
             total = room.count(pieces, reading)
         except MissingExtra:
-            return  # the run itself says so
-        # Shards are of about one size, not of exactly one.
+            return  # the run itself reports it
+        # Shards have roughly equal sizes.
         tally.total = total if total is None or shard is None else round(total / shard[1])
 
     threading.Thread(target=count, name="keepsight-count", daemon=True).start()
@@ -291,7 +293,7 @@ def _error_log(stack: ExitStack, path: Path | None) -> IO[str] | None:
 
 def _tell(tally: progress.EncodeCounts, asked: Asked) -> None:
     err = console(stderr=True)
-    tally.total = tally.done  # whatever was thought before
+    tally.total = tally.done  # restore the previous handler
     if asked.as_json:
         json_line(tally.to_dict())
     else:

@@ -1,7 +1,7 @@
 """What the entries of a store are about: a model, tokens, and the files that pictures came from.
 
-Read from the files of a store in a folder, past its counts: looking at a store is no use of it. An
-address has no files at hand, so nothing is known of its entries but what its listing says.
+Read from the files of a store in a folder without counting as use. For an address, only what its
+listing says is known.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from keepsight.store import Entry, Store, layout
 from keepsight.store.all_tenants import AllTenants
 from keepsight.store.entryfile import read_note
 
-_SHOWN = 3  # names of one entry
+_SHOWN = 3  # names shown per entry
 
-# Names of files by tenant and image key, in the order in which the store has them.
+# File names by tenant and image key, in the store's order.
 Files = Mapping[tuple[str, str], tuple[str, ...]]
 
 
 def files_of_media(store: AllTenants, entries: Iterable[Entry]) -> Files:
-    """The names that notes remember of each image; what cannot be read has none."""
+    """The file names that notes record for each image; unreadable notes have none."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for entry in entries:
         path = _path(store.view(entry), entry) if entry.kind == "alias" else None
@@ -33,7 +33,7 @@ def files_of_media(store: AllTenants, entries: Iterable[Entry]) -> Files:
         try:
             name = read_note(path, entry.kind, entry.key)[0].get(FILE)
         except (FileError, OSError):
-            continue  # listed as it is; `check` names it
+            continue  # listed unchanged; `check` reports it
         if isinstance(name, str) and name:
             for key in entry.media:
                 found.setdefault((entry.tenant, key), {})[name] = None
@@ -41,7 +41,7 @@ def files_of_media(store: AllTenants, entries: Iterable[Entry]) -> Files:
 
 
 def about_entry(store: Store, entry: Entry, files: Files) -> Record:
-    """The model and the tokens of a package, from its record alone, and the files behind any
+    """The model and tokens of a package, from its record alone, and the source files of any
     entry."""
     names = dict.fromkeys(n for key in entry.media for n in files.get((entry.tenant, key), ()))
     about: Record = {"files": list(names)} if names else {}
@@ -57,7 +57,7 @@ def about_entry(store: Store, entry: Entry, files: Files) -> Record:
 
 
 def about_text(about: Record) -> str:
-    """The same in one cell of a table."""
+    """The same facts as text for one cell of a table."""
     names = about.get("files", [])
     words = [", ".join(names[:_SHOWN])] if names else []
     if len(names) > _SHOWN:

@@ -1,7 +1,7 @@
-"""The `export` command, and what `show` tells of an exported folder: words and tables.
+"""The `export` command, and the description of an exported folder for `show`.
 
-Everything that is done to a model is done in `keepsight.export`. Exporters are talkative: what they
-and their libraries print is held back, unless somebody wants to see it.
+All work on models is in `keepsight.export`. Exporters print a lot; their output is held back unless
+the user asks for it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def export(
     _check_new(to)
     name = one_model(named, model)
     err = console(stderr=True)
-    err.file = sys.stderr  # the one of now: what is held back below is another
+    err.file = sys.stderr  # the current stderr: output held back below goes elsewhere
     start = time.perf_counter()
     with _ending_tidily() as go_on, contextlib.nullcontext() if verbose else _quiet():
         from keepsight.export.graphs.making import export as make
@@ -119,10 +119,10 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ending_tidily() -> Iterator[Callable[[], None]]:
-    """SIGTERM ends the command as Ctrl-C does, so that half an export is removed.
+    """Let SIGTERM end the command like Ctrl-C, so that half an export is removed.
 
-    Tracers swallow either now and then, so it is asked again before each step: what is given ends
-    what was to end before.
+    Tracers sometimes swallow either, so the returned function checks again before each step and
+    ends the command.
     """
     asked: list[int] = []
 
@@ -143,7 +143,7 @@ def _ending_tidily() -> Iterator[Callable[[], None]]:
 
 
 def _describe(folder: Path, manifest: Manifest) -> Record:
-    """What there is to say of an export, as plain data."""
+    """The facts about an export, as plain data."""
     graphs = {}
     for part in ("tower", "embedding", "decoder", "head"):
         files = [
@@ -168,7 +168,7 @@ def _describe(folder: Path, manifest: Manifest) -> Record:
 
 
 def describe(folder: Path) -> Record:
-    """An export as plain data, with every byte of it looked at. A damaged one is a named error."""
+    """An export as plain data, after checking every byte. Damage raises a named error."""
     from keepsight.runtimes import load as exported
 
     start = time.perf_counter()
@@ -188,7 +188,7 @@ def describe(folder: Path) -> Record:
 
 
 def render(described: Record) -> RenderableType:
-    """A description as a table, and the libraries as another."""
+    """The tables that describe an export, and its libraries."""
     from rich.console import Group
 
     shown = _summary(described)
@@ -225,7 +225,7 @@ _RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
 
 
 def _off(deviation: Record) -> Iterator[tuple[str, str]]:
-    """How far it is from the model, as it was measured when it was made."""
+    """How far it is from the model, as measured when it was made."""
     for name in ("features", "logits"):
         value = deviation.get(name)
         if isinstance(value, int | float):

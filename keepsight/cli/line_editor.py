@@ -22,7 +22,7 @@ _MOST = 100  # completions
 
 
 def line_editor(commands: list[str], history: Path | None) -> Callable[[str], str] | None:
-    """What asks for a line, as `input` does; None where prompt_toolkit is not installed."""
+    """A function that reads a line, like `input`; None without prompt_toolkit."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import Completer, Completion
@@ -49,7 +49,7 @@ def line_editor(commands: list[str], history: Path | None) -> Callable[[str], st
 
 
 def _history(path: Path | None) -> History:
-    """Of this chat alone, unless a store was named."""
+    """In memory for this chat, or in a file if a store was named."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     if path is None:
@@ -64,7 +64,7 @@ def _history(path: Path | None) -> History:
 def _keys() -> KeyBindings:
     """Enter sends, Alt-Enter starts a new line; a paste keeps its lines.
 
-    Ctrl-J sends too: it is what an Enter becomes that is typed while an answer comes.
+    Ctrl-J sends too: an Enter typed during an answer arrives as Ctrl-J.
     """
     from prompt_toolkit.key_binding import KeyBindings
 
@@ -75,7 +75,7 @@ def _keys() -> KeyBindings:
 
 
 def completions(text: str, commands: list[str]) -> tuple[int, list[str]]:
-    """Where the word begins, counted back from the cursor, and what it may become."""
+    """Where the current word starts, relative to the cursor, and its possible completions."""
     if text.startswith("/") and " " not in text:
         found = [f"/{name}" for name in commands if f"/{name}".startswith(text)]
         if found:

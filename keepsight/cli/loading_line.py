@@ -1,7 +1,7 @@
-"""A line that moves while a model is loaded: what came from the Hub so far, and for how long.
+"""A progress line while a model is loaded: the bytes from the Hub so far, and the time.
 
-It stands on stderr, on a terminal only, and is gone when the model is there. Errors, warnings and
-answers are printed as ever.
+It is on stderr, on a terminal only, and disappears when the model is loaded. Errors, warnings and
+answers are printed as usual.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rich.spinner import Spinner
 from keepsight.cli.terminal import console, plain
 from keepsight.system.units import bytes_text
 
-_LOOK = 1.0  # seconds between two looks into the cache of the Hub
+_LOOK = 1.0  # seconds between two checks of the Hub's cache
 
 
 @dataclass
 class LoadingLine:
-    """What is loaded, since when, and what the cache of the Hub had of it at first."""
+    """The model being loaded, since when, and the size of its cache at the start."""
 
     name: str
     folder: Path | None
@@ -37,7 +37,7 @@ class LoadingLine:
         self.spinner = Spinner("line")
 
     def text(self) -> str:
-        """The line as it is now."""
+        """The current line."""
         now = time.monotonic()
         if now - self.looked > _LOOK:
             self.came, self.looked = self._bytes(), now
@@ -46,22 +46,22 @@ class LoadingLine:
         return f"loading {plain(self.name)} ... {now - self.began:.0f} s{source}"
 
     def line(self) -> Spinner:
-        """The line, with a mark that turns."""
+        """The line, with a spinner."""
         self.spinner.update(text=self.text())
         return self.spinner
 
     def _bytes(self) -> int:
-        """What lies in the cache of the Hub for this model, whole files and begun ones."""
+        """Bytes in the Hub's cache for this model, including partial files."""
         if self.folder is None:
             return 0
         try:
             return sum(entry.stat().st_size for entry in os.scandir(self.folder))
-        except OSError:  # nothing yet, or a file that just got its name
+        except OSError:  # not there yet, or just renamed
             return 0
 
 
 def hub_folder(name: str) -> Path | None:
-    """The folder in the Hub's cache for a model; None where the name is no hub id."""
+    """The folder of a model in the Hub's cache; None if the name is no hub id."""
     if "/" not in name or Path(name).expanduser().exists():
         return None
     from huggingface_hub import constants  # start-up time: a folder needs no Hub
@@ -71,7 +71,7 @@ def hub_folder(name: str) -> Path | None:
 
 @contextmanager
 def loading_line(name: str) -> Iterator[None]:
-    """Show the line for the length of a block, where stderr is a terminal."""
+    """Show the line during a block, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,6 +1,7 @@
-"""Refuses the name of a model that cannot be one, before torch and Transformers are imported.
+"""Refuses impossible model names before torch and Transformers are imported.
 
-A name of the form owner/name may be a hub id: whether the hub can be asked for it is seen at once.
+A name of the form owner/name may be a hub id; whether the Hub can be asked for it is checked at
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_model(name: str) -> None:
-    """Pass demo models, folders with a configuration, and what may be a hub id."""
+    """Accept demo models, folders with a configuration, and possible hub ids."""
     if name in DEMO_NAMES:
         return
     folder = Path(name).expanduser()
@@ -37,14 +38,14 @@ def check_model(name: str) -> None:
 
 
 def _check_reachable(name: str) -> None:
-    from keepsight.models import reachable  # start-up time: it imports the client of the Hub
+    from keepsight.models import reachable  # start-up time: imports the Hub's client
 
     reachable.check_folder_sees(name)
     reachable.check_hub(name, None)
 
 
 def _near(name: str, folder: Path) -> str | None:
-    """A demo model, or a folder next to the missing one, with a similar name."""
+    """A demo model, or a folder with a similar name next to the missing one."""
     found = difflib.get_close_matches(name, DEMO_NAMES, n=1, cutoff=0.7)
     if found:
         return found[0]

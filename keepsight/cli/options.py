@@ -1,7 +1,7 @@
-"""What the commands share: their options, and what the library is asked for because of them.
+"""Options that commands share, and their translation into library calls.
 
-Options are named as Transformers and the OpenAI API name them. torch and Transformers are imported
-only where a model is loaded.
+Options are named as in Transformers and the OpenAI API. torch and Transformers are imported only
+when a model is loaded.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from keepsight.system.words import (
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
-_LARGE = 50_000_000  # parameters, from which on it matters how fast a dtype is
+_LARGE = 50_000_000  # parameters from which the speed of a dtype matters
 
 
 def refused_by(check: Callable[[str], None]) -> Callable[[str | None], str | None]:
-    """A callback of an option: refuse its value while the command line is read."""
+    """An option callback that refuses a value while the command line is parsed."""
 
     def look(value: str | None) -> str | None:
         if value is not None:
@@ -123,7 +123,7 @@ ShowReport = Annotated[bool, typer.Option("--report", help="Print what was reuse
 
 
 def one_model(named: str | None, option: str | None) -> str:
-    """The model, said as the first word or with `--model`; the demo where neither is."""
+    """The model, from the first argument or `--model`; the demo if neither is given."""
     if named is not None and option is not None:
         raise InputError(f"{named!r} and --model {option}: name one model")
     name = named or option or "demo"
@@ -146,7 +146,7 @@ def model_first(words: list[str], alone: bool) -> tuple[str | None, list[str]]:
 
 
 def check_images(names: Iterable[str]) -> None:
-    """Refuse a file that is not there or is no picture, before anything slow is imported."""
+    """Refuse a missing file or one that is no picture, before anything slow is imported."""
     for name in names:
         if re.match("[a-z]{2,}:", name, re.IGNORECASE):
             continue
@@ -162,7 +162,7 @@ def check_images(names: Iterable[str]) -> None:
 
 
 def _check_picture(path: Path, name: str) -> None:
-    from keepsight.media import pictures  # start-up time: it imports Pillow
+    from keepsight.media import pictures  # start-up time: imports Pillow
 
     try:
         data = path.read_bytes()
@@ -172,7 +172,7 @@ def _check_picture(path: Path, name: str) -> None:
 
 
 def check_how(model: str, runtime: str | None, weights: str | None, store: str | None) -> None:
-    """Refuse a runtime or weights that cannot be had together, or nowhere; an export has both."""
+    """Refuse runtimes and weights that cannot be combined; only exports support both."""
     check_together(runtime, weights)
     if not (Path(model).expanduser() / MANIFEST).is_file():
         check_export_place(runtime, weights, store)
@@ -189,7 +189,7 @@ def load(
     tenant: str | None = None,
     **options: Any,
 ) -> VLM:
-    """Load the model that the options name; on a terminal, a line shows the progress meanwhile."""
+    """Load the model that the options name, with a progress line on a terminal."""
     check_model(model)
     check_how(model, options.get("runtime"), options.get("weights"), store)
     with loading_line(model):
@@ -213,7 +213,7 @@ def load(
 
 
 def _warn_of_slow_dtype(vlm: VLM) -> None:
-    """Say what makes a model that is no demo several times slower than it could be here."""
+    """Warn if this CPU would run a large model several times slower than necessary."""
     import torch
 
     from keepsight.core.kernels.linear import has_bfloat16  # start-up time
@@ -230,7 +230,7 @@ def _warn_of_slow_dtype(vlm: VLM) -> None:
 
 
 def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, int]:
-    """Limits in pixels as Qwen's image processors want them; others mean something else by it."""
+    """Pixel limits as Qwen's image processors want them; other processors use other options."""
     from keepsight.models import loading
 
     processor = loading.load_processor(loading.model_path(model), None).image_processor
@@ -251,7 +251,7 @@ def pixel_limits(model: str, least: int | None, most: int | None) -> dict[str, i
 def decoding(
     max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None
 ) -> Record:
-    """Options of decoding as the library takes them."""
+    """The decoding options as the library takes them."""
     if temperature == 0 and top_p is not None:
         raise InputError("--top-p has no effect at --temperature 0, which is greedy")
     options: Options = {}
@@ -263,13 +263,13 @@ def decoding(
     return options | {name: value for name, value in given.items() if value is not None}
 
 
-_HEADER = 8  # bytes that say how long the record is, before its first brace
-MANIFEST = "keepsight.json"  # of an export
-_PARTS = (MANIFEST, "graphs")  # of an export, whole or damaged
+_HEADER = 8  # bytes with the record's length, before its first brace
+MANIFEST = "keepsight.json"  # name of an export's file
+_PARTS = (MANIFEST, "graphs")  # part of any export, whole or damaged
 
 
 def check_shown(path: Path) -> None:
-    """Pass what may be a file of ours or an export; whether it is sound, reading it shows."""
+    """Accept files that may be ours or an export; reading shows whether they are intact."""
     try:
         if path.is_dir():
             _check_folder(path)

@@ -1,6 +1,7 @@
-"""`keepsight plan`: what a model and its memory will take, before its weights are downloaded.
+"""`keepsight plan`: the memory that a model and its data will take, before its weights are
+downloaded.
 
-All counting is in `keepsight.core.plan`; here it is shown.
+`keepsight.core.plan` counts; here the result is shown.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _column(planned: Plan, dtype: str, pictures: int, room: int) -> Record:
         "features": features,
         "prefix": prefix,
         "store": pictures * (features + prefix),
-        "features_in_budget": room // 2 // features,  # the other half is for pixels that wait
+        "features_in_budget": room // 2 // features,  # the other half is for waiting pixels
         "prefixes_in_budget": room // prefix,
     }
 

@@ -1,7 +1,7 @@
-"""How far an encoding run is: the numbers, and a bar or lines that show them.
+"""Progress of an encoding run: the numbers, and a bar or lines that show them.
 
-Rates count what this run did, so a run that resumes does not look faster than it is. The time that
-is left goes by all images that were dealt with, because those that are known cost time too.
+Rates count only this run's work, so a resumed run does not look faster than it is. The remaining
+time is estimated from all processed images, because known ones cost time too.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from keepsight.encode import Encoded
 
 _STATUSES = ("encoded", "kept", "duplicate", "skipped", "refused", "broken")
-_MOST_TOLD = 1000  # broken images that are listed at the end; a file takes any number
-_LINES = 10.0  # seconds between two lines, where there is no terminal
+_MOST_TOLD = 1000  # broken images listed at the end; a file takes any number
+_LINES = 10.0  # seconds between two lines without a terminal
 Problem = tuple[str, str, str]  # name, status, reason
 
 
 @dataclass
 class EncodeCounts:
-    """What became of the images so far."""
+    """The results of images so far."""
 
-    total: int | None = None  # as soon as somebody knows
+    total: int | None = None  # once it is known
     counts: dict[str, int] = field(default_factory=dict)
     tokens: int = 0  # encoded in this run
     nbytes: int = 0  # written in this run
@@ -51,21 +51,21 @@ class EncodeCounts:
 
     @property
     def done(self) -> int:
-        """Images dealt with."""
+        """The number of processed images."""
         return sum(self.counts.values())
 
     @property
     def failed(self) -> int:
-        """Images that could not be used, or whose packages the store did not take."""
+        """Images that could not be used, or whose packages the store refused."""
         return self.counts.get("broken", 0) + self.counts.get("refused", 0)
 
     def rates(self) -> tuple[float, float]:
-        """Images and tokens a second, of those that were encoded."""
+        """Encoded images and tokens per second."""
         seconds = max(self.seconds, 1e-9)
         return self.counts.get("encoded", 0) / seconds, self.tokens / seconds
 
     def left(self) -> float | None:
-        """Seconds until the end at the pace so far, where the number of images is known."""
+        """Estimated seconds until the end, if the number of images is known."""
         if self.total is None or not self.done:
             return None
         return max(0, self.total - self.done) * self.seconds / self.done
@@ -91,12 +91,12 @@ class EncodeCounts:
         return f"{', '.join(counts) or 'no images'}; {self.pace()}"
 
     def pace(self) -> str:
-        """The rates, for people."""
+        """The rates as text."""
         images, tokens = self.rates()
         return f"{images:.1f} images/s, {tokens:.0f} tokens/s, {bytes_text(self.nbytes)} written"
 
     def line(self) -> str:
-        """All of it on one line, for a log."""
+        """Everything on one line, for a log."""
         left = self.left()
         rest = "" if left is None else f", {duration(left)} left"
         return f"{self.done}/{self.total or '?'} images: {self}{rest}"
@@ -112,7 +112,8 @@ def duration(seconds: float) -> str:
 def shown(
     results: Iterable[Encoded], tally: EncodeCounts, console: Console, as_json: bool = False
 ) -> Iterator[Encoded]:
-    """The results as they come, counted: a bar on a terminal, else a line now and then."""
+    """Pass on results and count them: with a bar on a terminal, otherwise a line from time to
+    time."""
     tally.started = time.perf_counter()
     if console.is_terminal and not as_json:
         yield from _with_bar(results, tally, console)

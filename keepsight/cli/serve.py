@@ -1,7 +1,7 @@
 """`keepsight serve`: a model behind an OpenAI-compatible API.
 
-The flags are made from the settings in `server/config.py`, when the command is called: the other
-commands need not import what the server needs. A flag that is given wins over the `--config` file.
+The flags are generated from the settings in `server/config.py` when the command is called, so other
+commands need not import what the server needs. A flag overrides the `--config` file.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ADMIN_KEYS = "NAME:KEY that also sees metrics; repeatable."
 
 
 class ServeCommand(TyperCommand):
-    """The command, whose flags are made when they are asked for."""
+    """The command; its flags are generated on demand."""
 
-    def get_params(self, ctx: Any) -> list[Any]:  # typer brings click's types, or click does
+    def get_params(self, ctx: Any) -> list[Any]:  # typer brings its own click types, or click does
         """Return the flags of the settings."""
         if not self.params:
             made = typer.Typer(add_completion=False)
@@ -55,7 +55,7 @@ def serve() -> None:
 
 
 def _with_flags() -> Callable[..., None]:
-    """Return the function that serves, with a parameter for each setting."""
+    """The function that serves, with a parameter for each setting."""
     _check_libraries()
     from keepsight.server.config import ModelSettings, ServerConfig  # optional: needs the extra
 
@@ -81,7 +81,7 @@ def _with_flags() -> Callable[..., None]:
 
 
 def _flag(name: str, field: FieldInfo) -> object:
-    """Return a setting as a flag. Sizes, times and the like are read from their text."""
+    """A setting as a flag. Sizes, times and the like are parsed from text."""
     default, text = field.default, field.description or ""
     if name == "device_map":
         return _option(str, text, "--device", "--device-map")
@@ -107,7 +107,7 @@ def _option(kind: type, text: str, *names: str, env: str | None = None) -> objec
 
 
 def run(given: Options) -> None:
-    """Settings from flags and file to a listening server."""
+    """Build the settings from flags and file, and run the server."""
     with _ending_at_once():
         _run(given)
 
@@ -124,17 +124,17 @@ def _run(given: Options) -> None:
     check_model(name)
     check_listen(server.host, server.port)
     with _loaded(settings) as vlm:
-        from keepsight.server.running import serve as listen  # start-up time: after wrong flags
+        from keepsight.server.running import serve as listen  # start-up time: after checking flags
 
         listen(vlm, name, server, lambda port: _say(name, server, port))
 
 
 @contextlib.contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Until the server listens, and again when it has drained, SIGTERM ends the process at once.
+    """Let SIGTERM end the process at once until the server listens, and again after it has drained.
 
-    It does so by itself, but not for the first process of a container: for that one a signal that
-    without a handler is dropped, and it could not be stopped while it loads a model.
+    That is the default, except for the first process of a container: there a signal without a
+    handler is ignored, and the process could not be stopped while it loads a model.
     """
 
     def end(number: int, frame: object) -> None:
@@ -154,7 +154,7 @@ def _check_libraries() -> None:
 
 
 def _settings(given: Options) -> tuple[ModelSettings, ServerConfig]:
-    """Return the settings of the model and of the server; a flag wins over the file."""
+    """The settings of the model and of the server; a flag overrides the file."""
     from keepsight.server.config import (  # optional: needs the extra
         ApiKey,
         ModelSettings,
@@ -183,8 +183,8 @@ def _loaded(settings: ModelSettings) -> VLM:
 
 
 def some_picture() -> str:
-    """A picture in base64 for the line to try: the shell reads the example where it lies here; else
-    a red disc, so that the line works as pasted."""
+    """A picture in base64 for the example command: read by the shell from the example if that
+    exists here, else a red disc, so that the command works when pasted."""
     for name in ("picture.png", "examples/picture.png"):
         if os.path.isfile(name):
             return f"""'"$(base64 < {name} | tr -d '\\n')"'"""
@@ -204,7 +204,7 @@ def _disc(side: int = 96) -> str:
 
 
 def _say(name: str, config: ServerConfig, port: int) -> str:
-    """Say where it listens, and a line to try it with; the first of these again."""
+    """Print where it listens, and an example command; return the first line."""
     host = config.host if config.host not in ("0.0.0.0", "::") else "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
     shown = config.model_name or name

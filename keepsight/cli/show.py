@@ -1,7 +1,8 @@
-"""What a `.sight` or `.keep` file is, what it is bound to, and whether every byte of it is sound.
+"""Describes a `.sight` or `.keep` file: its contents, what it is bound to, and whether it is
+intact.
 
-The file is read in full and checked in full, as any use of it would do, so a file that is shown
-without complaint is a file that loads. Nothing here needs a model.
+The file is read and checked in full, as any use would, so a file shown without complaint is a file
+that loads. No model is needed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _WHAT = {
 
 
 def describe(file: str | Path) -> Record:
-    """All there is to say about a file, as plain data. A damaged file is a named error."""
+    """Everything about a file, as plain data. Damage raises a named error."""
     path = Path(file).expanduser()
     try:
         size = path.stat().st_size
@@ -148,7 +149,7 @@ _PARTS: dict[str, Callable[[Path, dict[str, torch.Tensor], Record], Record]] = {
 
 
 def render(described: Record) -> RenderableType:
-    """A description as tables."""
+    """The tables that describe a file."""
     parts: list[RenderableType] = [_facts(described)]
     for message in described.get("messages", []):
         pictures = f" [{message['images']} images]" if message["images"] else ""

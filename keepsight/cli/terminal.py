@@ -1,7 +1,7 @@
 """What the command line and the demo print with: a console, errors by name, tables, thumbnails.
 
-Nothing heavy is imported here, so `keepsight --help` stays quick. Text from files and models goes
-through `plain` first: a file must not be able to move the cursor of whoever looks at it.
+Nothing slow is imported here, so `keepsight --help` stays quick. Text from files and models goes
+through `plain` first: a file must not control the reader's terminal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ErrorsByName(TyperGroup):
     """A group of commands whose Keepsight errors are one line on stderr and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; what Keepsight raises on purpose needs no traceback."""
+        """Run the command; an error that Keepsight raises on purpose needs no traceback."""
         try:
             return super().invoke(ctx)
         except KeepsightError as error:
@@ -44,7 +44,7 @@ class ErrorsByName(TyperGroup):
 
 
 def console(stderr: bool = False) -> Console:
-    """A console for one command. It looks at the streams of now, which tests exchange."""
+    """A console for one command. It uses the current streams, which tests replace."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     fixed = None if terminal or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
     return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)
@@ -87,7 +87,7 @@ class WrittenWords:
 
 
 def json_line(data: object) -> None:
-    """One line for machines, on standard output."""
+    """Print one line of JSON on standard output."""
     typer.echo(json.dumps(data, default=str))
 
 
@@ -100,7 +100,7 @@ def age_text(seconds: float) -> str:
 
 
 def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:
-    """A table in the one style of this program; columns named in `right` hold numbers."""
+    """A table in this program's style; columns named in `right` hold numbers."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     made.show_header = any(columns)
     for name in columns:
@@ -109,7 +109,7 @@ def table(*columns: str, right: tuple[str, ...] = (), title: str | None = None) 
 
 
 def report_table(report: Report) -> Group:
-    """A report as `print(report)` gives it, in columns and colours."""
+    """A report as `print(report)` shows it, with columns and colours."""
     share = 100 * report.cached_tokens // max(1, report.prompt_tokens)
     title = f"{report.prompt_tokens} prompt tokens, {report.cached_tokens} reused ({share} %)"
     made = table("tokens", "what", "status", "why", "features", title=title)
@@ -124,13 +124,13 @@ def report_table(report: Report) -> Group:
 
 
 def share_bar(part: int, whole: int, width: int = 24) -> Text:
-    """How much of `whole` is `part`: green for reused, yellow for computed."""
+    """A bar of `part` in `whole`: green for reused, yellow for computed."""
     filled = round(width * part / whole) if whole else 0
     return Text.assemble(("█" * filled, "green"), ("░" * (width - filled), "yellow"))
 
 
 def thumbnail(picture: Image, width: int = 16) -> Text:
-    """A picture in half blocks: each character is two pixels, one above the other."""
+    """A picture in half blocks: each character shows two pixels, one above the other."""
     height = max(2, 2 * round(width * picture.height / picture.width / 2))
     small = picture.convert("RGB").resize((width, height), _BOX)
     text = Text()

@@ -1,6 +1,6 @@
 """Draws a small picture in a terminal: by kitty's or iTerm's protocol, sixel, or colour blocks.
 
-Where colours cannot be seen, in a pipe or with NO_COLOR, nothing is drawn.
+Without colours, in a pipe or with NO_COLOR, nothing is drawn.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _COLUMNS = 16
-_PIXELS = 256  # the longer side of what is sent to a terminal
+_PIXELS = 256  # longer side of a picture sent to a terminal
 _SIXELS = 128  # the same for sixel, which is drawn dot by dot
 _COLOURS = 64
-_WITH_SIXEL = ("foot", "mlterm", "contour", "yaft", "xterm-sixel")  # as TERM
-_CHUNK = 4096  # characters that kitty takes at once
+_WITH_SIXEL = ("foot", "mlterm", "contour", "yaft", "xterm-sixel")  # values of TERM
+_CHUNK = 4096  # characters per message to kitty
 
 
 def show_thumbnail(picture: Image, console: Console) -> None:
-    """Show a picture where colours can be seen; a pipe and NO_COLOR get none."""
+    """Show a picture if colours are visible; a pipe and NO_COLOR get none."""
     if not console.is_terminal or console.no_color:
         return
     protocol = _protocol()
@@ -39,7 +39,7 @@ def show_thumbnail(picture: Image, console: Console) -> None:
 
 
 def _protocol() -> str | None:
-    """What the terminal says of itself; inside tmux or screen no picture gets through."""
+    """The protocol that the terminal announces; tmux and screen pass no pictures."""
     if os.environ.get("TMUX") or os.environ.get("TERM", "").startswith(("screen", "tmux")):
         return None
     if os.environ.get("KITTY_WINDOW_ID") or os.environ.get("TERM") in (
@@ -78,7 +78,7 @@ def _iterm(picture: Image) -> str:
 
 
 def _sixel(picture: Image) -> str:
-    """Bands of six rows; in each, for every colour in it, which of the six dots have it."""
+    """Sixel data: bands of six rows; for every colour in a band, which of the six dots have it."""
     small = picture.convert("RGB")
     small.thumbnail((_SIXELS, _SIXELS))
     width, height = small.size

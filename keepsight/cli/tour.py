@@ -1,8 +1,8 @@
 """`keepsight demo`: four short acts in which a model remembers pictures. Nothing printed is canned.
 
-Every answer, time and exception comes from running the model, beside stock Transformers on the very
-same model object. One thread is used throughout: the models are tiny, and a machine that has
-something else to do then disturbs both sides least.
+Every answer, time and exception comes from running the model, beside stock Transformers on the same
+model object. One thread is used throughout: the models are tiny, and other load on the machine then
+disturbs both sides least.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from keepsight.session import Session
     from keepsight.vlm import VLM
 
-_RUNS = 3  # the table of act 1 shows medians of so many
+_RUNS = 3  # runs whose medians the table of act 1 shows
 
 
 def run(console: Console, out: Path, seed: int = 1, save: Path | None = None) -> None:
-    """The whole show; `save`: where to write it as a page."""
+    """Run the tour; `save`: the page to write."""
     began = time.perf_counter()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -116,7 +116,7 @@ def _conversation(stage: Stage, vlm: VLM, stock: StockSession) -> None:
 
 
 def _warm_up(stage: Stage, vlm: VLM, stock: StockSession) -> None:
-    """First calls in a process pay for things that have nothing to do with either side."""
+    """Run both once: the first calls of a process have costs that belong to neither."""
     path = stage.out / "pictures" / "warm-up.png"
     Scene(random.Random(0), (112, 112)).draw().save(path)
     vlm.ask(path, "Hello!")
@@ -127,7 +127,7 @@ def _warm_up(stage: Stage, vlm: VLM, stock: StockSession) -> None:
 def _play(
     stage: Stage, session: Session, stock: StockSession, asks: Sequence[Ask]
 ) -> Iterator[tuple[Ask, TurnTimes]]:
-    """The conversation, turn by turn, by both sides."""
+    """The conversation, turn by turn, on both sides."""
     messages: list[Message] = []
     for ask in asks:
         pictures = [stage.pictures[i] for i in ask.new]
@@ -170,7 +170,7 @@ def _one_more_picture(stage: Stage, vlm: VLM, stock: StockSession) -> None:
 def _keepsight(
     stage: Stage, vlm: VLM, stock: StockSession, messages: list[Message], fresh: Heard
 ) -> None:
-    """Keepsight's answer to the very tensors that stock was given."""
+    """Keepsight's answer to the tensors that stock was given."""
     output = vlm.generate(
         **stock.inputs(messages),
         max_new_tokens=TOKENS,
@@ -209,7 +209,7 @@ def _restart(stage: Stage) -> None:
         "store, and is closed. Then a new process asks something else about the same pictures.",
     )
     folder = stage.out / "store"
-    DiskStore(folder).clear()  # what an earlier demo left would make the first answer warm
+    DiskStore(folder).clear()  # packages of an earlier demo would make the first answer warm
     pictures = stage.pictures[:2]
     later = f"Which picture shows a {stage.scenes[1].name}?"
     with ks.load("demo-hybrid", dtype="float32", store=folder) as vlm:
@@ -230,7 +230,7 @@ def _restart(stage: Stage) -> None:
 
 
 def _new_process(stage: Stage, words: list[str]) -> str:
-    """What a second interpreter prints; it shares nothing with this one but the folder."""
+    """The output of a second interpreter, which shares only the folder with this one."""
     quoted = " ".join(f'"{word}"' if " " in word else word for word in words)
     stage.say(f"$ OMP_NUM_THREADS=1 keepsight {quoted}", "bold")
     start = time.perf_counter()

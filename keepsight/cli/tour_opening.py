@@ -1,7 +1,8 @@
-"""The first thing that the demo shows: what memory saves where a model is not tiny.
+"""The first part of the demo: how much time memory saves with a model that is not tiny.
 
-The model is made on the spot, with the demo's processor and random weights: its words mean nothing,
-its times do. Both sides answer the same questions about one picture with the same model object.
+The model is built on the spot, with the demo's processor and random weights: its words mean
+nothing, but its times do. Both sides answer the same questions about one picture with the same
+model object.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _QUESTIONS = ("Describe the picture.", "What color is the shape?", "Where is it?
 
 
 def made_on_the_spot(seed: int = 0) -> PreTrainedModel:
-    """A wider model of the demo's architecture, with weights of chance."""
+    """A wider model of the demo's architecture, with random weights."""
     config = AutoConfig.from_pretrained(loading.model_path("demo"))
     for name, value in _TEXT.items():
         setattr(config.text_config, name, value)
@@ -48,7 +49,7 @@ def opening(stage: Stage) -> None:
     """A chat about one picture, timed beside stock."""
     model, processor = made_on_the_spot(), loading.load_processor(loading.model_path("demo"), None)
     pixels = {"shortest_edge": 32 * 32, "longest_edge": _SIDE * _SIDE}
-    vars(processor.image_processor)["size"] = pixels  # the demo's own are smaller
+    vars(processor.image_processor)["size"] = pixels  # the demo's own limits are smaller
     millions = model.num_parameters() / 1e6
     stage.act(
         "What memory saves",
@@ -62,7 +63,7 @@ def opening(stage: Stage) -> None:
     stage.page.pictures([(picture, f"{picture.name}, {_SIDE}x{_SIDE}")])
     with ks.wrap(model, processor, store="") as vlm:
         stock = StockSession(model, processor)
-        # The first calls of a process pay for more than they do.
+        # The first calls of a process have other costs.
         _conversation(vlm.session(), stock, picture, _QUESTIONS[:2])
         runs = []
         for _ in range(_RUNS):
@@ -71,7 +72,7 @@ def opening(stage: Stage) -> None:
     _show(stage, runs)
 
 
-Times = tuple[int, int, float, float]  # tokens, of these reused, milliseconds, those of stock
+Times = tuple[int, int, float, float]  # tokens, reused tokens, milliseconds, milliseconds of stock
 
 
 def _conversation(

@@ -1,6 +1,6 @@
-"""The tour as one HTML page: pictures inside it, light and dark, no script and no network.
+"""The tour as one HTML page: embedded pictures, light and dark, no script and no network.
 
-`Stage` hands over each thing that it prints, so the page says what the terminal said.
+`Stage` passes on each thing that it prints, so the page shows what the terminal showed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ pre { overflow-x: auto; font-size: .8125rem; }
 
 
 def check_page(path: Path) -> None:
-    """Refuse a page that cannot be written, or a file that is no such page, before the tour."""
+    """Before the tour, refuse a page that cannot be written, or an existing file that is no such
+    page."""
     path = path.expanduser()
     if path.is_dir() or not path.parent.is_dir():
         what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
@@ -77,7 +78,7 @@ class TourPage:
             self._parts.append(f"<p class=dim>{_text(text.strip())}</p>")
 
     def exchange(self, asked: str, reply: Reply, truth: str | None) -> None:
-        """A question, its answer, and the report behind it."""
+        """A question, its answer, and the report."""
         right = reply.text.strip() == truth
         mark = "" if truth is None else _mark(right)
         wrong = "" if truth is None or right else f" <span class=bad>(it is: {_text(truth)})</span>"
@@ -90,7 +91,7 @@ class TourPage:
         )
 
     def pictures(self, shown: Iterable[tuple[Path, str]]) -> None:
-        """Pictures with what stands below each, inside the page."""
+        """Pictures with captions, embedded in the page."""
         figures = [
             f'<figure><img alt="{_text(words)}" src="data:image/png;base64,'
             f'{base64.b64encode(path.read_bytes()).decode()}"><figcaption>{_text(words)}'
@@ -100,7 +101,7 @@ class TourPage:
         self._parts.append(f"<div class=pictures>{''.join(figures)}</div>")
 
     def verdict(self, who: str, text: str, verdict: str, right: bool) -> None:
-        """Who answered, how that compares with computing everything afresh, and what was said."""
+        """Who answered, how that compares with a fresh computation, and the answer."""
         style = "good" if right else "bad"
         self._parts.append(
             f"<div class=verdict><p>{_mark(right)}<b>{_text(who)}</b>: "
@@ -108,7 +109,7 @@ class TourPage:
         )
 
     def times(self, rows: Sequence[tuple[float, float]]) -> None:
-        """Milliseconds of each turn and those of stock, as bars of one scale."""
+        """Milliseconds of each turn and those of stock, as bars on one scale."""
         longest = max(ms for row in rows for ms in row)
         cells = []
         for number, row in enumerate(rows, 1):
@@ -120,7 +121,7 @@ class TourPage:
         self._parts.append(f"<div class=times>{''.join(cells)}</div>")
 
     def show(self, shown: RenderableType) -> None:
-        """A table, several, or what another process printed."""
+        """A table, several, or the output of another process."""
         self._parts.append(_shown(shown))
 
     def save(self, path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What the demo shows things with: the pictures of one run, and how a turn is printed.
+"""Shared by the acts of the demo: the pictures of one run, and the printing of turns.
 
-The acts are in `tour.py`; here is only what several of them need.
+The acts are in `tour.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PICTURES = 4
 _INDENT = " " * 7
-_BAR = 18  # columns; with what stands beside it a row of 80
+_BAR = 18  # columns; together with the text beside it at most 80
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Ask:
 
 @dataclass
 class TurnTimes:
-    """What one turn came to: times are milliseconds from the question to the first token."""
+    """Results of one turn: times are milliseconds from the question to the first token."""
 
     reply: Reply
     ms: float
@@ -53,7 +53,7 @@ class TurnTimes:
 
     @property
     def same(self) -> bool:
-        """Whether stock, computing everything, says the same."""
+        """Whether stock, computing everything, gives the same text."""
         return self.reply.text.strip() == self.stock_text
 
 
@@ -69,7 +69,7 @@ def scenes_of(seed: int) -> list[Scene]:
 
 
 def script(scenes: Sequence[Scene]) -> list[Ask]:
-    """A conversation about the pictures, with the truth as the scenes tell it."""
+    """A conversation about the pictures, with the right answers from the scenes."""
     a, b = scenes[0], scenes[1]
     both = f"Picture 1 shows a {a.name}, picture 2 shows a {b.name}. {difference(a, b)}"
     listed = " ".join(f"{i}: {scene.name}." for i, scene in enumerate(scenes, 1))
@@ -85,17 +85,17 @@ def script(scenes: Sequence[Scene]) -> list[Ask]:
 
 @dataclass
 class Stage:
-    """Where to print, where files go, and the pictures of this run."""
+    """Where to print, the folder for files, and the pictures of this run."""
 
     console: Console
     out: Path
     scenes: list[Scene]
     pictures: list[Path] = field(default_factory=list)
     made: list[Path] = field(default_factory=list)
-    page: TourPage = field(default_factory=TourPage)  # the same, to be saved where asked for
+    page: TourPage = field(default_factory=TourPage)  # the same output, saved on request
 
     def draw(self) -> None:
-        """Put the pictures in files."""
+        """Write the pictures to files."""
         folder = self.out / "pictures"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ class Stage:
         self.console.print()
 
     def exchange(self, asked: str, reply: Reply, truth: str | None = None) -> None:
-        """A question and its answer, with what was reused for it."""
+        """Print a question and its answer, with what was reused."""
         self.page.exchange(asked, reply, truth)
         self.console.print(Text.assemble(("you    ", "bold cyan"), asked))
         right = reply.text.strip() == truth
@@ -148,7 +148,7 @@ class Stage:
         self.console.print(Text.assemble(_INDENT, bar, f" {reuse_of(reply)}"))
 
     def turn(self, ask: Ask, turn: TurnTimes) -> None:
-        """One turn of the conversation, beside stock."""
+        """Print one turn of the conversation, beside stock."""
         if ask.new:
             self.show_pictures(ask.new)
         self.exchange(ask.text, turn.reply, ask.truth)
@@ -157,7 +157,7 @@ class Stage:
         self.say(f"{_INDENT}first token after {turn.ms:.0f} ms; {stock}\n", "dim")
 
     def show_pictures(self, numbers: Sequence[int]) -> None:
-        """Small pictures where the terminal has colours; their names everywhere."""
+        """Small pictures if the terminal has colours; their names in any case."""
         paths = [self.pictures[i] for i in numbers]
         sizes = [f"{self.scenes[i].width}x{self.scenes[i].height}" for i in numbers]
         names = [f"{path.name}, {size}" for path, size in zip(paths, sizes, strict=True)]
@@ -170,7 +170,7 @@ class Stage:
             self.console.print(Text(f"{_INDENT}{name}", "dim"), soft_wrap=True)
 
     def verdict(self, who: str, text: str, verdict: str, right: bool) -> None:
-        """Who answered, how that compares with the truth, and what was said."""
+        """Who answered, how that compares with the truth, and the answer."""
         self.page.verdict(who, text, verdict, right)
         style = "green" if right else "red"
         mark = "✓ " if right else "✗ "
@@ -191,7 +191,7 @@ def timed(
 
 
 def times(runs: Sequence[Sequence[TurnTimes]]) -> Table:
-    """Tokens and times of each turn, as medians over the runs."""
+    """A table of tokens and times of each turn, as medians over the runs."""
     right = ("prompt", "reused", "computed", "looked at", "first token", "stock", "ratio")
     title = f"medians of {len(runs)} runs; time is from the question to the first token"
     shown = table("turn", *right, right=right, title=title)

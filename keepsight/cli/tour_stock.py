@@ -1,8 +1,8 @@
-"""Plain Transformers on the same model: what the demo is measured against, and what people try.
+"""Plain Transformers on the same model: the baseline of the demo, and what people try.
 
 Nothing of Keepsight is used here: files are opened, the processor is called and `generate` runs, as
-in any tutorial. `attempts` are the ways in which one would add a picture to a conversation whose
-`past_key_values` were kept; each is run for real and its outcome is whatever comes.
+in any tutorial. `attempts` are the obvious ways to add a picture to a conversation with kept
+`past_key_values`; each one really runs, and its outcome is shown.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from keepsight.kinds import Inputs, Message, Processor
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-TOKENS = 96  # more than any answer of the demo models has
+TOKENS = 96  # more tokens than any answer of the demo models
 _MEDIA = ("pixel_values", "image_grid_thw")
-CLOSE = 1e-3  # logits this close come from the same computation in another order
+CLOSE = 1e-3  # logits this close are the same computation in another order
 
 
 @dataclass
@@ -32,14 +32,14 @@ class Heard:
     """One answer of stock `generate`."""
 
     text: str
-    logits: torch.Tensor  # of the first token
+    logits: torch.Tensor  # milliseconds to the first token
     cache: Cache  # past_key_values
-    ids: torch.Tensor  # prompt and answer; the cache holds all of them but the last
+    ids: torch.Tensor  # prompt and answer; the cache holds all but the last
 
 
 @dataclass
 class Outcome:
-    """What came of one attempt, next to the answer computed afresh."""
+    """The outcome of one attempt, next to the answer computed afresh."""
 
     attempt: str
     text: str  # the answer, or the exception
@@ -48,13 +48,13 @@ class Outcome:
 
 
 class StockSession:
-    """`model.generate` and a processor; the cache is handed over by whoever asks."""
+    """`model.generate` and a processor; the caller passes the cache."""
 
     def __init__(self, model: PreTrainedModel, processor: Processor) -> None:
         self._model, self._processor = model, processor
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
-        """The processor's output for a whole conversation; pictures are paths in it."""
+        """The processor's output for a whole conversation, whose pictures are paths."""
         pictures = [
             Image.open(part["image"]).convert("RGB")
             for message in messages
@@ -67,7 +67,7 @@ class StockSession:
         return dict(self._processor(text=[text], images=pictures or None, return_tensors="pt"))
 
     def first_token_ms(self, messages: Sequence[Message]) -> float:
-        """From the messages to the first token, everything computed."""
+        """Milliseconds from the messages to the first token, everything computed."""
         start = time.perf_counter()
         self._model.generate(**self.inputs(messages), max_new_tokens=1, do_sample=False)
         return 1e3 * (time.perf_counter() - start)
@@ -86,14 +86,14 @@ class StockSession:
         )
 
     def text(self, ids: torch.Tensor) -> str:
-        """What some tokens say."""
+        """The text of some tokens."""
         said: str = self._processor.tokenizer.decode(ids, skip_special_tokens=True)
         return said.strip()
 
     # -- the obvious attempts --------------------------------------------------------------------
 
     def attempts(self, first: list[Message], second: list[Message]) -> Iterator[Outcome]:
-        """Answer `second` from the cache that `first` left, in every obvious way."""
+        """Answer `second` with the cache that `first` left, in every obvious way."""
         begun = self.inputs(first)
         kept = self.answer(begun)
         whole = self.inputs(second)
@@ -116,7 +116,7 @@ class StockSession:
     def interrupted(
         self, first: list[Message], second: list[Message], between: list[Message]
     ) -> Outcome:
-        """A question about a picture that is in the cache, after another conversation ran."""
+        """A question about a picture in the cache, after another conversation ran."""
         kept = self.answer(self.inputs(first))
         whole = self.inputs(second)
         fresh = self.answer(whole)
@@ -139,14 +139,14 @@ class StockSession:
             )
         try:
             heard = self.answer(inputs, past_key_values=copy.deepcopy(kept.cache))
-        except Exception as error:  # whatever upstream raises is what is shown
+        except Exception as error:  # any exception of Transformers is the outcome
             said = f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(": ")
             return Outcome(attempt, said, "crashes", False)
         return Outcome(attempt, heard.text, *judge(heard.text, heard.logits, fresh))
 
 
 def judge(text: str, logits: torch.Tensor, fresh: Heard) -> tuple[str, bool]:
-    """Compare an answer with the one computed afresh, in its words and in its logits."""
+    """Compare an answer with the one computed afresh, in words and logits."""
     gap = float((logits.float() - fresh.logits.float()).abs().max())
     if text != fresh.text:
         return f"wrong: other words (logits off by {gap:.2g})", False
@@ -156,7 +156,7 @@ def judge(text: str, logits: torch.Tensor, fresh: Heard) -> tuple[str, bool]:
 
 
 def question(text: str, pictures: Sequence[Path] = ()) -> Message:
-    """One user turn, as stock Transformers and Keepsight both take it."""
+    """One user turn, in a form that stock Transformers and Keepsight both take."""
     parts: list[Message] = [{"type": "image", "image": str(path)} for path in pictures]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 

@@ -1,6 +1,6 @@
-"""Finds pictures in what somebody types: dropped, quoted or escaped paths, `~`, `file://`, URLs.
+"""Finds pictures in typed text: dropped, quoted or escaped paths, `~`, `file://`, URLs.
 
-A folder stands for the pictures in it, a PDF for its pages. What is no picture stays text.
+A folder stands for the pictures in it, a PDF for its pages. Other words stay text.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ SUFFIXES = {
     ".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif",
     ".heic", ".heif", ".pdf", ".sight",
 }  # fmt: skip
-MOST = 64  # pictures of one folder or PDF
+MOST = 64  # most pictures of one folder or PDF
 _DPI = 150
 _WORD = re.compile(r"'[^']*'|\"[^\"]*\"|(?:\\.|\S)+")
-_AFTER = "?.,;:!)"  # of a sentence, behind a path in it
+_AFTER = "?.,;:!)"  # punctuation after a path in a sentence
 
 
 def split_pictures(line: str) -> tuple[list[str], str]:
-    """The pictures that a line names, and the question that is left.
+    """The pictures that a line names, and the remaining question.
 
-    Paths before the question, and behind a finished sentence, are cut out; inside a sentence the
-    name of the file stays.
+    Paths before the question, and after a finished sentence, are cut out; inside a sentence the
+    file name stays.
     """
     if _is_picture(_path_of(line), alone=True):  # a dropped path with spaces
         return [_path_of(line)], ""
@@ -55,7 +55,7 @@ def split_pictures(line: str) -> tuple[list[str], str]:
 
 
 def _split_word(word: str, leading: bool) -> tuple[str | None, str]:
-    """The picture in one word, and what of a sentence follows it."""
+    """The picture in one word, and the punctuation after it."""
     bare = word.rstrip(_AFTER)
     for part in (word, bare):
         path = _path_of(part)
@@ -68,13 +68,14 @@ def _split_word(word: str, leading: bool) -> tuple[str | None, str]:
 
 
 def _check_not_a_file(path: str) -> None:
-    """Refuse a dropped file that is no picture: the model would be asked about its name."""
+    """Refuse a dropped file that is no picture: otherwise the model would be asked about its
+    name."""
     if "\0" not in path and os.path.isfile(path):
         raise InputError(f"{path} is not a picture that is opened here; nothing was sent")
 
 
 def _is_picture(path: str, alone: bool) -> bool:
-    """Whether a word names pictures; a folder only where it cannot be part of a sentence."""
+    """Whether a word names pictures; a folder only if it cannot be part of a sentence."""
     suffix = Path(urllib.parse.urlsplit(path).path if "://" in path else path).suffix.lower()
     if path.startswith(("http://", "https://")):
         return suffix in SUFFIXES and not re.search(r"\s", path)
@@ -87,7 +88,7 @@ def _is_picture(path: str, alone: bool) -> bool:
 
 
 def _path_of(word: str) -> str:
-    """A path as it is written on disk: without quotes, escapes, `~` and `file://`."""
+    """A path as on disk: without quotes, escapes, `~` and `file://`."""
     word = word.strip()
     quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "'\""
     if quoted:
@@ -100,12 +101,12 @@ def _path_of(word: str) -> str:
 
 
 def open_pictures(name: str) -> list[tuple[str, str | Package | Image]]:
-    """What the library takes for a typed name, each with the name to show: one, or several."""
+    """The pictures behind a typed name, in a form for the library, each with a name to show."""
     return pictures_at(_path_of(name))
 
 
 def pictures_at(path: str) -> list[tuple[str, str | Package | Image]]:
-    """The same for a path as it is on disk."""
+    """The same for a path on disk."""
     if os.path.isdir(path):
         files = sorted(p for p in Path(path).iterdir() if p.suffix.lower() in SUFFIXES - {".pdf"})
         _bound(path, len(files))

@@ -1,7 +1,7 @@
 """Data sets to packages. May import vlm and below.
 
-`sources` says what a user may name, `items` what one image is, `run` keeps the tower busy, and
-`to_store` and `to_files` are the two places where packages go.
+`sources` defines what a user may name, `items` one image, and `run` keeps the tower busy. Packages
+go to the places in `to_store` and `to_files`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def encode(
     tenant: str | None = None,
     threads: int | None = None,
 ) -> Iterator[Encoded]:
-    """Every image behind `sources` into the model's store, or as `.sight` files into a folder.
+    """Encode every image of `sources` into the model's store, or as `.sight` files into a folder.
 
-    What became of each comes in order. An image that cannot be used is a result like any other.
+    Results come in order. An image that cannot be used is a result too.
     """
     reading = Reading(column, dpi, fps)
     reading.check()
@@ -73,7 +73,7 @@ def target_of(
     codec: str = "exact",
     most: int | None = None,
 ) -> EncodeTarget:
-    """The model's store, or a folder of files, as the place for packages."""
+    """The place for packages: the model's store, or a folder of files."""
     whose = vlm.tenant if tenant is None else tenant_name(tenant)
     if most is not None and most < 1:
         raise InputError(f"max_tokens={most}; expected at least 1")

@@ -1,7 +1,7 @@
-"""Tar and zip archives: images are read where they lie, and nothing is ever unpacked to a disk.
+"""Reads images in tar and zip archives in place; nothing is unpacked to a disk.
 
-The name of a member is a label and never a path. Members are read one at a time and up to a bound,
-whatever an archive claims of their size; links and devices are refused.
+The name of a member is a label, never a path. Members are read one at a time up to a limit,
+whatever size an archive claims; links and devices are refused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from keepsight.errors import ImageError
 from keepsight.media.sources import MAX_BYTES
 
 MAX_MEMBERS = 10_000_000
-MAX_UNPACKED = 1 << 40  # of a compressed tar; members cannot be skipped there without unpacking
+MAX_UNPACKED = 1 << 40  # of a compressed tar, where skipping a member means unpacking it
 _BLOCK = 512
 _TORN = (tarfile.TarError, EOFError, zlib.error, zipfile.BadZipFile, OSError, ValueError)
 
 
 def zip_items(path: str, place: str, images: Callable[[str], bool]) -> Iterator[Item]:
-    """The images in a zip archive; `images` tells them by their names."""
+    """The images in a zip archive; `images` recognises them by name."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -58,7 +58,7 @@ def tar_items(path: str, place: str, images: Callable[[str], bool]) -> Iterator[
     """The images in a tar archive, plain or compressed by gzip or bzip2."""
     try:
         with closing(_Bounded(path)) as file:
-            # `r:` reads headers where they are; the bounded file does the unpacking.
+            # `r:` reads headers in place; the bounded file unpacks.
             with tarfile.open(fileobj=file, mode="r:", errorlevel=2) as archive:  # type: ignore[call-overload]
                 yield from _members(archive, path, place, images)
                 _check_end(archive, file)
@@ -90,7 +90,8 @@ def _tar_item(archive: tarfile.TarFile, member: tarfile.TarInfo, name: str, plac
 
 
 def _check_end(archive: tarfile.TarFile, file: _Bounded) -> None:
-    """An archive ends with a block of zeros; `tarfile` also takes a torn header for its end."""
+    """Check the end: an archive ends with a block of zeros, but `tarfile` also accepts a torn
+    header."""
     file.seek(archive.offset)
     found = file.read(_BLOCK)
     if found != bytes(_BLOCK):
@@ -98,10 +99,10 @@ def _check_end(archive: tarfile.TarFile, file: _Bounded) -> None:
 
 
 class _Bounded(io.RawIOBase):
-    """A file, unpacked while it is read, that never gives more at once than a member may have.
+    """A file that is unpacked while it is read, and returns at most a member's limit at once.
 
-    Long names and other headers of a tar are read whole, and a small compressed file may unpack to
-    one of any size.
+    Long names and other tar headers are read whole, and a small compressed file may unpack to
+    headers of any size.
     """
 
     def __init__(self, path: str) -> None:
@@ -121,19 +122,19 @@ class _Bounded(io.RawIOBase):
             self._packed = False
 
     def read(self, size: int | None = -1) -> bytes:
-        """Some bytes from here on."""
+        """Read some bytes from the current position."""
         if size is None or not 0 <= size <= MAX_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes")
         return self._file.read(size)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a place from the start."""
+        """Set the position from the start."""
         if self._packed and offset > MAX_UNPACKED:
             raise tarfile.ReadError(f"it unpacks to more than {MAX_UNPACKED} bytes")
         return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
-        """The place."""
+        """The current position."""
         return int(self._file.tell())
 
     def readable(self) -> bool:
@@ -141,10 +142,10 @@ class _Bounded(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """It is, forwards at the cost of unpacking."""
+        """Always, but forward moves have to unpack."""
         return True
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._raw.close()
         super().close()

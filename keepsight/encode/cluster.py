@@ -1,7 +1,7 @@
-"""The same run on Ray: workers that each load the model, and pieces that they take from a queue.
+"""Encodes on Ray: each worker loads the model and takes pieces from a queue.
 
-Only names travel: sources and the store must be in reach of every worker. A worker that dies costs
-nothing but time, because what it had finished is in the store and the rest is given to another.
+Only names are sent: every worker must reach the sources and the store. A dead worker costs only
+time, because its finished packages are in the store and the rest goes to another worker.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from keepsight.errors import InputError, KeepsightError, MissingExtra, StoreErro
 from keepsight.kinds import Inputs, Options, Record
 from keepsight.system.optional import optional
 
-_TOGETHER = 32  # files or lines that are given out at once; an archive or a table goes alone
+_TOGETHER = 32  # files or lines per task; an archive or a table is a task of its own
 _SMALL = ("image", "text", "broken")
 Shard = tuple[int, int] | None
 
 
 class Worker:
-    """One process of the cluster: a model, and what it makes of the pieces it is given."""
+    """One process of the cluster: a model that encodes the pieces it gets."""
 
     def __init__(self, options: Options, reading: Record, shard: Shard) -> None:
         self._encoder = Encoder(**options)
         self._reading, self._shard = Reading(**reading), shard
 
     def __call__(self, batch: Inputs) -> dict[str, list[str]]:
-        """What became of every image in some pieces."""
+        """The results of every image in some pieces."""
         pieces = [SourcePiece(**piece) for group in batch["pieces"] for piece in json.loads(group)]
         mine = (item for item in items(pieces, self._reading) if item.in_shard(self._shard))
         return {"result": [json.dumps(r.to_dict()) for r in self._encoder.encode(mine)]}
@@ -49,17 +49,17 @@ def run_on_ray(
     shard: Shard = None,
     workers: int | None = None,
 ) -> Generator[Encoded]:
-    """What became of each image, in the order in which workers finish."""
+    """The results of each image, in the order in which workers finish."""
     ray = _ray()
-    # As JSON, because names of files may hold what no table takes as text.
+    # As JSON, because file names may hold bytes that no table accepts as text.
     groups = [{"pieces": json.dumps([vars(p) for p in group])} for group in grouped(pieces)]
     if not groups:
         return
-    # A worker that computed with another number of threads would make other features.
+    # Another number of threads in a worker would make other features.
     options = {"torch_threads": torch.get_num_threads(), **options}
     started = not ray.is_initialized()
     if started:
-        # The cluster that RAY_ADDRESS names or that runs here, else one of this machine's own.
+        # The cluster named by RAY_ADDRESS or running here, otherwise a local one.
         ray.init(log_to_driver=False, include_dashboard=None, logging_level=logging.ERROR)
     try:
         yield from _results(ray, groups, (options, vars(reading), shard), workers)
@@ -94,7 +94,7 @@ def _results(
 
 
 def _plain_error(error: BaseException) -> KeepsightError:
-    """What a worker refused, as it would have been refused here."""
+    """A worker's error as it would have been raised here."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeepsightError):
         cause = getattr(cause, "cause", None) or cause.__cause__
@@ -103,7 +103,7 @@ def _plain_error(error: BaseException) -> KeepsightError:
 
 
 def grouped(pieces: Iterable[SourcePiece]) -> Iterator[list[SourcePiece]]:
-    """Pieces to be given out together."""
+    """Pieces grouped into tasks."""
     for small, run in itertools.groupby(pieces, lambda piece: piece.kind in _SMALL):
         size = _TOGETHER if small else 1
         while group := list(itertools.islice(run, size)):

@@ -1,8 +1,7 @@
 """PDF pages and videos as images.
 
-A page is named by the document's bytes, its number and the resolution, so a page that was seen
-before is not drawn again. Both formats are read by libraries that are imported here and nowhere
-else.
+A page is named by the document's bytes, its number and the resolution, so a known page is not drawn
+again. The libraries for both formats are imported only here.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from keepsight.system.optional import optional
 
 MAX_DOCUMENT = 1 << 30
 MAX_PAGES = 100_000
-PDFIUM = FairLock("the PDF library")  # which is not safe in two threads at once
-_POINTS = 72  # to an inch
+PDFIUM = FairLock("the PDF library")  # not thread-safe
+_POINTS = 72  # PDF points per inch
 
 
 def pdfium() -> ModuleType:
@@ -61,11 +60,11 @@ class _Document:
         return f"{self._library.PDFIUM_INFO} {PIL.__version__}"
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):  # the collector calls this, at any moment: it must not wait
+        if hasattr(self, "_open"):  # the garbage collector may call this at any moment: never wait
             PDFIUM.leave(self._open.close)
 
     def draw(self, number: int, dpi: int) -> Image.Image:
-        """A page, counted from 0, as an RGB image."""
+        """Draw a page, counted from 0, as an RGB image."""
         label = f"{self.path}#page={number + 1}"
         try:
             with PDFIUM:
@@ -86,7 +85,7 @@ class _Document:
             raise ImageError(f"{label} cannot be drawn: {error}") from None
 
     def source(self, number: int, dpi: int) -> Source:
-        """A page that is drawn only if it is not known yet."""
+        """The source of a page; it is drawn only if it is not known yet."""
         name = digests.digest("pdf page", self.name, number, dpi)
         label = f"{self.path}#page={number + 1}"
         return Source(name, lambda: self.draw(number, dpi), label, [], file=file_label(label))
@@ -98,7 +97,7 @@ def _locked(error: Exception) -> bool:
 
 
 def draw_pages(path: str, dpi: int, most: int) -> list[Image.Image]:
-    """All pages of a PDF of at most `most`."""
+    """All pages of a PDF with at most `most` pages."""
     document = _Document(path)
     if document.pages > most:
         raise ImageError(f"{path} has {document.pages} pages, expected at most {most}")
@@ -106,7 +105,7 @@ def draw_pages(path: str, dpi: int, most: int) -> list[Image.Image]:
 
 
 def page_count(path: str) -> int | None:
-    """The pages of a PDF, or None where it cannot be opened."""
+    """The number of pages of a PDF, or None if it cannot be opened."""
     library = pdfium()
     with PDFIUM:
         try:
@@ -139,13 +138,13 @@ def _page(document: _Document, number: int, place: str, dpi: int) -> Item:
 
 
 def clip_items(path: str, place: str) -> Iterator[Item]:
-    """A video as one medium, where the family takes videos."""
+    """A video as one medium, if the family takes videos."""
     optional("av", "video")
     yield Item(path, place, lambda: open_clip(path, "video"), modality="video")
 
 
 def frame_items(path: str, place: str, fps: float) -> Iterator[Item]:
-    """Frames of a video as images, `fps` of them for each second of it."""
+    """Frames of a video as images, `fps` per second."""
     optional("av", "video")
     due = 0.0
     try:

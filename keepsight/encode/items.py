@@ -1,9 +1,9 @@
-"""One image of a source: its name, and how to open it when its turn comes.
+"""One image of a source: its name, and how to open it later.
 
-An item's name says where the image lies, such as `scans.pdf#page=3`, and is the same in every run
-and on every machine that is given the same sources; its `place` leaves out where a source folder
-lies on this machine, so that several machines agree on who takes what. Names are labels: nothing
-is ever written under them.
+An item's name says where the image is, such as `scans.pdf#page=3`, and is the same in every run and
+on every machine with the same sources. Its `place` leaves out where a source folder is on this
+machine, so that all machines agree on the shard of each image. Names are labels: no file is ever
+written under them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from keepsight.system.words import check_dpi
 class Reading:
     """How sources are read."""
 
-    column: str = "image"  # of tables
-    dpi: int = 144  # of PDF pages
-    fps: float | None = None  # frames a second to take of videos; None: videos stay videos
+    column: str = "image"  # column of tables
+    dpi: int = 144  # resolution of PDF pages
+    fps: float | None = None  # frames per second of videos; None: a video is one medium
 
     def check(self) -> None:
-        """Refuse what makes no sense, by name."""
+        """Refuse impossible values by name."""
         check_dpi(self.dpi)
         if self.fps is not None and not 0 < self.fps <= 1000:
-            raise InputError(f"fps={self.fps}; expected frames a second, up to 1000")
+            raise InputError(f"fps={self.fps}; expected frames per second, up to 1000")
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Item:
 
     name: str
     place: str
-    open: Callable[[], Source]  # called in a thread; what cannot be opened raises a KeepsightError
-    nbytes: int = 0  # held in memory while it waits
+    open: Callable[[], Source]  # called in a thread; raises a KeepsightError if it cannot be opened
+    nbytes: int = 0  # bytes in memory while it waits
     modality: str = "image"
 
     def in_shard(self, shard: tuple[int, int] | None) -> bool:
-        """Whether the machine of this number, of so many, takes it."""
+        """Whether a shard (number, count) contains it."""
         if shard is None:
             return True
         number, count = shard
@@ -61,7 +61,7 @@ class Item:
 
 
 def broken(name: str, place: str, error: str | Exception) -> Item:
-    """An item that cannot be opened, so that it is listed and the rest goes on."""
+    """An item that cannot be opened: it is reported, and the run continues."""
     reason = error if isinstance(error, KeepsightError) else ImageError(str(error))
 
     def refuse() -> Source:
@@ -76,12 +76,12 @@ def of_file(path: str, place: str) -> Item:
 
 
 def of_bytes(data: bytes, name: str, place: str) -> Item:
-    """An image as the bytes of a file."""
+    """An image from the bytes of a file."""
     if len(data) > MAX_BYTES:
         return broken(name, place, f"{name} is larger than {MAX_BYTES} bytes")
 
     def named() -> Source:
-        # Named as the bytes are named elsewhere; only messages speak of where they lay.
+        # Named like the same bytes elsewhere; only messages tell the place.
         return dataclasses.replace(
             open_source(data),
             label=name,
@@ -93,11 +93,11 @@ def of_bytes(data: bytes, name: str, place: str) -> Item:
 
 
 def of_text(text: str, folder: str, name: str, place: str) -> Item:
-    """An image behind a path (from `folder` on), a URL or a data URI."""
+    """An image behind a path (relative to `folder`), a URL or a data URI."""
     if not text.strip():
         return broken(name, place, f"{name}: there is no path in it")
     if text.startswith(("http://", "https://", "data:")):
-        # What a URL gave is not kept: a list may have any number of them.
+        # The bytes of a URL are not kept: a list may have any number of them.
         return Item(name, place, lambda: of_bytes(read_bytes(text), name, place).open())
     if text.startswith("file://"):
         return Item(name, place, lambda: open_source(text))

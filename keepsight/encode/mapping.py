@@ -1,7 +1,7 @@
-"""`Encoder`: the same run as a callable over batches of a table, in any number of processes.
+"""`Encoder`: the encoding run as a callable over batches of a table, in any number of processes.
 
-`datasets.Dataset.map(Encoder(...), batched=True)` and Ray Data's `map_batches(Encoder, ...)` take
-it as it is. It travels as its options: each process loads the model when the first batch comes.
+`datasets.Dataset.map(Encoder(...), batched=True)` and Ray Data's `map_batches(Encoder, ...)` accept
+it directly. It is pickled as its options: each process loads the model at the first batch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 COLUMNS = ("feature_id", "tokens", "status", "error")
 Batch = Record
-_BACK = 256  # packages of earlier batches that are looked for after each
+_BACK = 256  # packages of earlier batches that are checked again after each batch
 
 
 class Encoder:
-    """Encodes a column of images into a store, and adds columns that say what became of each.
+    """Encodes a column of images into a store, and adds columns with the result of each.
 
     `feature_id` and `tokens` name the package, `status` is as in `keepsight encode`, and `error`
-    says why an image could not be used. What a returned batch speaks of is safe in the store.
+    says why an image could not be used. All packages of a returned batch are safe in the store.
     Further options are those of `load`.
     """
 
@@ -58,8 +58,8 @@ class Encoder:
         self._load = {"name": os.fspath(model), "store": os.fspath(store), **options}
         self._column, self._prefix, self._threads = column, prefix, threads
         self._codec, self._most, self._tenant = codec, max_tokens, tenant_name(tenant)
-        # How many threads a CPU computes with is part of how features are made: workers that are to
-        # make the same ones need the number.
+        # The thread count of a CPU is part of how features are made: workers that should make equal
+        # ones need the number.
         self._torch_threads = torch_threads
         self._vlm: VLM | None = None
         self._target: EncodeTarget | None = None
@@ -80,11 +80,11 @@ class Encoder:
         return {**batch, **{n: list(c) for n, c in zip(added, columns, strict=True)}}
 
     def encode(self, items: Iterable[Item]) -> Iterator[Encoded]:
-        """What became of some items, once that is safe."""
+        """The results of some items, once their packages are safe."""
         return run(items, self._ready(), None, self._threads, back=_BACK)
 
     def _ready(self) -> EncodeTarget:
-        """The model's store; loaded when it is needed first, once in each process."""
+        """The model's store; loaded once per process when first needed."""
         if self._target is None:
             from keepsight.vlm import load
 
@@ -96,18 +96,18 @@ class Encoder:
         return self._target
 
     def close(self) -> None:
-        """Let go of the model; the next batch would load it again."""
+        """Release the model; the next batch would load it again."""
         if self._vlm is not None:
             self._vlm.close()
         self._vlm = self._target = None
 
     def __getstate__(self) -> Record:
-        """The options alone: a model is not sent anywhere, and does not change what this is."""
+        """The options alone: the model itself is never pickled."""
         return {**vars(self), "_vlm": None, "_target": None}
 
 
 def _cells(values: Iterable[object], column: str) -> Iterator[Item]:
-    """One item for each row, whatever form the column comes in."""
+    """One item for each row, for any type of column."""
     for row, value in enumerate(values):
         name = f"{column}, row {row} of the batch"
         if isinstance(value, Image.Image | np.ndarray | torch.Tensor):

@@ -1,4 +1,4 @@
-"""What becomes of an image, and what a place for packages must do.
+"""Results of encoding, and the interface of a place for packages.
 
 Nothing here knows where packages go.
 """
@@ -17,16 +17,16 @@ from keepsight.kinds import Record
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of one image."""
+    """The result of one image."""
 
-    image: str  # its name
+    image: str  # name of the item
     status: str  # "encoded", "kept" (was there before), "duplicate" (of this run), or one of:
     # "skipped" (too many tokens), "refused" (by the store) and "broken", where `error` says why
     feature_id: str | None = None
     tokens: int = 0
-    nbytes: int = 0  # written by this image
+    nbytes: int = 0  # bytes written for this image
     error: str | None = None
-    package: Path | None = None  # where packages are files
+    package: Path | None = None  # if packages are files
 
     def to_dict(self) -> Record:
         """Plain data for JSON."""
@@ -38,31 +38,31 @@ class EncodeTarget(Protocol):
     """Where packages go."""
 
     def look(self, item: Item) -> Any:
-        """Do all that needs no tower, in a thread: open, name, decode and preprocess."""
+        """Do everything that needs no tower, in a thread: open, name, decode and preprocess."""
 
     def settle(self, look: Any) -> Encoded:
-        """Do the rest, in the order of the items: run the tower and hand the package over."""
+        """Do the rest, in the order of the items: run the tower and hand over the package."""
 
     def flush(self) -> None:
-        """Return when all that was settled is safe, but for what the place refuses."""
+        """Return when everything settled is safe, except what the place refused."""
 
     def confirm(self, result: Encoded) -> Encoded:
-        """What became of an image, after `flush`: whether its package is really there."""
+        """The final result of an image, after `flush`: whether its package really exists."""
 
     def look_back(self, most: int | None) -> None:
-        """Raise an error if packages that were confirmed before are gone again; of so many of the
-        first, or of all."""
+        """Raise an error if packages confirmed earlier are gone again; checks the first `most`, or
+        all."""
 
 
 class Once:
-    """Which packages this run has counted, up to a number: memory must not grow without end."""
+    """Which packages this run has counted, up to a limit, so that memory stays bounded."""
 
     def __init__(self, most: int = 1_000_000) -> None:
         self._most = most
         self._seen: dict[bytes, None] = {}
 
     def first(self, feature_id: str) -> bool:
-        """Whether this is the first time; after a million others it may be so again."""
+        """Whether this is the first time; after a million others it may be True again."""
         mark = bytes.fromhex(feature_id)
         if mark in self._seen:
             return False
@@ -72,16 +72,16 @@ class Once:
         return True
 
     def forget(self, feature_id: str) -> None:
-        """It was not kept after all."""
+        """Forget it, because it was not kept."""
         self._seen.pop(bytes.fromhex(feature_id), None)
 
     def earliest(self, most: int | None) -> Iterator[str]:
-        """The first that were counted, so many or all."""
+        """The first that were counted, `most` or all."""
         yield from (mark.hex() for mark in list(itertools.islice(self._seen, most)))
 
 
 def too_many(tokens: int, most: int | None) -> str | None:
-    """Why an image is skipped, or None where it is not."""
+    """Why an image is skipped, or None if it is not."""
     if most is None or tokens <= most:
         return None
     return f"{tokens} tokens, more than {most}; --max-pixels would make it smaller"

@@ -1,9 +1,9 @@
-"""The run itself: items in, what became of each out, in order, with the tower kept busy.
+"""The encoding run: items in, results out, in order, with the tower kept busy.
 
-A result comes when its package is safe: an image that was reported as encoded will be found,
-whatever happens afterwards. What a store refused is a result that says so; where it evicts what
-was reported, because its budget is too small, the run ends with an error. While the tower runs,
-threads read, decode and preprocess what comes next (`Ahead`), in order and bounded in bytes.
+A result comes when its package is safe: an image reported as encoded can be found afterwards in any
+case. A refusal by the store is a result too. If a store evicts packages already reported, because
+its budget is too small, the run ends with an error. While the tower runs, threads read, decode and
+preprocess the next items (`Ahead`), in order and with bounded memory.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from keepsight.encode.results import Encoded, EncodeTarget
 
 T = TypeVar("T")
 R = TypeVar("R")
-_DEEP = 16  # things that may wait for each thread, whatever their bytes
+_DEEP = 16  # most waiting items per thread, whatever their bytes
 _POLL = 0.5  # seconds; closing notifies the threads, unless one of them holds the lock
-_TOGETHER, _LIGHT = 64, 1 << 20  # at most so many, of so many bytes, in one go
-# Python threads take turns, and a tower gives its turn away at each of its hundreds of small steps.
-# With the usual 5 ms until it may have it back, threads that work ahead would slow it down.
+_TOGETHER, _LIGHT = 64, 1 << 20  # most items and bytes in one group
+# Python threads take turns, and a tower releases the GIL at each of its hundreds of small steps.
+# With the usual switch interval of 5 ms, threads that work ahead would slow it down.
 _TURN = 0.0002
 
 
 def usual_threads() -> int:
-    """One for each processor beside the one that feeds the tower, and not very many."""
+    """One thread per processor besides the one that feeds the tower, up to a limit."""
     have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(8, (have or 1) - 1))
 
 
 @dataclass(frozen=True)
 class _Going(Generic[R]):
-    """Some things that a thread works on, one after the other."""
+    """Some items that a thread processes one after the other."""
 
     sizes: list[int]
     results: Future[list[R]]
 
 
 class _Window:
-    """The amount of work under way. Adding waits while it is full; one item always fits."""
+    """The amount of work in progress. Adding waits while it is full; one item always fits."""
 
     def __init__(self, most: int, budget: int) -> None:
         self._most, self._budget = most, budget
         self._count = self._bytes = 0
-        self.closed = False  # nothing more is wanted
+        self.closed = False  # closed: no more work
         self._changed = threading.Condition()
 
     def enter(self, count: int, nbytes: int) -> bool:
-        """Wait for room; False when nothing more is wanted."""
+        """Wait for room; False after `close`."""
         with self._changed:
             while not self.closed and self._full():
                 self._changed.wait(_POLL)
@@ -78,7 +78,7 @@ class _Window:
             self._changed.notify()
 
     def close(self) -> None:
-        """Let in nothing more. This does not wait: the garbage collector may call it."""
+        """Admit nothing more. This does not wait: the garbage collector may call it."""
         self.closed = True
         if self._changed.acquire(blocking=False):
             self._changed.notify_all()
@@ -86,11 +86,11 @@ class _Window:
 
 
 class Ahead(Generic[T, R]):
-    """`work` on each of some things, done in threads before the result is asked for.
+    """Runs `work` on items in threads before their results are requested.
 
-    `before` and `after` tell the bytes that a thing holds while it waits and what its work adds.
-    Where work adds none, it was only a look-up: then more and more things go in one go, because
-    handing one over costs as much as looking one up.
+    `before` and `after` give the bytes that an item holds while it waits and those its work adds.
+    Where work adds none, it was only a lookup; then groups grow, because handing one over costs as
+    much as one lookup.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Ahead(Generic[T, R]):
         self._together = 1
 
     def over(self, things: Iterable[T]) -> Iterator[R]:
-        """The results, in the order of the things."""
+        """The results, in the order of the items."""
         feeder = threading.Thread(
             target=self._feed, args=(iter(things),), name="keepsight-ahead-feed", daemon=True
         )
@@ -121,7 +121,7 @@ class Ahead(Generic[T, R]):
                     for nbytes, result in zip(found.sizes, found.results.result(), strict=True):
                         yield result
                         self._window.leave(nbytes + self._after(result))
-            except GeneratorExit:  # perhaps from the collector; the threads see it and end
+            except GeneratorExit:  # perhaps from the garbage collector; the threads see it and end
                 wait = False
                 raise
             finally:
@@ -138,7 +138,7 @@ class Ahead(Generic[T, R]):
                         return
                     self._lane.put(_Going(sizes, pool.submit(self._work_on, group)))
                 self._lane.put(None)
-            except Exception as error:  # whoever asks for results gets it in its place
+            except Exception as error:  # raised where the result is requested
                 self._lane.put(error)
 
     def _group(self, things: Iterator[T]) -> list[T]:
@@ -174,8 +174,8 @@ def _short_turns() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-BUDGET = 512 << 20  # bytes of images and pixels that wait for the tower
-_SECONDS, _BYTES = 1.0, 64 << 20  # between two acknowledgements
+BUDGET = 512 << 20  # bytes of images and pixels waiting for the tower
+_SECONDS, _BYTES = 1.0, 64 << 20  # images between two flushes
 
 
 def run(
@@ -186,9 +186,9 @@ def run(
     budget: int = BUDGET,
     back: int | None = None,
 ) -> Generator[Encoded]:
-    """What became of each item. One that cannot be used is a result like any other.
+    """The results of all items. One that cannot be used is a result too.
 
-    At the end `back` of the packages that were reported first, or all, must still be there.
+    At the end, `back` of the packages reported first, or all, must still exist.
     """
     mine = (item for item in items if item.in_shard(shard))
     ahead: Ahead[Item, Any] = Ahead(

@@ -1,8 +1,8 @@
-"""What a user names, taken apart into pieces, and pieces into items.
+"""Splits sources that a user names into pieces, and pieces into items.
 
-A piece is one file (or one line of a list) as plain data, so that it can be sent to another
-machine; finding pieces opens nothing but lists. A piece is read when its turn comes, and an error
-in it is an item like any other.
+A piece is one file (or one line of a list) as plain data, so it can be sent to another machine;
+finding pieces opens only lists. A piece is read when its turn comes, and an error in it becomes an
+item.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keepsight.encode.archives import tar_items, zip_items
 from keepsight.encode.items import Item, Reading, broken, of_file, of_text
 from keepsight.errors import InputError
 
-# What is taken from a folder; a file named by itself or by a glob with a suffix is always tried.
+# File types taken from a folder; a file named directly or by a glob with a suffix is always tried.
 _SUFFIXES = {
     "image": r"avif|bmp|gif|heic|heif|jfif|jpe|jpeg|jpg|pbm|pgm|png|pnm|ppm|tga|tif|tiff|webp",
     "pdf": "pdf",
@@ -35,7 +35,7 @@ _SUFFIXES = {
     "list": "txt|lst|csv|tsv|jsonl|ndjson",
 }
 _KINDS = {kind: re.compile(rf".*\.(?:{s})", re.I | re.S) for kind, s in _SUFFIXES.items()}
-MAX_LINE = 64 << 20  # a data URI may be in it
+MAX_LINE = 64 << 20  # may contain a data URI
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class SourcePiece:
 
     path: str
     kind: str
-    place: str  # the same on every machine
-    folder: str = ""  # what a line's path starts from
-    error: str = ""  # of a line that says nothing
+    place: str  # equal on all machines
+    folder: str = ""  # base of a line's relative path
+    error: str = ""  # error of an invalid line
 
 
 @dataclass
 class SourceScan:
-    """The pieces behind some sources, each file once, and the places of other files there."""
+    """The pieces of some sources, each file once, and the places of ignored files."""
 
     pieces: list[SourcePiece] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 def find(sources: Sequence[str | os.PathLike[str]], column: str = "image") -> SourceScan:
-    """Files, folders (with all that is in them), globs and lists, in a stable order."""
+    """Files, folders (with their contents), globs and lists, in a stable order."""
     found, seen = SourceScan(), set()
     for source in sources:
         for piece in _pieces_of(os.fspath(source), column, found):
@@ -83,7 +83,7 @@ def _pieces_of(source: str, column: str, found: SourceScan) -> Iterator[SourcePi
 
 
 def _matches(source: str, pattern: str, column: str, found: SourceScan) -> Iterator[SourcePiece]:
-    """What a glob gives: all of it where it ends in a suffix, else as from a folder."""
+    """The matches of a glob: all if it has a suffix, otherwise as from a folder."""
     paths = sorted(glob.glob(pattern, recursive=True))
     if not paths:
         raise InputError(f"{source}: there is no such file or folder, and nothing matches it")
@@ -101,12 +101,12 @@ def _matches(source: str, pattern: str, column: str, found: SourceScan) -> Itera
 
 
 def _inside(folder: str, place: str, found: SourceScan) -> Iterator[SourcePiece]:
-    """All that is of use in a folder, hidden files aside."""
+    """The usable files in a folder, without hidden ones."""
     for root, folders, files in os.walk(os.path.normpath(folder)):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         here = os.path.normpath(os.path.join(place, os.path.relpath(root, folder)))
         saved = tables.saved_tables(root)
-        if saved is not None:  # other tables in there are what `datasets` has computed
+        if saved is not None:  # other tables in there are caches of `datasets`
             for path in saved:
                 yield SourcePiece(path, "arrow", os.path.join(here, os.path.basename(path)))
             continue
@@ -125,7 +125,7 @@ def _taken(path: str, place: str, found: SourceScan) -> Iterator[SourcePiece]:
 
 
 def kind_of(path: str) -> str | None:
-    """What a file is by its suffix, or None."""
+    """The kind of a file by its suffix, or None."""
     return next((kind for kind, suffixes in _KINDS.items() if suffixes.fullmatch(path)), None)
 
 
@@ -141,7 +141,7 @@ def _file(path: str, place: str, column: str) -> Iterator[SourcePiece]:
 
 
 def _lines(path: str, place: str, column: str) -> Iterator[SourcePiece]:
-    """The lines of a list: paths from where the list lies on, or URLs."""
+    """The lines of a list: paths relative to the list, or URLs."""
     folder = os.path.dirname(path)
     for number, (text, error) in _entries(path, column):
         spot = f"{place}#line={number}"
@@ -163,7 +163,7 @@ def _entries(path: str, column: str) -> Iterator[tuple[int, tuple[str, str]]]:
     """(line number, (entry, error)) for each line that is not blank."""
     suffix = os.path.splitext(path)[1].lower()
     try:
-        # Names of files may hold any bytes; they come back as they were.
+        # File names may hold any bytes; they are restored unchanged.
         with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             if suffix in (".csv", ".tsv"):
                 yield from _table(path, file, column, "\t" if suffix == ".tsv" else ",")
@@ -227,7 +227,7 @@ def _table(
 
 
 def items(pieces: Iterable[SourcePiece], reading: Reading) -> Iterator[Item]:
-    """The items in some pieces, one after the other, read when they are asked for."""
+    """The items in some pieces, in order, read on demand."""
     for piece in pieces:
         yield from _items(piece, reading)
 
@@ -261,7 +261,7 @@ def _is_image(name: str) -> bool:
 
 
 def count(pieces: Iterable[SourcePiece], reading: Reading) -> int | None:
-    """How many items some pieces hold, as far as that is known without reading them."""
+    """The number of items in some pieces, as far as it is known without reading them."""
     total = 0
     for piece in pieces:
         number: int | None = 1

@@ -1,7 +1,7 @@
 """Tables: a column of a Parquet or Arrow file, and folders written by `datasets.save_to_disk`.
 
-Rows are read in small batches, and only the one column. A table that breaks off is named with the
-row it broke at, and what was read before stays good.
+Rows are read in small batches, and only that column. For a truncated table the error names the row;
+earlier rows stay valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyarrow.ipc import RecordBatchFileReader, RecordBatchStreamReader
 
-_ROWS = 64  # at a time
+_ROWS = 64  # rows at a time
 MAX_ROW_GROUP = 16 << 30
 
 
@@ -30,7 +30,7 @@ Reader: TypeAlias = "RecordBatchFileReader | RecordBatchStreamReader"
 
 
 def arrow() -> ModuleType:
-    """pyarrow, or how to get it."""
+    """pyarrow, or an error that says how to install it."""
     return optional("pyarrow", "data")
 
 
@@ -41,13 +41,13 @@ def parquet_items(path: str, place: str, column: str) -> Iterator[Item]:
 
 
 def arrow_items(path: str, place: str, column: str) -> Iterator[Item]:
-    """The same for an Arrow file, in the format of files or of streams."""
+    """The images in a column of an Arrow file, in the file or stream format."""
     arrow()
     yield from _rows(path, place, column, _arrow_batches(path, column))
 
 
 def row_count(path: str) -> int | None:
-    """The rows that a Parquet file says it has."""
+    """The number of rows in a Parquet file's metadata."""
     import pyarrow.parquet
 
     try:
@@ -61,7 +61,7 @@ def _rows(path: str, place: str, column: str, batches: Iterator[RecordBatch]) ->
     row, folder = 0, os.path.dirname(path)
     try:
         for batch in batches:
-            # Arrow's buffers are shared: what is turned into Python values is a copy.
+            # Arrow's buffers are shared, but Python values are copies.
             for value in batch.column(0).to_pylist():
                 spot = f"#row={row}"
                 yield from of_value(value, folder, path + spot, place + spot)
@@ -82,7 +82,7 @@ def _parquet_batches(path: str, column: str) -> Iterator[RecordBatch]:
         for number in range(file.num_row_groups):
             if file.metadata.row_group(number).total_byte_size > MAX_ROW_GROUP:
                 raise OSError(f"row group {number} unpacks to more than {MAX_ROW_GROUP} bytes")
-        # Without threads of its own: what is read ahead is bounded by whoever asks.
+        # Without Arrow's threads: the caller bounds what is read ahead.
         yield from file.iter_batches(batch_size=_ROWS, columns=[column], use_threads=False)
 
 
@@ -126,7 +126,7 @@ def _check_column(path: str, column: str, names: list[str]) -> None:
 
 
 def saved_tables(folder: str) -> list[str] | None:
-    """The Arrow files of a folder written by `save_to_disk`, or None where it is no such folder."""
+    """The Arrow files of a folder written by `save_to_disk`, or None if it is no such folder."""
     state = Path(folder) / "state.json"
     if not state.is_file() or not (Path(folder) / "dataset_info.json").is_file():
         return None

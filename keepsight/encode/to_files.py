@@ -1,7 +1,7 @@
-"""Packages as a flat folder of `.sight` files, one for each different image, named after it.
+"""Packages as a flat folder of `.sight` files, one per different image, named after it.
 
-What is already there is found by what the files say of themselves (content, weights, settings and
-environment), never by their names: a folder may be resumed, renamed, or shared by several models.
+Existing packages are found by the contents of their files (content, weights, settings and
+environment), never by name: a folder may be resumed, renamed, or shared by several models.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from keepsight.system import private_files
 if TYPE_CHECKING:
     from keepsight.vlm import VLM
 
-_IN_NAME = 12  # hex characters of the digest in a file's name; identity is inside the file
+_IN_NAME = 12  # hex digits of the digest in a file name; the identity is inside the file
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What a thread found: a source that the folder may have, or all that the tower needs."""
+    """What a thread found: a source that the folder may have, or the tower's inputs."""
 
     item: Item
     source: Source | None = None
@@ -42,7 +42,7 @@ class Opened:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pixels that wait for the tower."""
+        """Bytes of the pixels waiting for the tower."""
         pixels = self.looked.pixels if self.looked is not None else None
         return pixels.nbytes if pixels is not None else 0
 
@@ -73,7 +73,7 @@ class ToFiles:
             self._vision = self._vlm.runtime.vision_of(self._tenant)
 
     def look(self, item: Item) -> Opened:
-        """Open, and where no file speaks of these bytes: decode and preprocess."""
+        """Open the image; if no file has these bytes, decode and preprocess it."""
         try:
             source = item.open()
             if source.name in self._index.by_file:
@@ -83,7 +83,7 @@ class ToFiles:
             return Opened(item, error=str(error))
 
     def settle(self, look: Opened) -> Encoded:
-        """By the file's bytes, then by its pixels, then by the tower."""
+        """Find a package by the file's bytes, then by its pixels; otherwise run the tower."""
         item, source = look.item, look.source
         if source is None:
             return Encoded(item.name, "broken", error=look.error)
@@ -115,14 +115,14 @@ class ToFiles:
         )
 
     def flush(self) -> None:
-        """Each file was whole when it got its name."""
+        """Nothing to do: each file was complete when it got its name."""
 
     def confirm(self, result: Encoded) -> Encoded:
-        """As it is: a file that could not be written ended the run."""
+        """The result unchanged: a file that could not be written ended the run."""
         return result
 
     def look_back(self, most: int | None) -> None:
-        """This never removes files."""
+        """Nothing to do: this never removes files."""
 
 
 def _known(item: Item, found: tuple[str, Path, Package]) -> Encoded:
@@ -132,7 +132,7 @@ def _known(item: Item, found: tuple[str, Path, Package]) -> Encoded:
 
 @dataclass
 class _Files:
-    """The packages in one folder, by what they say of themselves."""
+    """The packages in one folder, by their contents."""
 
     vlm: VLM
     folder: Path
@@ -141,16 +141,16 @@ class _Files:
     by_file: dict[str, list[Path]] = field(default_factory=dict)
     by_key: dict[str, list[Path]] = field(default_factory=dict)
     sound: dict[Path, Package] = field(default_factory=dict)  # read or written; without tensors
-    kept: set[Path] = field(default_factory=set)  # those that were counted once
+    kept: set[Path] = field(default_factory=set)  # packages already counted once
 
     def __post_init__(self) -> None:
         for path in sorted(self.folder.glob("*.sight")):
             if path.name.startswith("."):
-                continue  # half of a file, from a process that was killed
+                continue  # a partial file of a killed process
             try:
                 record = tensorfile.read_record(path)
             except (FileError, OSError):
-                continue  # not ours or damaged: whatever it was of is encoded again
+                continue  # foreign or damaged: its image is encoded again
             if record.get("kind") == KIND:
                 self._list(path, record)
 
@@ -161,7 +161,7 @@ class _Files:
         self.by_key.setdefault(str(record.get("key")), []).append(path)
 
     def find(self, index: dict[str, list[Path]], name: str) -> tuple[str, Path, Package] | None:
-        """(status, path, package) of a sound package that encoding would only make again."""
+        """(status, path, package) of an intact package that encoding would only repeat."""
         for path in index.get(name, []):
             if path not in self.sound and not self._check(path):
                 continue
@@ -192,7 +192,7 @@ class _Files:
         return self.vlm.runtime.vision_of(self.tenant).fits(package)
 
     def add(self, item: Item, source: Source, package: Package) -> Encoded:
-        """Write a package, named for people and without collisions."""
+        """Write a package under a readable name without collisions."""
         digest = digests.digest("package file", source.name, package.feature_id)
         stem = _stem(item.name)
         path = self.folder / f"{stem}-{digest[:_IN_NAME]}.sight"

@@ -1,7 +1,8 @@
-"""Packages into the model's own store, with all that lets `ks.load(store=...)` find them again.
+"""Packages into the model's own store, with everything that `ks.load(store=...)` needs to find
+them.
 
-Beside each package lie the names that lead to it, from the bytes of the file and from its pixels,
-so a run that resumes neither decodes nor preprocesses what is done: it hashes and looks up.
+Beside each package are the names that lead to it, from the bytes of the file and from its pixels.
+So a resumed run neither decodes nor preprocesses finished images: it hashes and looks up.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ class LookResult:
     item: Item
     looked: Looked | None = None
     medium: Medium | None = None
-    there: str | None = None  # the feature id under which it is
+    there: str | None = None  # its feature id
     error: str | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pixels that wait for the tower."""
+        """Bytes of the pixels waiting for the tower."""
         pixels = self.looked.pixels if self.looked is not None else None
         return pixels.nbytes if pixels is not None else 0
 
 
 class ToStore:
-    """The store of a model as the place for packages, for one tenant."""
+    """A model's store as the place for packages, for one tenant."""
 
     def __init__(
         self, vlm: VLM, tenant: str = "", codec: str = EXACT, most: int | None = None
     ) -> None:
         self._vlm, self._tenant, self._most = vlm, tenant, most
-        # Where the model's own store keeps packages packed, that is the form to look for.
+        # If the model's own store keeps packages packed, look for that form.
         self._codec = vlm.runtime.settings.feature_codec if codec == EXACT else check_codec(codec)
         store = vlm.runtime.store_of(tenant)
         if store is None:
             raise InputError("this model has no store: load it with store=, or encode to files")
         self._store = store
         self._once = Once()
-        self._refused: dict[Name, str] = {}  # of the last flush
+        self._refused: dict[Name, str] = {}  # since the last flush
         self._refresh()
 
     def _refresh(self) -> None:
@@ -71,7 +72,7 @@ class ToStore:
     # -- in a thread -------------------------------------------------------------------------------
 
     def look(self, item: Item) -> LookResult:
-        """Open, name, and where there is no package yet: decode and preprocess."""
+        """Open and name the image; if it has no package yet, decode and preprocess it."""
         try:
             return self._look(item)
         except KeepsightError as error:
@@ -84,7 +85,7 @@ class ToStore:
         there = self._there(medium)
         wanted = there is None and too_many(medium.tokens, self._most) is None
         if wanted and looked.pixels is None:
-            # Known by name, but its package is gone: the pixels are made here and not in its turn.
+            # Known by name, but its package is gone: make the pixels here, in this thread.
             pixels = namer.run_processor(looked.source.decode(), looked.source)
             looked = dataclasses.replace(looked, pixels=pixels)
         if not wanted:
@@ -104,13 +105,14 @@ class ToStore:
         return made if self._store.has("package", made) else None
 
     def _packed_as(self, medium: Medium) -> str:
-        """Where the feature id of a packed package is noted: it holds the error, measured later."""
+        """The note with the feature id of a packed package; the id contains the error, which is
+        measured later."""
         return digests.digest("packed as", medium.feature_id, self._codec)
 
     # -- in its turn -------------------------------------------------------------------------------
 
     def settle(self, look: LookResult) -> Encoded:
-        """Count it if it is there, else run the tower and hand the package over."""
+        """Count it if it exists, otherwise run the tower and hand over the package."""
         name = look.item.name
         if look.looked is None or look.medium is None:
             return Encoded(name, "broken", error=look.error)
@@ -134,14 +136,14 @@ class ToStore:
 
     def _encode(self, name: str, looked: Looked) -> Encoded:
         self._vlm.runtime.require_open()
-        self._refresh()  # weights may be changed at any time, and that is noticed here
+        self._refresh()  # weights may change at any time; it is noticed here
         medium = self._vision.admit_looked(looked)
-        there = self._there(medium)  # its twin may have come in between
+        there = self._there(medium)  # an equal image may have been encoded meanwhile
         if there is not None:
             return self._known(name, there, medium.tokens)
         if self._codec == EXACT:
             package, tier = self._vision.package(medium)
-            if tier == "memory":  # the store has lost what memory still holds
+            if tier == "memory":  # the store lost what memory still holds
                 self._put(package, 0.0)
         else:
             package = self._packed(medium)
@@ -165,8 +167,8 @@ class ToStore:
         return about
 
     def flush(self) -> None:
-        """Return when all that was settled is safe in the store, but for what it did not take.
-        A store that takes nothing ends the run."""
+        """Return when everything settled is safe in the store, except what it refused. A store that
+        accepts nothing ends the run."""
         self._refused = {}
         try:
             self._store.flush()
@@ -178,7 +180,7 @@ class ToStore:
     # -- afterwards --------------------------------------------------------------------------------
 
     def confirm(self, result: Encoded) -> Encoded:
-        """Refused, where the store did not take a package, or evicted it at once."""
+        """The result, or "refused" if the store refused the package or evicted it at once."""
         made = result.feature_id
         if made is None or self._store.has("package", made):
             return result
@@ -187,7 +189,7 @@ class ToStore:
         return Encoded(result.image, "refused", tokens=result.tokens, error=why)
 
     def look_back(self, most: int | None) -> None:
-        """Raise where a budget or a quota evicted a package of this run."""
+        """Raise if a budget or a quota evicted a package of this run."""
         if not _is_bounded(self._store):
             return
         gone = [made for made in self._once.earliest(most) if not self._store.has("package", made)]

@@ -1,9 +1,9 @@
-"""`ks.load`: a checkpoint in the runtime that one word names.
+"""`ks.load`: loads a checkpoint in the runtime that an option names.
 
-An export is made once, into the folder of the store, and is used from then on by whoever names the
-same checkpoint, runtime and weights. Processes that want the same one wait for each other; what
-breaks off leaves nothing that loads. A changed checkpoint has another export, which takes the place
-of the one before. `auto` measures the runtimes that are installed, once, and takes the fastest.
+An export is made once, in the folder of the store, and used by everyone who names the same
+checkpoint, runtime and weights. Processes that want the same one wait for each other; an
+interrupted export leaves nothing that loads. A changed checkpoint gets another export, which
+replaces the earlier one. `auto` measures the installed runtimes, once, and takes the fastest.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ logger = logging.getLogger(__name__)
 
 TORCH, AUTO, MLX = "torch", "auto", "mlx"
 _LIBRARY = {"onnx": "onnxruntime", "openvino": "openvino"}
-_FOLDER = "exports"  # in a store
-_SIDE, _TOKENS, _TIMES = 448, 24, 3  # of the picture and the answer that are measured
+_FOLDER = "exports"  # folder in a store
+_SIDE, _TOKENS, _TIMES = 448, 24, 3  # size of the measured picture and answer
 Tell = Callable[[str], None]
 _AS_GIVEN: Options = {}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an export is made of, and for."""
+    """The source of an export, and its options."""
 
     name: str
     weights: str | None = None
@@ -72,7 +72,7 @@ class Wanted:
 
     @property
     def store(self) -> Path | None:
-        """The folder of the store, where one was named."""
+        """The folder of the store, if one was named."""
         return Path(self._named).expanduser() if self._named else None
 
     @property
@@ -82,7 +82,7 @@ class Wanted:
         return os.fspath(given) if given else None
 
     def in_torch(self, other: Options = _AS_GIVEN) -> VLM:
-        """The checkpoint itself."""
+        """Load the checkpoint itself in PyTorch."""
         return vlm.load(
             self.name,
             device_map=self.device_map,
@@ -94,7 +94,7 @@ class Wanted:
         )
 
     def in_mlx(self) -> VLM:
-        """The checkpoint itself, in MLX."""
+        """Load the checkpoint itself in MLX."""
         if self.weights is not None:
             raise UnsupportedInput(
                 f"weights={self.weights!r}: MLX reads weights as they are; convert the checkpoint "
@@ -103,7 +103,7 @@ class Wanted:
         return self.in_torch({"mlx": True})
 
     def exported(self, folder: Path, other: Options = _AS_GIVEN) -> VLM:
-        """An export of it, which refuses by name what exports cannot do."""
+        """Load an export of it; options that exports lack are refused by name."""
         return vlm.load(
             folder,
             device_map=self.device_map,
@@ -120,7 +120,7 @@ class Wanted:
 
     @functools.cached_property
     def checkpoint(self) -> str:
-        """The name of all files of the checkpoint as they are now."""
+        """The name of all files of the checkpoint in their present state."""
         path = loading.model_path(self.name)
         files = loading.files_digest(path, "float32", every=True)
         if files is None:
@@ -147,13 +147,13 @@ def load(
     """A model by name: `"demo"`, `"demo-hybrid"`, a folder, or a hub id.
 
     With `vision=False` the vision tower is left out: its weights take no memory, and all images
-    must come from packages or from a store that has them. Further options are those of `wrap`.
-    A folder that `keepsight export` wrote is loaded like any other, and runs in its own runtime.
+    must come from packages or from a store that has them. Further options are those of `wrap`. A
+    folder written by `keepsight export` is loaded like any other, and runs in its own runtime.
 
-    `runtime`: `"torch"`, or `"onnx"` or `"openvino"`, for which an export is made once, into the
-    store's folder; `"mlx"`, on a Mac; `"auto"` takes what is fastest of torch and exports here.
-    `weights="int8"`: the decoder's and the head's in eight bits; `"int4"`: an export's in four.
-    `tell` is called with a line of text for each step of what takes long.
+    `runtime`: `"torch"`, or `"onnx"` or `"openvino"`, for which an export is made once, in the
+    store's folder; `"mlx"`, on a Mac; `"auto"` takes the fastest of torch and exports here.
+    `weights="int8"`: eight bits for decoder and head; `"int4"`: four bits, in an export. `tell` is
+    called with a line of text before each long step.
     """
     name = os.fspath(name)
     check_together(runtime, weights)
@@ -176,7 +176,7 @@ def load(
 
 
 def _check_export(path: str, runtime: str | None, weights: str | None) -> None:
-    """An export runs as it was made, and in nothing else."""
+    """Refuse to run an export in another form than it was made."""
     if runtime is None and weights is None:
         return
     manifest = read(Path(path), contents=False)
@@ -192,11 +192,11 @@ def _check_export(path: str, runtime: str | None, weights: str | None) -> None:
         )
 
 
-# -- which one -----------------------------------------------------------------------------------
+# -- choice of runtime ---------------------------------------------------------------------------
 
 
 def choose(wanted: Wanted, runtime: str | None) -> tuple[str, str]:
-    """The runtime, and why."""
+    """The runtime, and the reason."""
     installed = [one for one, library in _LIBRARY.items() if importlib.util.find_spec(library)]
     if runtime not in (None, AUTO):
         return str(runtime), "it was asked for"
@@ -216,7 +216,7 @@ def choose(wanted: Wanted, runtime: str | None) -> tuple[str, str]:
 
 
 def _only_torch(wanted: Wanted) -> str:
-    """Why nothing else is tried; empty where something is."""
+    """Why only torch is possible; empty if others are."""
     if wanted.store is None:
         return "an export needs a store to lie in, and none was named"
     if wanted.device_map not in (None, "cpu") or torch.get_default_device().type != "cpu":
@@ -257,7 +257,7 @@ def _measured(wanted: Wanted, known: list[str]) -> dict[str, float]:
 
 
 def _seconds_of(model: VLM) -> float:
-    """One answer about a picture that was not seen before, after one to warm up."""
+    """Seconds of an answer about a new picture, after one to warm up."""
     noise = np.random.default_rng(0)
     samples = []
     for _ in range(_TIMES):
@@ -328,7 +328,7 @@ def _say_made(wanted: Wanted, manifest: Manifest, folder: Path, seconds: float) 
 
 @contextlib.contextmanager
 def _alone(folder: Path, tell: Tell) -> Iterator[None]:
-    """One process makes an export; others wait until it is there."""
+    """Let one process make an export while others wait."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (folder.parent / f".{folder.name}.lock").open("w")
@@ -346,7 +346,7 @@ def _alone(folder: Path, tell: Tell) -> Iterator[None]:
 
 
 def _note_source(wanted: Wanted, what: str, folder: Path) -> None:
-    """Say of which checkpoint an export was made, and remove the one of what that was before."""
+    """Record the checkpoint of an export, and remove the export of its earlier state."""
     path = loading.model_path(wanted.name)
     source = str(Path(path).resolve()) if Path(path).is_dir() else path
     for other in wanted.place.glob(f"{what}-*.source"):
@@ -359,6 +359,6 @@ def _note_source(wanted: Wanted, what: str, folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """A small file that may as well be missing."""
+    """Write a small file that may be missing without harm."""
     with contextlib.suppress(OSError):
         tensorfile.write_whole(path, [text.encode()])

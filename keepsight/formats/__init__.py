@@ -1,1 +1,1 @@
-"""The bytes that Keepsight writes, one file a format. May import digests, system and below."""
+"""The file formats that Keepsight writes, one file each. May import digests, system and below."""

@@ -1,12 +1,12 @@
-"""How the features of a package are kept: exact, as bf16, or as 8 bit integers row by row.
+"""Codecs for the features of a package: exact, bf16, or 8 bit integers per row.
 
-A codec that loses something says how much: the error is measured when features are packed, on
-exactly the numbers that unpacking gives, and stands in the record, tensor by tensor. It is part
-of the provenance, so packed features have a feature id of their own and never pass for exact ones.
+A lossy codec records its error: it is measured when features are packed, on exactly the numbers
+that unpacking gives, tensor by tensor. The codec is part of the provenance, so packed features have
+their own feature id and never pass for exact ones.
 
-Integers are affine: `code * scale + offset`, with the least value of a row as its offset. Features
-of real towers have rows that lean to one side, and for those an offset saves up to half of the
-error that a scale alone would leave (docs/package-format.md has numbers).
+Integers are affine: `code * scale + offset`, with the least value of a row as its offset. Rows of
+real features are often not centred on zero; for those an offset saves up to half of the error of a
+scale alone (docs/package-format.md has numbers).
 
 Nothing here knows a model or a file: named tensors go in, named tensors come out.
 """
@@ -28,18 +28,18 @@ EXACT = "exact"
 Tensors = dict[str, torch.Tensor]
 _FLOATS = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16)}
 _FLOATS["bfloat16"] = torch.bfloat16
-_DIGITS = 4  # of an error: more would make a name of noise
+_DIGITS = 4  # significant digits of an error; more would make names depend on noise
 _LEVELS = 255
 
 
 def check_codec(name: str) -> str:
-    """The name, if it is the name of a codec."""
+    """Return the name if it is a codec's, or refuse it."""
     words.check_codec(name)
     return name
 
 
 def is_lossy(codec: object) -> TypeGuard[Record]:
-    """Whether a provenance's codec says that features were packed with loss."""
+    """Whether a provenance's codec is lossy."""
     return isinstance(codec, dict)
 
 
@@ -58,10 +58,10 @@ def describe(codec: object) -> str:
 
 
 def pack(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[Tensors, Record]:
-    """What to keep in place of some tensors, and the record that unpacking needs.
+    """The tensors to store in place of some tensors, and the record that unpacking needs.
 
-    Tensors that the codec would not make smaller are kept as they are; where that is all of them,
-    the record is empty and nothing is lost.
+    Tensors that the codec would not make smaller stay unchanged; if that is all of them, the record
+    is empty and nothing is lost.
     """
     packed: Tensors = {}
     claims: Record = {}
@@ -92,11 +92,11 @@ def _shrinks(tensor: torch.Tensor, name: str) -> bool:
 def _as_int8(title: str, tensor: torch.Tensor) -> Tensors:
     """Codes from 0 to 255 between the least and the greatest value of each row."""
     wide = tensor.to(torch.float64)
-    # The offset is a value of the row, so a row of one value is kept exactly.
+    # The offset is a value of the row, so a constant row is exact.
     offset = wide.amin(-1).to(torch.float32)
     reach = (wide.amax(-1) - offset) / _LEVELS
     scale = reach.to(torch.float32)
-    # Rounded up, so that the greatest value is within reach too; never zero.
+    # Rounded up, so that the greatest value is reached too; never zero.
     up = torch.nextafter(scale, torch.tensor(math.inf))
     scale = torch.where(scale < reach, up, scale).clamp_min(torch.finfo(torch.float32).tiny)
     codes = ((wide - offset[..., None]) / scale[..., None]).round().clamp(0, _LEVELS)
@@ -108,7 +108,7 @@ def _as_int8(title: str, tensor: torch.Tensor) -> Tensors:
 
 
 def _error(found: torch.Tensor, true: torch.Tensor) -> dict[str, float]:
-    """How far off the unpacked numbers are; root mean squares are relative to the true ones."""
+    """The errors of the unpacked numbers; root mean squares are relative to the true ones."""
     true = true.to(torch.float64).reshape(-1, true.shape[-1])
     off = (found.to(torch.float64).reshape(true.shape) - true).square()
     lost, whole = off.sum(-1), true.square().sum(-1)
@@ -128,7 +128,7 @@ def _short(error: torch.Tensor) -> float:
 
 
 def unpack(packed: Mapping[str, torch.Tensor], codec: Record, where: str) -> Tensors:
-    """The floating tensors behind packed ones, after checking that codec and tensors agree."""
+    """The original floating tensors of packed ones, after checking codec and tensors."""
     name, claims = _checked(codec, where)
     parts: dict[str, Tensors] = {title: {} for title in claims}
     tensors: Tensors = {}
@@ -150,7 +150,7 @@ def _unpack_one(title: str, parts: Tensors, name: str, dtype: torch.dtype) -> to
     if name == "bf16":
         return parts[title].to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # Two roundings, one after the other: a fused step would give other bits on other machines.
+    # Two separate roundings: a fused operation would give other bits on other machines.
     rows = parts[title].to(wide).mul_(parts[f"{title}.scale"][..., None])
     return rows.add_(parts[f"{title}.offset"][..., None]).to(dtype)
 
@@ -181,7 +181,7 @@ def _is_claim(claim: object) -> bool:
 
 
 def _check_parts(title: str, parts: Tensors, name: str, dtype: torch.dtype, where: str) -> None:
-    """All parts are there, in the right shapes, and give finite numbers."""
+    """Require that all parts exist, have the right shapes, and give finite numbers."""
     wanted = {title: torch.bfloat16}
     if name == "int8":
         wanted = {title: torch.uint8}
@@ -210,12 +210,12 @@ def _check_parts(title: str, parts: Tensors, name: str, dtype: torch.dtype, wher
 
 
 def _check_claim(title: str, parts: Tensors, name: str, claimed: float, where: str) -> None:
-    """A claimed error above what the codec can do at all is a lie; one below cannot be
+    """Refuse a claimed error larger than the codec can cause; a claim that is too small cannot be
     recognised."""
     if name == "bf16":
         most = parts[title].abs().max().item() * 2.0**-8
     else:
-        # Half a step, and as much again where the unpacked number was rounded to its dtype.
+        # Half a step, and as much again if the unpacked number was rounded to its dtype.
         scale = parts[f"{title}.scale"]
         ends = parts[f"{title}.offset"].abs() + _LEVELS * scale
         most = (scale + ends * 2.0**-22).max().item()

@@ -1,11 +1,11 @@
-"""What other engines take in place of an image: the features of packages, in each one's own shape.
+"""Inputs of other engines in place of an image: the features of packages, in each engine's form.
 
-An engine that gets features in a shape it does not expect crashes at best, so nothing is guessed
-here: for each model type the table says what the engine was seen to take, in the version that was
-read (docs/fleets.md), and what it does not take is refused by name. Most of it was run as well:
-`bench/results/fleet/` holds answers from features beside answers from pixels.
+An engine that gets features in an unexpected shape crashes at best, so nothing is guessed: for each
+model type the table says what the engine takes, in the version that was read (docs/fleets.md);
+everything else is refused by name. Most of it was run as well: `bench/results/fleet/` compares
+answers from features with answers from pixels.
 
-This module knows shapes, not engines: it imports none of them, and gives plain tensors.
+This module knows shapes, not engines: it imports none of them, and returns plain tensors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from keepsight.kinds import Grid, Record
 
 VLLM_READ = "0.32.0"
 SGLANG_READ = "0.5.23"
-PREFIX = "keepsight-"  # of the names by which requests ask a connector for features
+PREFIX = "keepsight-"  # of names by which requests ask a connector for features
 
 
 class PackageFields(Protocol):
-    """What is needed of a package."""
+    """The fields of a package that are used here."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]: ...
@@ -43,7 +43,7 @@ class PackageFields(Protocol):
 
 
 # "grid": all features in one tensor, with the grids beside them, from which the engine counts the
-# tokens of each image. "rows": one tensor for each image, its tokens counted by its rows.
+# tokens of each image. "rows": one tensor per image, whose rows are its tokens.
 _GRID, _ROWS = "grid", "rows"
 _VLLM: dict[str, str] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _GRID),
@@ -72,8 +72,8 @@ _SGLANG_REFUSES: dict[str, str] = {
 def to_vllm(packages: Sequence[PackageFields]) -> Record:
     """The `multi_modal_data` of a vLLM request whose images, in prompt order, are these packages.
 
-    The prompt holds one placeholder for each image, as with pixels. The engine must run with
-    `enable_mm_embeds`; it keys its caches by the bytes of what it gets.
+    The prompt holds one placeholder per image, as with pixels. The engine must run with
+    `enable_mm_embeds`; it keys its caches by the bytes of its inputs.
     """
     kind = _kind(packages, "vLLM", VLLM_READ, _VLLM, _VLLM_REFUSES)
     if kind == _ROWS:
@@ -82,9 +82,9 @@ def to_vllm(packages: Sequence[PackageFields]) -> Record:
 
 
 def named_for_vllm(packages: Sequence[PackageFields]) -> Record:
-    """The same by name only, for a vLLM that reads a store which has these packages.
+    """The same by name only, for a vLLM that reads a store with these packages.
 
-    What the request carries is the grids, from which vLLM counts tokens, and the names.
+    The request carries the grids, from which vLLM counts tokens, and the names.
     """
     kind = _kind(packages, "vLLM", VLLM_READ, _VLLM, _VLLM_REFUSES)
     if kind == _ROWS:
@@ -107,19 +107,19 @@ def identifier(package: PackageFields) -> str:
 def to_sglang(packages: Sequence[PackageFields]) -> Record:
     """The `image_data` of an SGLang request whose images, in prompt order, are these packages.
 
-    All images travel in one item, which is the only form that SGLang takes them in. The request
-    also needs `input_ids` with every placeholder written out: `vlm.render(messages).ids.tolist()`.
+    All images are one item, the only form that SGLang takes. The request also needs `input_ids`
+    with every placeholder written out: `vlm.render(messages).ids.tolist()`.
     """
     _kind(packages, "SGLang", SGLANG_READ, _SGLANG, _SGLANG_REFUSES)
-    # Not its format "precomputed_embedding": features would stand where pixels do, and Qwen3-VL
-    # would send them through the tower.
+    # Not its format "precomputed_embedding": there features replace pixels, and Qwen3-VL would send
+    # them through the tower.
     item = {"format": "processor_output", "modality": "image"}
     features = {"precomputed_embeddings": torch.cat(list(map(rows, packages)))}
     return {"image_data": [{**item, **features, **_grids(packages)}]}
 
 
 def rows(package: PackageFields) -> torch.Tensor:
-    """The features, one row for each token, followed by the deepstack levels side by side."""
+    """The features, one row per token, followed by the deepstack levels side by side."""
     if "indicator" in package.tensors:
         raise UnsupportedInput("features with indicator tokens are taken by Keepsight only")
     levels = sum(name.startswith("deepstack.") for name in package.tensors)
@@ -143,7 +143,8 @@ def _kind(
     takes: dict[str, str],
     refuses: dict[str, str],
 ) -> str:
-    """How the engine takes the features of this model type, after checking that all go together."""
+    """How the engine takes the features of this model type, after checking that all packages
+    match."""
     if not packages:
         raise InputError("there are no packages to hand over")
     for field in ("weights", "settings", "modality"):

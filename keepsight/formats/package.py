@@ -1,13 +1,13 @@
-"""A package: what the tower saw in one medium, with proof of where it came from. One `.sight` file.
+"""A package: the features of one medium, with proof of their origin. One `.sight` file.
 
 A bare feature tensor says nothing about the model, the processor settings or the image it came
-from, and feeding it to the wrong model gives fluent nonsense. A package carries all of that, and
-refuses by name where it does not fit. docs/package-format.md is the page; tests hold golden bytes.
+from; in the wrong model it gives fluent nonsense. A package carries all of that, and is refused by
+name where it does not fit. docs/package-format.md describes the format; tests hold golden bytes.
 
 `identity` names what was encoded and by which weights; `provenance` says how it was computed;
-`feature_id` is both. Two packages with one feature id hold the same bits. A package packed by a
-lossy codec (codecs.py) is another making of the same image: its features are floats like any
-other, and its file holds what they were unpacked from.
+`feature_id` covers both. Two packages with one feature id hold the same bits. A package of a lossy
+codec (codecs.py) is another making of the same image: its features are floats as usual, and its
+file holds the packed form.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from keepsight.system.devices import to_devices
 
 FORMAT = 1
 KIND = "package"
-Layout = tuple[str | int, ...]  # the prompt text of a medium; an int stands for that many tokens
+Layout = tuple[str | int, ...]  # prompt text of a medium; an int stands for that many tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Package:
-    """The features of one medium. `tensors` holds `features` and, where the family has them,
+    """The features of one medium. `tensors` holds `features` and, in some families,
     `deepstack.0..n`; each has one row per visual token, or (tiles, rows per tile). `indicator`
-    holds the embeddings of the tokens that frame the medium, where the tower makes those."""
+    holds the embeddings of the tokens that frame the medium, if the tower makes those."""
 
     tensors: dict[str, torch.Tensor]
-    key: str  # digest of what the tower took in
+    key: str  # digest of the tower's input
     weights: str  # fingerprint of the vision weights
-    settings: str  # digest of the configuration that the tower runs under
+    settings: str  # digest of the tower's configuration
     provenance: Record  # device class, dtype, attention, versions, codec, maker
-    grid: Grid  # what the processor said beside pixels, e.g. image_grid_thw
+    grid: Grid  # processor outputs besides pixels, e.g. image_grid_thw
     layout: Layout
-    container: str = "list"  # how the model wants several of these: "list" or "tensor"
+    container: str = "list"  # how the model takes several of these: "list" or "tensor"
     modality: str = "image"
     source: str | None = None
     about: Record = field(default_factory=dict)  # for people: model type, hub id, settings
-    packed: dict[str, torch.Tensor] | None = None  # what a lossy codec made of `tensors`
+    packed: dict[str, torch.Tensor] | None = None  # packed form of `tensors`, if lossy
 
     @property
     def tokens(self) -> int:
-        """How many prompt tokens the medium takes."""
+        """The number of prompt tokens of the medium."""
         return sum(part for part in self.layout if isinstance(part, int))
 
     @property
     def identity(self) -> str:
-        """What was encoded, by which weights, under which settings, in which format."""
+        """Digest of what was encoded, by which weights, under which settings, in which format."""
         return identity(self.key, self.weights, self.settings)
 
     @property
@@ -66,19 +66,19 @@ class Package:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage, each counted once: a view keeps all of its tensor in memory."""
+        """Bytes of storage, each counted once: a view keeps its whole tensor in memory."""
         return storage_bytes([*self.tensors.values(), *(self.packed or {}).values()])
 
     @property
     def codec(self) -> str:
-        """The codec's name, with its measured error where it loses something."""
+        """The codec's name, with its measured error if it is lossy."""
         return codecs.describe(self.provenance.get("codec", codecs.EXACT))
 
     def pack(self, codec: str) -> Package:
         """The same features in fewer bytes: `"exact"`, `"bf16"`, or `"int8"` with a scale per row.
 
-        Where the codec loses something the result says how much, and has a feature id of its own;
-        where it does not make the features smaller, the package is given back as it is.
+        If the codec is lossy, the result records the error and has its own feature id. If the codec
+        does not make the features smaller, the package is returned unchanged.
         """
         codecs.check_codec(codec)
         before = self.provenance.get("codec", codecs.EXACT)
@@ -99,7 +99,7 @@ class Package:
 
     @property
     def stored(self) -> dict[str, torch.Tensor]:
-        """The tensors that files and stores keep, beside `record()`."""
+        """The tensors for files and stores, besides `record()`."""
         codec = self.provenance.get("codec")
         if not codecs.is_lossy(codec):
             return self.tensors
@@ -119,7 +119,7 @@ class Package:
         return path
 
     def on(self, device: torch.device) -> Package:
-        """The same package with its features on a device; itself where they are there."""
+        """The package with its features on a device; itself if they are there."""
         if all(tensor.device == device for tensor in self.tensors.values()):
             return self
         return replace(self, tensors=to_devices(self.tensors, lambda name: device))
@@ -133,7 +133,7 @@ class Package:
         return engine_inputs.to_sglang([self])
 
     def record(self) -> Record:
-        """All but the tensors, as JSON."""
+        """Everything except the tensors, as JSON."""
         return {
             "key": self.key,
             "weights": self.weights,
@@ -150,13 +150,13 @@ class Package:
 
     @classmethod
     def load(cls, path: str | Path) -> Package:
-        """Read a `.sight` file; every byte is checked, and a wrong file gets a named error."""
+        """Read a `.sight` file; every byte is checked, and an invalid file raises a named error."""
         tensors, record = tensorfile.read(Path(path), KIND, FORMAT)
         return cls.from_record(tensors, record, str(path))
 
     @classmethod
     def from_record(cls, tensors: dict[str, torch.Tensor], record: Record, where: str) -> Package:
-        """A package from its parts, after checking that they agree with each other."""
+        """A package from its parts, after checking that they agree."""
         _check_record(record, where)
         codec, packed = record["provenance"].get("codec"), None
         if codecs.is_lossy(codec):
@@ -203,7 +203,7 @@ def identity(key: str, weights: str, settings: str) -> str:
 
 
 def feature_id(identity: str, provenance: Record) -> str:
-    """The digest that names features: what they are of (identity) and how they were made."""
+    """The digest that names features: what they show (identity) and how they were made."""
     return digests.digest("feature", identity, provenance)
 
 
@@ -253,7 +253,7 @@ def _check_record(record: Record, where: str) -> None:
 
 
 def check_shapes(package: Package, where: str) -> None:
-    """Features and deepstack levels have one row for every token, all tensors one width."""
+    """Require one row per token in features and deepstack levels, and one width in all tensors."""
     levels = sum(name.startswith("deepstack.") for name in package.tensors)
     wanted = {"features", *(f"deepstack.{level}" for level in range(levels))}
     if not wanted <= package.tensors.keys():

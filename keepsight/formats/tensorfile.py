@@ -1,16 +1,16 @@
-"""One file of tensors with one JSON record: the ground that `.sight`, `.keep` and snapshots share.
+"""One file of tensors with one JSON record: the base format of `.sight`, `.keep` and snapshots.
 
-The file is plain safetensors, so any safetensors reader opens it; our record sits in its metadata
-under the key `keepsight`. The record holds a digest of every tensor and of itself, so a flipped bit
-anywhere is found. Reading trusts nothing: sizes are checked before memory is taken, and a file that
-is truncated or lies gets a named error. Writing goes to a sibling and is renamed into place, since
-a rename either happens whole or not at all.
+The file is plain safetensors, so any safetensors reader opens it; our record is in its metadata
+under the key `keepsight`. The record holds a digest of every tensor and of itself, so any flipped
+bit is found. Reading trusts nothing: sizes are checked before memory is allocated, and a truncated
+or inconsistent file raises a named error. Writing goes to a temporary sibling that is renamed into
+place, because a rename happens completely or not at all.
 
-Reader and writer are our own. Upstream's writer (safetensors 0.8) orders the metadata another way
-each time, so that equal content would not give equal bytes, and hides why a disk refused.
-Upstream's reader maps the file, which may change after it was checked, or copies every tensor from
-bytes that were read before: 64 MiB take 81 or 170 ms in place of 28, and an entry of a store is
-often read while somebody waits for a first token. A header alone it does not read.
+Reader and writer are our own. The writer of safetensors 0.8 orders the metadata differently each
+time, so equal content would not give equal bytes, and it hides why a disk refused. Its reader maps
+the file, which may change after it was checked, or copies every tensor from bytes read before: 64
+MiB take 81 or 170 ms instead of 28, and an entry of a store is often read while somebody waits for
+a first token. It cannot read a header alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from keepsight.system import private_files
 
 Where = Path | str
 MAX_HEADER = 64 << 20
-_LARGE = 2 << 20  # what a huge page holds
+_LARGE = 2 << 20  # size of a huge page
 _MAX_DIMENSIONS = 64
 _KEY = "keepsight"
 _DTYPES = {
@@ -64,14 +64,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def write(
     path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> int:
-    """Write atomically; the size in bytes. The data is on the disk when this returns."""
+    """Write atomically; return the size in bytes. The data is on the disk when this returns."""
     return write_whole(path, spelled(kind, version, tensors, record))
 
 
 def spelled(
     kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> Iterator[bytes | memoryview]:
-    """The parts of the file in their order; one content has one spelling."""
+    """The parts of the file in order; equal content gives equal bytes."""
     tensors = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
     body = dict(record, kind=kind, format=version)
     body["tensors"] = {name: digests.digest("tensor", t) for name, t in tensors.items()}
@@ -83,7 +83,7 @@ def spelled(
 
 
 def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Write a file whole and to the disk, or not at all; its size in bytes."""
+    """Write a file completely to the disk, or not at all; return its size in bytes."""
     folders = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
     private_files.make_folders(path.parent)
     mode = private_files.mode_at(path)
@@ -92,7 +92,7 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
         with os.fdopen(handle, "wb") as file:
             size = sum(file.write(part) for part in parts)
             file.flush()
-            private_files.grant(file.fileno(), mode)  # a temporary file is its owner's alone
+            private_files.grant(file.fileno(), mode)  # temporary files are owner-only
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -107,8 +107,8 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
 def _spell(
     tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]
 ) -> tuple[bytes, list[str]]:
-    """The header, and the tensors in the order of their bytes: widest elements first, so that each
-    tensor begins at a multiple of its element size, then by name."""
+    """The header, and the tensors in file order: widest elements first, so that each tensor starts
+    at a multiple of its element size, then by name."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: Record = {"__metadata__": metadata}
     end = 0
@@ -130,7 +130,7 @@ def _spell(
 def save(
     path: Path, kind: str, version: int, tensors: Mapping[str, torch.Tensor], record: Record
 ) -> None:
-    """`write` for a file that a person named: where it cannot be written, the error says so."""
+    """`write` for a file that a person named: the error says why it cannot be written."""
     try:
         write(path, kind, version, tensors, record)
     except OSError as error:
@@ -148,7 +148,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], Record]:
-    """Tensors and record, every byte checked. The tensors are views of one buffer."""
+    """Tensors and record, with every byte checked. The tensors are views of one buffer."""
     with open(path, "rb") as file:
         return _read(file, os.fstat(file.fileno()).st_size, path, kind, version)
 
@@ -156,19 +156,20 @@ def read(path: Path, kind: str, version: int) -> tuple[dict[str, torch.Tensor], 
 def parse(
     data: bytes | bytearray | memoryview, where: str, kind: str, version: int
 ) -> tuple[dict[str, torch.Tensor], Record]:
-    """The same from the bytes of a whole file; the tensors do not share them."""
+    """`read` for the bytes of a whole file; the tensors do not share them."""
     return _read(io.BytesIO(data), len(data), where, kind, version)
 
 
 def read_record(path: Path) -> Record:
-    """The record alone, whatever its kind; tensors are neither read nor checked."""
+    """The record alone, of any kind; tensors are neither read nor checked."""
     with open(path, "rb") as file:
         header, _ = _header(file, os.fstat(file.fileno()).st_size, path)
     return _record(header.get("__metadata__"), path, None, None)
 
 
 def parse_record(data: bytes, size: int, where: str) -> Record | int:
-    """The record alone from the first bytes of a file of that size, or how many bytes it takes."""
+    """The record alone from the first bytes of a file of that size, or the number of bytes it
+    needs."""
     if len(data) < size:
         needed = 8 + int.from_bytes(data[:8], "little") if len(data) >= 8 else 8
         if len(data) < needed <= min(size, 8 + MAX_HEADER):
@@ -191,17 +192,17 @@ def _read(
             name: buffer[a:b].view(d).reshape(shape) if b > a else torch.empty(shape, dtype=d)
             for name, (d, shape, a, b) in places.items()
         }
-    except (RuntimeError, TypeError) as error:  # an absurd shape, or a place that is not aligned
+    except (RuntimeError, TypeError) as error:  # an absurd shape, or an unaligned place
         raise DamagedFile(f"{where}: a tensor cannot be laid out: {error}") from None
     _check_digests(tensors, record.get("tensors"), where)
     return tensors, record
 
 
 def _room(size: int) -> torch.Tensor:
-    """Memory for the tensors of a file, in huge pages where there are any.
+    """Memory for the tensors of a file, in huge pages if available.
 
-    Handing out small pages one by one takes longer than reading, for a file in the page cache. The
-    file itself is not mapped: it may be changed or cut short after it was checked.
+    For a file in the page cache, allocating small pages takes longer than reading. The file itself
+    is not mapped: it may be changed or truncated after it was checked.
     """
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
@@ -253,7 +254,7 @@ def _record(metadata: object, path: Where, kind: str | None, version: int | None
 def _places(
     header: Record, data: int, path: Where
 ) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-    """Where each tensor lies. The ranges must tile the data exactly: no gaps, no overlaps."""
+    """The place of each tensor. The ranges must tile the data exactly: no gaps, no overlaps."""
     places = {}
     for name, entry in header.items():
         try:
@@ -280,7 +281,8 @@ def _places(
 
 
 def _integers(values: object) -> list[int]:
-    """Few and of 63 bits, so that multiplying them is cheap; a bool is no integer here."""
+    """Accept few integers below 2^63, so that multiplying them is cheap; a bool is no integer
+    here."""
     if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
         raise TypeError("expected a short list")
     if any(type(n) is not int or n >> 63 for n in values):

@@ -1,7 +1,7 @@
-"""What the tenants of one model keep in memory of their media, and under which budgets.
+"""The memory of one model's tenants for media, and its budgets.
 
-Everything that outlives a call is here and counted: packages, pixels that wait for the tower, what
-URLs gave, and names. The budget of the caller is for the first three; names have one of their own.
+Everything that outlives a call is here and counted: packages, pixels waiting for the tower,
+downloads, and names. The caller's budget is for the first three; names have a separate one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from keepsight.media.sources import Source
 from keepsight.models.families import Pixels
 from keepsight.store import MemoryCache, SharedMemoryCache
 
-_LONGEST = 4096  # characters of a URL that is remembered
+_LONGEST = 4096  # longest URL that is remembered
 
 
 class Downloads:
-    """What URLs gave to one tenant; safe in several threads, in memory of all tenants together.
+    """Downloads of one tenant by URL; thread-safe, in memory shared by all tenants.
 
-    A URL is resolved once: what came is named by its digest. Where its bytes have gone and it has
-    to be decoded, it is fetched again and compared with its name.
+    A URL is fetched once, and its content is named by a digest. If its bytes were dropped and are
+    needed, it is fetched again and compared with its name.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Downloads:
         self._bytes, self._names, self._tenant, self._fetch = bytes_of, names, tenant, fetch
 
     def get(self, url: str) -> bytes:
-        """What a URL gives, from memory or from there."""
+        """The content of a URL, from memory or the network."""
         data = self._bytes.get(self._tenant, url)
         if data is None:
             data = self._fetch(url)
@@ -59,7 +59,7 @@ class Downloads:
         return Source(name, decode, url, fresh, file=sources.file_label(url))
 
     def _same(self, url: str, name: str, fresh: list[bytes]) -> bytes:
-        """The bytes that were named."""
+        """Fetch the named bytes again; refuse others."""
         first = next(iter(fresh), None)
         data = self.get(url) if first is None else first
         if sources.file_name(data) != name:
@@ -69,32 +69,32 @@ class Downloads:
         return data
 
     def clear(self) -> None:
-        """Forget what all URLs gave."""
+        """Forget the contents of all URLs."""
         self._bytes.clear(self._tenant)
         self._names.clear(self._tenant)
 
 
-_ALIASES = 64 << 20  # bytes of the names of media, of all tenants together
-_NAMES = 16 << 20  # of the names of URLs, and of the contents of packages that were given out
-_TEXT = 256  # bytes of a name with its key, about
-_SHARE = 16  # of the budget, for what URLs gave
+_ALIASES = 64 << 20  # bytes for names of media, of all tenants
+_NAMES = 16 << 20  # the same for names of URLs, and for contents of packages given to callers
+_TEXT = 256  # approximate bytes of a name with its key
+_SHARE = 16  # share of the budget for downloads
 
 
 @dataclass
 class MediaCaches:
-    """What the tenants of one model keep in memory of their media."""
+    """The memory of one model's tenants for media."""
 
     pixels: MemoryCache[Pixels]
     packages: MemoryCache[Package]
     aliases: SharedMemoryCache[Record]
     downloads: SharedMemoryCache[bytes]
     urls: SharedMemoryCache[str]
-    given: SharedMemoryCache[str]  # contents of packages that were given out, by feature id
+    given: SharedMemoryCache[str]  # contents of packages given to callers, by feature id
 
     @classmethod
     def of(cls, budget: int, quota: int | None = None, ttl: float | None = None) -> MediaCaches:
-        """Half of the budget for packages, and for the rest what waits to become one. Names have a
-        budget of their own."""
+        """Half of the budget for packages, and the rest for data not encoded yet. Names have a
+        separate budget."""
         part = None if quota is None else quota // 2
         small = None if quota is None else quota // _SHARE
         waiting, fetched = budget // 2 - budget // _SHARE, budget // _SHARE
@@ -108,11 +108,11 @@ class MediaCaches:
         )
 
     def downloads_of(self, tenant: str) -> Downloads:
-        """What URLs gave to one tenant."""
+        """The downloads of one tenant."""
         return Downloads(self.downloads, self.urls, tenant)
 
     def stats(self, tenant: str | None) -> dict[str, int | None]:
-        """Bytes and packages, of all or of one tenant."""
+        """Bytes and packages, of all tenants or of one."""
         packages, names = self.packages, (self.aliases, self.urls, self.given)
 
         def nbytes(*caches: MemoryCache | SharedMemoryCache) -> int:
@@ -128,7 +128,7 @@ class MediaCaches:
         }
 
     def check(self) -> None:
-        """Raise AssertionError where a count is wrong or a budget is exceeded."""
+        """Raise AssertionError if a count is wrong or a budget is exceeded."""
         for cache in (self.pixels, self.packages):
             cache.check()
         for shared in (self.aliases, self.downloads, self.urls, self.given):

@@ -1,8 +1,8 @@
-"""Videos and sound: frames and samples, and what a processor wants to know of them.
+"""Videos and sound: frames and samples, and what a processor needs to know about them.
 
-A video is a list of frames with the rate they were taken at, or a file (video_files.py); sound is
-one row of numbers with its sampling rate. They are named by their frames and when each was taken,
-by their samples, or by the bytes of the file.
+A video is a list of frames with their rate, or a file (video_files.py); sound is one row of numbers
+with its sampling rate. They are named by their frames and their times, by their samples, or by the
+bytes of the file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def open_clip(clip: object, modality: str, fetched: Fetched | None = None) -> So
 
 
 def _video(clip: object) -> Clip:
-    """Frames of shape (frames, height, width, 3), and what a processor wants to know of them."""
+    """Frames of shape (frames, height, width, 3), and what a processor needs to know about them."""
     fps: float | None = None
     sampled = False
     if isinstance(clip, dict):
@@ -49,7 +49,7 @@ def _video(clip: object) -> Clip:
     frames = _frames(clip)
     rate = float(fps or DEFAULT_FPS)
     if not 0 < rate < 10_000:
-        raise ImageError(f"a video at {rate} frames a second; expected a positive rate")
+        raise ImageError(f"a video at {rate} frames per second; expected a positive rate")
     count = len(frames)
     about = {
         "total_num_frames": count,
@@ -87,7 +87,7 @@ def _frames(clip: object) -> np.ndarray:
 
 
 def _sound(clip: object, fetched: Fetched | None) -> Clip:
-    """One channel of float32, and its sampling rate (None: that of the model)."""
+    """One channel of float32, and its sampling rate (None: the model's)."""
     rate: int | None = None
     if isinstance(clip, dict):
         rate = clip.get("sampling_rate")

@@ -1,8 +1,8 @@
-"""Images to packages: named first, looked up, and encoded by the tower only when not known.
+"""Images to packages: named first, looked up, and encoded by the tower only if unknown.
 
-Naming is cheap for a known image (naming.py). Encoding is one image to one forward pass, so no
-neighbour and no budget changes a bit, and so the tower's memory is that of one image. The budget
-bounds what is kept between: half for pixel values that wait for the tower, half for packages.
+Naming a known image is cheap (naming.py). Each image gets its own forward pass, so no other image
+and no budget changes a bit, and the tower's memory is that of one image. The budget limits what is
+kept: half for pixel values waiting for the tower, half for packages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from keepsight.models.families.tower_absent import LEFT_OUT
 from keepsight.models.tower_pieces import TowerParts
 from keepsight.store import About, Store
 
-_FILMS = 8  # of which the names of the steps are remembered
-_COUNTED = {"tower": "encoded", "memory": "memory"}  # from where, for films
+_FILMS = 8  # films whose step names are remembered
+_COUNTED = {"tower": "encoded", "memory": "memory"}  # where they came from, for films
 COUNTS = ("named", "encoded", "in_pieces", "memory", "disk", "preprocessed")
 
 
 def feature_stats(visions: Iterable[Vision]) -> Record:
-    """How often what was done for some tenants, and which parts of a tower ran in pieces."""
+    """How often each event happened for some tenants, and which parts of a tower ran in pieces."""
     counts, parts = dict.fromkeys(COUNTS, 0), TowerParts()
     for vision in visions:
         counts = {name: counts[name] + n for name, n in vision.counts.items()}
@@ -61,19 +61,19 @@ class Vision:
         self._tenant, self._ttl = tenant, ttl
         self._counts = dict.fromkeys(COUNTS[:-1], 0)
         self.parts = TowerParts()  # of all passes for large pictures
-        self._steps: dict[str, tuple[FilmStep, ...]] = {}  # of films named lately, by feature id
+        self._steps: dict[str, tuple[FilmStep, ...]] = {}  # of recently named films, by feature id
         self._shared = True
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often what was done."""
+        """How often each event happened."""
         return {**self._counts, "preprocessed": self.namer.preprocessed}
 
     def bind(
         self, weights: str, settings: str, provenance: Record, shared: bool = True, code: str = ""
     ) -> None:
-        """Say whose features these are; called before each use with the current truth. Those that
-        are not `shared` are of a model that only this process knows, and stay in memory."""
+        """Set weights and provenance; called before each use. Features that are not `shared` belong
+        to a model that only this process knows, and stay in memory."""
         self.namer.bind(provenance, code)
         by_step = films_by_step(self._family)
         self.tower.making = Making(weights, settings, provenance, by_step)
@@ -82,7 +82,7 @@ class Vision:
     # -- naming ----------------------------------------------------------------------------------
 
     def name(self, image: object, modality: str = "image") -> Medium:
-        """The medium behind any form of image, or of video or sound."""
+        """The medium of any form of image, video or sound."""
         self._counts["named"] += 1
         if isinstance(image, Medium | Package) and image.modality != modality:
             raise ImageError(f"this is a package of {image.modality!r}, given as {modality!r}")
@@ -93,14 +93,14 @@ class Vision:
         return self.admit_looked(self.namer.look(image, modality))
 
     def admit_looked(self, looked: Looked) -> Medium:
-        """The medium of a look that some thread had; from now on it is known."""
+        """The medium of a look made by some thread; it is known from now on."""
         if looked.pixels is not None:
             self._caches.pixels.put(self._tenant, looked.entry["key"], looked.pixels)
         self.namer.learn(looked)
         return self.medium_of(looked)
 
     def medium_of(self, looked: Looked) -> Medium:
-        """The medium of a look of which nothing is remembered yet. Safe in several threads."""
+        """The medium of a look, without remembering it. Thread-safe."""
         source = looked.source
         return self._medium(looked.entry, lambda: self.namer.preprocess(source))
 
@@ -109,22 +109,23 @@ class Vision:
         return self._medium(self.namer.entry_of(pixels), lambda: pixels)
 
     def again(self, medium: Medium) -> Medium:
-        """A medium named before, under the weights and provenance of now."""
+        """A medium named earlier, under the present weights and provenance."""
         if isinstance(medium.recall, Package):
             return self._medium_of_package(medium.recall, medium.feature_id)
         return self._medium(entry_of(medium, source=medium.source), medium.recall)
 
     def admit(self, package: Package, handed_in: bool = False) -> Medium:
-        """The medium of a package that came with its snapshots, in one file with their digests.
+        """The medium of a package from a file that also has its snapshots, with their digests.
 
-        What was handed in before it was saved stays that: a file proves no more than its maker did.
+        If a caller had given the package before it was saved, it still counts as given: a file
+        proves no more than its maker.
         """
         return self._medium_of_package(package, None if handed_in else package.feature_id)
 
     def _own_or_handed(self, package: Package) -> str:
-        """The feature id of a package handed in: its claim, if these are the bits that we made.
+        """The feature id of a caller's package: its claim, if these are the bits that we made.
 
-        Whoever changed the tensors and left the provenance would else stand in the path of ours.
+        Otherwise tensors changed under an old provenance would take the place of ours in a path.
         """
         content = _content(package)
         if self._caches.given.get(self._tenant, package.feature_id) == content:
@@ -145,7 +146,7 @@ class Vision:
         check_shapes(package, "the package")
         self._family.check_package(package)
         made = named or self._own_or_handed(package)
-        # Only what was made here is taken apart: the steps of others would be theirs to name.
+        # Only our own films are split: the steps of others are theirs to name.
         keys = keys_in(package) if made == package.feature_id else []
         steps = steps_from(keys, package.grid, self.tower.making, package.provenance)
         what = (package.key, package.identity, made, package.grid, package.layout, package.source)
@@ -168,7 +169,7 @@ class Vision:
         return self._steps[film] if keys else ()
 
     def _any_made(self, what: str, made: str) -> str:
-        """Our own making where it exists, else any making in the store."""
+        """Our own features if they exist, otherwise any others in the store."""
         if self._holds(made) or self._store is None or self._store.has("package", made):
             return made
         note = self._store.note("made", what)
@@ -176,14 +177,14 @@ class Vision:
         return found if isinstance(found, str) else made
 
     def made_elsewhere(self, medium: Medium) -> bool:
-        """Whether the store holds this image only in another making than ours."""
+        """Whether the store has features of this image, but none made as ours."""
         if self._store is None or self._store.has("package", medium.feature_id):
             return False
         note = self._store.note("made", medium.identity)
         return note is not None and note.get("feature_id") != medium.feature_id
 
     def note(self, number: int, package: Package, where: str) -> str:
-        """What a report says of how features were made, if that is out of the way."""
+        """A report's note on how features were made, if unusual."""
         if where == "tower":
             return f"medium {number}: {self.tower.parts}" if self.tower.parts.cut else ""
         kept = "" if package.packed is None else f"; kept as {package.codec}"
@@ -191,7 +192,7 @@ class Vision:
         return elsewhere and f"features of medium {number} made elsewhere: {elsewhere}{kept}"
 
     def differences(self, package: Package) -> str:
-        """In what a package's making differs from ours, for people; empty when in nothing."""
+        """How a package's making differs from ours, for people; empty if it does not."""
         there, here = package.provenance, self.tower.making.of(package.modality)
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         said = [f"{name} {there.get(name)!r}, here {here.get(name)!r}" for name in sorted(names)]
@@ -228,12 +229,11 @@ class Vision:
         return tier or "tower"
 
     def stored_as(self, medium: Medium) -> list[str]:
-        """What the features of a medium are called in a store: those of a film lie step by step."""
+        """The names of a medium's features in a store: those of a film are stored step by step."""
         return [medium.feature_id, *dict.fromkeys(step.feature_id for step in medium.steps)]
 
     def require(self, media: list[Medium]) -> None:
-        """Refuse, by name, features that cannot be made here: of a tower that was left out, or
-        of a picture that is too large for an exported one."""
+        """Refuse features that cannot be made: no tower, or a picture too large for an export."""
         if not media:
             return  # a warm turn walks over no modules
         exported = getattr(self._family.model, "exported", None)
@@ -250,8 +250,8 @@ class Vision:
     def package(
         self, medium: Medium, keep: Callable[[], bool] = lambda: True
     ) -> tuple[Package, str]:
-        """The features of a medium on the model's device, and where they came from. Those that had
-        to be computed are remembered where `keep`, asked behind the tower, says so."""
+        """The features of a medium on the model's device, and their origin. New ones are remembered
+        if `keep`, called after the tower, returns True."""
         device = self._family.model.device
         if isinstance(medium.recall, Package):
             return medium.recall.on(device), "caller"
@@ -273,7 +273,7 @@ class Vision:
         return package, "tower"
 
     def _film(self, film: Medium, keep: Callable[[], bool]) -> tuple[Package, str]:
-        """The features of a film, of those of its steps; those that are new are made first."""
+        """The features of a film from those of its steps; new steps are encoded first."""
         known: dict[str, Package] = {}
         where = farthest({self._find_step(film, step, known) for step in film.steps})
         self._counts[_COUNTED.get(where, "disk")] += 1
@@ -300,7 +300,7 @@ class Vision:
         return tier
 
     def _remember(self, made: list[Package], cost: float, keep: Callable[[], bool]) -> None:
-        """Keep features that took so long in memory and in a store, if the caller still wants."""
+        """Remember features that took so long in memory and store, if the caller still wants."""
         if not keep():
             return
         for package in made:
@@ -309,8 +309,8 @@ class Vision:
                 self.store_package(package, cost / len(made))
 
     def store_package(self, package: Package, cost: float) -> Package:
-        """Hand a package to the store, in the form that the caller chose for stores."""
-        kept = package.pack(self._codec)  # itself where nothing is lost
+        """Hand the package to the store, in the caller's chosen codec."""
+        kept = package.pack(self._codec)  # unchanged if the codec is exact
         if self._store is not None:
             shown = dict.fromkeys((kept.key, kept.about.get(FILM, kept.key)))
             about = About(cost=cost, media=tuple(shown), ttl=self._ttl)
@@ -325,7 +325,7 @@ class Vision:
         found = self._store.get("package", feature_id) if self._store is not None else None
         if found is None:
             return None
-        # Computing again is always right, so a file with wrong content is only set aside.
+        # Computing again is always right, so a wrong file is only set aside.
         why = "it is the package of something else"
         try:
             package = Package.from_record(*found, where="the store")
@@ -351,13 +351,13 @@ class Vision:
         self.parts.add(self.tower.parts)
 
     def encode(self, image: object) -> Package:
-        """The package of an image in any form, with the prompt text the processor gives it."""
+        """The package of an image in any form, with the processor's prompt text for it."""
         modality = image.modality if isinstance(image, Medium | Package) else "image"
         if isinstance(image, dict):
             modality, image = medium_in(image)
         medium = self.name(image, modality)
         package, _ = self.package(medium)
-        # A copy: what the caller does to it must not reach the answers of others.
+        # A copy: the caller's changes must not reach other answers.
         tensors = {name: tensor.clone() for name, tensor in package.tensors.items()}
         if isinstance(medium.recall, Package):
             return dataclasses.replace(package, tensors=tensors)
@@ -368,7 +368,7 @@ class Vision:
         return given
 
     def pin(self, medium: Medium, pinned: bool = True) -> bool:
-        """Keep a medium's package in memory, whatever the budget says."""
+        """Pin a medium's package in memory, whatever the budget."""
         return self._caches.packages.pin(self._tenant, medium.feature_id, pinned)
 
     def is_pinned(self, medium: Medium) -> bool:
@@ -376,7 +376,7 @@ class Vision:
         return self._caches.packages.pinned(self._tenant, medium.feature_id)
 
     def forget(self, medium: Medium) -> int:
-        """Drop all that memory holds of an image, in whichever making; the bytes freed."""
+        """Drop everything in memory about an image, from any making; return the bytes freed."""
         packages, freed = self._caches.packages, 0
         for made, package in packages.items(self._tenant):
             if shows(package, medium.key, medium.steps):
@@ -395,6 +395,6 @@ class Vision:
 
 
 def _content(package: Package) -> str:
-    # The grid too: positions follow it, and with another one the same rows are another prompt.
+    # The grid too: positions follow it, so the same rows with another grid are another prompt.
     tensors = [[name, package.tensors[name]] for name in sorted(package.tensors)]
     return digests.digest("content", tensors, package.grid, package.about.get(STEPS, []))

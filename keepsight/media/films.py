@@ -1,9 +1,9 @@
-"""Films whose towers see no more than one step in time at once: each step is a medium of its own.
+"""Videos whose towers process each time step alone: each step is a medium of its own.
 
-A step has a key that knows nothing of the film around it, and a package of its own in memory and
-in stores. So a film that grows, or a window that slides over one, runs the tower for the steps that
-are new, and the tower's memory is that of one step, however long the film is. In a prompt each
-step has a name of its own, too: what stands before the first new step is not computed again.
+The key of a step does not depend on the film around it, and its package is kept separately in
+memory and in stores. So for a growing film, or a sliding window, the tower runs only for new steps,
+and its memory is that of one step, however long the film is. In a prompt each step has its own name
+too, so nothing before the first new step is computed again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from keepsight.kinds import Grid, Record
 from keepsight.media.medium import FilmStep
 
 Tensors = dict[str, torch.Tensor]
-FILM = "film"  # in `about` of a step's package: the key of the film that it was seen in
-STEPS = "steps"  # in `about` of a film's package, and in what is known of a film: their keys
-_MADE = {"film": "one step a pass"}  # part of the provenance of features that were made so
+FILM = "film"  # in `about` of a step's package: the key of its film
+STEPS = "steps"  # in `about` of a film's package, and in a film's entry: the keys of its steps
+_MADE = {"film": "one step a pass"}  # part of the provenance of such features
 _DISTANCE = {"memory": 0, "disk": 1, "remote": 2, "tower": 3}
 _GRID = "video_grid_thw"
 
 
 @dataclass(frozen=True)
 class Making:
-    """By which weights, under which settings and in which way features are made now."""
+    """The weights, settings and method by which features are made now."""
 
     weights: str = ""
     settings: str = ""
@@ -41,7 +41,7 @@ class Making:
         return {**made, **_MADE} if self.by_step and modality == "video" else made
 
     def names(self, key: str, modality: str) -> tuple[str, str]:
-        """The identity and the feature id of what has this key."""
+        """The identity and the feature id for this key."""
         what = identity(key, self.weights, self.settings)
         return what, feature_id(what, self.of(modality))
 
@@ -49,7 +49,7 @@ class Making:
 def steps_from(
     keys: Sequence[str], grid: Grid, making: Making, provenance: Record | None = None
 ) -> tuple[FilmStep, ...]:
-    """The steps of a film by their keys; positions depend on what else its grid says, too."""
+    """The steps of a film by their keys; positions also depend on the rest of its grid."""
     speed = {name: value for name, value in grid.items() if name != _GRID}
     made = making.of("video") if provenance is None else provenance
     found = []
@@ -68,16 +68,16 @@ def keys_in(package: Package) -> list[str]:
 
 
 def joined(steps: Sequence[Tensors]) -> Tensors:
-    """The features of a film, of those of its steps in order."""
+    """The features of a film, joined from those of its steps."""
     return {name: torch.cat([one[name] for one in steps], dim=-2) for name in steps[0]}
 
 
 def farthest(tiers: set[str]) -> str:
-    """Where features come from that come from several places: the slowest of them."""
+    """Where features come from that have several origins: the slowest of them."""
     return max(tiers, key=lambda tier: _DISTANCE.get(tier, 2))
 
 
 def shows(package: Package, key: str, steps: Sequence[FilmStep] = ()) -> bool:
-    """Whether a package is of a medium, or of a step of it."""
+    """Whether a package is of a medium, or of one of its steps."""
     about = package.about.get(FILM)
     return key in (package.key, about) or package.key in {step.key for step in steps}

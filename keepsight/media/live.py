@@ -1,6 +1,6 @@
-"""Frames as they come: from a video file, a camera, or a program that makes them.
+"""Yields frames as they come: from a video file, a camera, or a program.
 
-They are read one by one, so a source that never ends takes no more memory than a short one.
+They are read one by one, so an endless source takes no more memory than a short one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keepsight.media.video_files import DEFAULT_FPS
 from keepsight.system.optional import optional
 
 Frames: TypeAlias = "str | os.PathLike[str] | int | Iterable[object]"
-_CAMERAS = {  # where FFmpeg finds the camera of a number, and by which of its inputs
+_CAMERAS = {  # FFmpeg's input format and device name for a camera number
     "linux": ("/dev/video{}", "v4l2"),
     "darwin": ("{}", "avfoundation"),
     "win32": ("video={}", "dshow"),
@@ -27,8 +27,8 @@ _CAMERAS = {  # where FFmpeg finds the camera of a number, and by which of its i
 
 
 def frames_of(source: Frames, fps: float) -> Iterator[np.ndarray]:
-    """Frames of shape (height, width, 3), `fps` of them for each second of a file or a camera. What
-    a program gives is taken frame by frame."""
+    """Frames of shape (height, width, 3), `fps` per second of a file or a camera. A program's
+    frames are all taken."""
     if isinstance(source, bool | bytes):
         raise InputError(
             f"cannot watch a {type(source).__name__}; expected a file, the number of a camera, or "
@@ -56,7 +56,7 @@ def _decoded(name: str, kind: str | None, fps: float) -> Iterator[np.ndarray]:
                 if time + 1e-9 >= due:
                     check_size((frame.width, frame.height), "a frame of the video")
                     yield frame.to_ndarray(format="rgb24")
-                    due = max(due + 1 / fps, time - 1 / fps)  # a camera may have stood still
+                    due = max(due + 1 / fps, time - 1 / fps)  # a camera may have paused
     except (av.FFmpegError, IndexError, ValueError, OSError) as error:
         if isinstance(error, ImageError):
             raise

@@ -1,6 +1,6 @@
-"""A medium as a prompt knows it: named, measured, and able to tell where its features come from.
+"""A medium as a prompt knows it: named, measured, and with access to its features.
 
-An entry is the plain record of one that was looked at before; it is what a store keeps.
+An entry is the plain record of a medium seen before; a store keeps entries.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MEDIA = tuple(PROCESSORS)  # all modalities
 
 @dataclass(frozen=True)
 class FilmStep:
-    """One step in time of a film whose tower sees each alone: a medium of its own.
+    """One time step of a film whose tower processes steps alone: a medium of its own.
 
-    `path` names it in a prompt: which step it is, and at what speed the film runs, too.
+    `path` names it in a prompt, and also covers the number of the step and the speed of the film.
     """
 
     key: str
@@ -53,7 +53,7 @@ class FilmStep:
 
 @dataclass(frozen=True, eq=False)
 class Medium:
-    """One named image: all that a prompt needs to know of it, and how to get at its features."""
+    """One named image: everything a prompt needs to know of it, and access to its features."""
 
     key: str
     identity: str
@@ -61,13 +61,13 @@ class Medium:
     grid: Grid
     layout: Layout
     source: str | None
-    recall: Callable[[], Pixels] | Package  # the pixels again, or the package handed in
+    recall: Callable[[], Pixels] | Package  # remakes the pixels, or returns the package
     modality: str = "image"
-    steps: tuple[FilmStep, ...] = ()  # of a film, where features are made step by step
+    steps: tuple[FilmStep, ...] = ()  # of a film, if features are made step by step
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens it takes."""
+        """The number of its prompt tokens."""
         return sum(part for part in self.layout if isinstance(part, int))
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Medium:
 
 
 def entry_of(what: Pixels | Medium, **more: object) -> Record:
-    """What is remembered of a medium once it was looked at."""
+    """The record that is remembered of a medium."""
     known = {"key": what.key, "grid": what.grid, "layout": list(what.layout)}
     if isinstance(what, Medium) and what.steps:
         known["steps"] = [step.key for step in what.steps]
@@ -83,7 +83,7 @@ def entry_of(what: Pixels | Medium, **more: object) -> Record:
 
 
 def is_entry(entry: Record) -> bool:
-    """Whether a note has what naming an image needs."""
+    """Whether a note has the fields of an entry."""
     grid, layout = entry.get("grid"), entry.get("layout")
     if not isinstance(entry.get("key"), str) or not isinstance(grid, dict):
         return False
@@ -109,7 +109,7 @@ def is_plain(value: object) -> bool:
 
 
 def without_arrays(part: object) -> Record:
-    """The attributes of a processor, but for tables it computed from the others (mel filters)."""
+    """The attributes of a processor, without tables computed from the others (mel filters)."""
     return {k: v for k, v in vars(part).items() if not hasattr(v, "__array__")}
 
 

@@ -1,9 +1,9 @@
-"""What a medium is called: its bytes are hashed, and nothing is decoded that was seen before.
+"""Names media: their bytes are hashed, and nothing seen before is decoded.
 
-The bytes of a file have a name, which leads to the name of its pixels, which leads to the name of
-what the tower takes in (the key). Both steps are remembered as aliases, so a known image costs one
-hash. `look` changes nothing that is remembered, so threads may look at several images at once;
-`learn` remembers.
+The digest of a file's bytes leads to the digest of its pixels, and that to the digest of the
+tower's input (the key). Both steps are remembered as aliases, so a known image costs one hash.
+`look` changes nothing that is remembered, so threads may look at several images at once; `learn`
+remembers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from keepsight.models.families.qwen_vl import films_by_step, steps_of
 from keepsight.store import About, SharedMemoryCache, Store
 
 Entry = Record
-FILE = "file"  # where a note has the name of the file or URL that its picture came from
+FILE = "file"  # field of a note for the file name or URL of its picture
 
 
 @dataclass(frozen=True)
 class Looked:
-    """What a look at a medium found: its entry, and what is new of it."""
+    """The result of looking at a medium: its entry, and what is new about it."""
 
     source: Source
     entry: Record
-    aliases: tuple[str, ...] = ()  # names that lead to the entry and were not known
-    pixels: Pixels | None = None  # where it had to be preprocessed
+    aliases: tuple[str, ...] = ()  # new names that lead to the entry
+    pixels: Pixels | None = None  # if it had to be preprocessed
 
 
 class Namer:
@@ -54,17 +54,17 @@ class Namer:
         self._family, self._processor, self._options = family, processor, options
         self._store, self._ttl, self._tenant = store, ttl, tenant
         self._aliases, self._downloads = aliases, downloads
-        self._settings: dict[str, str] = {}  # modality -> digest, as they are asked for
+        self._settings: dict[str, str] = {}  # modality -> digest, filled on demand
         self._makers_of: dict[str, str] = {}
-        self._made_by: Record = {}  # library versions, and code in their place: they change pixels
+        self._made_by: Record = {}  # library versions, and replaced code: both change pixels
         self.bound: tuple[object, ...] | None = (
-            None  # what the processor's settings were when they were digested
+            None  # the processor's settings when they were last digested
         )
         self.preprocessed = 0
 
     def bind(self, provenance: Record, code: str = "") -> None:
-        """Look at the processor's settings, which may be changed at any time. `code`: what of it
-        is not its library's."""
+        """Read the processor's settings, which may change at any time. `code`: the digest of its
+        replaced code."""
         now: tuple[object, ...] | None = None
         if self._processor is not None:
             parts = [getattr(self._processor, name, None) for name in PROCESSORS.values()]
@@ -74,14 +74,14 @@ class Namer:
             names = ("transformers", "image_backend", "switches")
             self._made_by = {name: provenance[name] for name in names}
             self._made_by |= {"code": code} if code else {}
-            # New ones: who looks at this moment may yet digest what the settings were before.
+            # A new dict: a thread in `look` may still be digesting the earlier settings.
             self._settings, self._makers_of = {}, {}
             self.bound = copy.deepcopy(now)
 
     def settings(self, modality: str = "image", must: bool = True) -> str:
-        """The digest of every setting that changes what the processor makes of a medium.
+        """The digest of every setting that changes the processor's output for a medium.
 
-        Empty where there is no processor and none is needed: tensors need none.
+        Empty if there is no processor and none is needed: tensors need none.
         """
         if self._processor is None:
             return ""
@@ -93,8 +93,7 @@ class Namer:
                     return ""
                 raise UnsupportedInput(
                     f"the processor has no {PROCESSORS[modality]} (those of Transformers need "
-                    "torchvision); "
-                    f"{modality} cannot be prepared here"
+                    f"torchvision); {modality} cannot be prepared here"
                 )
             known[modality] = digests.digest(
                 "processor settings",
@@ -106,12 +105,12 @@ class Namer:
         return known[modality]
 
     def _own_settings(self) -> Record:
-        """Plain settings of the composite processor: some shape pixels, some an image's text."""
+        """Plain settings of the composite processor: some change pixels, some an image's text."""
         own = vars(self._processor).items()
         return {k: v for k, v in own if k != "chat_template" and is_plain(v)}
 
     def _makers(self, modality: str) -> str:
-        """Settings and the libraries that follow them: with both the same, pixels are the same."""
+        """Settings and library versions: if both are equal, pixels are equal."""
         known = self._makers_of
         if modality not in known:
             settings = self.settings(modality)
@@ -121,7 +120,7 @@ class Namer:
     # -- looking ---------------------------------------------------------------------------------
 
     def look(self, image: object, modality: str = "image") -> Looked:
-        """Find or make the entry of a medium in any form. Safe in several threads at once."""
+        """Find or make the entry of a medium in any form. Thread-safe."""
         self._needed_processor()
         makers = self._makers(modality)
         if modality == "image":
@@ -146,13 +145,13 @@ class Namer:
         return Looked(source, entry, (digest, name), pixels)
 
     def entry_of(self, pixels: Pixels, **more: object) -> Record:
-        """What is remembered of a medium, and of the steps of a film."""
+        """The remembered entry of a medium, with the steps of a film."""
         if pixels.modality == "video" and films_by_step(self._family):
             more["steps"] = [step.key for step in steps_of(self._family, pixels)]
         return entry_of(pixels, **more)
 
     def learn(self, looked: Looked) -> None:
-        """Remember what a look found."""
+        """Remember the result of a look."""
         for name in looked.aliases:
             self._remember(name, looked.entry, looked.source.file)
         self.preprocessed += looked.pixels is not None
@@ -164,7 +163,7 @@ class Namer:
         return self.run_processor(self._decoded(source), source)
 
     def _decoded(self, source: Source) -> Decoded | Clip:
-        """What the processor wants; of a film's frames only those that it would look at."""
+        """The processor's input; for a film only the frames that it would use."""
         if source.film is None:
             return source.decode()
         return source.film.decode(chooser(self._needed_processor()))
@@ -175,7 +174,7 @@ class Namer:
         return self._processor
 
     def run_processor(self, decoded: Decoded | Clip, source: Source) -> Pixels:
-        """What the tower would take in."""
+        """The tower's input."""
         processor = self._needed_processor()
         try:
             if isinstance(decoded, tuple):
@@ -184,7 +183,7 @@ class Namer:
             return self._family.preprocess(processor, decoded, options)
         except KeepsightError:
             raise
-        except Exception as error:  # processors raise whatever their arithmetic runs into
+        except Exception as error:  # processors raise whatever their arithmetic causes
             size = getattr(decoded, "size", None) or getattr(decoded, "shape", None)
             raise ImageError(
                 f"{source.label} ({size}): the image processor refused it: {error}"
@@ -200,7 +199,7 @@ class Namer:
                 self._store.reject("alias", digest, "it does not describe an image")
                 entry = None
             if entry is not None:
-                # The name is for people who list a store; what waits to be written is not changed.
+                # The name is for people who list a store; queued writes are not changed.
                 entry = {name: value for name, value in entry.items() if name != FILE}
                 self._aliases.put(self._tenant, digest, entry)
         return entry
@@ -213,7 +212,7 @@ class Namer:
             self._store.put_note("alias", digest, note, about)
 
     def forget(self, key: str) -> None:
-        """Drop every name that leads to a key, and what URLs gave: one of them may be it."""
+        """Drop every name that leads to a key, and all downloads, because one may be it."""
         self._aliases.forget(self._tenant, lambda entry: bool(entry["key"] == key))
         self._downloads.clear()
 

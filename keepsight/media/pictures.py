@@ -1,9 +1,8 @@
-"""Pictures from bytes: which formats are opened, and what is refused before it is decoded.
+"""Opens pictures from bytes: allowed formats, and refusals before decoding.
 
-A reader of a format believes what a file says. A small file may say that it holds an enormous
-picture, or millions of parts that are read one by one in Python. So a file is looked at here first:
-its format must be one of `FORMATS`, its structure of a size that some camera or program may have
-written, and its pixels no more than the caller takes.
+Readers of formats trust the file. A small file may claim an enormous picture, or millions of parts
+that Python reads one by one. So a file is checked here first: its format must be one of `FORMATS`,
+its structure of a plausible size, and its pixels within the caller's limit.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from PIL import Image, UnidentifiedImageError
 
 from keepsight.errors import ImageError
 
-MAX_PIXELS = 120_000_000  # decoded, this is 360 MB; what is larger is refused as a bomb
-# Others have readers that believe too much (an icon holds a picture of any size) or run programs.
+MAX_PIXELS = 120_000_000  # decoded 360 MB; larger pictures are refused as decompression bombs
+# Other readers trust files too much (an icon holds a picture of any size) or run programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "HEIF")
 _HEIF = (
     b"heic",
@@ -33,12 +32,12 @@ _HEIF = (
     b"mif1",
     b"msf1",
 )  # without AVIF's
-_PARTS = 65_536  # chunks, segments or blocks that a reader goes through in Python
-_SCANS = 100  # of a progressive JPEG; each goes over all of the picture
-_TAGS = 4096  # of a TIFF
-_STRIPS = 1 << 18  # pieces of its pixels
-_TILE = 1 << 22  # pixels that a tile may have, however small its picture
-_SLOWLY_READ = 4 << 20  # bytes of what is decoded in Python: PNM as text, run-length BMP
+_PARTS = 65_536  # chunks, segments or blocks that a reader handles in Python
+_SCANS = 100  # scans of a progressive JPEG; each covers the whole picture
+_TAGS = 4096  # tags of a TIFF
+_STRIPS = 1 << 18  # strips or tiles of a TIFF
+_TILE = 1 << 22  # pixels per tile, even for a small picture
+_SLOWLY_READ = 4 << 20  # bytes of formats decoded in Python: PNM as text, run-length BMP
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -49,11 +48,11 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_QUIET = threading.Lock()  # the filters of warnings are one for all threads
+_QUIET = threading.Lock()  # warning filters are shared by all threads
 
 
 def size_of(data: bytes, label: str) -> tuple[int, int]:
-    """Width and height, by the header alone; how many pixels are too many, the caller decides."""
+    """Width and height from the header alone; the caller decides how many pixels are too many."""
     with _opened(data, label) as image:
         return image.size
 
@@ -65,16 +64,16 @@ def decode(data: bytes, label: str) -> Image.Image:
         try:
             image.load()
             with _QUIET, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what its EXIF says, in any number
+                warnings.simplefilter("ignore")  # of any EXIF values
                 turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
             upright = image.copy() if turn is None else image.transpose(turn)
-        except Exception as error:  # PIL's decoders raise almost anything on a damaged file
+        except Exception as error:  # PIL's decoders may raise anything for a damaged file
             raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
     return upright if upright.mode == "RGB" else upright.convert("RGB")
 
 
 def check_size(size: tuple[int, int], label: str) -> None:
-    """Refuse an empty picture, and one that is far too large."""
+    """Refuse an empty or far too large picture."""
     width, height = size
     if width < 1 or height < 1:
         raise ImageError(f"{label} is {width}x{height}: there is nothing to see")
@@ -86,10 +85,10 @@ def check_size(size: tuple[int, int], label: str) -> None:
 
 
 def _opened(data: bytes, label: str) -> Image.Image:
-    """The picture with its header read, and no more."""
+    """The picture with only its header read."""
     if not data:
         raise ImageError(f"{label} is empty")
-    Image.init()  # again after each plugin that somebody registers
+    Image.init()  # repeated after each newly registered plugin
     heif = data[4:8] == b"ftyp" and data[8:12] in _HEIF and b"avif" not in data[16:64]
     if heif and "HEIF" not in Image.OPEN:
         return _opened_heif(data, label)
@@ -114,7 +113,7 @@ def _opened(data: bytes, label: str) -> Image.Image:
 
 
 def _opened_heif(data: bytes, label: str) -> Image.Image:
-    """A phone's HEIC photo, by the plugin of Pillow for it, which is registered nowhere."""
+    """A HEIC photo, opened with Pillow's plugin for it, which is not registered globally."""
     try:
         plugin = importlib.import_module("pillow_heif")
     except ImportError:
@@ -124,20 +123,20 @@ def _opened_heif(data: bytes, label: str) -> Image.Image:
         ) from None
     try:
         image: Image.Image = plugin.HeifImageFile(io.BytesIO(data))
-    except Exception as error:  # it raises almost anything on a damaged file
+    except Exception as error:  # it may raise anything for a damaged file
         raise ImageError(f"{label} cannot be decoded: {error}; is it truncated?") from error
     return image
 
 
-# -- what a file may be made of --------------------------------------------------------------------
+# -- the structure of a file ----------------------------------------------------------------------
 
 
 class _Refused(Exception):
-    """A file that is made to be slow, or to take memory."""
+    """A file made to be slow, or to take memory."""
 
 
 def _count(parts: Iterator[object], what: str) -> None:
-    """Refuse more parts than a reader may be asked to go through."""
+    """Refuse more parts than a reader should handle."""
     for number, _ in enumerate(parts):
         if number == _PARTS:
             raise _Refused(f"it has more than {_PARTS} {what}")
@@ -159,7 +158,7 @@ def _check_jpeg(data: bytes) -> None:
         while at + 4 <= len(data) and data[at : at + 2] != b"\xff\xda":
             yield at
             marker = data[at + 1] if data[at] == 0xFF else None
-            if marker in (None, 0x00, 0xFF):  # no marker, or one that is padded
+            if marker in (None, 0x00, 0xFF):  # no marker, or a padded one
                 at += 1
             elif 0xD0 <= marker <= 0xD9 or marker == 0x01:  # type: ignore[operator]
                 at += 2

@@ -1,8 +1,8 @@
 """Images in any form: opened once, checked, and named by their bytes.
 
-What Transformers does with an image depends on its form, and so do we: files, URLs, data URIs and
-bytes are decoded as its `load_image` does (upright after EXIF, transparency dropped), while a PIL
-image or an array goes to the image processor as it is. Nothing here knows a model.
+As in Transformers, treatment depends on the form: files, URLs, data URIs and bytes are decoded like
+its `load_image` does (upright after EXIF, transparency dropped), while a PIL image or an array goes
+to the image processor unchanged. Nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from keepsight.media.pictures import check_size
 from keepsight.media.video_files import VideoFile
 
 MAX_BYTES = 256 << 20
-_BASE64 = 1 << 20  # characters that are decoded in one go; each four are three bytes
+_BASE64 = 1 << 20  # characters decoded at once; each four are three bytes
 _BAND = 1 << 20  # pixels
 _LONGEST_LABEL = 120  # characters
 _VIDEO = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -45,9 +45,9 @@ Readable = str | os.PathLike[str] | bytes | bytearray | memoryview
 class Source:
     """A named image that is decoded only when needed.
 
-    `name` is the digest of the bytes that were given: of a file, or of pixels given directly.
-    `decode` gives what the image processor wants. While `fresh` holds something, that is what was
-    named and needs no second look; afterwards the image is read and compared with its name again.
+    `name` is the digest of the given bytes: of a file, or of pixels. `decode` gives the image
+    processor's input. While `fresh` holds something, that is what was named; afterwards the image
+    is read and compared with its name again.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Source:
     label: str
     fresh: list[bytes] | list[bool]
     modality: str = "image"
-    options: tuple[tuple[str, object], ...] = ()  # of the processor, for this image alone
-    file: str = ""  # what people call it, for lists of a store; nothing is ever looked up by it
-    film: VideoFile | None = None  # a file of which not all frames may be looked at
+    options: tuple[tuple[str, object], ...] = ()  # options of the processor for this image alone
+    file: str = ""  # its display name in lists of a store; never used for lookup
+    film: VideoFile | None = None  # for files of which only some frames may be used
 
     def digest(self, decoded: Decoded | Clip, settings: str) -> str:
         """The source digest: decoded pixels and every setting of their preprocessing."""
         if isinstance(decoded, tuple):
-            return digests.digest("source", self.name, settings)  # named by what was decoded
+            return digests.digest("source", self.name, settings)  # named by its decoded pixels
         return digests.digest("source", *_pixel_parts(decoded), settings)
 
 
 def file_label(where: str) -> str:
-    """The last part of a path or URL, as a store may remember it: no folder, no host, no query.
+    """The last part of a path or URL that a store may remember: no folder, no host, no query.
 
-    Of a URL only what looks like a file's name: elsewhere its end may be a secret.
+    For a URL only if it looks like a file name; otherwise its end may be a secret.
     """
     if where.lower().startswith("data:"):
         return ""
@@ -85,7 +85,7 @@ def file_label(where: str) -> str:
 
 
 class Fetched(Protocol):
-    """What remembers what URLs gave."""
+    """Remembers the contents of URLs."""
 
     def get(self, url: str) -> bytes:
         """The bytes."""
@@ -97,7 +97,7 @@ class Fetched(Protocol):
 def open_source(image: object, fetched: Fetched | None = None) -> Source:
     """A source from any form of image."""
     if isinstance(image, Source):
-        return image  # opened before
+        return image  # already opened
     if isinstance(image, Image.Image):
         return _from_pil(image)
     if isinstance(image, np.ndarray | torch.Tensor):
@@ -153,13 +153,13 @@ def _data_uri(text: str) -> bytes:
         ) from None
 
 
-# Of base64 as mail has it, in lines, and as addresses have it.
+# Base64 with line breaks, as in mail, or in the URL alphabet.
 _OTHER_MARKS = "\n\r \t-_"
 _AS_USUAL = str.maketrans("-_", "+/", "\n\r \t")
 
 
 def from_base64(text: str) -> bytes:
-    """Decode base64, in pieces so that a long text lets other threads run in between."""
+    """Decode base64 in pieces, so that a long text lets other threads run in between."""
     if any(mark in text for mark in _OTHER_MARKS):
         text = text.translate(_AS_USUAL)
     if len(text) % 4 and not text.endswith("="):
@@ -168,14 +168,14 @@ def from_base64(text: str) -> bytes:
     for start in range(0, len(text), _BASE64):
         piece = text[start : start + _BASE64]
         if "=" in piece and start + _BASE64 < len(text):
-            raise binascii.Error("it goes on behind its padding")
+            raise binascii.Error("it goes on after its padding")
         parts.append(base64.b64decode(piece, validate=True))
         time.sleep(0)
     return b"".join(parts)
 
 
 def fetch(url: str) -> bytes:
-    """What a URL gives."""
+    """The content of a URL."""
     try:
         with urllib.request.urlopen(url, timeout=60) as response:  # http(s) only
             data: bytes = response.read(MAX_BYTES + 1)
@@ -214,7 +214,7 @@ def _read(path: Path) -> bytes:
 
 
 def file_name(data: bytes) -> str:
-    """What an encoded image is called."""
+    """The name of a file with these bytes."""
     return digests.digest("file", data, PIL.__version__)
 
 
@@ -235,7 +235,7 @@ def _from_pil(image: Image.Image) -> Source:
     try:
         image.load()
         name = digests.digest("pixels", *_pixel_parts(image))
-    except Exception as error:  # a lazily opened file that is damaged, or closed already
+    except Exception as error:  # a lazily opened file that is damaged or already closed
         raise ImageError(f"the image cannot be decoded: {error}") from error
 
     return _in_memory(image, name, "a PIL image")
@@ -281,8 +281,8 @@ def _pixel_parts(image: Decoded) -> tuple[digests.Part | list[int], ...]:
 
 
 def _pixels(image: Image.Image) -> bytes | bytearray:
-    """What `tobytes` gives, a band at a time: of a large picture that would be two copies at once,
-    one of them made while no other thread can run."""
+    """The bytes of `tobytes`, in bands: a large picture would need two copies at once, one of them
+    made while no other thread can run."""
     width, height = image.size
     rows = max(1, _BAND // max(1, width))
     if height <= rows:
@@ -294,8 +294,8 @@ def _pixels(image: Image.Image) -> bytes | bytearray:
 
 
 def _palette(image: Image.Image) -> tuple[str, list[int] | None] | None:
-    """The colours, with alpha only where the palette has it of its own: PIL writes the alpha of
-    `transparency` into the colours when the image is first converted, which changes nothing."""
+    """The colours, with alpha only if the palette has it: PIL writes the alpha of `transparency`
+    into the colours when the image is first converted, which changes nothing."""
     if image.mode not in ("P", "PA"):
         return None
     own_alpha = image.palette is not None and image.palette.mode == "RGBA"

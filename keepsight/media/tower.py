@@ -1,6 +1,7 @@
-"""One medium through the tower: its pixels made or found again, its features packed with proof.
+"""Runs one medium through the tower: its pixels are kept or made again, its features packed with
+proof.
 
-One medium, or one step in time of a film, is one pass, so no neighbour and no budget changes a bit.
+One medium, or one time step of a film, is one pass, so no other medium and no budget changes a bit.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Tower:
         self._family, self._namer = family, namer
         self._caches, self._tenant = caches, tenant
         self.making = Making()
-        self.about: Record = {}  # for people: what every package says of its model
-        self.parts = TowerParts()  # of the pass before
+        self.about: Record = {}  # for people: part of every package's record
+        self.parts = TowerParts()  # how modules ran in the last pass
 
     def encode(self, medium: Medium) -> Package:
         """The features of a medium, computed now."""
@@ -38,7 +39,7 @@ class Tower:
         return self.packed(medium, joined([tensors for tensors, _ in made]), made[0][1])
 
     def encode_steps(self, film: Medium, known: dict[str, Package]) -> list[Package]:
-        """Those steps of a film that are not known yet, each in a pass of its own; now they are."""
+        """Encode those steps of a film that are not known yet, each in its own pass."""
         made = []
         parts = steps_of(self._family, self._pixels_of(film))
         for step, pixels in zip(film.steps, parts, strict=True):
@@ -55,11 +56,11 @@ class Tower:
         return made
 
     def join(self, film: Medium, steps: list[Package]) -> Package:
-        """The package of a film, of those of its steps in order."""
+        """The package of a film, joined from those of its steps."""
         return self.packed(film, joined([one.tensors for one in steps]), steps[0].container)
 
     def packed(self, medium: Medium, tensors: Tensors, container: str) -> Package:
-        """The package of features that were made now."""
+        """The package of features that were just computed."""
         settings = self._namer.settings(medium.modality, must=False)
         steps = {STEPS: [step.key for step in medium.steps]} if medium.steps else {}
         package = Package(
@@ -84,8 +85,7 @@ class Tower:
         return package
 
     def _pixels_of(self, medium: Medium) -> Pixels:
-        """The pixels that were kept for this medium; else they are made again, and must have the
-        same key."""
+        """The pixels kept for this medium, or made again; then they must have the same key."""
         refuse_blindfolded(self._family.model, medium.key)
         pixels = self._caches.pixels.get(self._tenant, medium.key)
         self._caches.pixels.pop(self._tenant, medium.key)

@@ -1,7 +1,7 @@
-"""Video files: named by their bytes, and decoded only where somebody needs their frames.
+"""Video files: named by their bytes, and decoded only if their frames are needed.
 
-A film of an hour has a hundred thousand frames, of which a model sees a few hundred. Which those
-are is the checkpoint's own rule (`sample_frames` of its video processor); only they are held.
+A film of an hour has a hundred thousand frames, and a model sees a few hundred. The checkpoint's
+own rule chooses them (`sample_frames` of its video processor), and only these are held.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from keepsight.media.pictures import check_size
 from keepsight.system.optional import optional
 
 MAX_FRAMES = 100_000
-MAX_DECODED = 4 << 30  # bytes of one video or sound: a small file may hold hours of nothing
-DEFAULT_FPS = 24.0  # of frames that come without a rate, as upstream assumes
-SAMPLED = "sampled"  # in what is known of a clip: its frames were chosen already
-Choose: TypeAlias = Callable[[Record], Sequence[int]]  # of what is known of a film, its frames
+MAX_DECODED = 4 << 30  # bytes of one decoded video or sound: a small file may hold hours of nothing
+DEFAULT_FPS = 24.0  # frame rate if unknown, as in Transformers
+SAMPLED = "sampled"  # in a clip's metadata: its frames were already chosen
+Choose: TypeAlias = Callable[[Record], Sequence[int]]  # in a film's metadata: its frames
 
 
 class VideoFile:
@@ -34,12 +34,12 @@ class VideoFile:
         self.name = digests.digest("video file", data, optional("av", "video").__version__)
 
     def decode(self, choose: Choose | None = None) -> Clip:
-        """The frames that are chosen, or all, and what a processor wants to know of the film."""
+        """The chosen frames, or all, and what a processor needs to know about the film."""
         av = optional("av", "video")
         try:
             about = self._about(av)
             frames, total = self._frames(av, about, choose)
-            if total != about["total_num_frames"]:  # the file says more than it holds
+            if total != about["total_num_frames"]:  # the file claims more than it holds
                 about |= {"total_num_frames": total, "duration": total / about["fps"]}
                 frames, _ = self._frames(av, about, choose)
             return frames, about
@@ -55,7 +55,7 @@ class VideoFile:
             height, width = stream.codec_context.height, stream.codec_context.width
             check_size((width, height), "a frame of the video")
             total = int(stream.frames)
-            if not total:  # some containers do not say
+            if not total:  # some containers do not tell
                 total = sum(bool(packet.size) for packet in container.demux(stream))
         return {
             "total_num_frames": total,
@@ -69,7 +69,7 @@ class VideoFile:
     def _frames(
         self, av: ModuleType, about: Record, choose: Choose | None
     ) -> tuple[np.ndarray, int]:
-        """The chosen frames, and how many the film has as far as that was found out."""
+        """The chosen frames, and the number of frames in the film as far as known."""
         total = about["total_num_frames"]
         wanted = list(range(total)) if choose is None else [int(one) for one in choose(about)]
         found: dict[int, np.ndarray] = {}
@@ -96,14 +96,14 @@ class VideoFile:
 
 
 def chooser(processor: Processor) -> Choose | None:
-    """The rule by which a checkpoint chooses frames of a film; None where it takes all frames."""
+    """A checkpoint's rule for choosing frames of a film; None if it takes all frames."""
     part = getattr(processor, "video_processor", None)
     if part is None or not getattr(part, "do_sample_frames", False):
         return None
     settings = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
 
     def choose(about: Record) -> Sequence[int]:
-        film = SimpleNamespace(**about)  # as upstream describes one
+        film = SimpleNamespace(**about)  # in Transformers' form
         chosen: Sequence[int] = part.sample_frames(metadata=film, **settings)
         return chosen
 

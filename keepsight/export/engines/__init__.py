@@ -1,8 +1,8 @@
-"""Packages for engines that serve elsewhere: vLLM and SGLang, by request or through a store.
+"""Packages for vLLM and SGLang, by request or through a store.
 
-`to_vllm` and `to_sglang` put features into a request. Where vLLM reads a Keepsight store as its
-encoder cache (`connector_config`), requests carry names of features only (`named_for_vllm`).
-Nothing is imported until it is used: inside vLLM there is another Transformers than ours.
+`to_vllm` and `to_sglang` put features into a request. If vLLM reads a Keepsight store as its
+encoder cache (`connector_config`), requests carry only names of features (`named_for_vllm`).
+Imports are lazy, because inside vLLM another Transformers is installed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What ties a store of features to the checkpoint that another engine serves.
+"""Binds a store of features to the checkpoint that another engine serves.
 
-That engine has the weights in shapes of its own, so our fingerprint cannot be taken from it. Both
-sides can read the checkpoint's files, though: `connector_config` loads them once with Keepsight and
-writes down which features fit them, beside a digest over every byte of the files, and the connector
-compares that digest with the files that its engine serves.
+That engine keeps the weights in other shapes, so our fingerprint cannot be computed from it. But
+both sides can read the checkpoint's files: `connector_config` loads them once with Keepsight and
+records which features fit, with a digest of every byte of the files. The connector compares that
+digest with the files its engine serves.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def connector_config(
     tenant: str | None = None,
     lossy: bool = False,
 ) -> Record:
-    """The `--ec-transfer-config` under which vLLM takes features of this checkpoint from a store.
+    """The `--ec-transfer-config` with which vLLM takes features of this checkpoint from a store.
 
-    Loads the model once. `lossy` also admits packages that a codec made smaller.
+    Loads the model once. `lossy` also admits packages of a lossy codec.
     """
     address = os.fspath(store)
     if "://" not in address:

@@ -1,7 +1,7 @@
-"""A checkpoint by its bytes, so that two engines can know that they serve the same one.
+"""Identifies a checkpoint by its bytes, so that two engines know that they serve the same one.
 
-Every byte of weights and configuration is read: a name, a size or a time would be quicker to
-compare, and says nothing on another machine.
+Every byte of weights and configuration is read. Names, sizes and times would be quicker to compare,
+but say nothing on another machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def checkpoint_digest(name: str, revision: str | None = None) -> str:
 
 
 def _snapshot(name: str, revision: str | None) -> Path:
-    """Where the hub's files of a checkpoint lie on this machine; nothing is downloaded."""
+    """The folder of a hub checkpoint's files on this machine; nothing is downloaded."""
     from huggingface_hub import snapshot_download
 
     try:

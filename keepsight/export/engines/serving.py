@@ -1,9 +1,10 @@
-"""A store as another engine's encoder cache: which of its features may be given out, and as what.
+"""A store as another engine's encoder cache: which of its features may be given out, and in what
+form.
 
-Everything that decides lives here, and knows no engine. A request names features by `identifier`:
-a feature id says what was seen, by which weights, under which settings and how it was computed, so
-what is found under it cannot be the features of anything else. What does not fit is not given out,
-and why is logged once for each.
+All decisions are made here, independent of the engine. A request names features by `identifier`. A
+feature id says what was seen, by which weights, under which settings and how it was computed, so
+the features under it cannot be of anything else. Features that do not fit are not given out; the
+reason is logged once each.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ logger = logging.getLogger(__name__)
 _LOGGED = 10_000  # names that are not logged again
 
 _NAMED = re.compile(re.escape(engine_inputs.PREFIX) + r"([0-9a-f]{64})")
-HELD = 256 << 20  # bytes of packages kept between being asked for and being taken
+HELD = 256 << 20  # bytes of packages kept between lookup and use
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What the features of a store must be bound to; `connector_config` writes these down."""
+    """What the features of a store must be bound to; `connector_config` records it."""
 
     store: str
     weights: str
@@ -41,7 +42,7 @@ class Binding:
 
     @classmethod
     def of(cls, given: Options) -> Binding:
-        """From the engine's configuration; a missing or unknown field is named."""
+        """Read it from the engine's configuration; a missing or unknown field is named."""
         known = [field.name for field in fields(cls)]
         UnknownOption.refuse(given, known, "the connector")
         missing = [name for name in known[:4] if not isinstance(given.get(name), str)]
@@ -55,7 +56,7 @@ class Binding:
 
 
 class Serving:
-    """Features of one store for one checkpoint."""
+    """The features of one store for one checkpoint."""
 
     def __init__(self, store: Store, binding: Binding) -> None:
         self._store, self._binding = store, binding
@@ -67,11 +68,11 @@ class Serving:
 
     @staticmethod
     def ours(name: str) -> bool:
-        """Whether a name is one of ours at all."""
+        """Whether a name is one of ours."""
         return _NAMED.fullmatch(name) is not None
 
     def find(self, name: str) -> Package | None:
-        """The package behind a name, where there is one that may be given out."""
+        """The package under a name, if it may be given out."""
         match = _NAMED.fullmatch(name)
         if match is None:
             return None
@@ -106,7 +107,7 @@ class Serving:
         return ""
 
     def misfit(self, name: str, tokens: int, grid: list[int] | None) -> str:
-        """Why a request cannot have these features in this place; empty where it can."""
+        """Why a request cannot have these features at this place; empty if it can."""
         package = self.find(name)
         if package is None:
             return "the store has no features of that name that fit"
@@ -118,7 +119,7 @@ class Serving:
         return ""
 
     def rows(self, name: str) -> torch.Tensor | None:
-        """The features behind a name, as one row for each token."""
+        """The features under a name, one row per token."""
         package = self.find(name)
         if package is None:
             return None
@@ -138,6 +139,6 @@ class Serving:
             logger.warning("%s is not given out: %s", name, why)
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self._held.clear()
         self._store.close()

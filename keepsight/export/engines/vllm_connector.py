@@ -1,12 +1,12 @@
 """A Keepsight store as the external encoder cache of vLLM: `--ec-transfer-config`, read only.
 
 vLLM asks its scheduler's connector whether it has the encoder output of a name, and its worker's
-connector to put it where the tower's output would be. The scheduler's one reads and checks, and
-hands the rows over with the step, so nothing is left that a worker could fail to find. The class
-itself, `KeepsightConnector`, is made when vLLM asks for it: importing this needs no vLLM.
+connector to put it in place of the tower's output. The scheduler's connector reads and checks, and
+sends the rows with the step, so the worker has nothing left to look up. The class itself,
+`KeepsightConnector`, is created when vLLM asks for it, so this module imports without vLLM.
 
-It does not write. At the place where vLLM offers what its tower computed there is neither the image
-nor what the processor made of it, so a package with an image key could not be made honestly.
+It does not write: where vLLM offers the tower's output, the image and the processor's output are
+missing, so the image key of a package would be unknown.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 CONNECTOR = "KeepsightConnector"
 _BASE = "vllm.distributed.ec_transfer.ec_connector.base"
-_VALUES = ("pixel_values", "image_embeds", "pixel_values_flat")  # what a request may be served from
+_VALUES = ("pixel_values", "image_embeds", "pixel_values_flat")  # fields that can serve a request
 
 
 @dataclass
 class Handed:
-    """What the scheduler's connector gives the worker's with one step: rows under their names."""
+    """What the scheduler's connector sends the worker's with one step: rows by name."""
 
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -68,9 +68,11 @@ class Connector:
 
     @property
     def serving(self) -> Serving:
-        """The store's side, which the scheduler's connector has."""
+        """The open store, in the scheduler's connector only."""
         if self._serving is None:
-            raise InputError("a worker's connector was asked for what only the scheduler's knows")
+            raise InputError(
+                "a worker's connector was called for something only the scheduler's knows"
+            )
         return self._serving
 
     # -- in the scheduler ------------------------------------------------------------------------
@@ -80,14 +82,14 @@ class Connector:
         return self.serving.find(identifier) is not None
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Fail a request that names features of ours which it cannot have, before it is scheduled.
+        """Fail a request that names unavailable features of ours before it is scheduled.
 
-        Without this the engine would look for them in vain, or find them of another length.
+        Otherwise the engine would search for them in vain, or find them with another length.
         """
         for index, feature in enumerate(request.mm_features):
             if not self.serving.ours(feature.identifier):
                 continue
-            # Features that lie behind what is computed already are in the key/value cache.
+            # Features before the computed tokens are already in the KV cache.
             place = feature.mm_position
             if place.offset + place.length <= num_computed_tokens:
                 continue
@@ -106,7 +108,7 @@ class Connector:
         return taken
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        """There is room for these features now: hand them over with the next step."""
+        """There is room for these features: send them with the next step."""
         name = request.mm_features[index].identifier
         rows = self.serving.rows(name)
         if rows is not None:
@@ -125,7 +127,7 @@ class Connector:
     # -- in the worker ---------------------------------------------------------------------------
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: object) -> None:
-        """Put the rows where the tower's output would be."""
+        """Put the rows in place of the tower's output."""
         handed: Handed = self._get_connector_metadata()  # type: ignore[attr-defined]
         device = _device()
         for name, rows in handed.rows.items():
@@ -139,13 +141,13 @@ class Connector:
 
 
 def _grid(data: MultiModalKwargsItem | None) -> list[int] | None:
-    """The grid that a request gives for one image, where it gives one."""
+    """The grid that a request gives for one image, or None."""
     found = data["image_grid_thw"].data if data is not None and "image_grid_thw" in data else None
     return found.flatten().tolist() if isinstance(found, torch.Tensor) else None
 
 
 def _can_be_computed(data: MultiModalKwargsItem | None) -> bool:
-    """Whether a request holds what vLLM's own tower needs, or features of its own."""
+    """Whether a request has the inputs of vLLM's own tower, or features of its own."""
     return data is not None and any(name in data for name in _VALUES)
 
 

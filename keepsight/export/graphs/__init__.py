@@ -1,1 +1,1 @@
-"""A checkpoint to a folder of graphs for ONNX Runtime and OpenVINO."""
+"""Exports a checkpoint to a folder of graphs for ONNX Runtime and OpenVINO."""

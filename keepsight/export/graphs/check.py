@@ -1,6 +1,6 @@
-"""An export against the model it was made of: the same conversation about the same pictures.
+"""Compares an export with its model: the same conversation about the same pictures.
 
-No store is touched: pictures of noise are not worth remembering.
+No store is used: pictures of noise are not worth remembering.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TOKENS = 4
 
 
 def deviation(vlm: VLM, folder: Path) -> Record:
-    """How far features and logits are off, as parts of their scale, and how many tokens agree."""
+    """The deviation of features and logits, relative to their scale, and how many tokens agree."""
     exported = load(str(folder), grain=vlm.runtime.rule.grain, store="", remote="")
     features, logits, same, count = 0.0, 0.0, 0, 0
     with exported:
@@ -32,7 +32,7 @@ def deviation(vlm: VLM, folder: Path) -> Record:
                 equal = bool(a.argmax() == b.argmax())
                 same, count = same + equal, count + 1
                 if not equal:
-                    break  # from here on they answer different texts
+                    break  # from here on the answers differ
     return {"features": features, "logits": logits, "same_tokens": same, "tokens": count}
 
 
@@ -41,7 +41,7 @@ def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _worse(so_far: float, found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The larger; what is not a number is larger than all, which `max` would let pass."""
+    """The larger; NaN counts as larger than all, which `max` would ignore."""
     return float(np.maximum(so_far, _off(found, wanted)))
 
 
@@ -60,7 +60,7 @@ def _pictures() -> list[list[Image.Image]]:
 
 
 def _logits(vlm: VLM, images: list[Image.Image]) -> list[torch.Tensor]:
-    """Those behind a prompt, and behind each token of what `vlm` itself would answer."""
+    """The logits after a prompt, and after each token of `vlm`'s own answer."""
     prompt = vlm.render([_message(images)])
     pixels = [medium.recall() for medium in prompt.media if callable(medium.recall)]
     inputs = {**stock_inputs(vlm.runtime, prompt, False), **vlm.runtime.family.join_pixels(pixels)}

@@ -1,6 +1,5 @@
-"""A checkpoint to a folder of graphs: each part traced, written, and compared with what it was made
-of before anybody may use it.
-"""
+"""Exports a checkpoint to a folder of graphs: each part is traced, written, and compared with the
+model before the folder is published."""
 
 from __future__ import annotations
 
@@ -43,16 +42,16 @@ FAMILIES = (
     *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_vl", "qwen2_5_vl"),
     *("gemma3", "llava", "internvl"),
 )
-_REASONS = {  # of those that were tried
+_REASONS = {  # of the tested ones
     "ernie4_5_vl_moe": "its resampler counts in a loop over a tensor, which no exporter traces",
     "video_llama_3": "its tower takes pictures of any size without a grid for a graph to vary by",
 }
 MAX_PATCHES = 16_384
-_NEAR = 1e-3  # of the logits' scale: further off, a float32 export is not one of this model
+_NEAR = 1e-3  # of the logits' scale; a float32 export further off is wrong
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 _LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 _LIBRARIES["openvino"] = ("onnx", "onnxscript", "openvino")
-_COPIES = 3  # of the weights that are in memory at the worst moment, as measured
+_COPIES = 3  # peak memory as a multiple of the weights, measured
 
 Tell = Callable[[str], None]
 
@@ -67,9 +66,9 @@ def export(
     revision: str | None = None,
     tell: Tell = lambda line: None,
 ) -> Manifest:
-    """Export a checkpoint by name into a new folder; what is known of the export.
+    """Export a checkpoint by name into a new folder; return the facts about the export.
 
-    `max_patches` bounds one picture, where pictures may have any size (default: 16,384).
+    `max_patches` limits one picture, if pictures may have any size (default: 16,384).
     """
     _check_words(runtime, quantised, max_patches)
     target = ExportFolder(to)
@@ -84,12 +83,12 @@ def export(
     _check_memory(needed, tell)
     with target.scratch() as folder:
         tell("loading the model")
-        # No store: pictures of noise are nothing to remember.
+        # No store: pictures of noise are not worth remembering.
         with load(name, dtype="float32", revision=revision, store="", remote="") as vlm:
             _check(vlm, max_patches)
             _copy_settings(vlm, path, revision, folder)
             try:
-                with torch.inference_mode(False):  # no tracer works within it
+                with torch.inference_mode(False):  # no tracer works in inference mode
                     manifest = _write(vlm, folder, runtime, quantised, max_patches, tell)
             except MemoryError as error:
                 raise ModelError(f"the memory is full; {_takes(needed)}") from error
@@ -98,7 +97,7 @@ def export(
     return manifest
 
 
-# -- what can be refused before the long work ----------------------------------------------------
+# -- refusals before the long work ---------------------------------------------------------------
 
 
 def _check_words(runtime: str, quantised: str | None, max_patches: int | None) -> None:
@@ -132,7 +131,7 @@ def _checked_config(path: str, revision: str | None) -> PreTrainedConfig:
 
 
 def _weight_bytes(config: PreTrainedConfig) -> int:
-    """What the graphs will hold in float32: a head that shares its weights is there twice."""
+    """The bytes of the graphs in float32: a head with tied weights counts twice."""
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     kind = kind[0] if isinstance(kind, tuple | list) else kind
     with torch.device("meta"):
@@ -145,7 +144,7 @@ def _weight_bytes(config: PreTrainedConfig) -> int:
 
 
 def _check_memory(needed: int, tell: Tell) -> None:
-    """Refuse what cannot work; what may be too much is only said."""
+    """Refuse what cannot work; only warn about what may be too much."""
     tell(_takes(needed))
     free = free_memory()
     if free is not None and free < 2 * needed:
@@ -205,7 +204,7 @@ def _write(
         quantised=quantised,
         appends=appends,
         weights=vlm.runtime.weights.record(),
-        # The pictures of the comparison are small, and a bound may be smaller.
+        # The pictures of the comparison are small, and a limit may be smaller.
         most_patches=max(most, MAX_PATCHES) if family.mrope else None,
         versions=_versions(runtime),
         files=files_in(folder),
@@ -228,13 +227,13 @@ def _write_part(vlm: VLM, runtime: str, path: Path, part: GraphPart) -> None:
 
 @contextmanager
 def _named(path: Path, model_type: str) -> Iterator[None]:
-    """Exporters, and what quantises, raise whatever their many parts raise."""
+    """Map any error of exporters and quantisers to one error."""
     try:
         yield
     except (KeepsightError, OSError, MemoryError):
         raise
     except Exception as error:
-        check_room(path.parents[1])  # where the disk is full, OpenVINO speaks of "iostream error"
+        check_room(path.parents[1])  # if the disk is full, OpenVINO says "iostream error"
         why = str(error).strip().split("\n")[0][:300]
         raise ModelError(
             f"the {path.name} of {model_type} could not be made a graph "
@@ -246,7 +245,7 @@ def _check_deviation(measured: Record, quantised: str | None) -> None:
     for what in ("features", "logits"):
         off, exact = measured[what], quantised is None or what == "features"
         near = off <= _NEAR if exact else off < float("inf")
-        if not near:  # so that NaN is not near either
+        if not near:  # so that NaN fails too
             raise ModelError(
                 f"the exported graphs are off by {off:.1e} of the scale of the {what}; nothing was "
                 "written. Please report this, with the model and `pip freeze`."
@@ -254,7 +253,7 @@ def _check_deviation(measured: Record, quantised: str | None) -> None:
 
 
 def _copy_settings(vlm: VLM, path: str, revision: str | None, folder: Path) -> None:
-    """Configuration, generation settings, tokenizer, processor: all that is not weights."""
+    """Copy everything except weights: configuration, generation settings, tokenizer, processor."""
     source = Path(path)
     if not source.is_dir():
         from huggingface_hub import snapshot_download
@@ -268,7 +267,7 @@ def _copy_settings(vlm: VLM, path: str, revision: str | None, folder: Path) -> N
     vlm.model.config.save_pretrained(folder)
     generation = folder / "generation_config.json"
     if vlm.model.generation_config is not None and not generation.exists():
-        # Upstream's own saving refuses settings that it loads without complaint.
+        # Transformers' own saving refuses settings that it loads without complaint.
         vlm.model.generation_config.to_json_file(generation)
 
 
@@ -278,7 +277,7 @@ def _versions(runtime: str) -> dict[str, str]:
 
 
 def write_graph(runtime: str, path: Path, part: GraphPart, sample: Sample) -> None:
-    """Trace a part and write its graph beside its weights; `path` lacks the ending."""
+    """Trace a part and write its graph beside its weights; `path` has no extension."""
     path.parent.mkdir(exist_ok=True)
     if runtime == "openvino":
         write_openvino(path.with_name(f"{path.name}.xml"), part, sample, _write_onnx)

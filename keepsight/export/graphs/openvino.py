@@ -1,8 +1,8 @@
-"""One part of a model to a graph of OpenVINO's, as Transformers' exporters make it.
+"""One part of a model as a graph of OpenVINO, made with Transformers' exporters.
 
-Its reader of PyTorch programs knows no scan, which the delta rule of linear layers is. A decoder
-with such layers goes by way of ONNX, in operators of the standard alone, whose reader knows loops
-and branches; every other part is converted as it was traced.
+OpenVINO's PyTorch reader does not know scan, which the delta rule of linear layers uses. A decoder
+with such layers goes through ONNX with standard operators only, whose reader knows loops and
+branches; all other parts are converted directly.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def write_openvino(path: Path, part: GraphPart, sample: Sample, write_onnx: Writ
 
 
 def quantise_openvino(path: Path, bits: int = 8) -> None:
-    """Give the products of a graph weights in eight or four bits; sums are made in float32."""
+    """Give the matrix products of a graph eight-bit or four-bit weights; sums are in float32."""
     openvino = imports.openvino()
-    # Read into memory: the file is replaced, and must not be mapped by then.
+    # Read into memory: the file is replaced, so it must not be mapped by then.
     graph = core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
     for product in graph.get_ordered_ops():
         if product.get_type_name() == "MatMul":
@@ -57,8 +57,8 @@ def quantise_openvino(path: Path, bits: int = 8) -> None:
 
 
 def _quantise(product: Any, openvino: ModuleType, bits: int) -> None:
-    """Quantise weights to whole numbers: each `BLOCK` of a row has a scale of its own, or the row
-    has one where its length is no multiple of `BLOCK`."""
+    """Quantise weights to integers: each `BLOCK` of a row has its own scale, or the whole row if
+    its length is no multiple of `BLOCK`."""
     ops, most = openvino.opset13, 2 ** (bits - 1) - 1
     weights = product.input_value(1).get_node()
     if weights.get_type_name() != "Constant" or weights.data.ndim != 2:

@@ -1,9 +1,9 @@
-"""The parts that a model is exported in, each a module whose inputs and outputs are plain tensors.
+"""The parts in which a model is exported; inputs and outputs of each module are plain tensors.
 
 Four graphs make a model that sees and remembers: the tower (one picture of any size), the token
-embedding with features put in the places of a picture, the decoder (embeddings, explicit positions
-and states in; hidden states and states out), and the head. Each part knows a sample of its inputs
-and which of their sizes may vary.
+embedding with features in place of pictures, the decoder (embeddings, explicit positions and states
+in; hidden states and states out), and the head. Each part has sample inputs, with the sizes that
+may vary.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 AUTO = torch.export.Dim.AUTO
-_TOKENS, _PAST, _ROOM, _SMALLER = 7, 5, 32, 24  # of a sample: all different, none of them one
+_TOKENS, _PAST, _ROOM, _SMALLER = 7, 5, 32, 24  # sizes in a sample: all different, none of them one
 _ROWS = 2
 
 
 @dataclass
 class Sample:
-    """Inputs to trace with, and their sizes that may vary."""
+    """Inputs for tracing, and their variable sizes."""
 
     inputs: Inputs
     varies: Inputs
 
     def add(self, name: str, tensor: Tensor, *axes: int) -> None:
-        """An input with these axes free."""
+        """Add an input with these variable axes."""
         self.inputs[name] = tensor
         self.varies[name] = dict.fromkeys(axes, AUTO)
 
 
 class GraphPart(nn.Module):
-    """A part of a model as a graph has it, and inputs that it can be traced with."""
+    """A part of a model as its graph computes it, with inputs for tracing."""
 
     def sample(self) -> Sample:
         """Inputs, and which of their sizes vary."""
@@ -61,7 +61,7 @@ class GraphPart(nn.Module):
 
 
 class Embedding(GraphPart):
-    """Ids to embeddings, with features in their order at the places that `spots` marks."""
+    """Ids to embeddings, with features in order at the places that `spots` marks."""
 
     def __init__(self, family: Family) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Embedding(GraphPart):
     def forward(self, input_ids: Tensor, features: Tensor, spots: Tensor) -> Inputs:
         found = self.embed(input_ids)
         number = (spots.flatten().long().cumsum(0) - 1).clamp(min=0).view_as(input_ids)
-        # One row more, so that there is something to look up where no picture is.
+        # One more row, so that there is something to look up without a picture.
         rows = torch.cat([features, features.new_zeros(1, features.shape[-1])])
         return {"inputs_embeds": torch.where(spots[..., None], rows[number], found)}
 
@@ -108,8 +108,8 @@ class Decoder(GraphPart):
     """The decoder as a graph: it takes embeddings, positions, an attention bias and all states, and
     returns the last hidden states and all new states.
 
-    With `appends` it returns whole keys and values, with the new rows among them; else the new rows
-    alone.
+    With `appends` it returns whole keys and values including the new rows; otherwise only the new
+    rows.
     """
 
     def __init__(self, family: Family, shape: Shape, appends: bool) -> None:
@@ -142,7 +142,7 @@ class Decoder(GraphPart):
         return found
 
     def _masks(self, inputs: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """As upstream's decoder takes masks that are made already."""
+        """Masks in the form in which Transformers' decoder takes finished ones."""
         bias = inputs[BIAS]
         if self.sliding:
             return {"full_attention": bias, "sliding_attention": inputs[SLIDING_BIAS]}
@@ -151,14 +151,14 @@ class Decoder(GraphPart):
         return bias
 
     def _deepstack(self, inputs: Inputs) -> Inputs:
-        """Features to be added behind the first layers: a row for each token, zeros for text."""
+        """Features to add after the first layers: a row for each token, zeros for text."""
         if not self.levels:
             return {}
         levels = [inputs[deepstack(level)] for level in range(self.levels)]
         return {"visual_pos_masks": levels[0], "deepstack_visual_embeds": levels}
 
     def sample(self) -> Sample:
-        """A few tokens behind a few others."""
+        """A few tokens after a few others."""
         rows, width = _ROWS, self.family.feature_width()
         sample = Sample({}, {})
         sample.add("inputs_embeds", torch.randn(rows, _TOKENS, width), 0, 1)

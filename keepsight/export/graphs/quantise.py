@@ -1,9 +1,9 @@
-"""Weights of a graph in eight or four bits: fewer bytes to read for each token, and on the disk.
+"""Eight-bit or four-bit weights in a graph: fewer bytes to read per token, and on the disk.
 
-Each 32 weights of a row share a scale. ONNX Runtime adds up in whole numbers and scales back,
-OpenVINO adds up in float32. Only the products of decoder and head are quantised: the tower stays as
-it is, so what it sees is what the float model sees, and packages serve both. Four bits are for the
-decoder; the head, whose rounding goes straight into the logits, then has eight.
+Each 32 weights of a row share a scale. ONNX Runtime adds integers and scales back; OpenVINO adds in
+float32. Only matrix products of decoder and head are quantised. The tower is unchanged, so its
+features equal those of the float model, and packages serve both. Four bits are for the decoder
+only; the head, whose rounding goes directly into the logits, then has eight.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from keepsight.system.words import WEIGHTS
 
 KINDS = WEIGHTS
 PARTS = ("decoder", "head")
-_SUMS_IN_INT8 = 4  # what ONNX Runtime calls this level of accuracy
+_SUMS_IN_INT8 = 4  # ONNX Runtime's name for this accuracy level
 
 
 def quantise(runtime: str, path: Path, kind: str) -> None:
-    """Give the products of a graph weights of one of the `KINDS`; `path` lacks the ending."""
+    """Quantise the matrix products of a graph to one of the `KINDS`; `path` has no extension."""
     bits = 4 if kind == "int4" and path.name == "decoder" else 8
     if runtime == "openvino":
         quantise_openvino(path.with_name(f"{path.name}.xml"), bits)
@@ -53,7 +53,7 @@ def _quantise_onnx(path: Path, bits: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """ONNX Runtime's module sets up the logging of the whole process when it is imported."""
+    """Keep ONNX Runtime's quantiser from changing the process's logging on import."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

@@ -1,8 +1,8 @@
-"""Where an export goes: looked at before the long work, and filled in one step behind it.
+"""The folder of an export: checked before the long work, and filled in one step after it.
 
-The files are made in a hidden folder beside their final place and moved there whole, so no
-reader finds half an export. A process that is killed leaves that folder; the next export to the
-same place removes it, and knows by a lock that no other process works there.
+Files are written to a hidden folder beside their final place and moved there at once, so no reader
+finds half an export. A killed process leaves that folder; the next export to the same place removes
+it, and a lock shows that no other process works there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepsight.runtimes.manifest import NAME
 from keepsight.system.places import check_new_folder
 
 _LOCK = "lock"
-_FULL = 2**20  # bytes free where something was just refused for want of room
+_FULL = 2**20  # free bytes below which "no space" is the likely reason
 
 
 class ExportFolder:
@@ -35,19 +35,19 @@ class ExportFolder:
                 raise InputError(f"{path} is where a disk is mounted; name a new folder below it")
             if not os.access(self._there(), os.W_OK | os.X_OK):
                 raise PermissionError(13, "no right to write there")
-        except (OSError, RuntimeError) as error:  # a ring of links is a RuntimeError
+        except (OSError, RuntimeError) as error:  # circular links raise a RuntimeError
             raise _unwritable(to, error) from error
         self._prefix = f".{path.name}.exporting-"
 
     def _there(self) -> Path:
-        """The nearest folder above it that exists: the others are made when the work begins."""
+        """The nearest existing parent folder; the others are created when the work begins."""
         above = next(path for path in self.path.parents if path.exists())
         if not above.is_dir():
             raise NotADirectoryError(20, "Not a directory")
         return above
 
     def check_space(self, needed: int) -> None:
-        """Refuse where the disk has not so many bytes left."""
+        """Refuse if the disk has too few bytes left."""
         free = shutil.disk_usage(self._there()).free
         if free < needed:
             raise InputError(
@@ -57,7 +57,7 @@ class ExportFolder:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """An empty folder on the same disk; it is gone afterwards, whatever happens."""
+        """An empty folder on the same disk, which is removed afterwards in any case."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
@@ -78,9 +78,9 @@ class ExportFolder:
             shutil.rmtree(made, ignore_errors=True)
 
     def take(self, folder: Path) -> None:
-        """Move a folder that is whole to its place."""
+        """Move a complete folder to its place."""
         try:
-            # Some libraries write files that only their maker may read.
+            # Some libraries write files that only their owner may read.
             mode = (folder / NAME).stat().st_mode
             for file in folder.rglob("*"):
                 if file.is_file():
@@ -92,7 +92,7 @@ class ExportFolder:
             raise _unwritable(self.path, error) from error
 
     def _remove_leftovers(self) -> None:
-        """What processes left that were killed."""
+        """Remove leftovers of killed processes."""
         for path in self.path.parent.iterdir():
             if path.name.startswith(self._prefix) and path.is_dir() and not path.is_symlink():
                 with suppress(OSError), (path / _LOCK).open("w") as lock:
@@ -101,7 +101,7 @@ class ExportFolder:
 
 
 def check_room(folder: Path) -> None:
-    """Say so where the disk is full: libraries that fail for it seldom name it."""
+    """Report a full disk: libraries that fail for it seldom name it."""
     if shutil.disk_usage(folder).free < _FULL:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -112,5 +112,5 @@ def _unwritable(path: object, error: Exception) -> Exception:
 
 
 def size_text(size: int) -> str:
-    """In the unit that people think of disks and memory in."""
+    """A size in the unit that people use for disks and memory."""
     return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"

@@ -1,8 +1,8 @@
-"""The tower as a graph: one picture a call, of any size where the family takes any.
+"""The tower as a graph: one picture per call, of any size that the family takes.
 
-Families with packed patches get what follows from the grid (positions, interpolation, windows) as
-inputs, computed by upstream's own functions. Upstream's export cuts the packed patches into equal
-segments and is silently wrong where they are not equal (mixed sizes, windows at an edge); with one
+For families with packed patches, what follows from the grid (positions, interpolation, windows) is
+an input, computed by Transformers' own functions. Their export cuts packed patches into equal
+segments, and is silently wrong if they are not equal (mixed sizes, windows at an edge). With one
 picture there is one segment, and windows are looked up one by one.
 """
 
@@ -28,13 +28,13 @@ from keepsight.models.tested import refuse_unknown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_QUERIES = 512  # patches that look at all others at once: bounds what their scores take
-_GRID = (1, 8, 12)  # of the sample
+_QUERIES = 512  # patches that attend to all others at once: limits the memory of scores
+_GRID = (1, 8, 12)  # size of the sample
 _STATIC = ("cu_seqlens", "max_seqlen", "max_window_seqlen")
 
 
 class PackedTower(GraphPart):
-    """Patches of one picture, with what follows from their grid."""
+    """Patches of one picture, with inputs that follow from their grid."""
 
     def __init__(self, family: Family, blocks: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class PackedTower(GraphPart):
         return found
 
     def sample(self) -> Sample:
-        """A small picture, with a window at its edge that is not full."""
+        """A small picture, with a partial window at its edge."""
         sample = Sample({}, {})
         grid = torch.tensor([_GRID])
         config = self.tower.config
@@ -68,10 +68,10 @@ class PackedTower(GraphPart):
 
 @contextmanager
 def _attending(tower: PreTrainedModel, blocks: bool) -> Iterator[None]:
-    """Let each layer of a tower attend in a way that a graph can hold."""
+    """Make each layer of a tower attend in a way that a graph can express."""
     layers = [block.attn for block in tower.blocks]
     config = tower.config
-    # Patches of a full window; neighbours at an edge have fewer.
+    # Patches of a full window; windows at an edge have fewer.
     most = (getattr(config, "window_size", 0) // config.patch_size) ** 2
     full = getattr(tower, "fullatt_block_indexes", range(len(layers)))
     try:
@@ -103,7 +103,7 @@ def _forward(window: int, blocks: bool) -> Callable[..., Tensor]:
             out = _in_windows(query, key, value, cu_seqlens, window, self.scaling)
         elif blocks:
             out = _all_see_all(query, key, value, self.scaling)
-        else:  # the runtime has an operator for it that goes by blocks itself
+        else:  # the runtime has an operator that works in blocks itself
             q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
             seen = functional.scaled_dot_product_attention(q, k, v, scale=self.scaling)
             out = seen[0].transpose(0, 1)
@@ -133,7 +133,7 @@ def _all_see_all(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
 def _in_windows(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, most: int, scale: float
 ) -> Tensor:
-    """Attention among the patches of each window, given where windows begin and end."""
+    """Attention among the patches of each window, given the windows' bounds."""
     first, last = bounds[:-1].long(), bounds[1:].long()
     places = first[:, None] + torch.arange(most)
     there = places < last[:, None]
@@ -147,9 +147,9 @@ def _in_windows(
 
 
 class WholeTower(GraphPart):
-    """A picture, or a tile of one, of the one size that the family takes.
+    """A picture, or a tile of one, in the single size that the family takes.
 
-    One at a time: upstream makes a list of its features, and a graph holds a list of one length.
+    One at a time: Transformers makes a list of features, and a graph fixes the length of a list.
     """
 
     def __init__(self, family: Family, image_size: tuple[int, int]) -> None:
@@ -169,7 +169,8 @@ class WholeTower(GraphPart):
 
 
 def tower_of(family: Family, processor: Processor, blocks: bool = True) -> PackedTower | WholeTower:
-    """The part of a family's tower; `blocks` where its graph must bound what attention takes."""
+    """The graph part for a family's tower; `blocks` if its graph must limit the memory of
+    attention."""
     if family.mrope:
         return PackedTower(family, blocks)
     size: object = processor.image_processor.size

@@ -1,10 +1,10 @@
-"""How a decoder looks to a tracer: states come in as tensors, and go out as tensors.
+"""Traces a decoder with its states as tensors, in and out.
 
-A model's own forward is traced as it stands, with a few things put in its way: a cache that hands
-out the graph's inputs and collects its outputs, and functions for attention and rotary positions
-whose rows come out the same however many there are. Keys and values lie in rooms that are longer
-than what they hold. The graph puts new rows in their places there; where a runtime can do that in
-the caller's own memory, the whole room is an output, else the new rows alone.
+A model's own forward is traced unchanged, except for replacements: a cache that returns the graph's
+inputs and collects its outputs, and functions for attention and rotary positions whose rows do not
+depend on their number. Keys and values lie in buffers longer than their contents. The graph puts
+new rows into their places. If a runtime can do that in the caller's memory, the whole buffer is an
+output, otherwise the new rows alone.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from keepsight.kinds import Options
 from keepsight.models import upstream
 from keepsight.models.tested import refuse_unknown
 
-_EVEN = 16  # tokens whose angles fill whole vectors, however wide a head is
-_BLOCK = 64  # tokens that a linear layer takes at once, as upstream's own chunks
-_tracing: list[TracedCache] = []  # the cache of the forward that is being traced
+_EVEN = 16  # tokens whose angles fill whole vectors, for any width of heads
+_BLOCK = 64  # tokens per chunk of a linear layer, as in Transformers
+_tracing: list[TracedCache] = []  # cache of the forward being traced
 
 
 class AttentionModule(Protocol):
-    """What upstream's attention functions are given first: the module that attends."""
+    """The first argument of Transformers' attention functions: the attention module."""
 
     layer_idx: int
 
 
 class TracedCache:
-    """Hands out the states that a graph takes and collects those it gives, layer by layer."""
+    """Returns the states that a graph takes and collects those it gives, layer by layer."""
 
     is_compileable = False
 
@@ -48,19 +48,19 @@ class TracedCache:
         self.given: list[dict[str, Tensor]] = [{} for _ in states]
 
     def of(self, layer: int) -> dict[str, Tensor]:
-        """The states of a layer as they came."""
+        """The input states of a layer."""
         return self._states[layer]
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """The new rows only; attention looks up the past itself. What else upstream hands over
-        its own layers pass over too."""
+        """Collect the new rows; attention reads the past itself. Further arguments are ignored, as
+        in Transformers' layers."""
         self.given[layer] = {"k": keys, "v": values}
         return keys, values
 
     def get_seq_length(self, layer: int = 0, *more: object, **options: object) -> int:
-        """Nothing may be derived from it: positions and masks are inputs of the graph."""
+        """Zero: positions and masks are inputs of the graph, and must not be derived from it."""
         refuse_unknown("get_seq_length of a traced cache", more, options, ("layer_idx",))
         return 0
 
@@ -79,14 +79,14 @@ class TracedCache:
         return self._states[layer]["recurrent"]
 
     def is_recording_past(self, layer: int, *more: object, **options: object) -> bool:
-        """True, so that upstream takes the path that does not write into its inputs."""
+        """True, so that Transformers takes the path that does not write into its inputs."""
         _refuse("is_recording_past", 0, more, options)
         return True
 
     def update_conv_state(
         self, new: Tensor, layer: int, state_idx: int = 0, *more: object, **options: object
     ) -> Tensor:
-        """What was and what comes; the last of it goes out."""
+        """The earlier inputs and the new ones; the last of them become an output."""
         _refuse("update_conv_state", state_idx, more, options, ("conv_kernel_size",))
         before = self._states[layer]["conv"]
         both = torch.cat([before, new], dim=-1)
@@ -96,7 +96,7 @@ class TracedCache:
     def update_recurrent_state(
         self, state: Tensor, layer: int, state_idx: int = 0, *more: object, **options: object
     ) -> Tensor:
-        """The state that goes out."""
+        """Collect the new state as an output."""
         _refuse("update_recurrent_state", state_idx, more, options)
         self.given[layer]["recurrent"] = state
         return state
@@ -109,7 +109,7 @@ def _refuse(
     options: Options,
     known: tuple[str, ...] = (),
 ) -> None:
-    """Refuse what a traced cache does not know; a layer has one state of each kind in it."""
+    """Refuse unknown arguments; each layer has one state of each kind."""
     given = {**options, "state_idx": state_idx or None}
     refuse_unknown(f"{name} of a traced cache", more, given, known)
 
@@ -126,7 +126,7 @@ def traced(decoder: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = "keepsight_rooms"
         for name in rules:
             setattr(module, name, delta_rule)
-        # A graph gets them as a row for each token, zeros where no picture is.
+        # In a graph they are a row for each token, zeros without a picture.
         upstream.replace_deepstack(decoder, operator.add)
         with _even_angles(decoder):
             yield
@@ -139,12 +139,12 @@ def traced(decoder: PreTrainedModel) -> Iterator[None]:
 
 
 def begin(cache: TracedCache) -> None:
-    """Note whose forward runs now; attention functions do not get it."""
+    """Note whose forward runs now, because attention functions do not get it."""
     _tracing[:] = [cache]
 
 
-# What attention is handed and has no part in it: its mask and the module say all of it. Layers in
-# evaluation mode drop nothing.
+# Arguments of attention that do not matter: the mask and the module determine everything, and
+# layers in evaluation mode drop nothing.
 _NEUTRAL = ("dropout", "sliding_window", "position_ids", "use_cache", "is_causal")
 
 
@@ -158,15 +158,15 @@ def _in_rooms(
     scaling: float,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attention over whole rooms; the bias says who sees whom, and hides what means nothing."""
+    """Attention over whole buffers; the bias says who sees whom, and hides undefined rows."""
     refuse_unknown("attention in a graph", more, options, _NEUTRAL)
     cache, layer = _tracing[0], module.layer_idx
     past, places = cache.of(layer), cache.places[layer]
     keys, values = (_put(past[n], places, new) for n, new in (("k", key), ("v", value)))
     cache.given[layer] = {"k": keys, "v": values} if cache.appends else {"k": key, "v": value}
     rows, heads, tokens, width = query.shape
-    # The queries of a group stand one behind the other before their one head of keys: nothing is
-    # repeated. The products are written out, as runtimes fuse them each in its own way.
+    # The queries of a group are placed one after another before their one head of keys, so nothing
+    # is repeated. The products are written out, because each runtime fuses them in its own way.
     groups = heads // keys.shape[1]
     grouped = query.reshape(rows, keys.shape[1], groups, tokens, width).flatten(2, 3)
     scores = _product(grouped, keys.transpose(2, 3), groups) * scaling
@@ -179,13 +179,13 @@ def _in_rooms(
 
 
 def _put(room: Tensor, places: Tensor, new: Tensor) -> Tensor:
-    """The room with new rows in their places."""
+    """The buffer with new rows in their places."""
     return room.scatter(2, places[:, None, :, None].expand_as(new), new)
 
 
 def _product(rows: Tensor, by: Tensor, groups: int) -> Tensor:
-    """A matrix product of two rows at least: one alone is computed by another kernel, and comes out
-    otherwise than in company."""
+    """A matrix product with at least two rows: a single row is computed by another kernel, with
+    other bits."""
     if groups > 1:
         return rows @ by
     return (functional.pad(rows, (0, 0, 0, 1)) @ by)[:, :, :-1]
@@ -196,8 +196,8 @@ AttentionInterface.register("keepsight_rooms", _in_rooms)
 
 @contextmanager
 def _even_angles(decoder: PreTrainedModel) -> Iterator[None]:
-    """Let sines and cosines be made of whole vectors: numbers behind the last one are computed by
-    another function, and come out otherwise."""
+    """Pad angles to whole vectors for sines and cosines: remaining numbers are computed by another
+    function, with other bits."""
     rotary = decoder.rotary_emb
     made = rotary.forward
 
@@ -218,7 +218,7 @@ def _even_angles(decoder: PreTrainedModel) -> Iterator[None]:
 # -- linear layers -------------------------------------------------------------------------------
 
 
-# A graph gives its last state in any case, and its chunks are its own.
+# A graph always returns its last state, and has its own chunks.
 _OF_THE_RULE = ("chunk_size", "output_final_state", "use_cache")
 
 
@@ -233,11 +233,11 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **options: object,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule for any number of tokens, in a form that a graph of fixed size can hold.
+    """The gated delta rule for any number of tokens, in a form that a fixed graph can hold.
 
-    Upstream loops over the blocks of a prompt, and inverts a matrix row by row: a trace of that
-    holds one length only, and sixty copies of it. Here the blocks are a scan, and one token alone
-    goes its short way.
+    Transformers loops over the blocks of a prompt and inverts a matrix row by row; a trace of that
+    is valid for one length, and holds sixty copies. Here the blocks are a scan, and a single token
+    takes a short path.
     """
     given = {**options, "use_qk_l2norm_in_kernel=False": not use_qk_l2norm_in_kernel}
     refuse_unknown("the delta rule in a graph", more, given, _OF_THE_RULE)
@@ -245,9 +245,9 @@ def delta_rule(
     if repeat > 1:
         query, key = (x.repeat_interleave(repeat, dim=2) for x in (query, key))
     query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
-    # One tensor of all, cut into blocks out here: inside a branch each tensor's length would be an
-    # unknown of its own. Padding changes nothing: a key of zeros writes nothing, and no decay
-    # leaves the state alone.
+    # One tensor of all inputs, cut into blocks outside: inside a branch each tensor's length would
+    # be an unknown of its own. Padding changes nothing: a key of zeros writes nothing, and no decay
+    # keeps the state.
     packed = torch.cat([query, key, value, beta[..., None], g[..., None]], dim=-1).transpose(1, 2)
     rows, heads, tokens, width = packed.shape
     count = (tokens + _BLOCK - 1) // _BLOCK
@@ -273,7 +273,7 @@ def _one_token(blocks: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     query, key, value, beta, decay = _unpacked(blocks[0, :, :, :1], state)
     state = state * decay[..., None].exp()
     state = state + key.transpose(-1, -2) @ ((value - key @ state) * beta)
-    # As many rows as the other way has; those behind the first are cut off.
+    # As many rows as the other path has; those after the first are cut off.
     zeros = torch.zeros_like(blocks[..., : state.shape[-1]])
     return (query @ state + zeros).contiguous(), state.contiguous()
 
@@ -284,7 +284,7 @@ def _all_blocks(blocks: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block(state: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """One block of tokens: the state behind it, and what they read."""
+    """One block of tokens: the state after it, and what they read."""
     query, key, value, beta, decay = _unpacked(packed, state)
     summed = decay.cumsum(-1)
     lower = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool).tril()
@@ -302,9 +302,9 @@ def _block(state: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_of_unit_lower(matrix: Tensor) -> Tensor:
-    """The inverse of a lower triangle with ones on its diagonal (what stands there is not read).
+    """The inverse of a lower triangle with ones on its diagonal (whose values are not read).
 
-    Two neighbouring blocks at a time: with both inverted, the part below them is a product.
+    Two neighbouring blocks at a time: once both are inverted, the part below them is a product.
     """
     row = torch.arange(_BLOCK)
     inverse = torch.eye(_BLOCK, dtype=matrix.dtype)
