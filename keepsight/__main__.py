@@ -1,7 +1,7 @@
 """`python -m keepsight` is the `keepsight` command.
 
 For environments where the command is not on the path, and for the demo, which starts a second
-process with the interpreter it runs under.
+process with its own interpreter.
 """
 
 from keepsight.cli.app import main

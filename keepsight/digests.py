@@ -1,11 +1,11 @@
 """Identity: full 256-bit digests over framed, typed records. May import kinds.
 
 A digest is 64 hex characters of BLAKE3. Every part is framed as `tag, length, bytes`, so no two
-different lists of parts can run together into the same bytes, and the kind of record is the first
-part, so an image can never collide with a prompt. There are no shortened digests, and no digest of
-a name, a path or an `id()`.
+different lists of parts give the same bytes. The kind of record is the first part, so an image can
+never collide with a prompt. There are no shortened digests, and no digest of a name, a path or an
+`id()`.
 
-This module knows nothing of models, files or images: it turns bytes into names.
+This module knows nothing about models, files or images: it turns bytes into names.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from keepsight.kinds import Record
 
 SCHEMA = "keepsight-1"
 
-_FEW = 4096  # values looked at first
+_FEW = 4096  # values examined first
 _threads = [blake3.AUTO]
-# A forked process has none of BLAKE3's threads, and would wait for them without end.
+# A forked process has none of BLAKE3's threads, and would wait for them forever.
 os.register_at_fork(after_in_child=lambda: _threads.__setitem__(0, 1))
 
 Part = str | bytes | bytearray | int | float | bool | None | np.ndarray | torch.Tensor
@@ -41,7 +41,7 @@ def digest(kind: str, *parts: Part | Iterable[object]) -> str:
 
 
 def canonical_json(value: object) -> str:
-    """One spelling for one value: keys as text and sorted, no spaces.
+    """The one JSON text of a value: keys as text and sorted, no spaces.
 
     Keys become text before they are sorted, so a record reads back from a file as it was written.
     """
@@ -52,23 +52,23 @@ def canonical_json(value: object) -> str:
 def weight_digest(tensor: torch.Tensor) -> str:
     """The digest of one weight's values.
 
-    Values and not bytes: a checkpoint in bfloat16 that is loaded in float32 has the same weights.
+    Values, not bytes: a checkpoint in bfloat16 that is loaded in float32 has the same weights.
     """
     return digest("weight", narrowest(tensor))
 
 
 def fingerprint_of(digests: Iterable[tuple[str, str]]) -> str:
-    """The digest of named weights, each of which was digested before."""
+    """The digest of named weights, given the digest of each."""
     return digest("weights", *(part for pair in sorted(digests) for part in pair))
 
 
 def narrowest(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in the first of bfloat16 and float16 that holds every one of them."""
+    """The same values in the first of bfloat16 and float16 that holds all of them."""
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         return tensor
     flat = tensor.detach().reshape(-1)
     for dtype in (torch.bfloat16, torch.float16):
-        # Most tensors that do not fit say so at once.
+        # Most tensors that do not fit show it at once.
         if tensor.dtype == dtype or (_fits(flat[:_FEW], dtype) and _fits(flat, dtype)):
             return tensor.detach().to(dtype)
     return tensor
@@ -79,7 +79,7 @@ def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's values as bytes, row-major, on the CPU; no copy where none is needed."""
+    """The tensor's values as bytes, row-major, on the CPU; copied only if needed."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
@@ -94,12 +94,12 @@ def _frame(hasher: blake3, tag: bytes, data: bytes | memoryview) -> None:
 
 def _feed(hasher: blake3, part: object) -> None:
     if isinstance(part, str):
-        # Names of files may hold lone surrogates; they are spelled as nothing else is.
+        # File names may hold lone surrogates; no other text has their spelling.
         _frame(hasher, b"s", part.encode("utf-8", "surrogatepass"))
     elif isinstance(part, bytes | bytearray | memoryview):
         _frame(hasher, b"b", memoryview(part))
     elif part is None or isinstance(part, bool | int | float):
-        # `n` for number: a tag of its own, or True would be the bytes b"True".
+        # `n` for number: a separate tag, otherwise True would be the bytes b"True".
         _frame(hasher, b"n", f"{type(part).__name__} {part!r}".encode())
     elif isinstance(part, torch.Tensor):
         _frame(hasher, b"t", f"{part.dtype}{tuple(part.shape)}".encode())
@@ -118,7 +118,7 @@ def _feed(hasher: blake3, part: object) -> None:
 
 
 def _plain(value: object) -> object:
-    """JSON for what configs hold beside JSON types: tensors, arrays, dtypes, enums, sets."""
+    """JSON for values of configs that JSON lacks: tensors, arrays, dtypes, enums, sets."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):

@@ -45,7 +45,7 @@ class KeepsightError(Exception):
 
 
 class InputError(KeepsightError, ValueError):
-    """Something handed to a call cannot be used."""
+    """An argument of a call cannot be used."""
 
 
 class ImageError(InputError):
@@ -61,15 +61,15 @@ class MessagesError(InputError):
 
 
 class PlaceholderMismatch(InputError):
-    """The number of images does not fit the number of placeholders."""
+    """The number of images does not match the number of placeholders."""
 
 
 class PinsFull(InputError):
-    """What is pinned counts against quota and budget, and this would exceed one of them."""
+    """Pinned entries count against quota and budget, and this would exceed one of them."""
 
     @classmethod
     def over(cls, what: str, nbytes: int, limit: int, name: str) -> PinsFull:
-        """One tenant's own limit is exceeded."""
+        """The error for one tenant's own limit."""
         return cls(
             f"the {what} that are pinned would come to {nbytes} bytes, {name} is {limit}; unpin "
             "something, or allow more"
@@ -77,7 +77,7 @@ class PinsFull(InputError):
 
     @classmethod
     def no_room(cls, what: str, name: str, limit: int) -> PinsFull:
-        """A limit that tenants share is exceeded: what others have of it is not said."""
+        """The error for a limit that tenants share; it does not tell what others have."""
         return cls(
             f"there is no room to pin these {what}: {name} is {limit} bytes for all that is "
             "pinned; unpin something, or allow more"
@@ -93,7 +93,7 @@ class UnsupportedInput(InputError):
 
 
 class UnknownOption(KeepsightError, TypeError):
-    """An unknown option."""
+    """An option is unknown."""
 
     @classmethod
     def refuse(cls, given: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -125,11 +125,11 @@ class WrongFormatVersion(FileError):
 
 
 class DamagedFile(FileError):
-    """The file is truncated, has flipped bits, or its header does not tell the truth."""
+    """The file is truncated, has flipped bits, or has an inconsistent header."""
 
 
 class WrongIdentity(FileError):
-    """The file is sound but belongs to other weights, settings or another model."""
+    """The file is intact but belongs to other weights, settings or another model."""
 
     def __init__(self, field: str, expected: object, found: object, what: str = "package") -> None:
         self.field, self.expected, self.found = field, expected, found
@@ -140,7 +140,8 @@ class WrongIdentity(FileError):
 
 
 class MadeElsewhere(FileError):
-    """Features made on another device, in another dtype or by other versions, and not allowed."""
+    """Features were made on another device, in another dtype or by other versions, and the caller
+    allows only ours."""
 
 
 class StoreError(KeepsightError, OSError):
@@ -148,10 +149,10 @@ class StoreError(KeepsightError, OSError):
 
 
 class NotStored(StoreError):
-    """Entries that were handed over and are not in the store.
+    """Some entries that were handed over are not in the store.
 
-    `reasons` says why, by kind and key, for the first thousand of `count`; `broken` what the store
-    itself suffers from, None where it only did not take these.
+    `reasons` gives the reason by kind and key, for the first thousand of `count`; `broken` names a
+    problem of the store itself, or is None.
     """
 
     reasons: dict[tuple[str, str], str] = {}  # noqa: RUF012
@@ -162,7 +163,7 @@ class NotStored(StoreError):
     def of(
         cls, where: str, reasons: dict[tuple[str, str], str], count: int, broken: str | None = None
     ) -> NotStored:
-        """The error for a store at a place."""
+        """The error for a store at an address."""
         first = next((f"{kind}/{key}: {why}" for (kind, key), why in reasons.items()), "an entry")
         error = cls(f"{where}: {count} not written, the first: {first}")
         error.reasons, error.count, error.broken = reasons, count, broken
@@ -170,11 +171,11 @@ class NotStored(StoreError):
 
 
 class ModelError(KeepsightError, RuntimeError):
-    """The model cannot be used as it is."""
+    """The model cannot be used in its present state."""
 
 
 class ModelKeepsChanging(ModelError):
-    """The model is another one after each pass, so nothing that is computed can be used."""
+    """The model changes in each pass, so no result can be used."""
 
 
 class TowerRan(ModelError):
@@ -198,11 +199,11 @@ class UnreadableWeights(ModelError):
 
 
 class UpstreamChanged(ModelError):
-    """Something in Transformers or torch that Keepsight uses is not where it was."""
+    """An API of Transformers or torch that Keepsight uses has moved or is missing."""
 
     @classmethod
     def named(cls, name: str, use: str, version: str, tested: str) -> UpstreamChanged:
-        """The error for a name that is missing. `use` says what for, as in "to read sound"."""
+        """The error for a missing name. `use` gives its purpose, as in "to read sound"."""
         return cls(
             f"{version} has no {name}, which Keepsight needs {use}; it was tested with up to "
             f"{tested}. Install that version, or a newer Keepsight"
@@ -225,7 +226,7 @@ class Closed(KeepsightError, RuntimeError):
 
 
 class Forked(Closed):
-    """Used in a process that was forked while another thread of its parent was at work with it."""
+    """Used in a process that was forked while another thread of its parent was using the object."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -236,12 +237,12 @@ class Forked(Closed):
 
 
 class MissingExtra(KeepsightError, ImportError):
-    """An optional library is needed."""
+    """An optional library is missing."""
 
     @classmethod
     def named(cls, library: str, extra: str | None = None) -> MissingExtra:
-        """The error that tells what to install: all that the extra lists, whatever keepsight itself
-        was installed from."""
+        """The error that says what to install: everything in the extra, however keepsight itself
+        was installed."""
         listed = _listed(extra) if extra else []
         target = " ".join(f'"{one}"' for one in listed) or library
         of_extra = f" (keepsight's extra {extra!r})" if extra else ""
@@ -249,8 +250,8 @@ class MissingExtra(KeepsightError, ImportError):
 
 
 def _listed(extra: str) -> list[str]:
-    """What an extra of this package needs; nothing where the package was not installed."""
-    import importlib.metadata  # here: every start-up reads this file
+    """The libraries of an extra of this package; none if the package was not installed."""
+    import importlib.metadata  # here: every start-up imports this file
 
     try:
         lines = importlib.metadata.requires("keepsight") or []

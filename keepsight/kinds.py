@@ -1,7 +1,7 @@
-"""The plain types that rooms share, so that each is spelled once. May import nothing.
+"""Plain types that rooms share, each defined once. May import nothing.
 
-They say what a value is for; what is inside is checked where it comes in. The protocols name what
-Keepsight asks of objects that callers bring, and no more.
+They say what a value is for; contents are checked where they come in. The protocols name exactly
+what Keepsight uses of objects that callers bring.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from PIL import Image
     from transformers import BatchFeature, CacheLayerMixin, PreTrainedTokenizerBase
 
-# What a file's record, a request or a table says: text keys, plain JSON values.
+# The data of a file's record, a request or a table: text keys, plain JSON values.
 Record: TypeAlias = dict[str, Any]
-# Keyword arguments on their way to the function that knows them; unknown ones are refused by name.
+# Keyword arguments passed on to the function that knows them; unknown ones are refused by name.
 Options: TypeAlias = dict[str, Any]
-# Keyword arguments of a forward pass: tensors, and upstream's own records of them.
+# Keyword arguments of a forward pass: tensors, and Transformers' own records of them.
 Inputs: TypeAlias = dict[str, Any]
-# A chat message as Transformers and OpenAI shape it: a role, and a text or a list of parts.
+# A chat message as in Transformers and OpenAI: a role, and a text or a list of parts.
 Message: TypeAlias = dict[str, Any]
 # Numbers in rows, rows of rows and so on, as `tensor.tolist()` gives them.
 Numbers: TypeAlias = "Sequence[int | float | Numbers]"
-# What a processor says of a medium beside its pixels, such as `image_grid_thw`.
+# A processor's facts about a medium besides its pixels, such as `image_grid_thw`.
 Grid: TypeAlias = dict[str, Numbers]
 # A picture as an image processor takes it.
 Decoded: TypeAlias = "Image.Image | np.ndarray"
-# The frames of a video or the samples of a sound, and what a processor wants to know of them.
+# The frames of a video or the samples of a sound, and what a processor needs to know about them.
 Clip: TypeAlias = "tuple[np.ndarray, Record]"
-# What one layer of a model remembers, as Transformers' caches hold it.
+# The state of one layer, as in Transformers' caches.
 CacheLayer: TypeAlias = "CacheLayerMixin"
 # Where `from_pretrained` puts the parts of a model.
 DeviceMap: TypeAlias = "str | int | torch.device | dict[str, str | int | torch.device] | None"
@@ -39,7 +39,7 @@ Dtype: TypeAlias = "str | torch.dtype | None"
 
 
 class ImageProcessor(Protocol):
-    """What makes tensors of pictures."""
+    """Makes tensors of pictures."""
 
     @property
     def size(self) -> Mapping[str, int]: ...
@@ -50,7 +50,7 @@ class ImageProcessor(Protocol):
 
 
 class Processor(Protocol):
-    """What makes a prompt's tensors of messages and pictures: a `ProcessorMixin`, or its like."""
+    """Makes a prompt's tensors of messages and pictures: a `ProcessorMixin`, or similar."""
 
     @property
     def image_processor(self) -> ImageProcessor: ...

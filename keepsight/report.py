@@ -1,8 +1,8 @@
-"""What a call returns beside its text: usage and a report. May import errors,
+"""The measurements that a call returns besides its text: usage and a report. May import errors,
 kinds and system.
 
-The report is the answer to "why was this slow?": for each stretch of the prompt it says what was
-reused and from where, or that it was computed, and why (law 6: no silent miss).
+The report answers "why was this slow?": for each stretch of the prompt it says what was reused and
+from where, or that it was computed, and why (law 6: no silent miss).
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ from keepsight.system import html
 
 @dataclass(frozen=True)
 class Segment:
-    """One stretch of a prompt with one fate. Tokens `start` to `end`, end excluded."""
+    """One stretch of a prompt, reused or computed as a whole. Tokens `start` to `end`, end
+    excluded."""
 
     kind: str  # "text" or the modality of a medium
     start: int
     end: int
     status: str  # "reused" or "computed"
-    reason: str  # for reused: the tier; for computed: why
+    reason: str  # for reused: the tier; for computed: the reason
     medium: int | None = None  # index of the medium in the prompt
-    features: str | None = None  # where a medium's features came from: memory, disk, tower, caller
-    tier: str | None = None  # for reused: where it lay, also where the reason is "whole prompt"
-    key: str | None = None  # the image key of a medium: what pins and deletes it
+    features: str | None = None  # origin of a medium's features: memory, disk, tower, caller
+    tier: str | None = None  # for reused: its tier, even if the reason is "whole prompt"
+    key: str | None = None  # the image key of a medium, for pinning and deleting it
 
     @property
     def tokens(self) -> int:
-        """How many tokens it spans."""
+        """The number of its tokens."""
         return self.end - self.start
 
     @property
     def name(self) -> str:
-        """What it is, for people: text, or a medium with its number, counted from 1."""
+        """Its name for people: text, or a medium with its number, counted from 1."""
         return self.kind if self.medium is None else f"{self.kind} {self.medium + 1}"
 
     @property
     def why(self) -> str:
-        """The reason for people; with the tier, where that is neither said yet nor memory."""
+        """The reason for people; with the tier, if the reason does not name it and it is not
+        memory."""
         said = self.tier in (None, "memory", self.reason)
         return self.reason if said else f"{self.reason}, from {self.tier}"
 
 
 @dataclass
 class Usage:
-    """Counts in the manner of the OpenAI API, with images added."""
+    """Counts as in the OpenAI API, plus images."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -56,8 +58,8 @@ class Usage:
     images: int = 0
     images_encoded: int = 0
     images_reused: int = 0
-    drafted_tokens: int = 0  # guessed from what was said before, and checked several in one pass
-    accepted_tokens: int = 0  # of these, what the answer went on with
+    drafted_tokens: int = 0  # tokens guessed from earlier text and checked several in one pass
+    accepted_tokens: int = 0  # how many of these were right
 
     @property
     def total_tokens(self) -> int:
@@ -82,13 +84,13 @@ class Report:
     milliseconds: dict[str, float] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    grain: int = 0  # 0 where a prompt can be cut anywhere
+    grain: int = 0  # 0 if a prompt can be cut anywhere
     exact: bool = True
     notes: list[str] = field(default_factory=list)
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that passed through the language model."""
+        """Prompt tokens that went through the language model."""
         return self.prompt_tokens - self.cached_tokens
 
     def to_dict(self) -> Record:

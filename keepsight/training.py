@@ -1,9 +1,9 @@
 """Packages in place of pixels for a training loop. May import vlm and below.
 
-Encoding inside a training loop makes every epoch pay for the tower, and most loops wait for it. So
-packages are made beforehand (`keepsight encode`, or `vlm.encode`), and a loop reads them: the tower
-never runs and need not even be loaded (`ks.load(..., vision=False)`). Prompts are laid out once,
-when the dataset is made; its workers read packages and pad, and hold nothing of the model.
+Encoding inside a training loop runs the tower in every epoch, and most loops wait for it. So
+packages are made beforehand (`keepsight encode`, or `vlm.encode`), and the loop reads them: the
+tower never runs and need not be loaded (`ks.load(..., vision=False)`). Prompts are laid out once,
+when the dataset is made. Its workers read packages and pad, and hold nothing of the model.
 
     data = PackageDataset(vlm, [(messages, answer), ...], packages="packages/")
     loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=data.collator())
@@ -44,9 +44,9 @@ from keepsight.prefix.prompt import Prompt
 from keepsight.store import Store, open_store
 from keepsight.vlm import VLM
 
-IGNORED = -100  # what upstream's losses leave out
+IGNORED = -100  # ignored by Transformers' losses
 Labelled = tuple[list[Message], str]  # a conversation, and the answer to learn
-# One value for each token of a row; everything else describes media, and is put end to end.
+# One value per token of a row; all other tensors describe media, and are concatenated.
 _PER_TOKEN = ("mm_token_type_ids", "moe_mm_token_type_ids", "position_ids", "token_type_ids")
 _NOT_SHOWN = {
     "mllama": "its features go into every layer, and stock forward has no way to take them",
@@ -57,7 +57,7 @@ _NOT_SHOWN = {
 
 @dataclass(frozen=True)
 class PackageLocation:
-    """Where the package of one medium lies: in a file, in the store, or at hand."""
+    """Where the package of one medium is: in a file, in the store, or in memory."""
 
     identity: str
     path: str | None = None
@@ -67,31 +67,31 @@ class PackageLocation:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its answer, laid out: nothing about it has to be asked of the model again."""
+    """One prompt with its answer, laid out completely: the model is not needed for it again."""
 
     ids: np.ndarray
-    answer: int  # where the answer begins; it goes on to the end
+    answer: int  # where the answer starts; it lasts to the end
     places: tuple[PackageLocation, ...]
-    inputs: dict[str, torch.Tensor]  # what forward takes beside ids and features
+    inputs: dict[str, torch.Tensor]  # inputs of forward besides ids and features
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """An example and the packages of its media, as the collator takes them."""
+    """An example and the packages of its media, in the form for the collator."""
 
     example: Example
     packages: list[Package]
 
 
 class Features(SimpleNamespace):
-    """What stands for the output of the tower in a batch; it moves as a tensor does."""
+    """Stands for the tower's output in a batch; it moves like a tensor."""
 
     def to(self, device: torch.device | str, **options: Any) -> Features:
         """A copy on another device."""
         return self._each(lambda tensor: tensor.to(device, **options))
 
     def pin_memory(self) -> Features:
-        """A copy in memory that an accelerator reads faster."""
+        """A copy in page-locked memory, which an accelerator reads faster."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Features:
@@ -108,9 +108,9 @@ class Features(SimpleNamespace):
 class PackageDataset(Dataset[Loaded]):
     """(messages, answer) records whose media come from packages.
 
-    A medium is a `.sight` file, a `Package`, or an image that has one: in the folder `packages`
-    (with all that is in it), in the store at the address `store`, or in `vlm`'s memory. An image
-    that has none is an error here, and not a pause in the middle of an epoch.
+    A medium is a `.sight` file, a `Package`, or an image that has one: in the folder `packages` or
+    below it, in the store at the address `store`, or in `vlm`'s memory. An image without a package
+    is an error here, not a pause in the middle of an epoch.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class PackageDataset(Dataset[Loaded]):
         return Loaded(example, [self._package(place) for place in example.places])
 
     def collator(self) -> Collator:
-        """What makes batches of these examples."""
+        """The function that makes batches of these examples."""
         return self._collator
 
     def lengths(self) -> list[int]:
@@ -186,7 +186,7 @@ class PackageDataset(Dataset[Loaded]):
 
 @dataclass
 class PackageIndex:
-    """The packages in a folder, by what they say of themselves; their headers are read, no more."""
+    """The packages in a folder, by the contents of their headers; nothing else is read."""
 
     by_identity: dict[str, Path] = field(default_factory=dict)
     by_file: dict[str, Path] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class PackageIndex:
 
     @classmethod
     def of(cls, folder: str | os.PathLike[str] | None) -> PackageIndex:
-        """All sound `.sight` files in and below a folder."""
+        """All intact `.sight` files in and below a folder."""
         index = cls()
         if folder is None:
             return index
@@ -203,15 +203,15 @@ class PackageIndex:
             raise InputError(f"packages={os.fspath(folder)!r} is no folder")
         for path in sorted(root.rglob("*.sight")):
             if path.name.startswith("."):
-                continue  # half of a file, from a process that was killed
+                continue  # a partial file of a killed process
             try:
                 index.read(path)
             except FileError:
-                continue  # damaged, or not ours: an image that needs it is reported as missing
+                continue  # damaged or foreign: an image that needs it is reported as missing
         return index
 
     def read(self, path: Path) -> Record:
-        """The record of one file, and its names in the index."""
+        """The record of one file, after adding its names to the index."""
         if path not in self.records:
             record = tensorfile.read_record(path)
             if record.get("kind") != KIND:
@@ -226,7 +226,7 @@ class PackageIndex:
 
 
 class _Layout:
-    """Records to examples; the only place that asks anything of the model."""
+    """Turns records into examples; the only code that uses the model."""
 
     def __init__(
         self, vlm: VLM, index: PackageIndex, store: Store | None, template: Options
@@ -234,7 +234,7 @@ class _Layout:
         self._vlm, self._index, self._store, self._template = vlm, index, store, template
         self._family, self._vision = vlm.runtime.family, vlm.runtime.vision
         self._places: dict[int, PackageLocation] = {}
-        self._fits: set[str] = set()  # kinds of making that were compared with the model
+        self._fits: set[str] = set()  # kinds of making already compared with the model
 
     def example(self, number: int, record: Labelled) -> Example:
         """One record, laid out."""
@@ -271,10 +271,10 @@ class _Layout:
         ends = np.flatnonzero(np.isin(ids[begin:], list(self._vlm.runtime.rule.turn_ends)))
         return begin + int(ends[0]) + 1 if len(ends) else len(ids)
 
-    # -- where packages are ----------------------------------------------------------------------
+    # -- finding packages ------------------------------------------------------------------------
 
     def _name(self, image: object, modality: str) -> Medium:
-        """The medium, noting where its package lies if that is known already."""
+        """The medium; notes the place of its package if already known."""
         if isinstance(image, Package):
             medium = self._vision.name(image, modality)
             self._places[id(medium)] = PackageLocation(medium.identity, package=image)
@@ -298,7 +298,7 @@ class _Layout:
             )
         made = repr([record["weights"], record["settings"], record["about"], record["provenance"]])
         if made not in self._fits:
-            self._vision.name(Package.load(path), modality)  # refused by field where it is not ours
+            self._vision.name(Package.load(path), modality)  # refuses by field if it is not ours
             self._fits.add(made)
         what = identity(record["key"], record["weights"], record["settings"])
         made = feature_id(what, record["provenance"])
@@ -334,13 +334,13 @@ def _unread() -> NoReturn:
 
 @dataclass
 class Collator:
-    """Examples to one batch: padded on the right, the prompt masked in the labels."""
+    """Turns examples into one batch: padded on the right, with the prompt masked in the labels."""
 
     family: Family  # without its model
     pad: int
 
     def __call__(self, rows: Sequence[Loaded]) -> Record:
-        """What `model(**batch)` takes, with a loss."""
+        """The inputs of `model(**batch)`, with labels for a loss."""
         examples = [row.example for row in rows]
         length = max(len(example.ids) for example in examples)
         ids = torch.full((len(rows), length), self.pad)
@@ -361,7 +361,7 @@ class Collator:
 
 
 def _joined(inputs: list[dict[str, torch.Tensor]], length: int) -> dict[str, torch.Tensor]:
-    """Values for each token in one rectangle; descriptions of media one after another."""
+    """Values per token in one rectangle; media descriptions concatenated."""
     found: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(name for row in inputs for name in row):
         tensors = [row[name] for row in inputs if name in row]
@@ -375,7 +375,7 @@ def _joined(inputs: list[dict[str, torch.Tensor]], length: int) -> dict[str, tor
 
 
 def _check_family(family: Family) -> None:
-    """Refuse what no test has trained, with the reason."""
+    """Refuse families that no test has trained, with the reason."""
     kind = family.model.config.model_type
     if kind in _NOT_SHOWN:
         raise UnsupportedInput(f"{kind} cannot be trained from packages: {_NOT_SHOWN[kind]}")

@@ -1,8 +1,8 @@
-"""The public face: `load`, `wrap`, and a model that remembers. May import session, runtimes and
+"""The public API: `load`, `wrap`, and a model that remembers. May import session, runtimes and
 below.
 
-Nothing is computed here: each call sorts its options, refuses by name what it does not know, and
-hands the rest to the rooms that do the work, under one lock.
+Nothing is computed here: each call sorts its options, refuses unknown ones by name, and calls the
+rooms that do the work, under one lock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load(
     weights: str | None = None,
     **options: Any,
 ) -> VLM:
-    """A checkpoint in PyTorch or MLX, or an export; `ks.load` chooses the runtime first."""
+    """Load a checkpoint in PyTorch or MLX, or an export; `ks.load` chooses the runtime first."""
     check_options(options)
     path = loading.model_path(os.fspath(name))
     how = (dtype, device_map, vision, revision)
@@ -88,7 +88,7 @@ def load(
 def wrap(
     model: PreTrainedModel, processor: Processor | ProcessorMixin | None = None, **options: Any
 ) -> VLM:
-    """A live Transformers model. Without a processor only `generate` with tensors works.
+    """Wrap a live Transformers model. Without a processor only `generate` with tensors works.
 
     Options: `grain`, `cache_budget`, `host_budget`, `vision_budget`, `store`, `store_budget`,
     `remote`, `tenant`, `tenant_quota`, `ttl`, `accept_features`, `feature_codec`, `chat_template`,
@@ -101,11 +101,11 @@ def wrap(
 def install(
     model: PreTrainedModel, processor: Processor | ProcessorMixin | None = None, **options: Any
 ) -> VLM:
-    """Have the model's own `generate` remember, for anybody's code that calls it.
+    """Make the model's own `generate` remember, for any code that calls it.
 
-    With `forwards`, `model(**inputs)` without gradients takes features in place of pixels too.
-    Options are those of `wrap`. What Keepsight cannot serve goes to the model itself untouched,
-    and `vlm.report()` says why. Installed twice it is the same.
+    With `forwards`, `model(**inputs)` without gradients also takes features in place of pixels.
+    Options are those of `wrap`. Calls that Keepsight does not support go to the model unchanged,
+    and `vlm.report()` says why. Installing twice has no further effect.
     """
     forwards = bool(options.pop("forwards", False))
     with INSTALLING:
@@ -121,7 +121,7 @@ def install(
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Undo one `install`; the last one leaves the model as it was and closes what it made."""
+    """Undo one `install`; the last one restores the model and closes what it made."""
     with INSTALLING:
         there = installed_in(model)
         if there is None:
@@ -145,7 +145,7 @@ def installed(
 class VLM(DisplayedModel, AsyncAnswers):
     """A vision-language model with a memory. Safe to call from several threads; they take turns."""
 
-    chosen_runtime: Record | None = None  # where one was named to `load`: which it is, and why
+    chosen_runtime: Record | None = None  # the runtime and its reason, if `load` was given one
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class VLM(DisplayedModel, AsyncAnswers):
             self.runtime.engine.snapshot_pattern()  # now: no turn after a restart pays for it
 
     def _fingerprint(self, files: str | None) -> None:
-        """Hash the weights now, or take the digests that the store has for these files. All else
-        that the model is bound to is looked at in the model, and never remembered."""
+        """Hash the weights now, or take the digests that the store has for these files. All other
+        parts of the fingerprint are always read from the model."""
         known = self.runtime.store.note("weights", files) if self.runtime.store and files else None
         if known is not None and not {"tensors", "vision_tensors"} <= known.keys():
             known = None
@@ -205,7 +205,7 @@ class VLM(DisplayedModel, AsyncAnswers):
     # -- asking ----------------------------------------------------------------------------------
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
-        """The answer to a conversation, with its measurements."""
+        """Answer a conversation; return the text with its measurements."""
         return Reply.of(self.stream(messages, **options))
 
     def ask(self, *given: Pictures | None, **options: object) -> Reply:
@@ -213,16 +213,16 @@ class VLM(DisplayedModel, AsyncAnswers):
         return self.chat([user_turn(given, options, True)], **options)
 
     def stream(self, messages: list[Message], **options: object) -> Iterator[Piece]:
-        """Pieces of the answer as they come; the last one carries usage and report."""
+        """Yield pieces of the answer as they come; the last one carries usage and report."""
         return answer(self.runtime, messages, Call.of(options, self.tenant))
 
     def prepare(self, messages: list[Message], **options: object) -> Report:
-        """Encode and prefill now, answer later: the same call to `chat` then only decodes."""
+        """Encode and prefill now; the same call to `chat` later only decodes."""
         call = Call.before_decoding(options, self.tenant, "prepare")
         return prepare(self.runtime, messages, call)
 
     def explain(self, messages: list[Message], **options: object) -> Report:
-        """The report that `chat` would give, computing and changing nothing."""
+        """The report that `chat` would give, without computing or changing anything."""
         call = Call.before_decoding(options, self.tenant, "explain")
         self.runtime.require_answers()
         self.runtime.tokenizer()
@@ -230,7 +230,8 @@ class VLM(DisplayedModel, AsyncAnswers):
             return foresee(self.runtime, messages, call)
 
     def verify(self, messages: list[Message], *, stock: bool = False) -> Verification:
-        """Cold against warm on your own model and pictures; against stock Transformers if asked."""
+        """Compare cold with warm on your own model and pictures, and with stock Transformers if
+        asked."""
         self.runtime.require_answers()
         with self.runtime.lock:
             return verify(self.runtime, messages, stock, self.tenant)
@@ -243,16 +244,16 @@ class VLM(DisplayedModel, AsyncAnswers):
     def resume(
         self, path: str | Path, *, tenant: str | None = None, accept_features: str | None = None
     ) -> Session:
-        """A conversation saved with `session.save`.
+        """Open a conversation saved with `session.save`.
 
-        Its packages are used whoever made them, as any package handed in, and reported as what they
-        are; `accept_features="same"` refuses those that this model would make otherwise.
+        Its packages are used whoever made them, like any package from a caller, and reported with
+        their origin; `accept_features="same"` refuses those that this model would make differently.
         """
         self.runtime.require_answers()
         return Session.load(self.runtime, Path(path), self._whose(tenant), accept_features)
 
     def prefix(self, messages: list[Message] | str | Path, **options: object) -> Prefix:
-        """Messages prepared once for many queries, or the `.keep` file that one was saved to."""
+        """Messages prepared once for many queries, or a saved `.keep` file of them."""
         self.runtime.require_answers()
         call = Call.before_decoding(options, self.tenant, "prefix")
         if isinstance(messages, str | Path):
@@ -279,22 +280,23 @@ class VLM(DisplayedModel, AsyncAnswers):
     def generate(
         self, inputs: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor | Generated:
-        """Tensors in, tensors out, as `model.generate`: a processor's outputs and its options."""
+        """Tensors in, tensors out, as `model.generate`: takes a processor's outputs and its
+        options."""
         self.runtime.require_answers()
         whose = self._whose(options.pop("tenant", None))
         return generate(self.runtime, inputs, options, whose)
 
     def report(self) -> Report:
-        """Of the latest `model.generate` of this thread, since `install`."""
+        """The report on this thread's latest `model.generate` since `install`."""
         if self.installed is None:
             raise InputError("report() is for models that Keepsight is installed in; see install()")
         return self.installed.report()
 
     def inputs(self, messages: list[Message], **options: object) -> Record:
-        """For stock `model.generate`: processor outputs, with features from packages.
+        """Inputs for stock `model.generate`: processor outputs, with features from packages.
 
-        The vision tower stays untouched for images that were seen before. New wrappers are made on
-        each call, because `generate` changes the ones it is given.
+        The vision tower does not run for images seen before. The wrappers are new on each call,
+        because `generate` changes those it gets.
         """
         self.runtime.require_answers()
         call = Call.before_decoding(options, self.tenant, "inputs")
@@ -308,7 +310,7 @@ class VLM(DisplayedModel, AsyncAnswers):
                 )
             return stock_inputs(self.runtime, prompt, True, call.tenant)
 
-    # A text is a path, though also a sequence of texts: the first that fits counts.
+    # A text is a path, although it is also a sequence of texts: the first match counts.
     @overload
     def encode(  # type: ignore[overload-overlap]
         self, image: Picture | Message, *, tenant: str | None = None
@@ -322,7 +324,7 @@ class VLM(DisplayedModel, AsyncAnswers):
     def encode(
         self, image: Picture | Message | Sequence[Picture | Message], *, tenant: str | None = None
     ) -> Package | list[Package]:
-        """The package of an image, or of each of several; encoded only if it is not known yet."""
+        """The package of an image, or of each of several; unknown ones are encoded."""
         self.runtime.require_open()
         whose = self._whose(tenant)
         with self.runtime.lock:
@@ -338,53 +340,53 @@ class VLM(DisplayedModel, AsyncAnswers):
 
     def blindfold(self) -> AbstractContextManager[None]:
         """`with vlm.blindfold():` makes any run of the model's vision or audio tower an error, in
-        every thread and whoever starts it: proof that only features were used."""
+        every thread: proof that only features were used."""
         self.runtime.require_open()
         return blindfold(self.runtime.family)
 
     # -- housekeeping ----------------------------------------------------------------------------
 
     def stats(self, tenant: str | None = None) -> Record:
-        """Bytes and counts per tier: of all that this object serves, or of one tenant alone.
+        """Bytes and counts per tier: of everything this object serves, or of one tenant.
 
-        It waits for nothing that runs, and for no disk: what a store has is as it was counted last.
+        Never waits for running work or a disk: the store's numbers are those of its last count.
         """
         whose = self._whose(tenant)
         stats = self.runtime.stats(whose if tenant is not None or self.tenant else None)
         return stats | ({"runtime": self.chosen_runtime} if self.chosen_runtime else {})
 
     def pin(self, what: Pictures | list[Message], pinned: bool = True, **options: object) -> None:
-        """Keep an image's features, or all of a conversation's prompt, whatever the budgets say.
+        """Pin an image's features, or all of a conversation's prompt, whatever the budgets.
 
-        What is not there yet is computed. `pinned=False` makes it evictable again.
+        What is missing is computed. `pinned=False` makes it evictable again.
         """
         self.runtime.require_open()
         pin(self.runtime, what, pinned, Call.before_decoding(options, self.tenant, "pin"))
 
     def delete(self, what: Pictures | list[Message], **options: object) -> int:
-        """Remove an image and all that was computed from it, or all the images of a conversation
-        and what was prefilled of it, from every tier; the bytes freed.
+        """Remove an image and everything computed from it, or all images of a conversation and its
+        prefilled prompt, from every tier; return the bytes freed.
 
-        It waits for the disk, if need be for as long as that takes; answers go on meanwhile.
+        Waits for the disk as long as necessary; answers go on meanwhile.
         """
         self.runtime.require_open()
         return delete(self.runtime, what, Call.before_decoding(options, self.tenant, "delete"))
 
     def flush(self) -> None:
-        """Return when all that was remembered so far is on the disk (with a store)."""
+        """Return when everything remembered so far is on the disk (with a store)."""
         if self.runtime.store is not None:
             self.runtime.store.flush()
 
     def clear(self, *, store: bool = False, tenant: str | None = None) -> None:
-        """Forget everything in memory, and with `store` also on disk and everywhere behind it.
+        """Forget everything in memory, and with `store` also in all tiers of the store.
 
-        Of everybody, or of one tenant alone (`""` is the default tenant).
+        For all tenants, or for one alone (`""` is the default tenant).
         """
         whose = (self.tenant or None) if tenant is None else tenant and tenant_name(tenant)
         clear(self.runtime, whose, store)
 
     def close(self) -> None:
-        """Finish writing and release everything. The model itself is left alone."""
+        """Finish writing and release everything. The model itself stays usable."""
         self.runtime.close()
 
     def __enter__(self) -> VLM:

@@ -1,1 +1,1 @@
-"""Exported graphs in the place of a model's modules. May import core and below."""
+"""Exported graphs in place of a model's modules. May import core and below."""

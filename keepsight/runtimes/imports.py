@@ -1,10 +1,10 @@
-"""ONNX Runtime and OpenVINO, imported without their telemetry.
+"""Imports ONNX Runtime and OpenVINO without their telemetry.
 
-Both send telemetry unless it is switched off. From its import on, the one keeps an id of the
-machine and a list of events (the path of the program among them) in the user's cache folder, and
-sends them from a thread of its own; the other forks the process to send an event to a web service.
-Users of a model have not asked for that, so both are switched off. What the caller has
-decided for himself stays as it is: `ORT_DISABLE_TELEMETRY`, or a runtime that he imported before.
+Both send telemetry by default. On import, ONNX Runtime writes an id of the machine and a list of
+events (including the program's path) to the user's cache folder, and sends them from a thread.
+OpenVINO forks the process to send an event to a web service. Users of a model did not ask for that,
+so both are switched off. The caller's own choice is kept: `ORT_DISABLE_TELEMETRY`, or a runtime
+that was imported earlier.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepsight.errors import MissingExtra
 
 
 class Foreign(Protocol):
-    """Something of a library that has no types."""
+    """An attribute of a library without types."""
 
     def __getattr__(self, name: str, /) -> Any: ...
 
@@ -32,7 +32,7 @@ _SENDER = "openvino_telemetry"
 
 
 def onnxruntime() -> ModuleType:
-    """The module, which sends nothing."""
+    """The module, with telemetry off."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         return importlib.import_module("onnxruntime")
@@ -41,11 +41,11 @@ def onnxruntime() -> ModuleType:
 
 
 def openvino() -> ModuleType:
-    """The module, which sends nothing."""
+    """The module, with telemetry off."""
     try:
         with _without_sender():
             found = importlib.import_module("openvino")
-            # What converts models looks for the sender again, when it is first imported.
+            # The model converter looks for the sender again when it is first imported.
             with contextlib.suppress(ImportError):
                 importlib.import_module("openvino.tools.ovc.convert_impl")
             return found
@@ -55,7 +55,7 @@ def openvino() -> ModuleType:
 
 @contextlib.contextmanager
 def _without_sender() -> Iterator[None]:
-    """As if the package that sends were not installed: then OpenVINO has a stand-in of its own."""
+    """Hide the package that sends; then OpenVINO uses its own dummy."""
     if _SENDER in sys.modules:
         yield
         return

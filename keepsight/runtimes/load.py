@@ -1,13 +1,13 @@
-"""Models that `keepsight export` made: their graphs run in another runtime, the rest is the same.
+"""Models made by `keepsight export`: their graphs run in another runtime, the rest is the same.
 
-manifest.py         what was made of which weights, and every file's digest
-states.py           the states that go in and out of a decoder
-modules.py          graphs in the places of tower, embedding, decoder and head
+manifest.py         the record of an export: source weights, and every file's digest
+states.py           the input and output states of a decoder
+modules.py          graphs in place of tower, embedding, decoder and head
 weightless.py       Transformers' own model around them, without weights
 onnx.py, openvino.py  one graph in either runtime
-mlx.py              the parts of a model of mlx-vlm in the places of graphs; mlx_library.py loads
+mlx.py              the parts of a model of mlx-vlm in place of graphs; mlx_library.py loads
                     it, mlx_types.py says how its models differ, mlx_states.py what layers remember
-imports.py          the libraries of both, imported without telemetry
+imports.py          imports both libraries without telemetry
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_exported(
     revision: str | None,
     store: str | os.PathLike[str] | None,
 ) -> tuple[PreTrainedModel, str | None]:
-    """The model of an export, with its files looked at first; and what they are known by."""
+    """The model of an export, after checking its files; and the name of the files."""
     if dtype not in ("auto", None, "float32") and str(dtype) != "torch.float32":
         raise UnsupportedInput(
             f"dtype={dtype!r}: an exported model computes as it was exported; export it in another "
@@ -74,13 +74,13 @@ def load_exported(
 def load_in_mlx(
     path: str, dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
 ) -> tuple[PreTrainedModel, str | None]:
-    """A checkpoint's model in MLX; and what its files are known by."""
-    from keepsight.runtimes.mlx import load_mlx  # an optional library stands behind it
+    """A checkpoint's model in MLX; and the name of its files."""
+    from keepsight.runtimes.mlx import load_mlx  # requires an optional library
 
     return load_mlx(path, dtype, device_map, vision, revision)
 
 
-@functools.lru_cache(64)  # once for each folder
+@functools.lru_cache(64)  # once per folder
 def _warn_of_untested(path: str, version: str) -> None:
     if is_newer_than_tested(version):
         logger.warning(
@@ -93,10 +93,10 @@ def _warn_of_untested(path: str, version: str) -> None:
 
 
 def _was_read(files: str | None, named: str | os.PathLike[str] | None) -> bool:
-    """Whether a store says that these very files were read before, and their digests found right.
+    """Whether a store says that these files were read before with right digests.
 
-    It is the note that spares a checkpoint from being hashed again, written once a model is loaded.
-    The model opens the store for itself later; opening it here takes less than a millisecond.
+    The note that spares hashing a checkpoint again serves here; it is written once a model is
+    loaded. The model opens the store itself later; opening it here takes less than a millisecond.
     """
     store = chosen_store(named, None, "", None)
     if store is None or files is None:
@@ -108,10 +108,10 @@ def _was_read(files: str | None, named: str | os.PathLike[str] | None) -> bool:
 
 
 def other_versions(manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """The libraries that run an export and have another version here: the one that made it, and
-    this one.
+    """The libraries that run an export and have another version here: (version at export, version
+    here).
 
-    torch, onnx and onnxscript are left out: they only made it, and what they did is in the graphs.
+    torch, onnx and onnxscript are left out: they only made it, and their work is in the graphs.
     """
     found = {}
     runtime = {"onnx": "onnxruntime"}.get(manifest.runtime, manifest.runtime)

@@ -1,10 +1,10 @@
-"""The record in an exported model's folder: what was made of which weights, and all files' digests.
+"""The record in an exported model's folder: its source weights, and the digests of all files.
 
-An export that is half copied, changed or made by other versions must not answer at all, so the
-record is checked, and all files with it, before a runtime sees any of them. The record has a seal:
-an edit by hand is an error. Reading every byte of a large export takes its time, so a caller
-who knows that these very files were read before may leave that part out. What is asked of a graph
-itself (`marks`) is read without the library that writes graphs.
+An export that is half copied, changed or made by other versions must not answer at all. So the
+record and all files are checked before a runtime sees any of them. The record has a seal: editing
+it by hand is an error. Reading every byte of a large export is slow, so a caller who knows that
+these files were read before may skip that part. Properties of a graph (`marks`) are read without
+the library that writes graphs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FORMAT = 2
 GRAPHS = "graphs"  # the folder of graphs, as Transformers' exporters save them
 RUNTIMES = {"onnx": (".onnx",), "openvino": (".xml", ".bin")}  # and the files of each graph
 PARTS = ("tower", "embedding", "decoder", "head")
-SETTINGS = (".json", ".jinja")  # what Transformers reads beside the graphs
-_LARGEST = 4 * 2**20  # bytes of a record; one takes a few thousand
+SETTINGS = (".json", ".jinja")  # files that Transformers reads
+_LARGEST = 4 * 2**20  # largest record in bytes; a usual one takes a few thousand
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _WORD = re.compile(r"[a-z0-9_]{1,40}")
 _AGAIN = "copy the whole folder again, or export the model again"
@@ -47,33 +47,33 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of an export."""
+    """The record of an export."""
 
     runtime: str
     model_type: str
     quantised: str | None
     appends: bool  # keys and values are written in place
-    weights: dict[str, str]  # fingerprints of the model it was made of
-    most_patches: int | None  # of one picture; None where all pictures have one size
+    weights: dict[str, str]  # fingerprints of the source model
+    most_patches: int | None  # patches of one picture; None if all pictures have one size
     versions: dict[str, str]
     files: dict[str, File]
-    deviation: Record = field(default_factory=dict)  # from the model, as measured
+    deviation: Record = field(default_factory=dict)  # deviation from the model, measured
     format: int = FORMAT
 
     @property
     def digest(self) -> str:
-        """The name of everything that computes."""
+        """The digest of everything that computes."""
         graphs = f"{GRAPHS}/"
         rows = [[n, f.digest] for n, f in sorted(self.files.items()) if n.startswith(graphs)]
         return digests.digest("export", rows)
 
     @property
     def bytes(self) -> int:
-        """Of all files but the record."""
+        """The bytes of all files except the record."""
         return sum(file.bytes for file in self.files.values())
 
     def save(self, folder: Path) -> None:
-        """Write the record, last of all."""
+        """Write the record, as the last file."""
         content = asdict(self)
         path = folder / NAME
         text = json.dumps(content | {"seal": seal_of(content)}, indent=1)
@@ -87,14 +87,14 @@ def seal_of(content: Record) -> str:
 
 
 def is_export(path: str | Path) -> bool:
-    """Whether a folder is an exported model, also one without its record."""
+    """Whether a folder is an exported model, even without its record."""
     folder = Path(path)
     decoders = [folder / GRAPHS / f"decoder{ends[0]}" for ends in RUNTIMES.values()]
     return (folder / NAME).is_file() or any(decoder.is_file() for decoder in decoders)
 
 
 def files_in(folder: Path) -> dict[str, File]:
-    """Every file below a folder, but for the record itself."""
+    """Every file below a folder except the record."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
     return {
         path.relative_to(folder).as_posix(): File(path.stat().st_size, file_digest(path))
@@ -103,16 +103,16 @@ def files_in(folder: Path) -> dict[str, File]:
 
 
 def file_digest(path: Path) -> str:
-    """Of all bytes of a file."""
+    """The digest of all bytes of a file."""
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
 @contextmanager
 def unfinished(folder: Path) -> Iterator[None]:
-    """Let this process, and no other, load an export that was not compared with its model yet.
+    """Let only this process load an export that was not compared with its model yet.
 
-    A process that is killed while it compares leaves a folder in which all is in its place. It must
-    not load: how far off its graphs are is unknown.
+    A process killed during the comparison leaves a complete folder. It must not load, because the
+    error of its graphs is unknown.
     """
     place = folder.resolve()
     _unfinished.add(place)
@@ -126,7 +126,8 @@ def unfinished(folder: Path) -> Iterator[None]:
 
 
 def read(folder: Path, contents: bool = True) -> Manifest:
-    """The record of an export, with every file that it names looked at; `contents` reads them."""
+    """The record of an export, after checking every file it names; `contents` reads them in
+    full."""
     path = folder / NAME
     if not path.is_file():
         raise NotKeepsightFile(
@@ -153,7 +154,7 @@ def read(folder: Path, contents: bool = True) -> Manifest:
 
 
 def _object(path: Path) -> Record:
-    """An object of JSON, whatever somebody wrote there."""
+    """A JSON object from untrusted text."""
 
     def refuse(word: str) -> NoReturn:
         raise ValueError(f"{word} is not a number in JSON")
@@ -166,7 +167,7 @@ def _object(path: Path) -> Record:
         content = json.loads(data.decode("utf-8"), parse_constant=refuse)
         if not isinstance(content, dict):
             raise ValueError("it is not an object")
-        seal_of(content)  # also goes through all of it, however deep
+        seal_of(content)  # also walks through all of it, at any depth
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} cannot be read: {error}; {_AGAIN}") from error
     return content
@@ -197,7 +198,7 @@ def _parsed(content: Record, path: Path) -> Manifest:
 
 
 def _has_sense(name: str, value: object) -> bool:
-    """Whether a field of a record can be what it should be."""
+    """Whether a field of a record has a possible value."""
     if name == "runtime":
         return isinstance(value, str) and value in RUNTIMES
     if name in ("model_type", "quantised"):
@@ -210,7 +211,7 @@ def _has_sense(name: str, value: object) -> bool:
     if name == "seal":
         return isinstance(value, str)
     if name == "format":
-        return True  # looked at before
+        return True  # already checked
     if not isinstance(value, dict):
         return False
     if name == "weights":
@@ -260,7 +261,7 @@ def _check_config(manifest: Manifest, folder: Path) -> None:
 
 
 def _check_marks(manifest: Manifest, folder: Path) -> None:
-    """What the graphs themselves show must be what the record says of them."""
+    """Require that properties of the graphs agree with the record."""
     end = RUNTIMES[manifest.runtime][0]
     found = {part: marks(folder / GRAPHS / f"{part}{end}") for part in PARTS}
     quantised = any(part.quantised for part in found.values())
@@ -277,7 +278,7 @@ def _check_marks(manifest: Manifest, folder: Path) -> None:
         )
 
 
-# Operators of ONNX that compute with weights of few bits, and OpenVINO's types of such weights.
+# ONNX operators that compute with quantised weights, and OpenVINO's types of such weights.
 _QUANTISED = (
     "DequantizeLinear", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "GatherBlockQuantized",
     "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "QLinearMatMul",
@@ -288,14 +289,14 @@ _OP_TYPE = 0x22  # field 4 of an ONNX node, a text
 
 
 class Marks(NamedTuple):
-    """What can be seen of a graph."""
+    """Properties that a graph's file shows."""
 
     quantised: bool
-    appends: bool  # it puts keys and values where they lie
+    appends: bool  # it writes keys and values in place
 
 
 def marks(path: Path) -> Marks:
-    """The marks of one graph."""
+    """The properties of one graph."""
     data = path.read_bytes()
     if path.suffix == ".xml":
         few = any(f'element_type="{kind}"'.encode() in data for kind in _FEW_BITS)

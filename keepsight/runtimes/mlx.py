@@ -1,9 +1,9 @@
-"""Models of mlx-vlm in the places of an exported model's graphs: for Macs, and `mlx[cpu]` on Linux.
+"""Models of mlx-vlm in place of an exported model's graphs: for Macs, and `mlx[cpu]` on Linux.
 
-MLX computes tower, embedding, decoder and head; around them stands Transformers' own model without
+MLX computes tower, embedding, decoder and head; around them is Transformers' own model without
 weights, as with exports. States go in and out of each pass, so engine, memory, packages, stores and
-reports are those of every model. Numbers cross the seam in float32, which holds all of bfloat16's
-and float16's, and are computed in the checkpoint's own dtype or its own 4 or 8 bits.
+reports are the usual ones. Tensors are passed in float32, which holds all values of bfloat16 and
+float16. MLX computes in the checkpoint's own dtype or its 4 or 8 bits.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from keepsight.runtimes.weightless import (
     replace_encoder,
 )
 
-Masks = dict[str, Array]  # who sees whom, by the kind of a layer
-_NO_BOUND = 1 << 40  # of patches in a picture
+Masks = dict[str, Array]  # masks by kind of layer
+_NO_BOUND = 1 << 40  # patches in a picture
 
 
 def load_mlx(
     path: str, dtype: Dtype, device_map: DeviceMap, vision: bool, revision: str | None
 ) -> tuple[PreTrainedModel, str | None]:
-    """A checkpoint that Transformers or mlx-vlm made, in MLX; and what its files are known by."""
+    """A checkpoint of Transformers or mlx-vlm in MLX; and the name of its files."""
     _refuse_options(dtype, device_map, vision, revision)
     folder = Path(path)
     if not folder.is_dir():
@@ -104,7 +104,7 @@ def _refuse_options(
 
 
 class _InMlx:
-    """What a model says of the weights that lie in MLX."""
+    """Describes the weights in MLX to the rest of Keepsight."""
 
     def __init__(self, folder: Path, mlx: Mlx, model: Foreign) -> None:
         self.boundaries_because = "its kernels were never tried in MLX"
@@ -119,7 +119,7 @@ class _InMlx:
         self.decoder_bytes = sum(os.path.getsize(file) for file in files)
 
     def require(self, grid: Grid) -> None:
-        """Refuse what the tower cannot take: nothing, by its size."""
+        """Refuse pictures that the tower cannot take; none, by size."""
 
 
 def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: Mlx) -> None:
@@ -152,7 +152,7 @@ def _put_in_place(model: PreTrainedModel, theirs: Foreign, mlx: Mlx) -> None:
 
 
 class _Part:
-    """One part of the model, which takes and gives tensors by name."""
+    """One part of the model, with named input and output tensors."""
 
     inputs: frozenset[str]
 
@@ -169,7 +169,7 @@ class _Part:
             return {name: self._mlx.taken(one) for name, one in self.compute(feeds).items()}
 
     def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
-        """The same as arrays."""
+        """The outputs as arrays."""
         raise NotImplementedError
 
 
@@ -178,7 +178,7 @@ class _Embedding(_Part):
 
     def __init__(self, mlx: Mlx, language: Foreign, scale: float) -> None:
         super().__init__(mlx, language)
-        self._scale = mlx.core.array(scale).astype(self._dtype)  # Gemma's, rounded as upstream's
+        self._scale = mlx.core.array(scale).astype(self._dtype)  # rounded as in Transformers
 
     def compute(self, feeds: dict[str, Tensor]) -> dict[str, Array]:
         ids = self._mlx.given(feeds["input_ids"])
@@ -228,11 +228,11 @@ class _Decoder(_Part):
         self._held: dict[int, HeldArrays] = {}
 
     def begin(self, layers: Sequence[CacheLayer]) -> None:
-        """Say whose states come."""
+        """Set the states for the next pass."""
         self._layers = layers
 
     def end(self, layers: Sequence[CacheLayer]) -> None:
-        """The layers hold the new states too: the next pass over them reads no copy of these."""
+        """The layers now hold the new states; keep MLX's copy for the next pass."""
         self._held = {
             number: HeldArrays(layer, layer.changes, *past.whole)
             for number, (layer, past) in enumerate(zip(layers, self._past, strict=True))
@@ -261,7 +261,7 @@ class _Decoder(_Part):
         return past
 
     def _first_positions(self, feeds: dict[str, Tensor]) -> int | Array:
-        """Where each row begins: these models count on from there by themselves."""
+        """The first position of each row: these models count on from there themselves."""
         positions = feeds["position_ids"]
         bias = feeds[BIAS if BIAS in feeds else SLIDING_BIAS]
         tokens = positions.shape[1]
@@ -279,7 +279,7 @@ class _Decoder(_Part):
         self._past = [self._before(n, feeds, masks) for n in range(len(self._kinds))]
         embeds = mlx.given(feeds["inputs_embeds"], dtype)
         cache = [getattr(one, "cache", one) for one in self._past]
-        if self._counts:  # embeddings have two names, and stand behind the ids or the cache
+        if self._counts:  # models differ in the name of embeddings, and in argument order
             hidden = self._language.model(None, **{self._embeds: embeds}, cache=cache)
         else:
             hidden = self._language.model(
@@ -287,7 +287,7 @@ class _Decoder(_Part):
                 inputs_embeds=embeds,
                 mask=masks["full"],
                 cache=cache,
-                position_ids=mlx.given(feeds["position_ids"][-3:]),  # without those of text alone
+                position_ids=mlx.given(feeds["position_ids"][-3:]),  # leave out text-only ones
                 **self._deepstack(feeds),
             )
         found = {"hidden": hidden}
@@ -309,7 +309,7 @@ class _Decoder(_Part):
 
 
 class _MlxDecoder(DecoderStandIn):
-    """A decoder that keeps its states in MLX, so that no pass copies them from PyTorch again."""
+    """A decoder that keeps its states in MLX, so that no pass copies them from PyTorch."""
 
     def __call__(self, *more: object, **options: object) -> MoeModelOutputWithPast:
         session = cast(_Decoder, self._session)
@@ -341,7 +341,7 @@ class _MlxTower(PackedTowerStandIn):
 
 
 class _NoGraph:
-    """A tower that is no graph has no inputs by name."""
+    """A tower that is no graph has no named inputs."""
 
     inputs: frozenset[str] = frozenset()
 
@@ -351,5 +351,5 @@ class _NoGraph:
     def run(
         self, feeds: dict[str, Tensor], into: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Never asked for."""
+        """Never called."""
         raise NotImplementedError

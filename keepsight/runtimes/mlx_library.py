@@ -1,7 +1,7 @@
-"""mlx-vlm and MLX, as far as they are called: loaded without taking Transformers' place.
+"""The parts of mlx-vlm and MLX in use, loaded without replacing Transformers' classes.
 
-mlx-vlm reads a configuration by the names it had before Transformers 5, and puts processors of its
-own in Transformers' place when a model is loaded. Both are stepped around here.
+mlx-vlm reads configurations with the names before Transformers 5, and installs its own processors
+in Transformers when a model is loaded. Both are avoided here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PUT = "install_auto_processor_patch"
 
 
 class Mlx:
-    """The libraries. Whatever they compute is computed by one thread at a time."""
+    """The libraries. All their computations run in one thread at a time."""
 
     def __init__(self) -> None:
         self.core = _imported("mlx.core")
@@ -66,8 +66,8 @@ class Mlx:
 
 @contextmanager
 def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
-    """The folder, with rope and tower where mlx-vlm looks for them: Transformers names these in
-    another way since version 5."""
+    """The folder with rope and tower settings where mlx-vlm expects them: Transformers 5 renamed
+    these."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text, vision = config.get("text_config", config), config.get("vision_config", {})
     rope = text.get("rope_parameters")
@@ -79,7 +79,7 @@ def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
     for name, once in (("num_local_experts", "num_experts"), ("mm_tokens_per_image",) * 2):
         if name in config or name in text:
             text.setdefault(once, text.get(name, config.get(name)))
-    if "tie_word_embeddings" in config:  # where it stands since version 5
+    if "tie_word_embeddings" in config:  # its place since version 5
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
     kinds = text.get("layer_types") or []
     if "full_attention" in rope:  # each kind of layer has its own
@@ -90,7 +90,7 @@ def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
     text["rope_theta"] = rope.get("rope_theta", 10000.0)
     if set(rope) - {"rope_theta", "rope_type"}:
         text["rope_scaling"] = {"type": rope.get("rope_type", "default"), **rope}
-    config = {**text, **config}  # where the language model's settings once were
+    config = {**text, **config}  # the old place of the language model's settings
     with TemporaryDirectory(prefix="keepsight-mlx-") as made:
         for file in folder.iterdir():
             if file.name != "config.json":
@@ -101,13 +101,13 @@ def as_mlx_reads_it(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """Weights that Transformers named since version 5 get the names and the order that mlx-vlm
-    looks for, before it makes them its own."""
+    """Rename weights that Transformers named since version 5 to the names and order that mlx-vlm
+    expects."""
     utils = vars(_imported("mlx_vlm.utils"))
     before = utils["sanitize_weights"]
 
     def renamed(model: Foreign, weights: dict[str, Array], config: object = None) -> object:
-        if config is None:  # the whole model's: its parts come after it
+        if config is None:  # the whole model's method; those of its parts run after it
             weights = _as_mlx_names_them(weights, model)
         return before(model, weights, config)
 
@@ -132,8 +132,8 @@ def _as_mlx_names_them(weights: dict[str, Array], model: Foreign) -> dict[str, A
 
 
 def _put_inputs_first(weights: dict[str, Array]) -> None:
-    """Bring the weights of experts into the layout of the hub: Transformers computes, and may save
-    them, with outputs first."""
+    """Convert expert weights to the hub's layout: Transformers computes, and may save them, with
+    outputs first."""
     for name in [name for name in weights if name.endswith(".experts.down_proj")]:
         other = name.replace("down_proj", "gate_up_proj")
         down, both = weights[name], weights[other]
@@ -146,9 +146,8 @@ _held_back: list[tuple[object, ...]] = []  # kinds and processors that mlx-vlm w
 
 @contextmanager
 def own_processors() -> Iterator[None]:
-    """Loading a model, mlx-vlm puts processors of its own in the place of Transformers', for the
-    whole process. What Keepsight knows of pictures it knows of Transformers'. They are put there
-    when mlx-vlm's own `load` asks for them."""
+    """Keep Transformers' processors while a model loads: mlx-vlm replaces them for the process, but
+    Keepsight relies on them. mlx-vlm's are installed when its own `load` asks for them."""
     base, utils = vars(_imported("mlx_vlm.models.base")), vars(_imported("mlx_vlm.utils"))
     before, put = vars(AutoProcessor)["from_pretrained"], base[_PUT]
     load_processor, here = utils["load_processor"], len(_held_back)

@@ -1,6 +1,6 @@
-"""What a layer of mlx-vlm remembers in one pass: given before it, taken behind it.
+"""Cache objects for the layers of mlx-vlm: filled before a pass and read after it.
 
-Each stands where mlx-vlm expects a cache of its own.
+Each has the interface of mlx-vlm's own cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keepsight.runtimes.mlx_library import Array, Mlx
 
 @dataclass(frozen=True)
 class HeldArrays:
-    """Keys and values of a layer as MLX has them, as long as the layer does not change."""
+    """A layer's keys and values in MLX, valid while the layer does not change."""
 
     layer: LaneLayer
     changes: int
@@ -29,7 +29,7 @@ class HeldArrays:
 
 
 class PastArrays:
-    """Keys and values of a layer before a pass; the pass adds its own."""
+    """Keys and values of a layer before a pass; the pass appends its own."""
 
     def __init__(self, mlx: Mlx, keys: Array, values: Array, mask: Array) -> None:
         self._mlx, self._keys, self._values, self._mask = mlx, keys, values, mask
@@ -37,7 +37,7 @@ class PastArrays:
         self._rows = self.whole = (keys, values)
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """All keys and values, with those of the pass behind."""
+        """All keys and values, including those of the pass."""
         self._rows = self.whole = (keys, values)
         if self._held:
             both = [self._keys, keys], [self._values, values]
@@ -46,7 +46,7 @@ class PastArrays:
         return self.whole
 
     def make_mask(self, count: int, *more: object, **options: object) -> Array:
-        """Who sees whom, as the engine says."""
+        """The mask given by the engine."""
         return self._mask
 
     def after(self) -> tuple[Array, Array]:
@@ -55,8 +55,8 @@ class PastArrays:
 
 
 class FixedArrays:
-    """The states of fixed size of a layer: Transformers lays the last inputs of a convolution in
-    columns, with one more than is read, and a delta rule's state the other way round."""
+    """A layer's states of fixed size. Transformers stores the last inputs of a convolution by
+    column, with one more than is read, and transposes a delta rule's state."""
 
     def __init__(
         self, mlx: Mlx, conv: Tensor, recurrent: Tensor, present: Tensor, dtype: object
@@ -68,12 +68,12 @@ class FixedArrays:
         self.cache[1] = mlx.given(recurrent.transpose(-1, -2))
 
     def make_mask(self, count: int) -> Array | None:
-        """Which tokens are no padding; None where all are."""
+        """Which tokens are not padding; None if all are."""
         whole = bool(self._present.all())
         return None if whole else self._mlx.given(self._present > 0)
 
     def after(self) -> tuple[Array, Array]:
-        """The states behind the pass."""
+        """The states after the pass."""
         conv, recurrent = self.cache[0], self.cache[1]
         columns = self._mlx.core.pad(conv.swapaxes(1, 2), [(0, 0), (0, 0), (1, 0)])
         return columns, recurrent.swapaxes(-1, -2)

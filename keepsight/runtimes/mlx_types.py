@@ -1,7 +1,8 @@
-"""Where the models of mlx-vlm differ: from pixels to features, and who counts positions.
+"""Differences between mlx-vlm's models: the path from pixels to features, and who computes
+positions.
 
-It also says what their code takes for granted: a checkpoint that says otherwise would load, and
-answer wrongly.
+Also the settings that their code ignores: a checkpoint with other values would load and answer
+wrongly.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class MlxType:
     settings: Mapping[str, tuple[object, ...]]
     # Pixels (pictures, height, width, channels) to features; None for patches of any size.
     features: Features | None = None
-    counts: bool = False  # positions from where the cache stands, and masks from the cache
+    counts: bool = False  # positions from the cache length, and masks from the cache
     adjust: Callable[[Mlx, Foreign, PreTrainedConfig], None] = field(default=lambda *_: None)
 
     def refuse_other_settings(self, config: PreTrainedConfig) -> None:
-        """Name the first setting that mlx-vlm does not look at."""
+        """Refuse the first setting that mlx-vlm would ignore."""
         for name, allowed in self.settings.items():
             value = config
             for part in name.split("."):
@@ -48,7 +49,7 @@ def _llava(mlx: Mlx, theirs: Foreign, pixels: Array) -> Array:
     if theirs.vision_feature_select_strategy == "default":
         chosen = chosen[:, 1:]
     features = theirs.multi_modal_projector(chosen)
-    return cast(Array, features[0])  # upstream gives a list, one of each picture
+    return cast(Array, features[0])  # Transformers gives a list, one entry per picture
 
 
 def _gemma3(mlx: Mlx, theirs: Foreign, pixels: Array) -> Array:
@@ -63,24 +64,24 @@ def _internvl(mlx: Mlx, theirs: Foreign, pixels: Array) -> Array:
 
 
 def _adjust_gemma3(mlx: Mlx, theirs: Foreign, config: PreTrainedConfig) -> None:
-    """mlx-vlm scales what goes into the decoder, features too, by a root rounded to bfloat16, and
-    takes another epsilon behind the tower; Keepsight's embedding scales as the checkpoint's."""
+    """mlx-vlm scales the decoder's inputs, including features, by a root rounded to bfloat16, and
+    uses another epsilon after the tower; Keepsight's embedding scales as the checkpoint's."""
     decoder = theirs.language_model.model
     decoder.scale_inputs_embeds = False
-    # It asks the last layer of a first round for the mask of full layers, also where there is none.
+    # At first it asks the last layer for the mask of full layers, even if that is none.
     decoder.sliding_window_pattern = min(decoder.sliding_window_pattern, len(decoder.layers))
     theirs.vision_tower.vision_model.post_layernorm.eps = config.vision_config.layer_norm_eps
 
 
 def _adjust_internvl(mlx: Mlx, theirs: Foreign, config: PreTrainedConfig) -> None:
-    """mlx-vlm takes GELU by its approximation; these checkpoints mean GELU itself."""
+    """mlx-vlm approximates GELU; these checkpoints need the exact GELU."""
     for layer in theirs.vision_tower.encoder.layer:
         layer.mlp.activation_fn = mlx.nn.GELU()
     theirs.multi_modal_projector.activation = mlx.nn.GELU()
 
 
 def _adjust_qwen3_vl_moe(mlx: Mlx, theirs: Foreign, config: PreTrainedConfig) -> None:
-    """mlx-vlm has the two kinds of GELU in each other's place."""
+    """mlx-vlm swaps the two kinds of GELU."""
     tower = theirs.vision_tower
     for block in tower.blocks:
         block.mlp.act_fn = mlx.nn.GELU(approx="tanh")

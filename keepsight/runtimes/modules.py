@@ -1,8 +1,8 @@
-"""What stands in the places of a model's tower, embedding, decoder and head: their graphs.
+"""Graph modules in place of a model's tower, embedding, decoder and head.
 
-The model around them is Transformers' own, without weights: it puts features in the places of a
-picture, routes what belongs to early layers, makes masks. So engine, families and memory see a
-model like any other, and its states lie in the same lanes.
+The model around them is Transformers' own, without weights: it inserts features in place of
+pictures, routes deepstack features, and makes masks. So engine, families and memory see a usual
+model, with states in the usual lanes.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from keepsight.runtimes.states import (
     state_sizes,
 )
 
-_OUTPUTS = ("return_dict", "use_cache", "cache_position")  # the same output with and without
-_MASKED = ("full_attention", "sliding_attention")  # as upstream names masks of several kinds
-# Upstream's layers whose states grow by being given new rows.
+_OUTPUTS = ("return_dict", "use_cache", "cache_position")  # options that do not change the output
+_MASKED = ("full_attention", "sliding_attention")  # Transformers' names for masks of several kinds
+# Transformers' layers that grow when new rows are appended.
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)
 
-# Who sees whom: one mask, or one for each kind of layer.
+# One mask, or one per kind of layer.
 Mask = Tensor | dict[str, Tensor | None] | None
 
-# Beside states and features.
+# Inputs besides states and features.
 _DECODER = (
     *("inputs_embeds", "position_ids", PRESENT),
     *(BIAS, SLIDING_BIAS, PLACES, SLIDING_PLACES),
@@ -106,7 +106,7 @@ class PackedTowerStandIn:
     ) -> SimpleNamespace:
         _refuse_outputs("tower", options)
         refuse_unknown("an exported tower", more, options, {*FOLLOWS_FROM_SIZES, *_OUTPUTS})
-        # Frames see only themselves, so a video is as many pictures.
+        # Frames attend only to themselves, so a video is as many pictures.
         frames = [(1, h, w) for t, h, w in grid_thw.tolist() for _ in range(t)]
         sizes = [h * w for _, h, w in frames]
         check_sizes(sizes, self._most)
@@ -115,7 +115,7 @@ class PackedTowerStandIn:
         names = ["features", *(deepstack(level) for level in range(self._levels))]
         features, *levels = (torch.cat([one[name] for one in made]) for name in names)
         output = SimpleNamespace(pooler_output=features)
-        if levels:  # upstream looks into a list that is there
+        if levels:  # Transformers indexes a list here
             output.deepstack_features = levels
         return output
 
@@ -128,7 +128,7 @@ class PackedTowerStandIn:
 
 
 def check_sizes(sizes: list[int], most: int) -> None:
-    """Refuse pictures that have more patches than the graph was made for."""
+    """Refuse pictures with more patches than the graph allows."""
     for size in sizes:
         if size > most:
             raise ImageError(
@@ -150,18 +150,18 @@ class WholeTowerStandIn:
         refuse_unknown("an exported tower", more, options, {*as_exported, *_OUTPUTS})
         rows = pixel_values.float().split(1)
         made = [self._session.run({"pixel_values": row})["features"] for row in rows]
-        # As upstream's own: a tensor of all, or a list of what each picture gave.
+        # As in Transformers: one tensor for all, or a list with an entry per picture.
         return SimpleNamespace(pooler_output=torch.cat(made) if made[0].ndim == 3 else made)
 
     def _is_usual(self, name: str, value: object) -> bool:
-        """Whether an option is a setting as the configuration has it, with which it was traced."""
+        """Whether an option has the configuration's value, with which the graph was traced."""
         if isinstance(value, Tensor) or not hasattr(self._config, name):
             return False
         return bool(getattr(self._config, name) == value)
 
 
 class DecoderStandIn:
-    """Embeddings, positions and a cache; hidden states, and the cache with more in it."""
+    """Embeddings, positions and a cache in; hidden states and the grown cache out."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class DecoderStandIn:
     ) -> None:
         self._session, self._kinds, self._appends = session, shape.kinds, appends
         self._mrope = mrope
-        self._rooms = PLACES in session.inputs  # else it takes the past as it is
+        self._rooms = PLACES in session.inputs  # otherwise it gets the past separately
         self._levels = sum(name.startswith("deepstack") for name in session.inputs)
         self._sizes = [state_sizes(decoder, n, kind) for n, kind in enumerate(shape.kinds)]
         self._config = decoder.config
@@ -224,7 +224,7 @@ class DecoderStandIn:
         )
 
     def _positions(self, given: Tensor) -> Tensor:
-        """Text, time, height and width for multimodal rope; upstream takes fewer rows too."""
+        """Text, time, height and width for multimodal rope; Transformers accepts fewer rows too."""
         if not self._mrope:
             return given
         if given.ndim == 2:
@@ -234,7 +234,7 @@ class DecoderStandIn:
     def _deepstack(
         self, embeds: Tensor, spots: Tensor | None, levels: Sequence[Tensor] | None
     ) -> dict[str, Tensor]:
-        """A row for each token: the features at the places of a picture, zeros elsewhere."""
+        """A row for each token: the features at the places of pictures, zeros elsewhere."""
         feeds = {}
         for level in range(self._levels):
             dense = torch.zeros_like(embeds)
@@ -296,14 +296,13 @@ class DecoderStandIn:
         else:
             layer.update(keys[:, :, -tokens:], values[:, :, -tokens:])
 
-    # -- who sees whom ---------------------------------------------------------------------------
+    # -- masks -----------------------------------------------------------------------------------
 
     def _biases(
         self, mask: Mask, held: dict[str, list[int]], tokens: int, feeds: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Where new rows belong, and what is added to the scores of attention, for each kind of
-        layer that has some."""
-        # What is padding is padding in every layer.
+        """The places of new rows, and the attention bias for each kind of layer that has one."""
+        # Padding is the same in every layer.
         given = mask if isinstance(mask, dict) else dict.fromkeys(_MASKED, mask)
         found = {}
         for kind, bias, places, window in (
@@ -324,7 +323,7 @@ class DecoderStandIn:
         return found
 
     def _held(self, layers: Sequence[CacheLayer], rows: int) -> dict[str, list[int]]:
-        """How many keys each row holds in the layers of each kind that has keys."""
+        """The number of keys each row holds, for each kind of layer with keys."""
         held = {}
         for kind, layer in zip(self._kinds, layers, strict=True):
             if kind == "linear":
@@ -338,7 +337,8 @@ class DecoderStandIn:
 
 
 def _check_inputs(session: GraphSession, given: set[str], part: str) -> None:
-    """A graph that wants what this model has not is of another model, whatever the record says."""
+    """Refuse a graph with inputs that this model lacks: it belongs to another model, whatever the
+    record says."""
     if unknown := sorted(session.inputs - given):
         raise ModelError(
             f"the {part}'s graph takes {unknown[0]!r}, which this model has not: it is of another "
@@ -347,7 +347,7 @@ def _check_inputs(session: GraphSession, given: set[str], part: str) -> None:
 
 
 def _refuse_outputs(part: str, options: Options) -> None:
-    """What upstream's module could give beside, and a graph cannot."""
+    """Refuse outputs that Transformers' module could add and a graph cannot."""
     asked = [name for name in ("output_hidden_states", "output_attentions") if options.get(name)]
     if asked:
         raise UnsupportedInput(
@@ -356,7 +356,7 @@ def _refuse_outputs(part: str, options: Options) -> None:
 
 
 def _refuse_cache(cache: Cache | None) -> None:
-    """Caches whose layers do not grow by being given new rows."""
+    """Refuse caches whose layers do not grow when new rows are appended."""
     for layer in getattr(cache, "layers", ()):
         if type(layer) not in _LAYERS and not isinstance(layer, LaneLayer | MixerLayer):
             raise UnsupportedInput(

@@ -1,6 +1,6 @@
-"""One graph in ONNX Runtime, its inputs read and its outputs written where they lie.
+"""One graph in ONNX Runtime, which reads inputs and writes outputs in place.
 
-What a call names in `into` is written straight there: attention appends to a lane's own buffer.
+Outputs named in `into` are written there directly: attention appends to a lane's own buffer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from keepsight.errors import ModelError
 from keepsight.runtimes import imports
 
-# As ONNX numbers its element types.
+# ONNX's numbers of element types.
 _TYPES = {
     torch.float32: 1,
     torch.int32: 6,
@@ -34,7 +34,7 @@ class OnnxSession:
             self._session = onnxruntime.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"]
             )
-        except Exception as error:  # it raises classes of its own for each thing it lacks
+        except Exception as error:  # it has a class of error for each missing feature
             raise ModelError(
                 f"ONNX Runtime {onnxruntime.__version__} cannot run {path.name}: {error}; export "
                 "the model again with this version, or install the one it was exported with"
@@ -49,10 +49,10 @@ class OnnxSession:
     ) -> dict[str, Tensor]:
         """The outputs by name; those named in `into` are written there."""
         binding = self._session.io_binding()
-        held = []  # alive until the run is over
+        held = []  # keep alive during the run
         for name in self.inputs:
             tensor = feeds[name].contiguous()
-            # It refuses the null pointer of a tensor without elements.
+            # It refuses the null pointer of an empty tensor.
             buffer = tensor if tensor.numel() else tensor.new_empty(1)
             held.append(buffer)
             binding.bind_input(
@@ -69,7 +69,7 @@ class OnnxSession:
                 binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(binding)
-        except Exception as error:  # the same classes
+        except Exception as error:  # any of the same classes
             raise ModelError(
                 f"ONNX Runtime {self.version} failed in {self._name}: {error}"
             ) from error

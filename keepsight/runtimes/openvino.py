@@ -1,6 +1,6 @@
-"""One graph in OpenVINO, its inputs read where they lie.
+"""One graph in OpenVINO, which reads inputs in place.
 
-Settings are those that give float32, and the same bits for the same input whatever ran before.
+The settings give float32, and equal bits for equal inputs whatever ran before.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from keepsight.errors import ModelError
 from keepsight.runtimes import imports
 
-# float32 throughout: on processors that have it the runtime would take bfloat16, would keep keys
-# and values in 8 bits and quantise activations.
+# float32 throughout: where supported, the runtime would use bfloat16, keep keys and values in 8
+# bits and quantise activations.
 _SETTINGS = {
     "INFERENCE_PRECISION_HINT": "f32",
     "KV_CACHE_PRECISION": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
     "PERFORMANCE_HINT": "LATENCY",
     "NUM_STREAMS": "1",
-    # Threads bound to cores would stand in the way of PyTorch's and of other graphs'.
+    # Threads bound to cores would block PyTorch's and those of other graphs.
     "ENABLE_CPU_PINNING": "NO",
 }
 
 
 @functools.cache
 def core() -> imports.Foreign:
-    """One for the process, never released: with the last of them the runtime unloads code that its
-    own threads may still be in, and the process dies some time later."""
+    """One per process, never released: with the last one the runtime unloads code that its threads
+    may still run, and the process crashes some time later."""
     return cast(imports.Foreign, imports.openvino().Core())
 
 
@@ -56,9 +56,9 @@ class OpenVinoSession:
         self._name = path.name
         self._tensor = openvino.Tensor
         self._request = compiled.create_infer_request()
-        self._rooms: dict[str, np.ndarray] = {}  # where inputs are put together
+        self._rooms: dict[str, np.ndarray] = {}  # where inputs are copied together
         self._alone = threading.Lock()  # a request serves one caller at a time
-        # Named as in the file: what is compiled has names of fused operators besides.
+        # Named as in the file: the compiled model also has names of fused operators.
         self.inputs = frozenset(port.get_any_name() for port in graph.inputs)
         self._outputs = [port.get_any_name() for port in graph.outputs]
 
@@ -80,10 +80,11 @@ class OpenVinoSession:
             return {name: self._given(name, into.get(name)) for name in self._outputs}
 
     def _in_one_piece(self, name: str, tensor: Tensor) -> np.ndarray:
-        """The memory of an input; a lane's keys and values lie apart, and are copied together.
+        """The memory of an input; a lane's keys and values are separate, so they are copied into
+        one buffer.
 
-        NumPy copies them, into memory that stays: PyTorch would wake its threads for each, which
-        wait for those of the runtime.
+        NumPy copies them into reused memory: PyTorch would wake its threads for each copy, which
+        compete with the runtime's.
         """
         array = tensor.numpy()
         if array.flags.c_contiguous:
@@ -96,10 +97,10 @@ class OpenVinoSession:
         return piece
 
     def _given(self, name: str, place: Tensor | None) -> Tensor:
-        """An output, copied: it lies in memory of the runtime's, which the next run writes over.
+        """A copy of an output, because the next run overwrites the runtime's memory.
 
-        To have it written elsewhere would be no cheaper: outputs are new rows, and the runtime
-        would go on writing there without being asked to.
+        Letting it write elsewhere would save nothing: outputs are only new rows, and later runs
+        would overwrite that place.
         """
         found = self._request.get_tensor(name).data
         if place is None:

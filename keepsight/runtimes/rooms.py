@@ -1,7 +1,7 @@
-"""Rooms for keys and values as a graph reads them: longer than what they hold, in whole vectors.
+"""Buffers for keys and values as a graph reads them: longer than their contents, in whole vectors.
 
-A lane's own room is read where it lies, and a bias hides what is not filled. What a cache of
-upstream's holds is copied into a room that is made for one pass.
+A lane's own buffer is read in place, and a bias hides the unfilled part. The contents of a
+Transformers cache are copied into a buffer for one pass.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 from keepsight.core.lane_layer import LaneLayer
 from keepsight.kinds import CacheLayer
 
-_WHOLE = 64  # keys that a room has are a multiple of this
-_FEW = 32  # tokens, for which a lane's room is read as it lies; for more, only what is filled of it
+_WHOLE = 64  # the number of keys in a buffer is a multiple of this
+_FEW = 32  # up to this many tokens a lane's whole buffer is read; for more, only its filled part
 
 
 def room_for(
     layer: CacheLayer, past: tuple[Tensor, Tensor], nothing: Tensor, tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer with place for some tokens more. A lane's own lie there already;
-    many tokens read so much of it only as is filled."""
+    """A layer's keys and values with space for more tokens. A lane's own are used in place; for
+    many tokens only the filled part is read."""
     if isinstance(layer, LaneLayer):
         keys, values = layer.stretch(tokens, nothing, nothing)
         size = _whole(max(layer.lengths) + tokens)
@@ -37,7 +37,7 @@ def _whole(keys: int) -> int:
 
 
 def write_rows(own: Tensor, rows: Tensor, lengths: list[int], tokens: int, whole: bool) -> None:
-    """New rows into a lane's own room; `whole`: they come in a room of their own."""
+    """Write new rows into a lane's own buffer; `whole`: they come in a complete buffer."""
     starts = lengths if len(lengths) == len(rows) else lengths * len(rows)
     for row, start in enumerate(starts):
         given = rows[row, :, start : start + tokens] if whole else rows[row]
@@ -45,10 +45,10 @@ def write_rows(own: Tensor, rows: Tensor, lengths: list[int], tokens: int, whole
 
 
 def bias_of(mask: Tensor | None, at: Tensor, size: int, window: int) -> Tensor:
-    """Zero where a token is seen and a vast negative number where not: (rows, 1, tokens, size).
+    """Zero where a token is seen, a large negative number elsewhere: (rows, 1, tokens, size).
 
-    Not minus infinity: padding sees nothing at all, and a softmax of nothing else is not a number.
-    `at` are the places of the tokens; what lies behind them is no token yet.
+    Not minus infinity: padding sees nothing, and a softmax over only that is NaN. `at` are the
+    places of the tokens; what follows them is not a token yet.
     """
     hidden = torch.finfo(torch.float32).min
     rows, tokens = at.shape

@@ -1,6 +1,5 @@
-"""The states that go in and out of an exported decoder: their names and sizes, said once for who
-makes a graph and who runs it.
-"""
+"""Names and sizes of an exported decoder's input and output states, shared by the code that makes a
+graph and the code that runs it."""
 
 from __future__ import annotations
 
@@ -10,36 +9,36 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BIAS, SLIDING_BIAS = "bias", "sliding_bias"
-# Where the rows of new tokens belong, in the rooms of a layer's keys and values.
+# The places of new rows in the buffers of a layer's keys and values.
 PLACES, SLIDING_PLACES = "places", "sliding_places"
-PRESENT = "present"  # for linear layers: 1 for a token, 0 for the padding of a row
+PRESENT = "present"  # for linear layers: 1 for a token, 0 for padding
 
 _STATES = {"full": ("k", "v"), "sliding": ("k", "v"), "linear": ("conv", "recurrent")}
 KINDS = frozenset(_STATES)  # of layers that can be exported
 
 
 def state_names(kind: str) -> tuple[str, ...]:
-    """The states of a layer of one kind; in and out of the graph."""
+    """The input and output states of a layer of one kind."""
     return _STATES[kind]
 
 
 def deepstack(level: int) -> str:
-    """The input of one level of features that are added behind early layers."""
+    """The input for one level of features added after early layers."""
     return f"deepstack_{level}"
 
 
 def state(name: str, layer: int) -> str:
-    """The input of one state of a layer."""
+    """The input for one state of a layer."""
     return f"{name}_{layer}"
 
 
 def new_state(name: str, layer: int) -> str:
-    """The output of one state of a layer: whole, or its new rows."""
+    """The output for one state of a layer: whole, or only its new rows."""
     return f"new_{name}_{layer}"
 
 
 def state_sizes(decoder: PreTrainedModel, layer: int, kind: str) -> dict[str, tuple[int, ...]]:
-    """How large one row's states of a layer are; 0 where it grows with the tokens."""
+    """The sizes of one row's states of a layer; 0 where it grows with the tokens."""
     config = decoder.config
     if kind == "linear":
         part = decoder.layers[layer].linear_attn

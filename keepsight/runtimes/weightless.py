@@ -1,8 +1,8 @@
 """A model of Transformers' own class without weights, whose parts are graphs in another runtime.
 
-Everything that is not arithmetic on weights stays upstream's code: where features go, which layers
+Everything except arithmetic on weights stays Transformers' code: where features go, which layers
 get which, positions, masks, generation settings. The modules are built without memory and emptied,
-and the forward of four of them is a graph.
+and four of them run a graph as their forward.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ PARTS = ("tower", "embedding", "decoder", "head")
 
 
 class Exported:
-    """What a model says of the graphs that run in it."""
+    """Describes the graphs that run in a model."""
 
     def __init__(self, folder: Path, manifest: Manifest, version: str, threads: int) -> None:
         self.folder, self.manifest = folder, manifest
-        self.boundaries_because = ""  # it is tried
-        # What changes bits: the runtime, its version, and the graphs themselves.
+        self.boundaries_because = ""  # any cut is tried
+        # Everything that changes bits: the runtime, its version, and the graphs themselves.
         self.environment = {
             "runtime": f"{manifest.runtime} {version}",
             "quantised": manifest.quantised,
             "graphs": manifest.digest,
-            # Those of when the graphs were loaded: later settings of PyTorch do not reach them.
+            # Fixed when the graphs were loaded: later settings of PyTorch do not reach them.
             "runtime_threads": threads,
         }
 
@@ -70,7 +70,7 @@ class Exported:
 
     @property
     def decoder_bytes(self) -> int:
-        """Of the decoder's graph and weights: what each pass reads."""
+        """The bytes of the decoder's graph and weights, which each pass reads."""
         files = self.manifest.files.items()
         return sum(f.bytes for name, f in files if name.startswith(f"{GRAPHS}/decoder."))
 
@@ -89,8 +89,8 @@ def load_model(folder: Path, manifest: Manifest) -> PreTrainedModel:
 
 
 def refuse_what_takes_weights(model: PreTrainedModel, folder: Path, what: str) -> None:
-    """Training would end in PyTorch's words on gradients, and saving in a checkpoint that holds
-    nothing and loads with weights of chance."""
+    """Refuse training and saving with clear errors. Otherwise training would fail on gradients, and
+    saving would write an empty checkpoint that loads with random weights."""
     before = model.train
 
     def train(mode: bool = True) -> PreTrainedModel:
@@ -123,7 +123,7 @@ def empty_model(folder: Path, lacking: str) -> PreTrainedModel:
         for home in (module._parameters, module._buffers):
             home.update(dict.fromkeys(home))
         if isinstance(module, PreTrainedModel):
-            # Upstream asks the first weight for device and dtype.
+            # Transformers asks the first weight for device and dtype.
             anchor = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
             module.register_parameter("anchor", anchor)
     model.config.dtype = torch.float32
@@ -155,7 +155,8 @@ def _fill(model: PreTrainedModel, manifest: Manifest, sessions: dict[str, GraphS
 
 
 def replace_encoder(core: PreTrainedModel, stand_in: WholeTowerStandIn) -> None:
-    """In place of the whole way from pixels to features; its signature tells what it takes."""
+    """Replaces the whole path from pixels to features; its signature tells which inputs it
+    takes."""
     import inspect
 
     stand_in.__signature__ = inspect.signature(core.get_image_features)  # type: ignore[attr-defined]

@@ -1,6 +1,5 @@
-"""Where requests come in: how many may be inside, who has come, who hung up, and how long it has
-been quiet. Callers use it in any thread; `wait` is for the one thread that serves.
-"""
+"""Admission control: limits the requests inside, and tells the serving thread about arrivals,
+hangups and quiet times. Callers use it in any thread; `wait` is for the serving thread."""
 
 from __future__ import annotations
 
@@ -16,27 +15,27 @@ from keepsight.scheduler.intake import Request
 from keepsight.system import forks
 from keepsight.system.exits import when_dropped
 
-_POLL = 0.05  # seconds; while a request is being made ready there is nothing to wait for
-_FOR_OTHERS = 8  # one of so many places is not for the account that has most
-_LONG = 60.0  # seconds; a bell that the collector rings at the wrong moment may go unheard
+_POLL = 0.05  # seconds; nothing to wait for while a request is being prepared
+_FOR_OTHERS = 8  # this share of the places is not for the account with the most
+_LONG = 60.0  # seconds; a notification by the garbage collector may get lost
 
 
 class Arrivals(NamedTuple):
-    """What has happened since somebody looked."""
+    """Events since the last look."""
 
-    asked: bool  # somebody wants something; else the time given is over
+    asked: bool  # somebody wants something; otherwise the time is over
     came: list[Request]
     hung_up: bool
     stopped: bool
 
 
 class Admission:
-    """So many places, and a bell."""
+    """A fixed number of places and a condition variable."""
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._bell = threading.Condition()  # reentrant: the collector may ring it, see `abandon`
-        self._serves: object = None  # whom it belongs to, while somebody is inside
+        self._bell = threading.Condition()  # reentrant for `abandon`
+        self._serves: object = None  # the server, kept alive while somebody is inside
         self._came: list[Request] = []
         self._hung_up = self._rung = self._closed = self._stopped = False
         self._number = self.in_flight = 0
@@ -48,10 +47,10 @@ class Admission:
     def take_place(
         self, wait: Callable[[], float], serves: object = None, account: str = ""
     ) -> None:
-        """One place, before anything is done for a request; `wait` says when to come again. Where
-        there are several accounts, some of the places are never one account's.
+        """Take a place before any work for a request. A refusal says when to try again. If there
+        are several accounts, one account never gets all places.
 
-        Whoever serves is not dropped while somebody is inside.
+        The server is kept alive while somebody is inside.
         """
         with self._bell:
             if self._closed:
@@ -66,7 +65,7 @@ class Admission:
             self._serves = serves
 
     def free_place(self, account: str = "") -> None:
-        """A request is over."""
+        """Free the place of a finished request."""
         with self._bell:
             self.in_flight -= 1
             self._inside[account] -= 1
@@ -78,7 +77,7 @@ class Admission:
             self._bell.notify_all()
 
     def bring(self, request: Request) -> None:
-        """A request that is ready, and has its place."""
+        """Submit a prepared request, which has its place."""
         with self._bell:
             if self._stopped:
                 raise closed()
@@ -88,13 +87,13 @@ class Admission:
             self._bell.notify_all()
 
     def hang_up(self) -> None:
-        """Some request was cancelled by its caller."""
+        """Note that a caller cancelled some request."""
         with self._bell:
             self._hung_up = True
             self._bell.notify_all()
 
     def ring(self) -> None:
-        """There is something to look at that is no request."""
+        """Wake the serving thread for something other than a request."""
         with self._bell:
             self._rung = True
             self._bell.notify_all()
@@ -105,7 +104,7 @@ class Admission:
         return self._stopped
 
     def wait(self, active: bool, quiet: float | None) -> Arrivals:
-        """Until there is something to do, or no request has been inside for `quiet` seconds."""
+        """Wait until there is something to do, or no request was inside for `quiet` seconds."""
 
         def something() -> bool:
             return bool(active or self._came or self._hung_up or self._rung or self._stopped)
@@ -128,7 +127,7 @@ class Admission:
         return max(_POLL, self._quiet + seconds - time.monotonic())
 
     def close(self, drain: float | None) -> None:
-        """Admit nothing any more; stop when all are out, or when time is over."""
+        """Admit nothing more; stop when everyone is out, or when the time is over."""
         with self._bell:
             self._closed = True
             self._bell.notify_all()
@@ -137,23 +136,23 @@ class Admission:
             self._bell.notify_all()
 
     def abandon(self) -> None:
-        """Its owner was dropped, with no request inside. This does not wait: the garbage collector
-        calls it."""
+        """Called when the owner was dropped without requests. This does not wait: the garbage
+        collector calls it."""
         self._stopped = True
         if self._bell.acquire(blocking=False):
             self._bell.notify_all()
             self._bell.release()
 
     def _in_child(self) -> None:
-        """A forked child has no thread that serves."""
+        """Stop: a forked child has no serving thread."""
         self._bell, self._closed, self._stopped = threading.Condition(), True, True
 
 
 class Served(Protocol):
-    """What serves requests."""
+    """The interface of a server of requests."""
 
     def waits(self) -> tuple[bool, float | None]:
-        """Whether there is anything to do, and how long a quiet it waits for."""
+        """Whether there is anything to do, and after how much quiet time it wants to run."""
 
     def go_on(self, news: Arrivals) -> bool:
         """Do what there is to do now; False at the end."""
@@ -170,7 +169,8 @@ def begin_serving(served: Served, admission: Admission) -> threading.Thread:
 
 
 def _serve(found: ref[Served], admission: Admission) -> None:
-    """While the thread waits it refers to the admission only, so the server can be collected."""
+    """The thread's loop. While it waits it references only the admission, so the server can be
+    garbage-collected."""
     while (served := found()) is not None:
         active, quiet = served.waits()
         del served
@@ -181,5 +181,5 @@ def _serve(found: ref[Served], admission: Admission) -> None:
 
 
 def closed() -> Closed:
-    """The error of a request that comes too late."""
+    """The error for a request that comes too late."""
     return Closed("requests are no longer taken: the scheduler was closed")

@@ -1,6 +1,6 @@
-"""What the scheduler counts. It knows numbers and the clock, and nothing of requests.
+"""Counters of the scheduler. They use numbers and the clock, and know nothing about requests.
 
-Written by the scheduler's thread and read by any; each number is right by itself.
+The scheduler's thread writes and any thread reads; each number is consistent by itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 
 from keepsight.kinds import Record
 
-_WINDOW = 10.0  # seconds that the rate of tokens looks back
+_WINDOW = 10.0  # seconds over which the token rate is measured
 
 
 class Counts:
@@ -19,12 +19,12 @@ class Counts:
     def __init__(self) -> None:
         self.finished = self.cancelled = self.failed = self.refused = 0
         self.chunks = self.towers = self.steps = self.tokens = 0
-        self.ahead_tokens = 0  # prefilled without a request
+        self.ahead_tokens = 0  # tokens prefilled without a request
         self._recent: deque[tuple[float, int]] = deque()
-        self._seconds = 1.0  # that a request takes, averaged with a bias to the last ones
+        self._seconds = 1.0  # seconds per request, averaged with more weight on the latest
 
     def took(self, tokens: int) -> None:
-        """Note tokens that were handed out in one step."""
+        """Count tokens that were handed out in one step."""
         now = time.monotonic()
         self.tokens += tokens
         self._recent.append((now, tokens))
@@ -32,18 +32,18 @@ class Counts:
             self._recent.popleft()
 
     def ended(self, outcome: str, seconds: float) -> None:
-        """Note how a request ended, and how long after it was ready."""
+        """Count how a request ended, and its time since it was ready."""
         setattr(self, outcome, getattr(self, outcome) + 1)
         if outcome == "finished":
             self._seconds += 0.2 * (seconds - self._seconds)
 
     def refuse(self, ahead: int, places: int) -> float:
-        """Count one that was refused; when it may come again."""
+        """Count a refusal; return when to try again."""
         self.refused += 1
         return self.wait(ahead, places)
 
     def wait(self, ahead: int, places: int) -> float:
-        """Seconds until one of so many requests ahead has probably left its place."""
+        """Estimated seconds until one of this many requests ahead leaves its place."""
         return max(1.0, self._seconds * (1 + ahead // max(1, places)))
 
     def stats(self) -> Record:

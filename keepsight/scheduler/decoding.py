@@ -1,8 +1,8 @@
-"""Who decodes with whom: sequences of like length in one batch, one forward pass for each step.
+"""Groups sequences for decoding: similar lengths in one batch, one forward pass per step.
 
-A sequence alone decodes on its own lane, as a direct call would. Where one is so much longer than
-the others that a step would read more padding than weights, it goes by itself. When a pass fails,
-its sequences are computed again, each alone, so that only the one whose fault it was has to end.
+A single sequence decodes on its own lane, as in a direct call. A sequence so much longer than the
+others that a step would read more padding than weights decodes separately. If a pass fails, its
+sequences are computed again one by one, so that only the one at fault ends.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from keepsight.scheduler.policy import SequenceSizes
 
 logger = logging.getLogger(__name__)
 
-_ROOM = 256  # columns kept free when rows are laid side by side
+_ROOM = 256  # columns kept free when a batch is laid out
 
 Group = Batch | LaneBatch | Run
 
 
 class Decoding:
-    """The sequences that decode now."""
+    """The sequences that are decoding."""
 
     def __init__(
         self, model: PreTrainedModel, family: Family, engine: Engine, sizes: SequenceSizes
     ) -> None:
         self._model, self._family, self._engine, self._sizes = model, family, engine, sizes
         self.groups: list[Group] = []
-        self._loners: set[Run] = set()  # decode alone to their end
+        self._loners: set[Run] = set()  # these decode alone to their end
         self._unsound: list[Batch | LaneBatch] = []
         self._keep: set[Run] = set()  # need their lanes back at the end
         self.passes = self.rows = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all batches, and of the lanes of sequences that decode alone."""
+        """Bytes of all batches, and of the lanes of single sequences."""
         return sum(
             group.lane.nbytes if isinstance(group, Run) else group.nbytes for group in self.groups
         )
 
     def planned(self, columns: Callable[[Run], int]) -> int:
-        """Bytes when all have become as long as they may; `columns` says how long that is."""
+        """Bytes when all have their greatest length; `columns` gives that length."""
         return sum(
             self._sizes.of(len(runs), max(map(columns, runs))) for runs in map(_runs, self.groups)
         )
@@ -57,7 +57,7 @@ class Decoding:
     # -- joining and leaving ---------------------------------------------------------------------
 
     def join(self, run: Run, keeps_lane: bool = False) -> None:
-        """Take in a sequence that is prefilled."""
+        """Add a prefilled sequence."""
         if keeps_lane:
             self._keep.add(run)
         if not self._family.decodes_together:
@@ -65,18 +65,18 @@ class Decoding:
         self._settle(run)
 
     def leave(self, run: Run, ended: bool = True) -> None:
-        """Let a sequence go, at its end or before it: its lane is free then."""
+        """Remove a sequence, at its end or earlier; its lane is then free."""
         group = next((group for group in self.groups if run in _runs(group)), None)
         failed: Exception | None = None
         if isinstance(group, Batch | LaneBatch):
             try:
                 if ended and run in self._keep:
                     group.put_back(run)
-            except Exception as error:  # its lane is of no use; the others go on without it
+            except Exception as error:  # its lane is unusable; the others continue without it
                 failed = error
             try:
                 group.leave(run)
-            except Exception as error:  # its rows are in disorder: the next step sets them apart
+            except Exception as error:  # its rows are inconsistent: the next step separates them
                 logger.warning("a batch could not be copied: %s", error)
                 group.runs = [other for other in group.runs if other is not run]
                 self._unsound += [group] if group.runs else []
@@ -89,7 +89,7 @@ class Decoding:
             raise failed
 
     def _settle(self, group: Group) -> None:
-        """Put a sequence, or several, where the next steps read least."""
+        """Put sequences into the groups in which the next steps read the least."""
         best, gain = None, 0
         for other in self.groups:
             less = self._gain(group, other)
@@ -101,7 +101,7 @@ class Decoding:
             self.groups[self.groups.index(best)] = joined
 
     def _merge(self) -> None:
-        """Put groups together that became alike."""
+        """Merge groups that became similar."""
         for one, other in itertools.combinations(list(self.groups), 2):
             joined = self._joined(one, other) if self._gain(one, other) > 0 else None
             if joined is not None:
@@ -111,18 +111,18 @@ class Decoding:
                 return
 
     def _gain(self, one: Group, other: Group) -> int:
-        """How many bytes a step reads less when two groups become one."""
+        """The bytes that a step saves when two groups become one."""
         if self._loners & {*_runs(one), *_runs(other)} or {one, other} & {*self._unsound}:
             return -1
         own = {run.kernels is not None for run in (*_runs(one), *_runs(other))}
-        if own != {False}:  # rows on lanes of their own cost nothing beside each other
+        if own != {False}:  # rows on separate lanes add no cost to each other
             return 1 if own == {True} else -1
         rows, columns = [len(_runs(g)) for g in (one, other)], [_columns(one), _columns(other)]
         apart = sum(map(self._sizes.cost, rows, columns))
         return apart - self._sizes.cost(sum(rows), max(columns))
 
     def _joined(self, one: Group, other: Group) -> Batch | LaneBatch | None:
-        """Both in one batch, or None where there is no memory to lay them side by side."""
+        """Both in one batch, or None if memory does not suffice."""
         if isinstance(one, Run):
             one, other = other, one
         try:
@@ -130,7 +130,7 @@ class Decoding:
                 batch = batch_of(self._model, self._family, [other, one], _ROOM)
             else:
                 batch = _added(one, other)
-        except Exception as error:  # memory above all; apart they can go on as they are
+        except Exception as error:  # mostly memory; apart they can go on unchanged
             logger.warning("sequences go on apart, they could not be laid together: %s", error)
             return None
         for run in (one, other):
@@ -146,10 +146,10 @@ class Decoding:
         history: Callable[[Run], list[int]],
         resting: Collection[Run] = (),
     ) -> Iterator[tuple[Run, torch.Tensor | Exception]]:
-        """One token of each sequence through the model: its logits (1, n), or why there are none.
+        """Run one token of each sequence through the model: its logits (1, n), or an error.
 
-        `history` gives all tokens of an answer so far, for computing it again. Of those `resting`
-        are left out which have no part in the rows of others.
+        `history` gives all tokens of an answer so far, to compute it again. Sequences in `resting`
+        are left out if they do not share rows with others.
         """
         for group in list(self.groups):
             part, runs, others = self._without(group, resting)
@@ -162,10 +162,10 @@ class Decoding:
                     yield part, self._engine.step(part, tokens[part])
                     continue
                 if group in self._unsound:
-                    raise KeepsightError("the rows of this batch are in disorder")
+                    raise KeepsightError("the rows of this batch are inconsistent")
                 logits = part.step([tokens[run] for run in runs])
                 self._engine.decode_steps += 1
-            except Exception as error:  # whatever a forward pass runs into, memory above all
+            except Exception as error:  # any failure of a forward pass, mostly memory
                 if isinstance(group, Run):
                     yield group, error
                     continue
@@ -179,7 +179,7 @@ class Decoding:
     def _without(
         self, group: Group, resting: Collection[Run]
     ) -> tuple[Group, list[Run], list[Run]]:
-        """A group as it goes on, who is in it, and who rests, where its rows are apart."""
+        """The group to run, its members, and those that rest, if its rows are separate."""
         runs = _runs(group)
         rest = [run for run in runs if run in resting]
         if rest and len(rest) < len(runs) and isinstance(group, LaneBatch):
@@ -190,14 +190,15 @@ class Decoding:
     def _one_by_one(
         self, runs: Iterable[Run], tokens: dict[Run, int], history: Callable[[Run], list[int]]
     ) -> Iterator[tuple[Run, torch.Tensor | Exception]]:
-        """After a pass that failed half way nothing in its batch can be trusted."""
+        """After a pass that failed half way nothing in its batch can be trusted: compute each
+        sequence alone."""
         for run in runs:
             self.groups.append(run)
             self._loners.add(run)
             try:
                 self._engine.again(run, history(run)[:-1])
                 yield run, self._engine.step(run, tokens[run])
-            except Exception as error:  # this one's own fault, or no memory even for it alone
+            except Exception as error:  # its own fault, or not enough memory even for it alone
                 yield run, error
 
 
@@ -206,7 +207,7 @@ def _runs(group: Group) -> list[Run]:
 
 
 def _added(batch: Group, other: Group) -> Batch | LaneBatch:
-    """A batch with one sequence more, or with those of another."""
+    """A batch with one more sequence, or with those of another batch."""
     if isinstance(batch, Run):
         raise KeepsightError("a sequence that decodes alone cannot be joined by others")
     if isinstance(other, Run):

@@ -1,9 +1,9 @@
-"""Where requests are made ready, in the threads of those who send them: options are checked,
-pictures decoded and preprocessed, the prompt is rendered. So a large picture of one client delays
-no other's tokens, and bad input is refused before it waits for anything.
+"""Prepares requests in the threads of their senders: options are checked, pictures decoded and
+preprocessed, the prompt is rendered. So one client's large picture delays no other's tokens, and
+bad input is refused before it waits for anything.
 
-Only a moment of the model's lock is needed, to see whether weights or settings have changed. What
-was learnt about the pictures is noted when the request begins, by the thread that has the model.
+The model's lock is needed only briefly, to see whether weights or settings changed. What was learnt
+about the pictures is recorded when the request begins, by the thread that holds the lock.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from keepsight.system.accounts import account_of
 from keepsight.system.lock import Mutex
 from keepsight.vlm import VLM
 
-_LONG = 1 << 15  # characters of texts that are tokenized beside the others
-MAX_RESTARTS = 8  # of one prompt, because the model changed
-_LONGEST_ROOM = 4096  # an answer may get longer; this much is planned for
+_LONG = 1 << 15  # characters from which texts use a separate tokenizer
+MAX_RESTARTS = 8  # restarts of one prompt because the model changed
+_LONGEST_ROOM = 4096  # planned length of an answer, which may get longer
 
-Follow = Callable[[str], Message | None]  # from the text of an answer to the message it becomes
+Follow = Callable[[str], Message | None]  # from the text of an answer to its message
 
 
 @dataclass(eq=False)
@@ -55,36 +55,36 @@ class Request:
 
     ticket: Ticket
     turn: Turn
-    tokens: int  # of its prompt
-    room: int  # the longest answer; 0 where only the prompt is prefilled
+    tokens: int  # tokens of its prompt
+    room: int  # longest answer; 0 if only the prompt is prefilled
     account: str = ""
     number: int = 0
-    passed: int = 0  # tokens of work done for others since it last had its turn
+    passed: int = 0  # tokens computed for others since its last turn
     ready: float = field(default_factory=time.perf_counter)  # when it began to wait
-    made_in: float = 0.0  # seconds of a processor that making it ready has taken
+    made_in: float = 0.0  # CPU seconds spent on preparing it
     work: Iterator[int] | None = None
     sampler: SequenceSampler | None = None
     detokenizer: Detokenizer | None = None
-    restarts: int = 0  # how often it was begun again because the model changed
-    looked_at: int = 0  # the round in which weights and settings were compared last
-    token: int = 0  # the last one, which the next step takes in
+    restarts: int = 0  # restarts because the model changed
+    looked_at: int = 0  # the round in which weights and settings were last compared
+    token: int = 0  # the last token, input of the next step
     keeps_lane: bool = False  # decoded state is remembered (`exact=False`)
-    order: PromptOrder | None = None  # what was asked, for who makes the next turn ready
+    order: PromptOrder | None = None  # the messages, to prepare the next turn
     follow: Follow | None = None
     texts: list[str] = field(default_factory=list)  # the answer so far
 
     def close(self) -> None:
-        """End its work, whatever its state."""
+        """End its work in any state."""
         if self.work is not None:
             self.work.close()  # type: ignore[attr-defined]
 
     def keep_decoded(self) -> None:
-        """Remember a prompt and an answer as far as they came, where they are exact anywhere."""
+        """Remember prompt and answer so far, if any cut is exact."""
         if self.turn.begun and self.turn.rule.any_cut:
             self.turn.keep_decoded()
 
     def count_restart(self) -> None:
-        """Refuse to begin one prompt without end: the model may change in each pass."""
+        """Refuse endless restarts of one prompt: the model may change in each pass."""
         self.restarts += 1
         if self.restarts > MAX_RESTARTS:
             raise ModelKeepsChanging(
@@ -96,20 +96,20 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens of the prompt that are still to be computed, as far as one knows."""
+        """Prompt tokens still to be computed, as far as known."""
         if self.work is None:
             return self.tokens
         return self.tokens - self.turn.done_tokens
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to have."""
+        """The most tokens it may have."""
         return self.tokens + min(self.room, _LONGEST_ROOM)
 
 
 class SharedRenderer:
-    """A renderer whose tokenizer one thread has at a time: it is changed while it encodes text with
-    control tokens in it."""
+    """A renderer whose tokenizer is used by one thread at a time: encoding control tokens changes
+    it temporarily."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._turn = Mutex()
@@ -121,7 +121,7 @@ class SharedRenderer:
 
     @contextmanager
     def like(self, renderer: Renderer) -> Iterator[Renderer]:
-        """A renderer that does what this one does, for one thread."""
+        """An equal renderer for one thread."""
         with self._turn:
             if renderer is not self._of:
                 self._take(renderer)
@@ -129,22 +129,22 @@ class SharedRenderer:
 
 
 class Intake:
-    """Makes requests to one model ready. Its methods may be called in many threads."""
+    """Prepares requests to one model. Its methods may be called in many threads."""
 
     def __init__(self, vlm: VLM, renderer: Renderer, piece: int) -> None:
         self._vlm, self._first, self._piece = vlm, renderer, piece
-        # Long texts have a tokenizer of their own, so that no short one waits for them.
+        # Long texts have a separate tokenizer, so that no short one waits for them.
         self._short, self._long = SharedRenderer(renderer), SharedRenderer(renderer)
 
     @property
     def _renderer(self) -> Renderer:
-        """The one of now: templates and tokenizers may be changed."""
+        """The current renderer: templates and tokenizers may change."""
         return self._vlm.runtime.renderer or self._first
 
     def receive(
         self, messages: list[Message], call: Call, ticket: Ticket, sample: bool, asked: float
     ) -> Request:
-        """A request that is ready to wait for its turn."""
+        """A prepared request, ready to wait for its turn."""
         order = PromptOrder(self._vlm, messages, call)
         order.look(self._renderer)
         order.prompt = self.render(messages, order.media, call)
@@ -165,7 +165,7 @@ class Intake:
         return Request(ticket, turn, tokens, room, account, keeps_lane=loose, order=order)
 
     def render(self, messages: list[Message], media: list[Medium], call: Call) -> Prompt:
-        """The prompt of messages whose media were named before."""
+        """The prompt of messages whose media are already named."""
         waiting = iter(media)
         long = characters([messages, call.template]) > _LONG
         earlier = self._vlm.runtime.engine.answers.prompts.of(call.tenant)
@@ -174,8 +174,8 @@ class Intake:
             return renderer.render(*given, **call.template)
 
     def explain(self, messages: list[Message], options: Options) -> Report:
-        """The report that such a request would get. Its pictures are looked at as those of a
-        request are, in this thread, and nothing of that is remembered."""
+        """The report that this request would get. Its pictures are looked at in this thread, and
+        nothing of that is remembered."""
         vlm = self._vlm
         call = Call.before_decoding(options, vlm.tenant, "explain")
         vlm.runtime.require_answers()
@@ -188,8 +188,8 @@ class Intake:
             return turn.foresee()
 
     def named(self, messages: list[Message], tenant: str, learn: bool) -> list[Message]:
-        """The same messages with their media looked at, in this thread; with `learn` who shows them
-        again need not."""
+        """The messages with their media named, in this thread; `learn` remembers the names for
+        later calls."""
         order = PromptOrder(self._vlm, messages, Call(True, tenant, {}, {}))
         order.look(self._renderer)
         if learn and order.media:
@@ -205,12 +205,12 @@ class Intake:
 
 
 class PromptOrder:
-    """The rendering of one request: done when it comes, looked at again when it begins."""
+    """The rendering of one request: done when it arrives, checked again when it begins."""
 
     def __init__(self, vlm: VLM, messages: list[Message], call: Call) -> None:
         self._vlm, self.messages, self.call = vlm, messages, call
         self.media: list[Medium] = []  # in the order in which they are given
-        self.bound: object = None  # the weights and settings under which they are named
+        self.bound: object = None  # the weights and settings of their names
         self._looked: list[Looked] = []
         self._fresh = True
         self.prompt = _NOTHING
@@ -223,10 +223,10 @@ class PromptOrder:
     def look(self, renderer: Renderer) -> None:
         """Look at the media of the messages."""
         clean, given = parse_messages(self.messages)
-        renderer.lengths.check(clean, self.call.template)  # before anything of theirs is opened
+        renderer.lengths.check(clean, self.call.template)  # before opening any of them
         renderer.refuse_unseen(given)
         known = None if given else self._vlm.runtime.visions.get(self.call.tenant)
-        if known is not None:  # text alone need not wait for the model: it is compared at the begin
+        if known is not None:  # text alone need not wait for the model: it is compared at the start
             self.bound = known.namer.bound
             return
         with self._vlm.runtime.lock:
@@ -243,18 +243,18 @@ class PromptOrder:
         return vision.medium_of(looked)
 
     def forget(self) -> None:
-        """Let nothing that was found out about the media be noted."""
+        """Drop everything that was learnt about the media."""
         self._looked.clear()
 
     def current(self) -> Prompt:
-        """The prompt under the weights and settings of now; the caller has the model's lock."""
+        """The prompt under the current weights and settings; the caller holds the model's lock."""
         vision = self._vision
         same = vision.namer.bound is self.bound
         if not same or not all(self._unchanged(vision, m) for m in self.prompt.media):
             self.prompt = self._vlm.runtime.render(self.messages, self.call)
             self.bound, self.media = vision.namer.bound, []
             if self.turn is not None:
-                self.turn.sampler = None  # it was made for the length of the other prompt
+                self.turn.sampler = None  # it was made for the earlier prompt's length
         elif self._fresh:
             self.learn()
         self._fresh = False
@@ -262,7 +262,7 @@ class PromptOrder:
         return self.prompt
 
     def learn(self) -> None:
-        """Note what was found out about the media; the caller has the model's lock."""
+        """Record what was learnt about the media; the caller holds the model's lock."""
         vision = self._vision
         if vision.namer.bound is self.bound:
             for looked in self._looked:
@@ -275,12 +275,12 @@ class PromptOrder:
     def _learn(self, vision: Vision, looked: Looked) -> None:
         if vision.where(vision.medium_of(looked)) == "tower":
             vision.admit_looked(looked)
-        else:  # another request had the same picture: its pixels will not be needed
+        else:  # another request had the same picture, so its pixels are not needed
             vision.namer.learn(looked)
 
 
 def with_media(messages: list[Message], media: list[Medium]) -> list[Message]:
-    """Messages with media that were looked at in the places of what was given."""
+    """The messages with named media in place of the given ones."""
     clean, _ = parse_messages(messages)
     waiting = iter(media)
 

@@ -1,6 +1,6 @@
-"""The requests of one scheduler: those that wait, those being prefilled, and those that decode.
+"""The requests of one scheduler: waiting, in prefill, and decoding.
 
-Requests of accounts that have least under way begin first, and of these the shortest.
+Requests of accounts with the fewest running begin first, and of these the shortest.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from keepsight.scheduler.shares import Shares
 
 
 class Line:
-    """Who is where, and who comes next. At most `most` are under way, in `budget` bytes; where all
-    of them are of one account, one of another account is let in beside them."""
+    """Holds all requests and chooses the next one. At most `most` run at once, in `budget` bytes;
+    if all of them belong to one account, one more of another account may run."""
 
     def __init__(self, sizes: SequenceSizes, decoding: Decoding, most: int, budget: int) -> None:
         self._sizes, self._decoding, self._most, self._budget = sizes, decoding, most, budget
@@ -32,12 +32,11 @@ class Line:
         return [*self.prefilling, *self.running.values()]
 
     def came(self, requests: list[Request]) -> None:
-        """Some more wait."""
+        """Add requests that arrived."""
         self.waiting += requests
 
     def next_to_begin(self) -> Request | None:
-        """The waiting request that is begun now, among those under way; None while there is no
-        room."""
+        """The waiting request to begin now; None while there is no room."""
         counts = self.shares.under_way
         least = min((counts[one.account] for one in self.waiting), default=0)
         able = [one for one in self.waiting if counts[one.account] == least]
@@ -54,13 +53,13 @@ class Line:
         return request
 
     def held_back(self) -> set[Request]:
-        """Those that let others go before, in this round; never all of them."""
+        """Those held back in this round for other accounts; never all of them."""
         under_way = self.under_way()
         held = {one for one in under_way if self.shares.is_held_back(one.account)}
         return held if len(held) < len(under_way) else set()
 
     def leave(self, request: Request) -> Run | None:
-        """Take a request out of the line; its run, where it decoded."""
+        """Remove a request; return its run if it was decoding."""
         if request in self._begun:
             self._begun.remove(request)
             self.shares.leave(request.account)
@@ -73,12 +72,12 @@ class Line:
         return run
 
     def _fits(self, new: Request) -> bool:
-        """Whether its states fit beside the others'; one alone is always let in."""
+        """Whether its states fit beside the others'; a single request always fits."""
         if not self.prefilling and not self.running:
             return True
         planned = self._decoding.planned(lambda run: self.running[run].longest)
         coming = [*self.prefilling, new]
-        # They may be laid beside a longer one, and padded to its length.
+        # In a batch it may be padded to the length of a longer one.
         columns = max(one.longest for one in [*coming, *self.running.values()])
         padded = self._sizes.of(len(coming), columns)
         return planned + padded <= self._budget

@@ -1,9 +1,9 @@
-"""Whose piece of work comes next, and how much fits: the policies of the scheduler, as arithmetic.
+"""Policies of the scheduler, as arithmetic: the next piece of work, and how much fits.
 
-The shortest rest of a prompt comes first, so short chats do not wait behind long ones, and of two
-alike the first is finished before the second begins. Each token computed for others while one waits
-counts as a token less of one's own, until that has won one a turn: so a long prompt goes on, a
-chunk at a time, however many short ones come.
+The prompt with the fewest remaining tokens comes first, so short chats do not wait for long ones;
+of two equal ones the first is finished before the second begins. Each token computed for others
+while one waits reduces its rank by a token, until it gets a turn. So a long prompt advances chunk
+by chunk, however many short ones come.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from keepsight.core.engine import Engine
 from keepsight.errors import InputError
 
-_OVERHEAD = 64 << 20  # bytes that could be read in the time that a pass costs beside its reading
+_OVERHEAD = 64 << 20  # bytes that could be read in a pass's fixed time
 
 
 class Waiting(Protocol):
-    """What waits for a turn."""
+    """Something that waits for a turn."""
 
     number: int
     passed: int
@@ -34,25 +34,25 @@ W = TypeVar("W", bound=Waiting)
 
 
 def next_of(waiting: Sequence[W]) -> W:
-    """Whose turn it is."""
+    """The one whose turn it is."""
     return min(waiting, key=lambda one: (one.remaining - one.passed, one.number))
 
 
 def had_its_turn(chosen: Waiting, others: Iterable[Waiting], tokens: int) -> None:
-    """Note that so many tokens were computed for one while the others waited."""
+    """Note that tokens were computed for one while the others waited."""
     before = chosen.remaining + tokens
     for other in others:
         if other is not chosen:
             other.passed += tokens
-            if other.remaining < before:  # it came before a shorter one: for having waited
+            if other.remaining < before:  # it overtook a shorter one because it had waited
                 chosen.passed = 0
 
 
 class SequenceSizes:
-    """What sequences of one model weigh."""
+    """The memory of sequences of one model."""
 
     def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
-        self.column = self.state = 0  # bytes of a token, and of all that does not grow
+        self.column = self.state = 0  # bytes per token, and bytes independent of length
         config = model.config.get_text_config()
         window = getattr(config, "sliding_window", None) or 4096
         for name, (dtype, *sizes) in engine.snapshot_pattern().items():
@@ -66,25 +66,25 @@ class SequenceSizes:
         exported = getattr(model, "exported", None)
         held = sum(p.nbytes for p in model.get_decoder().parameters())
         weights: int = held if exported is None else exported.decoder_bytes
-        # A pass reads all weights once, whoever takes part in it.
+        # A pass reads all weights once, however many take part.
         self.pass_: int = _OVERHEAD + weights
 
     def of(self, rows: int, columns: int) -> int:
-        """Bytes of some sequences side by side, padding counted."""
+        """Bytes of some sequences side by side, including padding."""
         return rows * (columns * self.column + self.state)
 
     def cost(self, rows: int, columns: int) -> int:
-        """Bytes that one step of them reads: what it costs, since reading is what takes time."""
+        """Bytes that one step of them reads; reading takes most of the time."""
         return self.pass_ + self.of(rows, columns)
 
 
-PREFILL_PIECE = 512  # tokens of a prompt between two decode steps of others
+PREFILL_PIECE = 512  # prompt tokens between two decode steps of others
 
 
 def check_bounds(
     running: int, waiting: int, tokens: int | None, ahead: float | None, piece: int = 1
 ) -> None:
-    """Refuse bounds that make no sense, by name."""
+    """Refuse impossible bounds by name."""
     for name, value, least in (
         ("max_running", running, 1),
         ("max_waiting", waiting, 0),

@@ -1,12 +1,11 @@
-"""Answers prefilled as the next turns will render them, while no request waits.
+"""Prefills answers for their next turns, while no request waits.
 
-What is decoded is never remembered, so a next turn would begin by prefilling the answer before it.
-That can be done while its reader still reads. How far the next prompt is certain is found by
-rendering it twice, with two different questions behind the answer; what both have in common is
-prefilled up to its last boundary, in the chunks in which the next turn would do it.
+Decoded state is never remembered, so the next turn would start by prefilling the previous answer.
+That can be done while its reader still reads. To find how much of the next prompt is certain, it is
+rendered twice, with two different questions after the answer. The common part is prefilled up to
+its last boundary, in the chunks of the next turn.
 
-Nothing is computed that memory has no base for any more: where the answered prompt was deleted or
-evicted meanwhile, it is not followed.
+If the answered prompt was deleted or evicted meanwhile, nothing is computed for it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from keepsight.vlm import VLM
 
 logger = logging.getLogger(__name__)
 
-_MOST = 16  # conversations that wait; the oldest give way
-_QUESTIONS = ("And?", "Why so?")  # that might follow, different from their first letter on
+_MOST = 16  # waiting conversations; the oldest are dropped
+_QUESTIONS = ("And?", "Why so?")  # possible next questions, different from their first letter on
 
 Render = Callable[[list[Message], list[Medium], Call], Prompt]
 
@@ -41,17 +40,17 @@ Render = Callable[[list[Message], list[Medium], Call], Prompt]
 class Follower:
     """A conversation whose answer is to be prefilled. It holds no pictures, only their names."""
 
-    messages: list[Message]  # the answer is the last
+    messages: list[Message]  # the last message is the answer
     media: list[Medium]
     call: Call
-    base: int  # tokens that memory held of it when it was answered
-    bound: object  # the weights and settings under which its media are named
-    until: int = 0  # how far the next prompt is certain, and may be cut
+    base: int  # tokens remembered when it was answered
+    bound: object  # the weights and settings of its media names
+    until: int = 0  # how far the next prompt is certain, and where it may be cut
     turn: Turn | None = None
     work: Iterator[int] | None = None
 
     def release(self) -> None:
-        """Of its lane and of its path; what was prefilled stays remembered."""
+        """Release its lane and path; what was prefilled stays remembered."""
         turn, work, self.turn, self.work = self.turn, self.work, None, None
         try:
             if work is not None:
@@ -62,7 +61,7 @@ class Follower:
 
 
 class PrefillAhead:
-    """Prefill for conversations that may go on. Only the scheduler's thread uses it."""
+    """Prefill for conversations that may continue. Only the scheduler's thread uses it."""
 
     def __init__(self, vlm: VLM, render: Render, counts: Counts) -> None:
         self._vlm, self._render, self._counts = vlm, render, counts
@@ -72,8 +71,8 @@ class PrefillAhead:
         return len(self._followers)
 
     def follow(self, request: Request) -> None:
-        """A request was answered: note what its next turn will depend on, if there is one. An error
-        here must not spoil the answer."""
+        """Record an answered request and what its next turn will depend on. An error here must not
+        spoil the answer."""
         try:
             self._follow(request)
         except Exception:
@@ -93,12 +92,12 @@ class PrefillAhead:
         self._followers.append(Follower(messages, media, order.call, node.end, order.bound))
 
     def piece(self) -> None:
-        """One chunk for the conversation that was answered last."""
+        """Prefill one chunk for the conversation that was answered last."""
         with self._vlm.runtime.lock:
             follower = self._followers[-1]
             try:
                 going_on = self._piece(follower)
-            except Exception as error:  # it will be reported with the next request for it
+            except Exception as error:  # the next request for it will report the error
                 logger.debug("an answer is not prefilled ahead: %s", error)
                 going_on = False
             if not going_on:
@@ -106,7 +105,7 @@ class PrefillAhead:
                 _release(follower)
 
     def put_aside(self) -> None:
-        """Somebody asks: lanes and paths are theirs."""
+        """Pause because a request came: release lanes and paths."""
         begun = [follower for follower in self._followers if follower.turn is not None]
         if begun:
             with self._vlm.runtime.lock:
@@ -114,7 +113,7 @@ class PrefillAhead:
                     _release(follower)
 
     def clear(self) -> None:
-        """Forget who might go on."""
+        """Forget all waiting conversations."""
         self.put_aside()
         self._followers.clear()
 
@@ -129,7 +128,7 @@ class PrefillAhead:
         return bool(tokens) and turn.done_tokens < follower.until
 
     def _begin(self, follower: Follower) -> None:
-        """Find out how far the next prompt is certain, and go on from what is remembered."""
+        """Find how much of the next prompt is certain, and start from what is remembered."""
         memory, call = self._vlm.runtime, follower.call
         if memory.vision_of(call.tenant).namer.bound is not follower.bound:
             return
@@ -154,7 +153,7 @@ class PrefillAhead:
 
 
 def _release(follower: Follower) -> None:
-    """Whatever it runs into, those who ask now have nothing to do with it."""
+    """Release it; errors here do not concern waiting requests."""
     try:
         follower.release()
     except Exception:
@@ -162,7 +161,7 @@ def _release(follower: Follower) -> None:
 
 
 def plain_answer(text: str) -> Message | None:
-    """The message that an answer becomes where no parser takes it apart."""
+    """The message that an answer becomes if no parser splits it."""
     return {"role": "assistant", "content": text}
 
 

@@ -1,10 +1,10 @@
-"""Requests to one model, served together on one thread.
+"""Serves requests to one model together on one thread.
 
-Each round is at most one piece of prefill (of one prompt, or one picture through the tower) and
-one decode step of all running sequences. The lock of the model is taken for each of the two, so
-direct calls of `chat` take their turns between. `policy.py` decides which prompt is next. One that
-can be cut anywhere goes in short pieces, any other as it would alone. While there are no requests,
-answers are prefilled as the next turns will render them (`prefill_ahead.py`).
+Each round is at most one piece of prefill (of one prompt, or one picture through the tower) and one
+decode step of all running sequences. The model's lock is taken for each of the two, so direct calls
+of `chat` get turns in between. `policy.py` decides which prompt is next. A prompt that can be cut
+anywhere runs in short pieces, others in their usual chunks. Without requests, answers are prefilled
+for their next turns (`prefill_ahead.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Together:
-    """Serves requests to one model side by side. `vlm` may still be called directly."""
+    """Serves requests to one model in parallel. `vlm` may still be called directly."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Together:
         ahead: float | None = None,
         prefill_piece: int = PREFILL_PIECE,
     ) -> None:
-        """At most `max_running` requests are computed at a time, and `max_waiting` more are taken.
+        """At most `max_running` requests are computed at a time, and `max_waiting` more are
+        accepted.
 
-        `batch_tokens` bounds the tokens that those computed have together, else their states may
-        take `cache_budget`. `ahead`: after so many quiet seconds answers are prefilled for their
-        next turns. `prefill_piece`: tokens of a prompt between two steps of others, where it can
-        be cut anywhere.
+        `batch_tokens` limits the total tokens of running requests; by default their states may take
+        `cache_budget`. `ahead`: quiet seconds before answers are prefilled for next turns.
+        `prefill_piece`: prompt tokens between two steps of others, if it can be cut anywhere.
         """
         check_bounds(max_running, max_waiting, batch_tokens, ahead, prefill_piece)
         vlm.runtime.require_answers()
@@ -87,7 +87,7 @@ class Together:
         self._admission = Admission(max_running + max_waiting)
         self._line = Line(self._sizes, self._decoding, max_running, self._budget)
         self._guests = Guests(self._line.shares, self._admission)
-        self.beside = self._guests.turn  # for other work with the model, in any thread
+        self.beside = self._guests.turn  # other work with the model, from any thread
         self._rounds = 0
         release_team()  # from here on another thread computes
         self._thread = begin_serving(self, self._admission)
@@ -106,12 +106,12 @@ class Together:
         follow: Follow | None = plain_answer,
         **options: object,
     ) -> Ticket:
-        """A request for an answer, with the options of `vlm.chat`.
+        """Submit a request for an answer, with the options of `vlm.chat`.
 
-        `account`: whose time it takes, if not the tenant's. `follow` gives the message that the
-        answer becomes in the next turn, or None. Pictures are
-        decoded and the prompt is rendered here, in the caller's thread; what is wrong with them or
-        with an option is raised here, and `Busy` when too many are in flight.
+        `account`: whose share of time it uses, if not the tenant's. `follow` gives the message that
+        the answer becomes in the next turn, or None. Pictures are decoded and the prompt is
+        rendered here, in the caller's thread. Errors in them or in options are raised here, and
+        `Busy` when too many are in flight.
         """
         call = Call.of({**options, "tenant": tenant}, self._vlm.tenant)
         return self._enter(messages, call, Ticket(on_piece, on_done), True, account, follow)
@@ -125,21 +125,21 @@ class Together:
         on_done: Callable[[Ticket], None] | None = None,
         **options: object,
     ) -> Ticket:
-        """Encode and prefill only; the one piece that comes carries usage and report."""
+        """Only encode and prefill; a single piece carries usage and report."""
         options["tenant"] = tenant
         call = Call.before_decoding(options, self._vlm.tenant, "prepare")
         return self._enter(messages, call, Ticket(on_done=on_done), False, account)
 
     def explain(self, messages: list[Message], **options: object) -> Report:
-        """The report that such a request would get."""
+        """The report that this request would get."""
         return self._reception.explain(messages, options)
 
     def named(self, messages: list[Message], tenant: str, learn: bool = False) -> list[Message]:
-        """The same messages with their media looked at, in the caller's thread."""
+        """The messages with their media named, in the caller's thread."""
         return self._reception.named(messages, tenant, learn)
 
     def stats(self) -> Record:
-        """How many requests are where, and what was done so far."""
+        """The number of requests in each state, and what was done so far."""
         decoding, inside = self._decoding, self._admission.in_flight
         return {
             "in_flight": inside,
@@ -155,14 +155,14 @@ class Together:
         }
 
     def close(self, drain: float | None = 30.0) -> None:
-        """Take no more requests; finish those in flight, for at most `drain` seconds (None: as
-        long as it takes), and end what is left then with `Closed`. Safe to call twice."""
+        """Accept no more requests; finish those in flight within `drain` seconds (None: no limit),
+        and end the rest with `Closed`. Safe to call twice."""
         self._admission.close(drain)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
     def before_exit(self, seconds: float) -> None:
-        """Stop; what is computed at this moment is waited for so long."""
+        """Stop; wait this long for the current computation."""
         self._admission.close(0.0)
         self._thread.join(seconds)
 
@@ -204,10 +204,10 @@ class Together:
         wait = partial(self.counts.refuse, self.max_waiting, self.max_running)
         self._admission.take_place(wait, self, account)
 
-    # -- the thread that has the model -----------------------------------------------------------
+    # -- the serving thread ----------------------------------------------------------------------
 
     def waits(self) -> tuple[bool, float | None]:
-        """Whether there is anything to do, and how long a quiet is good for work ahead."""
+        """Whether there is anything to do, and after how much quiet time to prefill ahead."""
         active = bool(self._line.waiting or self._line.prefilling or self._line.running)
         return active, self._pause if len(self._ahead) else None
 
@@ -224,7 +224,7 @@ class Together:
                 self._round(news.hung_up)
             else:
                 self._ahead.piece()
-        except Exception as error:  # ours, not a request's: no client may wait forever
+        except Exception as error:  # our error, not a request's: no client may wait forever
             logger.exception("the scheduler failed; its requests end with this error")
             self._end_all(error)
         return True
@@ -249,7 +249,7 @@ class Together:
                 self._step(self._line.held_back())
 
     def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
-        """An error of one request ends that one, whatever it is."""
+        """Run something for one request; any error ends that request only."""
         with self._vlm.runtime.lock:
             begun = time.perf_counter()
             try:
@@ -261,7 +261,7 @@ class Together:
     # -- admitting -------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Begin waiting requests while there is room for them."""
+        """Begin waiting requests while there is room."""
         while (request := self._line.next_to_begin()) is not None:
             self._guarded(request, self._begin)
 
@@ -276,19 +276,19 @@ class Together:
     # -- prefilling ------------------------------------------------------------------------------
 
     def _prefill(self, request: Request) -> None:
-        """One piece of one prompt."""
+        """Run one piece of one prompt."""
         turn, counts = request.turn, self.counts
         waited = 1e3 * (time.perf_counter() - request.ready)
         turn.milliseconds.setdefault("queued", waited)
         if request.looked_at != self._rounds and turn.out_of_date():
-            # Weights or settings were changed between two pieces: from the beginning.
+            # Weights or settings changed between two pieces: start again.
             turn.finish()
             request.count_restart()
             self._begin(request)
         before = turn.done_tokens
         tokens = next(request.work, 0) if request.work is not None else 0
         if tokens and turn.done_tokens == before:
-            counts.towers += 1  # what follows is the chunk that it was for
+            counts.towers += 1  # the next work is the chunk for which it was encoded
         elif tokens:
             counts.chunks += 1
             had_its_turn(request, [*self._line.prefilling, *self._line.waiting], tokens)
@@ -297,7 +297,7 @@ class Together:
 
     def _prefilled(self, request: Request) -> None:
         turn = request.turn
-        for _ in request.work or ():  # nothing is left of it but to say where it ended
+        for _ in request.work or ():  # only its end remains to be reported
             pass
         self._line.prefilling.remove(request)
         if turn.sampler is None:
@@ -313,7 +313,7 @@ class Together:
     # -- decoding --------------------------------------------------------------------------------
 
     def _step(self, held: Collection[Request]) -> None:
-        """One token of every running sequence, but for those held back that can be left out."""
+        """Run one token of every sequence, except those held back."""
         begun = time.perf_counter()
         tokens = {run: request.token for run, request in self._line.running.items()}
         resting = {run for run, request in self._line.running.items() if request in held}
@@ -340,14 +340,14 @@ class Together:
         return self._line.running[run].turn.generated
 
     def _take(self, request: Request, logits: torch.Tensor) -> bool:
-        """Take a token and hand it out; whether it was the last."""
+        """Choose a token and hand it out; return whether it was the last."""
         if request.sampler is None or request.detokenizer is None:
             raise Closed("this request has not begun to decode")
         request.token = request.sampler.take(logits)
         piece = Piece(request.detokenizer.push(request.token), request.token)
         request.texts.append(piece.text)
         request.ticket.put(piece)
-        # Upstream's criterion misses some stop strings that end inside of a token.
+        # Transformers' criterion misses some stop strings that end inside a token.
         over = request.sampler.over or request.detokenizer.stopped
         if over:
             self._complete(request)
@@ -371,7 +371,7 @@ class Together:
         self._end(request, outcome="finished")
 
     def _leave(self, request: Request, ended: bool = False) -> None:
-        """Out of every list, and out of the batch."""
+        """Remove it from every list, and from the batch."""
         run = self._line.leave(request)
         if run is not None:
             self._decoding.leave(run, ended)
@@ -386,7 +386,7 @@ class Together:
             for release in (*first, request.close, request.turn.finish):
                 try:
                     release()
-                except Exception as failure:  # it is off every list by then, and has to end
+                except Exception as failure:  # it is already off every list, and must end
                     logger.exception("not all that a request held could be let go of")
                     error = error or failure
         self.counts.ended(outcome, time.perf_counter() - request.ready)
@@ -396,5 +396,5 @@ class Together:
                 turn = request.turn
                 request.ticket.put(Piece("", None, turn.usage(), turn.report(), outcome))
             request.ticket.end(error)
-        except Exception:  # of a listener: it is over for that one anyway
+        except Exception:  # a listener's error: it is over for that one anyway
             logger.exception("a listener of a request failed")

@@ -1,10 +1,10 @@
-"""Whose turn it is among accounts: more requests at a time do not get more of the model's time.
+"""Fair shares among accounts: more requests at once do not get more of the model's time.
 
-An account with one request under way is never held back. One with several waits while another has
-had less of the model's time since both had work: its requests together get no more than one request
-gets. Beside a single request it gets a third of what that one gets, and waits until that one has
-had as much as its own next piece of work takes, which is never interrupted. Salts of one tenant are
-one account.
+An account with one running request is never held back. An account with several waits while another
+has had less model time since both had work: its requests together get no more than a single
+request. Beside a single request it gets a third of that one's time, and waits until that one has
+had as much as its own next piece of work takes, because pieces are never interrupted. Salts of one
+tenant are one account.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from dataclasses import dataclass, field
 from keepsight.scheduler.admission import Admission
 from keepsight.system.lock import Mutex
 
-# What the time of an account with several requests counts. A piece of work is never broken off, and
-# many requests cost the interpreter time beside the model too: with equal shares who asks for
-# little would wait for more than half of the time.
+# Weight of the time of an account with several requests. Pieces of work are never interrupted, and
+# many requests also cost interpreter time. With equal shares, an account with few requests would
+# wait for more than half of the time.
 _SEVERAL = 3.0
 
 
 class Shares:
-    """Seconds of the model's time by account, of those that have requests under way."""
+    """Seconds of model time by account, for accounts with running requests."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
-        self._piece: dict[str, float] = {}  # what an account has at a time, of late
+        self._piece: dict[str, float] = {}  # recent time per piece of an account
         self.under_way: Counter[str] = Counter()
 
     def enter(self, account: str) -> None:
-        """One more request of an account is under way. Who comes has had as much as those who are
-        there: time in which one asked for nothing is not made up for."""
+        """One more request of an account runs. A newcomer starts with the time of those present:
+        idle time is not made up for."""
         if account not in self._spent:
             self._spent[account] = min(self._spent.values(), default=0.0)
         self.under_way[account] += 1
 
     def leave(self, account: str) -> None:
-        """One of them is over."""
+        """A request of an account ended."""
         self.under_way[account] -= 1
         if not self.under_way[account]:
             del self.under_way[account], self._spent[account]
             self._piece.pop(account, None)
 
     def spend(self, accounts: Sequence[str], seconds: float) -> None:
-        """Time that some requests had together, one entry for each."""
+        """Charge time that requests shared; one entry per request."""
         for account, count in Counter(accounts).items():
             if account in self._spent:
                 weight = _SEVERAL if self.under_way[account] > 1 else 1.0
@@ -57,13 +57,13 @@ class Shares:
                 self._piece[account] = max(had, 0.9 * self._piece.get(account, 0.0))
 
     def spend_beside(self, account: str, seconds: float) -> None:
-        """Time of a processor that was taken from everybody, beside the model's. One request at a
-        time is not charged for it."""
+        """Charge CPU time besides the model's, which slows everybody. An account with a single
+        request is not charged."""
         if self.under_way[account] > 1:
             self._spent[account] += _SEVERAL * seconds
 
     def is_held_back(self, account: str) -> bool:
-        """Whether an account with several requests has had as much as another one, or more."""
+        """Whether an account with several requests has had at least as much time as another one."""
         if self.under_way[account] < 2:
             return False
         mine, piece = self._spent.get(account, 0.0), self._piece.get(account, 0.0)
@@ -74,23 +74,23 @@ class Shares:
         )
 
 
-_LOOK = 0.5  # seconds after which a thread that waits looks whether anybody still serves
+_LOOK = 0.5  # seconds after which a waiting thread checks that the server still runs
 
 
 @dataclass(eq=False)
 class Guest:
-    """One piece of work that waits for its turn, or has it."""
+    """One piece of work that waits for its turn, or runs."""
 
     account: str
     turn: threading.Event = field(default_factory=threading.Event)
-    seconds: float = 0.0  # what it took
+    seconds: float = 0.0  # seconds it took
 
 
 class Guests:
-    """Work with the model beside the requests: to pin, remove or list. It runs in threads of its
-    own, because it may wait for a disk. An account has one such piece of work at a time, which
-    begins in the order of arrival while the account is not held back, and is charged to it.
-    `turn` is for any thread, the rest for the one that serves."""
+    """Work with the model besides requests: pin, remove or list. It runs in separate threads,
+    because it may wait for a disk. An account has one such piece at a time. They start in order of
+    arrival while their account is not held back, and are charged to it. `turn` is for any thread,
+    the rest for the serving thread."""
 
     def __init__(self, shares: Shares, admission: Admission) -> None:
         self._shares, self._admission = shares, admission
@@ -100,7 +100,7 @@ class Guests:
 
     @contextmanager
     def turn(self, account: str) -> Iterator[None]:
-        """Wait for a turn, and have it; where the scheduler has stopped, at once."""
+        """Wait for a turn, and take it; at once if the scheduler has stopped."""
         guest = Guest(account)
         with self._lock:
             self._came.append(guest)
@@ -117,7 +117,7 @@ class Guests:
             self._admission.ring()
 
     def look(self) -> None:
-        """Charge for finished work, and start the work whose turn it is."""
+        """Charge finished work, and start the next."""
         with self._lock:
             came, left, self._came, self._left = self._came, self._left, [], []
         for guest in left:
@@ -137,7 +137,7 @@ class Guests:
         return next((one for one in free if not self._shares.is_held_back(one.account)), None)
 
     def _let_in(self, guest: Guest) -> None:
-        """From here on no request is held back for it: it may wait for a disk."""
+        """Start it; from now on it holds back no request, because it may wait for a disk."""
         self._waiting.remove(guest)
         self._shares.leave(guest.account)
         self._inside.add(guest)

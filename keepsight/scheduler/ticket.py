@@ -1,6 +1,6 @@
-"""What a caller holds of a request: pieces as they come, the end of it, and a way to hang up.
+"""A caller's handle on a request: its pieces, its end, and a way to cancel it.
 
-It knows nothing of how requests are served. Everything here may be called from any thread.
+It knows nothing about how requests are served. All methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Listener = Callable[[Piece], None]
 class Ticket:
     """One request. Iterate over it for its pieces; the last one carries usage and report.
 
-    `on_piece` and `on_done` are called on the scheduler's thread, so they must be quick; they are
-    for servers that hand pieces over to an event loop. With `on_piece` nothing is kept to iterate.
+    `on_piece` and `on_done` are called on the scheduler's thread, so they must be quick; they serve
+    programs that pass pieces to an event loop. With `on_piece` no pieces are kept for iteration.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Ticket:
     ) -> None:
         self._on_piece, self._on_done = on_piece, on_done
         self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        self._heard: list[Piece] = []  # all of them, for result()
+        self._heard: list[Piece] = []  # all pieces, for result()
         self._wake: Callable[[], None] = lambda: None
         self.cancelled = False
         self.done = threading.Event()
@@ -44,7 +44,7 @@ class Ticket:
     # -- for the caller --------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Piece]:
-        """Wait for each piece; an error of the request is raised here."""
+        """Wait for each piece; raise the error of the request."""
         self._require_kept()
         while (piece := self._pieces.get()) is not None:
             yield piece
@@ -53,7 +53,7 @@ class Ticket:
             raise self.error
 
     def result(self) -> Reply:
-        """The whole answer, when it is complete, as often as it is asked for."""
+        """The whole answer, once it is complete; may be called repeatedly."""
         self._require_kept()
         self.done.wait()
         if self.error is not None:
@@ -69,7 +69,7 @@ class Ticket:
             raise KeepsightError("this ticket's pieces go to its on_piece; they are not kept")
 
     def cancel(self) -> None:
-        """Stop after the step that is being computed. What was prefilled stays remembered."""
+        """Stop after the current step. What was prefilled stays remembered."""
         self.cancelled = True
         self._wake()
 
@@ -83,11 +83,11 @@ class Ticket:
     # -- for the scheduler -----------------------------------------------------------------------
 
     def awake_with(self, wake: Callable[[], None]) -> None:
-        """Say whom to tell that the caller hangs up."""
+        """Set the callback for a cancellation by the caller."""
         self._wake = wake
 
     def put(self, piece: Piece) -> None:
-        """Hand one piece over."""
+        """Hand over one piece."""
         if piece.usage is not None:
             self.usage, self.report = piece.usage, piece.report
             self.finish_reason = piece.finish_reason
@@ -98,7 +98,7 @@ class Ticket:
             self._pieces.put(piece)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more will come."""
+        """End the ticket; no more pieces come."""
         self.error = error
         self.done.set()
         self._pieces.put(None)

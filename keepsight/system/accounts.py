@@ -1,7 +1,7 @@
-"""Whose memory counts together: a tenant's own, and that under each of its salts.
+"""Accounts for quotas: a tenant together with all of its salts.
 
-A salt divides a tenant's memory into parts that see nothing of each other. What may be kept is the
-tenant's as a whole: a new salt does not get a quota of its own.
+A salt divides a tenant's memory into isolated parts. The quota is for the tenant as a whole: a new
+salt gets none of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _SALT = "\x1f"  # in no name that a person writes
 
 
 def under_salt(tenant: str, salt: str) -> str:
-    """The tenant that has the memory under a salt; the salt is a digest."""
+    """The tenant that owns the memory under a salt; the salt is a digest."""
     return f"{tenant}{_SALT}{salt}"
 
 

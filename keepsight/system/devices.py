@@ -1,10 +1,9 @@
-"""Where tensors cross between the host and a model's devices; and the host's OpenMP threads.
+"""Copies tensors between the host and a model's devices; and manages the host's OpenMP threads.
 
-A device with streams computes behind the program's back, and what one stream has queued says
-nothing about another. So a copy to the host runs on a stream of its own, after the work that makes
-the tensors, and comes with a `Fence`: the copies may not be read before it. A copy to a device is
-queued where the device computes. On the host, and on devices without streams, a copy is complete
-when the call returns.
+A device with streams computes asynchronously, and streams are not ordered among each other. So a
+copy to the host runs on a separate stream after the work that makes the tensors, and comes with a
+`Fence`: the copies must not be read before it. A copy to a device is queued on the computing
+stream. On the host, and on devices without streams, a copy is complete when the call returns.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Streams(Protocol):
-    """What `torch.cuda` and `torch.xpu` have in common."""
+    """The common interface of `torch.cuda` and `torch.xpu`."""
 
     def current_stream(self, device: torch.device) -> torch.Stream: ...
     def stream(self, stream: torch.Stream) -> contextlib.AbstractContextManager[object]: ...
@@ -31,23 +30,23 @@ class _Streams(Protocol):
 
 @dataclass(frozen=True)
 class Fence:
-    """When copies to the host are complete."""
+    """Tells when copies to the host are complete."""
 
     ends: tuple[torch.Event, ...] = ()
 
     def wait(self) -> None:
-        """Return when they are; calling it again costs nothing."""
+        """Wait until they are; further calls cost nothing."""
         for end in self.ends:
             end.synchronize()
 
 
 COMPLETE = Fence()
-_beside: dict[torch.device, torch.Stream] = {}  # the stream on which copies leave each device
+_beside: dict[torch.device, torch.Stream] = {}  # the stream for copies from each device
 
 
 def to_host(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Fence]:
-    """Copy tensors to host memory; wait for the fence before reading the copies. Tensors that are
-    there already are not copied."""
+    """Copy tensors to host memory; wait for the fence before reading the copies. Host tensors are
+    not copied."""
     ends: list[torch.Event] = []
     return {name: _leave(tensor, ends) for name, tensor in tensors.items()}, Fence(tuple(ends))
 
@@ -57,8 +56,8 @@ def to_devices(
     where: Callable[[str], torch.device],
     fence: Fence = COMPLETE,
 ) -> Tensors:
-    """Each tensor on the device that `where` gives for its name. `fence` is that of copies which
-    may still be on their way to the host: the device waits for it, not the program."""
+    """Each tensor on the device that `where` gives for its name. `fence` belongs to copies that may
+    still be on their way to the host: the device waits for it, not the program."""
     arrived = {}
     for name, tensor in tensors.items():
         device = where(name)
@@ -71,22 +70,22 @@ def to_devices(
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory that a device can copy into by itself."""
+    """Host memory into which a device can copy asynchronously."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 class Order:
-    """Keeps the work of one caller before that of the next, where each has a stream of its own.
+    """Orders the work of callers that use separate streams.
 
-    What a model remembers was computed on the stream of whoever asked; the next caller's stream has
-    to wait for it.
+    What a model remembers was computed on one caller's stream; the next caller's stream has to wait
+    for it.
     """
 
     def __init__(self) -> None:
         self._last: dict[torch.device, torch.Stream] = {}
 
     def follow(self, devices: Iterable[torch.device]) -> None:
-        """Order all work queued from now on behind the work queued before the last call."""
+        """Order all work queued from now on after the work queued before the last call."""
         for device in devices:
             streams = _streams(device)
             if streams is None:
@@ -104,7 +103,7 @@ def _leave(tensor: torch.Tensor, ends: list[torch.Event]) -> torch.Tensor:
         return tensor.to("cpu")
     try:
         copy = pinned_like(tensor)
-    except RuntimeError:  # no more memory can be pinned: then the copy is waited for
+    except RuntimeError:  # no more memory can be pinned: then wait for the copy
         return tensor.to("cpu")
     beside = _beside.get(device)
     if beside is None:
@@ -118,7 +117,7 @@ def _leave(tensor: torch.Tensor, ends: list[torch.Event]) -> torch.Tensor:
 
 
 def _streams(device: torch.device) -> _Streams | None:
-    """The queues of a device, where it has any."""
+    """The streams of a device, if it has any."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
@@ -129,19 +128,19 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_pinned()
 
 
-_SOFT = 1  # of omp_pause_resource_t: what was set stays
+_SOFT = 1  # of omp_pause_resource_t: keeps settings
 
 
 def release_team() -> bool:
-    """End the calling thread's team of OpenMP, which is made again when that thread computes.
+    """End the calling thread's OpenMP team, which is created again when that thread computes.
 
-    As long as all teams have no more threads than the machine has cores, waiting threads stay
-    awake; with more they sleep, and waking them takes longer than a small layer of a model. So a
-    thread that hands a model over ends its team: decoding is a fifth faster then on two cores.
-    False where this torch has no GNU OpenMP, or where that cannot do it.
+    While all teams together have no more threads than the machine has cores, waiting threads stay
+    awake. With more they sleep, and waking them takes longer than a small layer of a model. So a
+    thread that passes a model on ends its team: decoding on two cores is then a fifth faster. False
+    if this torch has no GNU OpenMP, or one that cannot do it.
     """
     found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-    flag = getattr(os, "RTLD_NOLOAD", None)  # never a second copy of it
+    flag = getattr(os, "RTLD_NOLOAD", None)  # never load a second copy of it
     if not found or flag is None:
         return False
     try:

@@ -1,10 +1,10 @@
-"""What is finished without a `close()`: by the end of the process, and of what is dropped.
+"""Finishes work without a `close()`: at the end of the process, and of dropped objects.
 
-At the end it is done twice, within a few seconds. As soon as the main thread has ended, what was
-handed to stores is written: pools of threads, which remote stores need, take work until then. Once
-all other threads but daemons have ended too, schedulers stop, models are taken from threads that
-are still at work (one that is inside PyTorch when the interpreter ends takes the process down), and
-stores are finished and closed.
+At the end this happens twice, within a few seconds. When the main thread has ended, pending store
+writes are written: thread pools, which remote stores need, accept work until then. When all other
+threads except daemons have ended, schedulers stop, models are taken from threads that are still at
+work (a thread inside PyTorch crashes the process when the interpreter ends), and stores are
+finished and closed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 SCHEDULERS, MODELS, STORES = 0, 1, 2  # in the order in which they end
-SECONDS = 10.0  # that all of it may take, each time
+SECONDS = 10.0  # seconds for all of it, each time
 
 
 class Ending(Protocol):
     """Something that has to be finished."""
 
     def before_exit(self, seconds: float) -> object:
-        """Finish within so many seconds, or leave it. It may be used again afterwards."""
+        """Finish within this many seconds, or give up. It may be used again afterwards."""
 
 
 _all: dict[int, weakref.WeakSet[Ending]] = {
@@ -39,12 +39,12 @@ _all: dict[int, weakref.WeakSet[Ending]] = {
 
 
 def finish_before_exit(ending: Ending, stage: int) -> None:
-    """Have its `before_exit` called, unless it is gone by then."""
+    """Register an object's `before_exit`, unless it is garbage-collected earlier."""
     _all[stage].add(ending)
 
 
 def begin(work: Callable[[], object], name: str) -> threading.Thread | None:
-    """Start a daemon thread; None where the interpreter is shutting down and starts no more."""
+    """Start a daemon thread; None if the interpreter is shutting down."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
@@ -54,8 +54,8 @@ def begin(work: Callable[[], object], name: str) -> threading.Thread | None:
 
 
 def when_dropped(owner: object, retire: Callable[[], object]) -> None:
-    """Have something called once an object is gone. It must wait for nothing, and be no method of
-    that object: the collector calls it, in any thread and under any lock."""
+    """Call something once an object is gone. It must not wait, and not be a method of that object:
+    the garbage collector calls it in any thread and under any lock."""
     weakref.finalize(owner, retire).atexit = False
 
 
@@ -70,8 +70,8 @@ def _finish(stages: tuple[int, ...]) -> None:
 
 
 atexit.register(_finish, (SCHEDULERS, MODELS, STORES))
-# The only hook between the end of the main thread and that of the pools. It has no public name.
+# The only hook between the ends of the main thread and of the pools. It has no public name.
 _register = getattr(threading, "_register_atexit", None)
 if _register is not None:
-    with contextlib.suppress(RuntimeError):  # imported when all is over
+    with contextlib.suppress(RuntimeError):  # imported during shutdown
         _register(partial(_finish, (STORES,)))

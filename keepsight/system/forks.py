@@ -1,8 +1,8 @@
-"""Forks: locks that must be free while a process forks, and what is made again in a child.
+"""Forks: takes locks before a process forks, and resets objects in the child.
 
-A forked process has only the thread that forked, and a copy of everything as it stood at that
-moment. What other threads may be in the middle of is taken from them before, waiting for a few
-seconds at most; a child learns of each thing whether that worked.
+A forked process has only the thread that forked, and a copy of all memory at that moment. So locks
+that other threads may hold are taken first, waiting a few seconds at most. In the child, each
+object learns whether that worked.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Held(Protocol):
     """Something that is taken before a fork."""
 
     def before_fork(self, seconds: float) -> bool:
-        """Take it within so many seconds, if that is possible."""
+        """Take it within this many seconds, if possible."""
 
     def after_fork(self) -> None:
-        """In the parent, where it was taken: give it back."""
+        """In the parent, if it was taken: give it back."""
 
     def in_child(self, taken: bool) -> None:
         """In the child: give it back, or mark it as unusable."""
@@ -40,12 +40,12 @@ _forking = threading.local()
 
 
 def hold(thing: Held, stage: int) -> None:
-    """Take a thing before each fork, as long as it lives."""
+    """Take an object before each fork, as long as it lives."""
     _held[stage].add(thing)
 
 
 def renew(method: Callable[[], None]) -> None:
-    """Have a method called in each child, as long as its object lives."""
+    """Call a method in each child, as long as its object lives."""
     _renewed[method.__self__] = method.__name__  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
-"""Small pieces of HTML for notebooks, in colours that fit light and dark pages.
+"""Small pieces of HTML for notebooks, with colours for light and dark pages.
 
-Everything that comes from outside (answers, names of files) goes through `escape`.
+All outside text (answers, file names) goes through `escape`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def paragraph(text: str, soft: bool = False) -> str:
 
 
 def bar(parts: Iterable[tuple[int, str, str]]) -> str:
-    """A bar of parts, each with its size, its colour, and a text that shows under the pointer."""
+    """A bar of parts, each with its size, its colour, and a tooltip."""
     sized = [(size, colour, text) for size, colour, text in parts if size > 0]
     whole = sum(size for size, _, _ in sized) or 1
     boxes = "".join(
@@ -42,11 +42,11 @@ def bar(parts: Iterable[tuple[int, str, str]]) -> str:
 
 
 def details(summary: str, inner: str) -> str:
-    """What opens under a line; `inner` is HTML already."""
+    """A line that opens to show more; `inner` is already HTML."""
     return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """One line of at most so many characters."""
+    """One line of at most this many characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"

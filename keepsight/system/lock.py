@@ -1,15 +1,16 @@
-"""Locks: one that serves those who wait in the order they came, and one for a few steps at a time.
+"""Locks: a fair one that serves waiting threads in order, and a plain one for a few steps at a
+time.
 
-The scheduler of requests takes the model for one step and again for the next. With a plain lock it
-would nearly always get it back before a waiting thread has woken up; `FairLock` is handed over.
+The scheduler takes the model for one step and again for the next. With a plain lock it would nearly
+always get it back before a waiting thread has woken up; `FairLock` is handed over.
 
-The garbage collector may end an abandoned stream at any moment: in any thread, under any lock, also
-in the middle of the methods below. Whatever it ends must not wait. It leaves a note of what is to
-be done (`leave`), and whoever has the lock does it. An append to a deque is atomic, and each method
-looks at the notes after it has released its own guard, so no note is overlooked.
+The garbage collector may end an abandoned stream at any moment: in any thread, under any lock, even
+in the middle of the methods below. Such code must not wait. It leaves a note of what is to be done
+(`leave`), and the owner of the lock does it. Appending to a deque is atomic, and each method checks
+the notes after it has released its own guard, so no note is missed.
 
-A `FairLock` is taken before a fork, so that a child finds what it protects in one piece; where that
-takes too long, the child cannot have it at all. A `Mutex` is open in every child.
+A `FairLock` is taken before a fork, so that a child finds consistent data; if that takes too long,
+the child cannot use it. A `Mutex` is free in every child.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ _STEP = 1.0  # seconds in which a thread gets from one step under the lock to th
 
 
 class FairLock:
-    """Used as `threading.RLock` is, with `with`. `what` names for people what it protects."""
+    """Works like `threading.RLock`, with `with`. `what` names for people what it protects."""
 
     def __init__(self, what: str = "the model") -> None:
         self._what = what
         self._notes: deque[Callable[[], object]] = deque()
-        self._put_off: deque[Callable[[], object]] = deque()  # for who takes the lock by itself
-        self._failed: deque[BaseException] = deque()  # of notes; raised by the next call
-        self.unusable = False  # in a forked process, while another thread had the lock
+        self._put_off: deque[Callable[[], object]] = deque()  # for whoever takes the lock alone
+        self._failed: deque[BaseException] = deque()  # errors of notes; raised by the next call
+        self.unusable = False  # in a forked process, if another thread had the lock
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._owner: int | None = None
-        self._handed: threading.Lock | None = None  # whose turn it is, until that thread wakes up
+        self._handed: threading.Lock | None = None  # the thread whose turn it is, until it wakes up
         self._depth = 0
-        self._latest, self._left_at = 0, 0.0  # the thread that had it last, until when
+        self._latest, self._left_at = 0, 0.0  # the last thread that had it, and until when
         forks.hold(self, forks.MODELS)
         finish_before_exit(self, MODELS)
 
@@ -53,9 +54,9 @@ class FairLock:
         return self._owner == threading.get_ident()
 
     def acquire(self, timeout: float = -1.0) -> bool:
-        """Wait for the lock, forever or for so many seconds; whether this thread has it then.
+        """Wait for the lock, forever or this many seconds; return whether this thread has it.
 
-        At once for the thread that has it already.
+        Returns at once for the thread that already has it.
         """
         if self.unusable:
             raise Forked(self._what)
@@ -88,22 +89,22 @@ class FairLock:
         self._look_again()
 
     def leave(self, note: Callable[[], object]) -> None:
-        """Have something done under the lock, at once if it is free. This never waits.
+        """Have something done under the lock, at once if it is free. Never waits.
 
-        A thread that has the lock is in the middle of something: it does it on release.
+        If a thread holds the lock, that thread does it on release.
         """
         self._notes.append(note)
         self._look_again()
 
     def put_off(self, note: Callable[[], object]) -> None:
-        """The same of what may take other locks, under one of which the collector may have come:
-        who asks for this lock next does it first."""
+        """Like `leave`, for work that may take other locks; the garbage collector may have come
+        under one of those. The next thread that asks for this lock does it first."""
         self._put_off.append(note)
 
     # -- whose turn it is ------------------------------------------------------------------------
 
     def _queue_up(self) -> threading.Lock | None:
-        """None where the lock is one's own at once, else what to wait for."""
+        """None if the lock was free and is now ours, otherwise what to wait for."""
         with self._guard:
             if self._is_free():
                 self._take()
@@ -121,7 +122,7 @@ class FairLock:
                     self._handed, came = None, True
                     self._take()
         finally:
-            if not came:  # interrupted, or too late: no thread may be left waiting for this one
+            if not came:  # interrupted, or too late: no thread may keep waiting for this one
                 self._step_back(turn)
         return came
 
@@ -134,7 +135,7 @@ class FairLock:
         self._look_again()
 
     def _try(self) -> bool:
-        """Take the lock if that takes no waiting, not even for the guard."""
+        """Take the lock if that needs no waiting, not even for the guard."""
         if self.unusable or not self._guard.acquire(blocking=False):
             return False
         try:
@@ -164,19 +165,19 @@ class FairLock:
         while notes:
             try:
                 notes.popleft()()
-            except Exception as error:  # somebody else's, and no reason to keep the lock from this
+            except Exception as error:  # another's error must not keep the lock from this one
                 self._failed.append(error)
 
     def _look_again(self) -> None:
-        """Do what was left meanwhile, unless somebody has the lock, who will."""
+        """Do the work noted meanwhile, unless another thread has the lock and will do it."""
         while self._notes and self._try():
             self.release()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def before_exit(self, seconds: float) -> None:
-        """Take the lock for good: a daemon thread stops where it wants it next, and not inside
-        PyTorch, which would take the process down. One that had it just now is waited for."""
+        """Take the lock for good: a daemon thread then stops where it next wants it, not inside
+        PyTorch, where the process would crash. Waits for a thread that just had it."""
         latest = self._latest
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         if not self.acquire(seconds) or latest not in others:
@@ -213,7 +214,7 @@ class FairLock:
 
 
 class Mutex:
-    """Used as `threading.Lock` is, for a few steps that never wait for anything else."""
+    """Works like `threading.Lock`, for a few steps that never wait for anything else."""
 
     def __init__(self) -> None:
         self._renew()

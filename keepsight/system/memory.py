@@ -1,6 +1,6 @@
 """How much memory a process can still have, and when its garbage is collected.
 
-Linux says how much is free; elsewhere nothing is known, and whoever asks goes on without.
+Linux tells how much is free; elsewhere nothing is known, and callers go on without.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """For work that makes many objects and leaves few: a collection amid it takes longer than it
-    does."""
+    """Pause garbage collection for work that makes many objects and keeps few: one collection in
+    between would take longer than the work."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +25,7 @@ def without_collecting() -> Iterator[None]:
 
 
 def free_memory(swap: bool = True) -> int | None:
-    """Bytes that can be had, swap among them unless not `swap`; None where nothing says so."""
+    """Available bytes, including swap unless `swap` is false; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

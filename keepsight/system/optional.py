@@ -1,6 +1,6 @@
-"""Libraries that only some need: imported where they are used, and named with the extra to install.
+"""Optional libraries: imported where they are used; errors name the extra to install.
 
-A function and no table, so that each room says itself what it needs.
+A function instead of a table, so that each room names its own needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from keepsight.errors import MissingExtra
 
 
 def optional(module: str, extra: str, library: str | None = None) -> ModuleType:
-    """A module of an optional library; where it is missing, the error says what to install."""
+    """Import an optional library; if it is missing, the error says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -1,6 +1,6 @@
-"""Says before anything slow is imported what this machine has not got: a folder, a device.
+"""Refuses missing folders and devices before anything slow is imported.
 
-PyTorch knows more, and is asked later; what is refused here needs no PyTorch to be known.
+PyTorch knows more, and is asked later; the checks here need no PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIBRARIES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gc
 
 
 def check_store_folder(address: str | os.PathLike[str]) -> None:
-    """Refuse a file in the place of a store, or above it."""
+    """Refuse a file in place of a store, or above it."""
     text = os.fspath(address)
     if not text or "://" in text or "\0" in text:
         return
@@ -37,19 +37,19 @@ def check_store_folder(address: str | os.PathLike[str]) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Refuse what is there already, but for an empty folder."""
+    """Refuse an existing path, except an empty folder."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} is there already; name a new folder, or remove it first")
 
 
 def check_listen(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened at, before anything slow."""
+    """Refuse an address that cannot be listened on, before anything slow."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as tried:
-            if os.name == "posix":  # elsewhere it would let two listen
+            if os.name == "posix":  # elsewhere two servers could listen
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(address)
     except OSError as error:
@@ -60,7 +60,7 @@ def check_listen(host: str, port: int) -> None:
 
 
 def check_store_writable(address: str | os.PathLike[str]) -> None:
-    """Refuse also a folder that cannot be written, and an address that cannot be opened."""
+    """Also refuse a folder that cannot be written, and an address that cannot be opened."""
     text = os.fspath(address)
     library, extra = _LIBRARIES.get(text.partition("://")[0], ("", ""))
     if library and "://" in text and importlib.util.find_spec(library) is None:
@@ -71,7 +71,7 @@ def check_store_writable(address: str | os.PathLike[str]) -> None:
     path = Path(text).expanduser()
     there = _nearest(path)
     if (path / "store.json").is_file():
-        return  # a store made by others may be read all the same
+        return  # a store of others may still be readable
     if not os.access(there, os.W_OK | os.X_OK):
         raise StoreError(
             f"{text} cannot be a store: {there} cannot be written by this user; name another "
@@ -81,8 +81,8 @@ def check_store_writable(address: str | os.PathLike[str]) -> None:
 
 
 def _check_can_hold(there: Path, text: str) -> None:
-    """Refuse where no folder can be made: of some places, such as /proc, the system says that they
-    can be written, and means something else."""
+    """Refuse a place where no folder can be created: some, such as /proc, claim to be writable and
+    are not."""
     tried = there / f".keepsight-{os.getpid()}"
     try:
         tried.mkdir()
@@ -95,7 +95,7 @@ def _check_can_hold(there: Path, text: str) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """The path itself, or the nearest above it that is there."""
+    """The path itself, or its nearest existing parent."""
     return next((p for p in (path, *path.parents) if os.path.lexists(p)), Path())
 
 
@@ -121,6 +121,6 @@ def check_device(device: str | None) -> None:
 
 
 def _near_device(name: str) -> str | None:
-    """What somebody means by a name that no device has."""
+    """The device that an unknown name may mean."""
     close = [] if name in _DEVICES else difflib.get_close_matches(name, _DEVICES, 1, 0.7)
     return _OTHER_NAMES.get(name) or next(iter(close), None)

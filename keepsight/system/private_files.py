@@ -1,8 +1,8 @@
-"""What is written here is its owner's alone: files of mode 0600 in folders of mode 0700.
+"""Creates files that only their owner can read: mode 0600 in folders of mode 0700.
 
-People's pictures and what they asked are in it. The umask of the process is neither read nor
-changed, and what existed before keeps its mode. A folder with the set-group-ID bit is one that its
-owner shares with a group on purpose: what is made in it gets the rights that the group has there.
+They hold people's pictures and questions. The process's umask is neither read nor changed, and
+existing files keep their modes. A folder with the set-group-ID bit is shared with a group on
+purpose: new files in it get the rights that the group has there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 FILE, FOLDER = 0o600, 0o700
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A folder to work in may be one that may not be listed.
+# A folder to work in may not be listable.
 _AT = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -30,7 +30,7 @@ def folder_mode(inside: os.stat_result) -> int:
 
 
 def new_file(name: str, flags: int, inside: int) -> int:
-    """Open a file that is made in an open folder."""
+    """Open a new file in an open folder."""
     mode = file_mode(os.fstat(inside))
     handle = os.open(name, flags, mode, dir_fd=inside)
     grant(handle, mode)
@@ -40,12 +40,12 @@ def new_file(name: str, flags: int, inside: int) -> int:
 def grant(handle: int, mode: int) -> None:
     """Give an open file a mode that the umask may have narrowed; the umask never widens one."""
     if stat.S_IMODE(os.fstat(handle).st_mode) != mode:
-        with contextlib.suppress(OSError):  # some file systems know no modes
+        with contextlib.suppress(OSError):  # some file systems have no modes
             os.fchmod(handle, mode)
 
 
 def new_folder(name: str, inside: int) -> None:
-    """Make a folder in an open folder, where there is none of that name."""
+    """Create a folder in an open folder, if none of that name exists."""
     mode = folder_mode(os.fstat(inside))
     try:
         os.mkdir(name, mode, dir_fd=inside)
@@ -60,7 +60,7 @@ def new_folder(name: str, inside: int) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it that are missing; others keep their modes."""
+    """Create a folder and its missing parents; existing ones keep their modes."""
     for folder in [*reversed(path.parents), path]:
         if not folder.exists():
             handle = os.open(folder.parent, _AT)
@@ -73,8 +73,8 @@ def make_folders(path: Path) -> None:
 
 
 def mode_at(path: Path) -> int:
-    """The mode of a file that is written to a path: that of the file which is there, else a new
-    one's."""
+    """The mode of a file written to a path: that of the existing file, otherwise that of a new
+    one."""
     with contextlib.suppress(OSError):
         status = path.stat()
         if stat.S_ISREG(status.st_mode):
@@ -83,8 +83,8 @@ def mode_at(path: Path) -> int:
 
 
 def reserve(path: Path) -> None:
-    """Make an empty file where there is none, for a library that would make one for everybody to
-    read. Where that fails the library says why."""
+    """Create an empty file if none exists, for a library that would make it readable by everybody.
+    If that fails, the library reports why."""
     with contextlib.suppress(OSError):
         handle = os.open(path.parent, _AT)
         try:
@@ -94,5 +94,5 @@ def reserve(path: Path) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    """For `open(..., opener=)`: a new file is its owner's alone."""
+    """For `open(..., opener=)`: only the owner can read a new file."""
     return os.open(path, flags, FILE)

@@ -1,6 +1,6 @@
 """Sizes and times as people write them: `"2GiB"`, `"7d"`, or a plain number.
 
-Light on purpose: the command line checks its options with these before it imports PyTorch.
+Imports little: the command line checks its options with these before it imports PyTorch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def bytes_text(size: float) -> str:
 
 
 def _parsed(value: float | str, units: dict[str, int], letters: str) -> float | None:
-    """The number in its smallest unit; None where it is none."""
+    """The number in its smallest unit; None if it is none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if isinstance(value, str):

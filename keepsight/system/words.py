@@ -1,6 +1,6 @@
-"""The words that options take; others are refused before anything slow is imported.
+"""The values of options that are words; others are refused before anything slow is imported.
 
-The rooms that act on a word take their lists from here.
+The rooms that use an option take its list from here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHORT |= dict.fromkeys(("fp16", "f16"), "float16")
 
 
 def check_dtype(name: str) -> None:
-    """Refuse the name of a dtype that no model is loaded in."""
+    """Refuse an unknown dtype."""
     if name in DTYPES or name in _OF_TORCH:
         return
     near = _SHORT.get(name.lower()) or next(iter(difflib.get_close_matches(name, DTYPES, 1)), None)
@@ -32,19 +32,20 @@ def check_dtype(name: str) -> None:
 
 
 def check_runtime(name: str) -> None:
-    """Refuse a runtime that there is not."""
+    """Refuse an unknown runtime."""
     UnknownOption.refuse([name], RUNTIMES, "runtime")
 
 
 def check_weights(name: str) -> None:
-    """Refuse a form of weights that there is not."""
+    """Refuse an unknown form of weights."""
     if name not in WEIGHTS:
         known = ", ".join(map(repr, WEIGHTS))
         raise InputError(f"weights={name!r} is not known; known: {known}")
 
 
 def check_together(runtime: str | None, weights: str | None) -> None:
-    """Refuse a runtime or weights that there are not, and narrow weights where none can run."""
+    """Refuse an unknown runtime or form of weights, and narrow weights in a runtime without
+    them."""
     if runtime is not None:
         check_runtime(runtime)
     if weights is not None:
@@ -57,7 +58,7 @@ def check_together(runtime: str | None, weights: str | None) -> None:
 
 
 def check_export_place(runtime: str | None, weights: str | None, store: str | None) -> None:
-    """Refuse an export that has no folder to lie in."""
+    """Refuse an export without a folder for it."""
     wanted = runtime in EXPORTS or (weights not in (None, *TORCH_WEIGHTS) and runtime == "auto")
     if wanted and (not store or "://" in store):
         raise InputError(
@@ -75,13 +76,13 @@ def check_export_words(runtime: str, quantised: str | None) -> None:
 
 
 def check_codec(name: str) -> None:
-    """Refuse a codec of packages that there is not."""
+    """Refuse an unknown codec of packages."""
     if name not in CODECS:
         raise InputError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}")
 
 
 def check_dpi(dpi: int) -> None:
-    """Refuse a resolution of PDF pages that shows nothing, or takes all memory."""
+    """Refuse a resolution of PDF pages that is too small to read, or takes too much memory."""
     if not 18 <= dpi <= 1200:
         raise InputError(f"dpi={dpi}; expected 18 to 1200 dots an inch")
 
