@@ -32,7 +32,7 @@ from keepsight.bench.options import SCALES, SHAPES, SIZES
 from keepsight.bench.workloads import Pictures, Step, peers_conversation
 from keepsight.cli.terminal import table
 from keepsight.kinds import Message
-from keepsight.runtimes.mlx_library import as_mlx_reads_it, own_names, own_processors
+from keepsight.runtimes.mlx_library import as_mlx_reads_it, own_names
 
 FORMAT = 1
 OURS, THEIRS = "keepsight", "mlx-vlm"
@@ -140,7 +140,7 @@ class MlxVlm:
         self._stream, self._count = library.stream_generate, count
         self._state, self._vision = library.PromptCacheState, caches.VisionFeatureCache
         self._apc = library.apc.APCManager
-        with as_mlx_reads_it(folder) as readable, own_names(), own_processors():
+        with as_mlx_reads_it(folder) as readable, own_names():
             self._model, self._processor = library.load(str(readable))
         ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
         self._unending = dict.fromkeys(ends, -1e9)  # as `min_new_tokens` does
