@@ -42,6 +42,7 @@ from keepsight.errors import InputError, ModelError, UnsupportedInput
 from keepsight.formats.package import Package
 from keepsight.kinds import DeviceMap, Dtype, Message, Options, Processor, Record
 from keepsight.media.medium import Picture, Pictures
+from keepsight.media.visions import encode_all
 from keepsight.models import loading, without_tower
 from keepsight.models.blindfold import blindfold
 from keepsight.models.families import family_of
@@ -331,7 +332,7 @@ class VLM(DisplayedModel, AsyncAnswers):
             self.runtime.refresh(tenant=whose)
             vision = self.runtime.vision_of(whose)
             if isinstance(image, list | tuple):
-                return [vision.encode(one) for one in image]
+                return encode_all(vision, image)
             return vision.encode(image)
 
     def render(self, messages: list[Message], generate: bool = True, **template: object) -> Prompt:

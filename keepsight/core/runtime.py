@@ -30,9 +30,10 @@ from keepsight.core.state import Shape
 from keepsight.errors import Closed, InputError, ModelError, PinsFull, UnsupportedInput
 from keepsight.kinds import Message, Processor, Record
 from keepsight.media.caches import MediaCaches
-from keepsight.media.features import Vision, feature_stats
+from keepsight.media.features import Vision
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
+from keepsight.media.visions import feature_stats
 from keepsight.models.compiled import Compiled
 from keepsight.models.environment import about, backend_version, environment_of
 from keepsight.models.families import Family

@@ -59,7 +59,7 @@ def with_features(
     report = Report(prompt_tokens=len(flat))
     parts: list[tuple[Package, int, int]] = []
     for number, (medium, start, end) in enumerate(_placed(media, spots)):
-        package, where = vision.package(medium)
+        package, where = vision.package(medium, beside=media)
         if note := vision.note(number, package, where):
             report.notes.append(note)
         parts.append((package, 0, medium.tokens))

@@ -24,6 +24,6 @@ def stock_inputs(
     more = family.prompt_inputs(prompt.ids, prompt.types, prompt.grids)
     inputs |= {name: tensor.to(device) for name, tensor in more.items()}
     if prompt.media and features:
-        parts = [(vision.package(m)[0], 0, m.tokens) for m in prompt.media]
+        parts = [(vision.package(m, beside=prompt.media)[0], 0, m.tokens) for m in prompt.media]
         inputs |= repeatable(family, parts, ids)
     return inputs

@@ -101,10 +101,9 @@ class Turn:
 
     def _choose_sampler(self) -> Sampler:
         if self.sampler is None:
-            model, processor = self._runtime.model, self._runtime.processor
-            tokenizer = getattr(processor, "tokenizer", None)
+            tokenizer = getattr(self._runtime.processor, "tokenizer", None)
             more = (self._options, self._default_tokens)
-            self.sampler = sampler(model, tokenizer, self._ids(), *more)
+            self.sampler = sampler(self._runtime.model, tokenizer, self._ids(), *more)
         return self.sampler
 
     def _ids(self) -> torch.Tensor:
@@ -297,7 +296,8 @@ class Turn:
         if medium not in self._sources and self._vision.made_elsewhere(shown):
             self._others.add(medium)  # asked now: soon the store has ours too
         with self._stage("encode"):
-            package, where = self._vision.package(shown, lambda: self._may_keep(shown.key))
+            may, rest = partial(self._may_keep, shown.key), self.prompt.shown(self.run.lane.length)
+            package, where = self._vision.package(shown, may, rest)
         note = self._vision.note(medium, package, where)
         if medium not in self._sources and note:
             self._notes[medium] = note

@@ -6,13 +6,14 @@ Nothing here knows where packages go.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from keepsight.encode.items import Item
 from keepsight.kinds import Record
+from keepsight.media.naming import Looked
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,23 @@ class Encoded:
         return {**vars(self), "package": package}
 
 
+class Look(Protocol):
+    """What a thread found out of an item."""
+
+    @property
+    def looked(self) -> Looked | None:
+        """What is known of the medium, and its pixels, where they wait for the tower."""
+
+
 class EncodeTarget(Protocol):
     """Where packages go."""
 
     def look(self, item: Item) -> Any:
         """Do everything that needs no tower, in a thread: open, name, decode and preprocess."""
 
-    def settle(self, look: Any) -> Encoded:
-        """Do the rest, in the order of the items: run the tower and hand over the package."""
+    def settle(self, look: Any, beside: Sequence[Looked] = ()) -> Encoded:
+        """Do the rest, in the order of the items: run the tower and hand over the package. Those
+        `beside` it come next."""
 
     def flush(self) -> None:
         """Return when everything settled is safe, except what the place refused."""

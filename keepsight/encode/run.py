@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from keepsight.encode.items import Item
-from keepsight.encode.results import Encoded, EncodeTarget
+from keepsight.encode.results import Encoded, EncodeTarget, Look
+from keepsight.media.company import MOST, is_small
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -200,8 +201,10 @@ def run(
     )
     waiting: list[Encoded] = []
     written, since = 0, time.monotonic()
-    for look in ahead.over(mine):
-        result = target.settle(look)
+    looks = ((g, n) for g in _groups(ahead.over(mine)) for n in range(len(g)))
+    for group, number in looks:
+        beside = [one.looked for one in group[number + 1 :] if one.looked is not None]
+        result = target.settle(group[number], beside)
         waiting.append(result)
         written += result.nbytes
         if written > _BYTES or time.monotonic() - since > _SECONDS:
@@ -210,6 +213,18 @@ def run(
             written, since = 0, time.monotonic()
     yield from _confirmed(target, waiting)
     target.look_back(back)
+
+
+def _groups(looks: Iterable[Look]) -> Iterator[list[Look]]:
+    """Looks that may share a pass of the tower, as far as their sizes go."""
+    group: list[Look] = []
+    for look in looks:
+        group.append(look)
+        pixels = look.looked.pixels if look.looked is not None else None
+        if pixels is None or not is_small(pixels) or len(group) == MOST:
+            yield group
+            group = []
+    yield group
 
 
 def _confirmed(target: EncodeTarget, results: list[Encoded]) -> list[Encoded]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from keepsight.formats.package import KIND, Package
 from keepsight.kinds import Record
 from keepsight.media.naming import Looked
 from keepsight.media.sources import Source
+from keepsight.media.visions import expect
 from keepsight.system import private_files
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class ToFiles:
         except KeepsightError as error:
             return Opened(item, error=str(error))
 
-    def settle(self, look: Opened) -> Encoded:
+    def settle(self, look: Opened, beside: Sequence[Looked] = ()) -> Encoded:
         """Find a package by the file's bytes, then by its pixels; otherwise run the tower."""
         item, source = look.item, look.source
         if source is None:
@@ -92,11 +94,13 @@ class ToFiles:
             return _known(item, found)
         try:
             with self._vlm.runtime.lock:
-                return self._encode(item, source, look.looked)
+                return self._encode(item, source, look.looked, beside)
         except InputError as error:
             return Encoded(item.name, "broken", error=str(error))
 
-    def _encode(self, item: Item, source: Source, looked: Looked | None) -> Encoded:
+    def _encode(
+        self, item: Item, source: Source, looked: Looked | None, beside: Sequence[Looked]
+    ) -> Encoded:
         self._vlm.runtime.require_open()
         self._refresh()
         if looked is None:
@@ -108,7 +112,7 @@ class ToFiles:
         skipped = too_many(medium.tokens, self._most)
         if skipped is not None:
             return Encoded(item.name, "skipped", tokens=medium.tokens, error=skipped)
-        package, _ = self._vision.package(medium)
+        package, _ = self._vision.package(medium, beside=expect(self._vision, beside))
         about = dict(package.about, file=source.name)
         return self._index.add(
             item, source, dataclasses.replace(package.pack(self._codec), about=about)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from keepsight.formats.codecs import EXACT, check_codec
 from keepsight.formats.package import Package
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Looked
+from keepsight.media.visions import expect
 from keepsight.store import About
 from keepsight.store.contract import Name
 
@@ -111,7 +113,7 @@ class ToStore:
 
     # -- in its turn -------------------------------------------------------------------------------
 
-    def settle(self, look: LookResult) -> Encoded:
+    def settle(self, look: LookResult, beside: Sequence[Looked] = ()) -> Encoded:
         """Count it if it exists, otherwise run the tower and hand over the package."""
         name = look.item.name
         if look.looked is None or look.medium is None:
@@ -122,7 +124,7 @@ class ToStore:
                 return Encoded(name, "skipped", tokens=look.medium.tokens, error=skipped)
             try:
                 with self._vlm.runtime.lock:
-                    return self._encode(name, look.looked)
+                    return self._encode(name, look.looked, beside)
             except InputError as error:
                 return Encoded(name, "broken", error=str(error))
         if look.looked.aliases:
@@ -134,26 +136,27 @@ class ToStore:
         status = "kept" if self._once.first(feature_id) else "duplicate"
         return Encoded(name, status, feature_id, tokens)
 
-    def _encode(self, name: str, looked: Looked) -> Encoded:
+    def _encode(self, name: str, looked: Looked, beside: Sequence[Looked]) -> Encoded:
         self._vlm.runtime.require_open()
         self._refresh()  # weights may change at any time; it is noticed here
         medium = self._vision.admit_looked(looked)
         there = self._there(medium)  # an equal image may have been encoded meanwhile
         if there is not None:
             return self._known(name, there, medium.tokens)
+        waiting = expect(self._vision, beside)
         if self._codec == EXACT:
-            package, tier = self._vision.package(medium)
+            package, tier = self._vision.package(medium, beside=waiting)
             if tier == "memory":  # the store lost what memory still holds
                 self._put(package, 0.0)
         else:
-            package = self._packed(medium)
+            package = self._packed(medium, waiting)
         self._once.first(package.feature_id)
         size = sum(tensor.nbytes for tensor in package.stored.values())
         return Encoded(name, "encoded", package.feature_id, package.tokens, size)
 
-    def _packed(self, medium: Medium) -> Package:
+    def _packed(self, medium: Medium, beside: Sequence[Medium]) -> Package:
         start = time.perf_counter()
-        package = self._vision.encode_medium(medium).pack(self._codec)
+        package = self._vision.encode_medium(medium, beside).pack(self._codec)
         about = self._put(package, 1e3 * (time.perf_counter() - start))
         note = {"feature_id": package.feature_id}
         self._store.put_note("made", self._packed_as(medium), note, about)

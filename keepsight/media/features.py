@@ -31,15 +31,6 @@ _COUNTED = {"tower": "encoded", "memory": "memory"}  # where they came from, for
 COUNTS = ("named", "encoded", "in_pieces", "memory", "disk", "preprocessed")
 
 
-def feature_stats(visions: Iterable[Vision]) -> Record:
-    """How often each event happened for some tenants, and which parts of a tower ran in pieces."""
-    counts, parts = dict.fromkeys(COUNTS, 0), TowerParts()
-    for vision in visions:
-        counts = {name: counts[name] + n for name, n in vision.counts.items()}
-        parts.add(vision.parts)
-    return {**counts, "tower_parts": parts.to_dict()}
-
-
 class Vision:
     """The namer and the encoder of one model, for one tenant."""
 
@@ -248,7 +239,7 @@ class Vision:
                 exported.require(medium.grid)
 
     def package(
-        self, medium: Medium, keep: Callable[[], bool] = lambda: True
+        self, medium: Medium, keep: Callable[[], bool] = lambda: True, beside: Iterable[Medium] = ()
     ) -> tuple[Package, str]:
         """The features of a medium on the model's device, and their origin. New ones are remembered
         if `keep`, called after the tower, returns True."""
@@ -267,9 +258,8 @@ class Vision:
             return package, tier
         if medium.steps:
             return self._film(medium, keep)
-        start = time.perf_counter()
-        package = self.encode_medium(medium)
-        self._remember([package], 1e3 * (time.perf_counter() - start), keep)
+        package = self.encode_medium(medium, beside)
+        self._remember([package], self.tower.milliseconds, keep)
         return package, "tower"
 
     def _film(self, film: Medium, keep: Callable[[], bool]) -> tuple[Package, str]:
@@ -336,13 +326,14 @@ class Vision:
         self._store.reject("package", feature_id, why)  # type: ignore[union-attr]
         return None
 
-    def encode_medium(self, medium: Medium) -> Package:
+    def encode_medium(self, medium: Medium, beside: Iterable[Medium] = ()) -> Package:
         """The features, computed now and not stored: the caller stores them in another form."""
         if medium.steps:
             return self._film(medium, lambda: False)[0]
         self.require([medium])
         self._counts["encoded"] += 1
-        package = self.tower.encode(medium)
+        new = (one for one in beside if self.where(one) == "tower")
+        package = self.tower.encode(medium, new)
         self._note_parts()
         return package
 
@@ -350,13 +341,20 @@ class Vision:
         self._counts["in_pieces"] += bool(self.tower.parts.cut)
         self.parts.add(self.tower.parts)
 
-    def encode(self, image: object) -> Package:
-        """The package of an image in any form, with the processor's prompt text for it."""
+    def name_any(self, image: object) -> Medium:
+        """The medium behind what `encode` takes: a picture, a medium, or a part of a message."""
         modality = image.modality if isinstance(image, Medium | Package) else "image"
         if isinstance(image, dict):
             modality, image = medium_in(image)
-        medium = self.name(image, modality)
-        package, _ = self.package(medium)
+        return self.name(image, modality)
+
+    def encode(self, image: object) -> Package:
+        """The package of an image in any form, with the processor's prompt text for it."""
+        return self.handed_out(self.name_any(image))
+
+    def handed_out(self, medium: Medium, beside: Iterable[Medium] = ()) -> Package:
+        """The package of a medium, for a caller who may do with it what he likes."""
+        package, _ = self.package(medium, beside=beside)
         # A copy: the caller's changes must not reach other answers.
         tensors = {name: tensor.clone() for name, tensor in package.tensors.items()}
         if isinstance(medium.recall, Package):
@@ -382,12 +380,14 @@ class Vision:
             if shows(package, medium.key, medium.steps):
                 freed += packages.pop(self._tenant, made)
                 self._caches.given.pop(self._tenant, made)
+        self.tower.forget()
         freed += self._caches.pixels.pop(self._tenant, medium.key)
         self.namer.forget(medium.key)
         return freed
 
     def clear(self) -> None:
         """Forget everything held in memory for this tenant."""
+        self.tower.forget()
         self._caches.pixels.clear(self._tenant)
         self._caches.packages.clear(self._tenant)
         self._caches.given.clear(self._tenant)

@@ -2,9 +2,13 @@
 proof.
 
 One medium, or one time step of a film, is one pass, so no other medium and no budget changes a bit.
+Small pictures share one where it is shown that this changes none either (company.py).
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterable
 
 import torch
 
@@ -12,6 +16,7 @@ from keepsight.errors import FileError, ImageError, TowerRan
 from keepsight.formats.package import Package, check_shapes
 from keepsight.kinds import Record
 from keepsight.media.caches import MediaCaches
+from keepsight.media.company import Company
 from keepsight.media.films import FILM, STEPS, Making, Tensors, joined
 from keepsight.media.medium import Medium
 from keepsight.media.naming import Namer
@@ -22,7 +27,7 @@ from keepsight.models.tower_pieces import TowerParts, tower_in_pieces
 
 
 class Tower:
-    """The tower of one model, for one tenant. It remembers nothing."""
+    """The tower of one model, for one tenant. It remembers nothing but the last company."""
 
     def __init__(self, family: Family, namer: Namer, caches: MediaCaches, tenant: str) -> None:
         self._family, self._namer = family, namer
@@ -30,13 +35,54 @@ class Tower:
         self.making = Making()
         self.about: Record = {}  # for people: part of every package's record
         self.parts = TowerParts()  # how modules ran in the last pass
+        self.company = Company(family)
+        self.milliseconds = 0.0  # of the pass before, for each picture in it
+        self._ready: dict[str, Package] = {}  # of pictures that shared that pass
 
-    def encode(self, medium: Medium) -> Package:
-        """The features of a medium, computed now."""
-        made = [self._run(step) for step in steps_of(self._family, self._pixels_of(medium))]
-        if len(made) == 1:
-            return self.packed(medium, *made[0])
-        return self.packed(medium, joined([tensors for tensors, _ in made]), made[0][1])
+    def encode(self, medium: Medium, beside: Iterable[Medium] = ()) -> Package:
+        """The features of a medium, computed now. Pictures beside it that wait too may share the
+        pass; their features are there when they are asked for next."""
+        self.parts = TowerParts()
+        ready = self._ready.pop(medium.feature_id, None)
+        if ready is not None:
+            self._caches.pixels.pop(self._tenant, medium.key)
+            return ready
+        start = time.perf_counter()
+        pixels = self._pixels_of(medium)
+        steps = steps_of(self._family, pixels)
+        form = self.company.form(pixels, self.making) if len(steps) == 1 else ""
+        if form:
+            media = [(medium, pixels), *self._waiting(medium, form, beside)]
+            made = self.company.run(form, [one for _, one in media], self._run)
+        else:
+            media, made = [(medium, pixels)], [self._run(step) for step in steps]
+            if len(made) > 1:
+                made = [(joined([tensors for tensors, _ in made]), made[0][1])]
+        packages = [self.packed(one, *its) for (one, _), its in zip(media, made, strict=False)]
+        self.milliseconds = 1e3 * (time.perf_counter() - start) / len(packages)
+        self._ready = {package.feature_id: package for package in packages[1:]}
+        return packages[0]
+
+    def _waiting(
+        self, medium: Medium, form: str, beside: Iterable[Medium]
+    ) -> list[tuple[Medium, Pixels]]:
+        """Some of the pictures beside this one that have its form, and whose pixels are there."""
+        found: dict[str, tuple[Medium, Pixels]] = {}
+        for other in beside:
+            pixels = self._caches.pixels.get(self._tenant, other.key)
+            if pixels is None or other.feature_id in (*found, medium.feature_id):
+                continue
+            if self.company.form(pixels, self.making) == form:
+                found[other.feature_id] = other, pixels
+        return list(found.values())
+
+    def expect(self, medium: Medium, pixels: Pixels) -> None:
+        """Let pixels wait that will be asked for soon, as far as there is room."""
+        self._caches.pixels.put(self._tenant, medium.key, pixels)
+
+    def forget(self) -> None:
+        """Let go of features that nobody asked for."""
+        self._ready.clear()
 
     def encode_steps(self, film: Medium, known: dict[str, Package]) -> list[Package]:
         """Encode those steps of a film that are not known yet, each in its own pass."""

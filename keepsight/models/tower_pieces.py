@@ -130,12 +130,12 @@ def _modules(family: Family, pixels: Pixels) -> list[torch.nn.Module]:
     if not isinstance(family.model, torch.nn.Module) or torch.is_autocast_enabled("cpu"):
         return []
     parts = {id(p): p for part in tower_parts(family).values() for p in part.modules()}
-    if any(_is_compiled(part) for part in parts.values()):
+    if any(is_compiled(part) for part in parts.values()):
         return []
     return [part for part in parts.values() if not _is_plain(part)]
 
 
-def _is_compiled(module: torch.nn.Module) -> bool:
+def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a module is compiled: compiled code bypasses a replaced forward."""
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "dynamo_ctx"):
         return True

@@ -33,8 +33,8 @@ from keepsight.models.families.pixels import (
     Pixels,
     all_tensors,
     embedding_of,
+    features_in,
     is_numeric,
-    own,
     parameters,
     parse_layout,
     refuse_dropped,
@@ -257,18 +257,16 @@ class Family:
     def encode(self, pixels: Pixels) -> tuple[dict[str, torch.Tensor], str]:
         """Run one medium through the tower, alone. Returns its features, and the form in which the
         model takes several.
-
-        Alone, because packing images changes bf16 results (law 2: neighbours never change a bit).
         """
+        return self.encode_together([pixels])[0]
+
+    def encode_together(self, media: Sequence[Pixels]) -> list[tuple[dict[str, torch.Tensor], str]]:
+        """Several in one call: only where that is shown to change no bit (`beside.py`)."""
         device = self.model.device
-        inputs = {name: tensor.to(device) for name, tensor in pixels.tensors.items()}
-        output = self.features_of({**inputs, **self.tower_tensors.of(pixels.tensors, device)})
-        pooled = output.pooler_output
-        container = "tensor" if isinstance(pooled, torch.Tensor) else "list"
-        tensors = {"features": pooled if container == "tensor" else pooled[0]}
-        for level, feature in enumerate(getattr(output, "deepstack_features", None) or []):
-            tensors[f"deepstack.{level}"] = feature[0]
-        return {name: own(tensor) for name, tensor in tensors.items()}, container
+        joined = media[0].tensors if len(media) == 1 else self.join_pixels(media)
+        inputs = {name: tensor.to(device) for name, tensor in joined.items()}
+        output = self.features_of({**inputs, **self.tower_tensors.of(joined, device)})
+        return features_in(output, len(media))
 
     def features_of(self, inputs: dict[str, torch.Tensor]) -> BaseModelOutputWithPooling:
         """The output of Transformers' encoder for the tensors of one medium."""

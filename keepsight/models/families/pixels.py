@@ -20,6 +20,7 @@ from keepsight.kinds import Grid, Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 Part = tuple[Package, int, int]  # rows a to b of a package
 # Parameters of encoders that say how to run, not what to read.
@@ -95,6 +96,22 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() > tensor.nbytes or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
+
+
+def features_in(
+    output: BaseModelOutputWithPooling, count: int
+) -> list[tuple[dict[str, torch.Tensor], str]]:
+    """The features of each of so many media, and how the model wants several."""
+    pooled = output.pooler_output
+    container = "tensor" if isinstance(pooled, torch.Tensor) else "list"
+    features = pooled.chunk(count) if container == "tensor" else pooled
+    levels = getattr(output, "deepstack_features", None) or []
+    made = []
+    for number in range(count):
+        tensors = {"features": features[number]}
+        tensors |= {f"deepstack.{n}": level[number] for n, level in enumerate(levels)}
+        made.append(({name: own(tensor) for name, tensor in tensors.items()}, container))
+    return made
 
 
 def rows_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
