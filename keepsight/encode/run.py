@@ -201,16 +201,16 @@ def run(
     )
     waiting: list[Encoded] = []
     written, since = 0, time.monotonic()
-    looks = ((g, n) for g in _groups(ahead.over(mine)) for n in range(len(g)))
-    for group, number in looks:
-        beside = [one.looked for one in group[number + 1 :] if one.looked is not None]
-        result = target.settle(group[number], beside)
-        waiting.append(result)
-        written += result.nbytes
-        if written > _BYTES or time.monotonic() - since > _SECONDS:
-            yield from _confirmed(target, waiting)
-            waiting.clear()
-            written, since = 0, time.monotonic()
+    for group in _groups(ahead.over(mine)):
+        for number, look in enumerate(group):
+            next_ones = [one.looked for one in group[number + 1 :] if one.looked is not None]
+            result = target.settle(look, next_ones)
+            waiting.append(result)
+            written += result.nbytes
+            if written > _BYTES or time.monotonic() - since > _SECONDS:
+                yield from _confirmed(target, waiting)
+                waiting.clear()
+                written, since = 0, time.monotonic()
     yield from _confirmed(target, waiting)
     target.look_back(back)
 

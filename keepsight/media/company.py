@@ -45,7 +45,7 @@ class Company:
     def form(self, pixels: Pixels, making: Making) -> str:
         """All that a trial depends on; empty where the picture goes alone."""
         tensors = pixels.tensors
-        if not is_small(pixels) or why_not(self._family):
+        if not is_small(pixels):
             return ""
         parts = [
             [name, str(t.dtype), list(t.shape), [] if t.is_floating_point() else t.tolist()]
@@ -60,8 +60,8 @@ class Company:
         """The features of the first picture, and of those that shared its call or its trial."""
         count = self._count(form, len(media))
         if len(self._met) > _FORMS:
-            self._met.clear()
-            self._found.clear()
+            for known in (self._met, self._found, self.outcomes):
+                known.clear()
         if count > 1 and self._found.get((form, count)) == "":
             try:
                 with torch.no_grad():
@@ -92,7 +92,7 @@ class Company:
             if found == "" or (found is None and pays >= max(WORTH, 2 * count)):
                 break
             count //= 2
-        return count
+        return 1 if count > 1 and why_not(self._family) else count
 
     def _note(self, form: str, count: int, pixels: Pixels, why: str) -> None:
         self._found[form, count] = why

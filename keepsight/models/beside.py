@@ -144,6 +144,8 @@ def why_not(family: Family) -> str:
         return "its pictures are prepared one by one"
     if not isinstance(model, torch.nn.Module) or getattr(model, "exported", None) is not None:
         return "it is exported"
+    if torch.device(family.model.device).type != "cpu":
+        return "trials were made on CPUs only"
     parts = (part for tower in tower_parts(family).values() for part in tower.modules())
     return "it is compiled" if any(map(is_compiled, parts)) else ""
 
