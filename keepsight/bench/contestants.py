@@ -1,9 +1,9 @@
-"""Who is measured: Keepsight, stock `generate`, and the limit that cannot be beaten.
+"""What is measured: Keepsight, stock `generate`, and the limit that cannot be beaten.
 
 All three answer the same prompt with the same model object. Stock is what a user of Transformers
-runs: open the files, run the processor on the whole conversation, `generate`. The limit is the bare
-forward of the new tokens on a cache that is ready, with features that are ready; for a picture
-never seen before the tower is added. Time runs from the messages to the first token.
+runs: open the files, run the processor on the whole conversation, `generate`. The limit is one
+forward pass of the new tokens with a ready cache and ready features; for a new picture the tower is
+added. Time runs from the messages to the first token.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from keepsight.prefix.prompt import Prompt, common
 from keepsight.report import Report, Usage
 from keepsight.vlm import VLM
 
-TIE = 1e-4  # logits closer than this share of their scale may change places (law 2)
+TIE = 1e-4  # logits closer than this share of their scale may swap (law 2)
 
 
 @dataclass
 class Answer:
-    """The answer of one contestant to one prompt. Times are milliseconds since the messages were
+    """One contestant's answer to one prompt. Times are milliseconds since the messages were
     given."""
 
     first: float
@@ -44,12 +44,12 @@ class Answer:
 
 
 def now() -> float:
-    """Milliseconds on a clock that only goes forward."""
+    """Milliseconds on a monotonic clock."""
     return 1e3 * time.perf_counter()
 
 
 class Keepsight:
-    """The engine through its public face."""
+    """The engine through its public API."""
 
     name = "keepsight"
 
@@ -71,7 +71,7 @@ class Keepsight:
 
 
 class _FirstToken(BaseStreamer):
-    """Notes when the first token comes; upstream hands over the prompt before it."""
+    """Notes the time of the first token; Transformers passes the prompt before it."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -83,11 +83,11 @@ class _FirstToken(BaseStreamer):
             self.at = now()
 
     def end(self) -> None:
-        """Nothing is kept open."""
+        """Nothing to close."""
 
 
 class StockContestant:
-    """Transformers alone, on the whole conversation, from the files on."""
+    """Transformers alone, on the whole conversation, starting from files."""
 
     name = "stock"
 
@@ -132,9 +132,9 @@ def picture_paths(messages: list[Message]) -> list[str]:
 
 
 def agreement(mine: list[int], stock: Answer, count: int | None = None) -> str:
-    """`equal`, `tie at token i`, or `DIFFERENT at token i` with how far apart the logits were.
+    """`equal`, `tie at token i`, or `DIFFERENT at token i` with the distance of the logits.
 
-    `count`: compare no more than the first so many tokens.
+    `count`: compare at most this many tokens.
     """
     theirs = stock.tokens[:count]
     if mine == theirs:
@@ -158,16 +158,16 @@ def recall(medium: Medium) -> Pixels:
 
 
 class Limit:
-    """The bare forward of just the new tokens, through Transformers alone.
+    """One forward pass of just the new tokens, through Transformers alone.
 
-    New are all rendered tokens that no earlier prompt of this round has in common with this one.
-    The cache is an ordinary `DynamicCache`, made ready before the clock starts.
+    New are all rendered tokens that no earlier prompt of this round shares with this one. The cache
+    is an ordinary `DynamicCache`, filled before the clock starts.
     """
 
     name = "limit"
 
     def __init__(self, vlm: VLM) -> None:
-        # A memory of its own: naming a picture here must not spare Keepsight the work.
+        # A separate memory: naming a picture here must not save Keepsight the work.
         self._vlm = keepsight.wrap(vlm.model, vlm.processor, grain=vlm.runtime.settings.grain)
         self._model: PreTrainedModel = vlm.model
         self._family = self._vlm.runtime.family
@@ -177,19 +177,19 @@ class Limit:
         self.reset()
 
     def reset(self) -> None:
-        """A new round: nothing was asked before."""
+        """Start a new round without earlier prompts."""
         self._asked: list[Prompt] = []
         self._seen: Record = {}  # features by medium
         self._cache: DynamicCache | None = None
         self._cached = 0
 
     def know(self, features: Inputs) -> None:
-        """Store the features of some media by their feature ids, as if they had been encoded
-        before."""
+        """Store the features of some media by their feature ids, as if they were encoded
+        earlier."""
         self._seen.update(features)
 
     def prepare(self, name: str, messages: list[Message]) -> None:
-        """Make ready all that a perfect memory would have; not measured."""
+        """Prepare everything that a perfect memory would have; not measured."""
         if name not in self._prompts:
             self._prompts[name] = self._vlm.render(messages)
         prompt = self.prompt = self._prompts[name]
@@ -213,11 +213,11 @@ class Limit:
 
     @property
     def new_images(self) -> int:
-        """Pictures that the tower has to look at."""
+        """Pictures that the tower must encode."""
         return len(self._new)
 
     def answer(self, messages: list[Message], count: int) -> Answer:
-        """One token; without any new token there is nothing to run and the time is zero."""
+        """Compute one token; without new tokens there is nothing to run and the time is zero."""
         start = now()
         for name, pixels in self._pixels.items():
             self._seen[name] = self._encode(pixels)
@@ -233,7 +233,7 @@ class Limit:
 
     @torch.inference_mode()
     def _forward(self, start: int, end: int) -> int:
-        """Tokens `start` to `end` through the model; the best next token."""
+        """Run tokens `start` to `end` through the model; return the best next token."""
         prompt = self.prompt
         inputs: Inputs = {}
         spans = prompt.clip(start, end)

@@ -1,9 +1,9 @@
-"""The two ends of a memory's life: nothing is known yet, and everything is on the disk.
+"""The two extremes of a memory: nothing is known yet, and everything is on the disk.
 
-Cold: a first request against stock, and what becoming known costs a picture, stage by stage.
-Restart: a new engine answers a turn from the files of an earlier one, against the time it takes to
-read the same bytes from the same files and do nothing with them; once with the files in the page
-cache, as after a restart of the program, and once without, as after a restart of the machine.
+Cold: a first request against stock, and the cost of a new picture, stage by stage. Restart: a new
+engine answers a turn from the files of an earlier one, compared with the time to only read the same
+bytes from the same files; once with the files in the page cache, as after a restart of the program,
+and once without, as after a restart of the machine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from keepsight.kinds import Message, Record
 from keepsight.media.sources import decode_bytes
 from keepsight.vlm import VLM
 
-# Where the files are when a restart begins; only some systems can be asked to forget them.
+# Where the files are when a restart begins; only some systems can drop them from the page cache.
 _PLACES = ("page cache", "disk") if hasattr(os, "posix_fadvise") else ("page cache",)
-_COLD_REPETITIONS = 9  # three per cent is little; it takes more pairs to see
+_COLD_REPETITIONS = 9  # differences of three per cent are small; they need more pairs
 
 
 def cold(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> Record:
@@ -76,7 +76,8 @@ def _cold_case(bench: Bench, name: str, paths: list[str], scale: Scale, repetiti
 
 
 def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
-    """What a new picture costs, stage by stage, and `encode` as a whole over the tower alone."""
+    """The cost of a new picture, stage by stage, and of `encode` as a whole relative to the tower
+    alone."""
     data = Path(path).read_bytes()
     memory = vlm.runtime
     image, processor = decode_bytes(data, path), memory.needed_processor()
@@ -103,7 +104,8 @@ def anatomy(vlm: VLM, path: str, repetitions: int) -> dict[str, float]:
 
 
 def restart(vlm: VLM, pictures: Pictures, scale: Scale, say: Say) -> Record:
-    """The third turn of a chat on one image, from the disk, with other questions each time."""
+    """The third turn of a chat about one image, from the disk, with different questions each
+    time."""
     picture = pictures.path(960, *scale.picture)
     history = []
     for turn in range(2):
@@ -163,7 +165,7 @@ def _one_restart(vlm: VLM, folder: Path, messages: list[Message], drop: bool) ->
 
 
 def files_of(vlm: VLM, folder: Path, cached_tokens: int) -> list[Path]:
-    """What was read: the snapshots up to the match, and the fixed states where it ends."""
+    """The files that were read: the snapshots up to the match, and the fixed states at its end."""
     files = []
     for node in vlm.runtime.tree.nodes():
         if node.kv is not None and node.end <= cached_tokens:
@@ -173,7 +175,7 @@ def files_of(vlm: VLM, folder: Path, cached_tokens: int) -> list[Path]:
 
 
 def forget_files(files: Iterable[Path]) -> None:
-    """Take files out of the page cache; they were written and synced."""
+    """Drop files from the page cache; they were written and synced."""
     for file in files:
         handle = os.open(file, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""On what a run was made: the parts of a machine that its numbers depend on.
+"""Describes the machine of a run: the parts on which its numbers depend.
 
 A load above zero at the start says that the machine was not quiet. No path, host or user name is
 recorded, because results are committed.

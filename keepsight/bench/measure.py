@@ -1,8 +1,8 @@
-"""In turn: every contestant meets every prompt of a workload, again and again, in changing order.
+"""Measures all contestants on every prompt of a workload, repeatedly and in changing order.
 
-Ratios are taken within one repetition, where all contestants met the same machine, and their median
-is reported; so they hold on a machine that other people use as well. Each repetition begins with an
-empty memory. What the guard finds is part of the result: tokens that differ make a time worthless.
+Ratios are taken within one repetition, in which all contestants ran on the machine in the same
+state; their median is reported. So they also hold on a shared machine. Each repetition begins with
+an empty memory. Agreement of tokens is part of the result: with other tokens a time is worthless.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Round:
-    """One prompt in one repetition, met by all."""
+    """One prompt in one repetition, with all answers."""
 
     answers: dict[str, Answer]
     new_tokens: int
@@ -34,7 +34,7 @@ class Round:
 
 @dataclass
 class Bench:
-    """One model and those who answer with it."""
+    """One model and its contestants."""
 
     vlm: VLM
     keepsight: Keepsight = field(init=False)
@@ -48,7 +48,7 @@ class Bench:
 
 
 def run_workload(bench: Bench, workload: Workload, say: Say) -> Record:
-    """All repetitions of one workload, summed up."""
+    """All repetitions of one workload, summarised."""
     repetitions = workload.repetitions
     rounds: list[list[Round]] = [[] for _ in workload.steps]
     for repetition in range(repetitions):
@@ -78,8 +78,8 @@ def run_workload(bench: Bench, workload: Workload, say: Say) -> Record:
 
 @contextmanager
 def quiet_heap() -> Iterator[None]:
-    """Keep all that exists now out of collections, so that collecting before each answer is cheap
-    and none comes in the middle of one because of what was loaded before."""
+    """Exclude all existing objects from garbage collection, so that collecting before each answer
+    is cheap and no collection interrupts one because of earlier objects."""
     gc.collect()
     gc.freeze()
     try:
@@ -132,7 +132,7 @@ def _sum_up(name: str, met: list[Round]) -> Record:
 
 
 def guard(met: list[Round]) -> str:
-    """The worst agreement with stock over all repetitions; Keepsight must also repeat its answer,
+    """The worst agreement with stock over all repetitions. Keepsight must also repeat its answer,
     and the limit must agree as far as it goes."""
     mine = [r.answers["keepsight"].tokens for r in met]
     if any(tokens != mine[0] for tokens in mine):
@@ -140,14 +140,14 @@ def guard(met: list[Round]) -> str:
     found = {agreement(r.answers["keepsight"].tokens, r.answers["stock"]) for r in met}
     for r in met:
         if limit := r.answers.get("limit"):
-            # A limit that computed something else would be no limit.
+            # A limit that computed something else is no limit.
             words = agreement(limit.tokens, r.answers["stock"], len(limit.tokens))
             found.add(f"DIFFERENT limit: {words}" if words.startswith("DIFFERENT") else words)
     return max(found, key=lambda words: (words.startswith("DIFFERENT"), words != "equal"))
 
 
 def ratio(met: list[Round], above: str, below: str) -> float | None:
-    """The median of the ratios within each repetition; None where there is nothing to divide by."""
+    """The median of the ratios within each repetition; None if there is nothing to divide by."""
     pairs = [(r.answers[above].first, r.answers[below].first) for r in met]
     if any(b < 0.05 for _, b in pairs):
         return None
@@ -159,6 +159,6 @@ def _per_token(answers: list[Answer]) -> float:
 
 
 def _stages(answers: list[Answer]) -> dict[str, float]:
-    """The median of each stage; `decode` is per answer, `first_token` the whole way to it."""
+    """The median of each stage; `decode` is per answer, `first_token` the whole time to it."""
     names = dict.fromkeys(name for answer in answers for name in answer.stages)
     return {name: round(median(a.stages.get(name, 0.0) for a in answers), 2) for name in names}

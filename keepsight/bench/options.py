@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import TypeAlias
 
-QUICK = ("W1", "W5")  # what --quick runs where no workload is named
+QUICK = ("W1", "W5")  # the default workloads of --quick
 WORKLOADS = ("W1", "W4", "W5", "W7", "peers", "cold", "restart", "roofline")
 SHAPES = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")  # those of `checkpoints.SHAPES`
 SIZES = ("tiny", "small", "base")  # those of `checkpoints.SIZES`
@@ -20,7 +20,7 @@ _ABOUT = """Measure Keepsight against stock Transformers and the limit.
 
 It builds a random-weight checkpoint, or takes a model that is named (an exported one too), runs the
 workloads in one process, prints tables for people and one line of JSON for machines."""
-CheckModel: TypeAlias = Callable[[str], None]  # raises where a name can be no model
+CheckModel: TypeAlias = Callable[[str], None]  # raises for impossible model names
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Scale:
     large: tuple[int, int] | None  # of a second W1
     small: tuple[int, int]  # of cold runs
     page: tuple[int, int]  # of W4
-    peers: int  # width and height in the peers' conversation; recorded figures are for 672
+    peers: int  # width and height in the peers' conversation; the recorded figures are for 672
     turns: int  # of W1
     requests: int  # of W4, W5 and W7
     pages: int  # in one request of W4
@@ -43,7 +43,7 @@ class Scale:
 
     @property
     def fewer(self) -> int:
-        """Repetitions where stock encodes many pictures each time."""
+        """Repetitions for workloads in which stock encodes many pictures each time."""
         return (self.repetitions + 1) // 2
 
 
@@ -57,7 +57,7 @@ SCALES = {
 
 
 def parse(argv: list[str], check_model: CheckModel | None = None) -> argparse.Namespace:
-    """The options; what is wrong with them ends the program with one line."""
+    """Parse the options; an error ends the program with one line."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.model is not None and options.option is not None:
@@ -108,7 +108,7 @@ def _positive(text: str) -> int:
 
 
 def _several(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """A parser of `a,b`, where each must be known."""
+    """A parser of `a,b` that accepts known names only."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")
@@ -121,6 +121,7 @@ def _several(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def _folder() -> Path:
-    """`bench/checkpoints` in a clone of the project (git ignores it), else a temporary folder."""
+    """`bench/checkpoints` in a clone of the project (git ignores it), otherwise a temporary
+    folder."""
     clone = Path("bench")
     return clone / "checkpoints" if clone.is_dir() else Path(gettempdir()) / "keepsight-bench"

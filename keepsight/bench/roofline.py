@@ -1,8 +1,9 @@
-"""What the machine gives at most: reading weights bounds decoding, products bound the tower.
+"""The limits of the machine: memory bandwidth for decoding, matrix products for the tower.
 
-Both roofs are measured in the same run. A decoded token has to read every weight of the language
-model once, so bytes over bandwidth is its floor. A tower does so many operations on one picture;
-beside its rate stands the rate of one large product of PyTorch, which nothing on the machine beats.
+Both are measured in the same run. A decoded token must read every weight of the language model
+once, so bytes over bandwidth is its minimum time. A tower does a known number of operations per
+picture; its rate is compared with one large matrix product of PyTorch, which nothing on the machine
+beats.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from keepsight.media.sources import decode_bytes
 from keepsight.vlm import VLM
 
 Shape = tuple[int, ...]
-_TOKENS = 33  # decoded in each repetition; the first one is prefill's
-_SIDE = 2048  # of the product
-_BUFFER = 1 << 28  # bytes read to know the bandwidth, at least
+_TOKENS = 33  # tokens decoded per repetition; the first one belongs to prefill
+_SIDE = 2048  # size of the product
+_BUFFER = 1 << 28  # least bytes read to measure the bandwidth
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
@@ -36,7 +37,7 @@ ATTENTION = {} if _FLASH is None else {_FLASH: _attention}  # which torch's coun
 
 
 def roofline(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> Record:
-    """Decoding beside the machine's bandwidth, the tower beside its products."""
+    """Compare decoding with the machine's bandwidth, and the tower with its products."""
     say("roofline")
     return {
         "repetitions": scale.repetitions,
@@ -46,7 +47,7 @@ def roofline(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> Record
 
 
 def _decode(bench: Bench, scale: Scale) -> dict[str, float]:
-    """Milliseconds a token, alone and without drafts, over the time to read the weights."""
+    """Milliseconds per token, alone and without drafts, over the time to read the weights."""
     weights = _bytes_of_a_step(bench.vlm)
     buffer = torch.ones(max(weights, _BUFFER) // 4)
     engine, guesses = bench.vlm.runtime.engine, bench.vlm.runtime.engine.guessing
@@ -77,8 +78,9 @@ def _decode(bench: Bench, scale: Scale) -> dict[str, float]:
 
 
 def _bytes_of_a_step(vlm: VLM) -> int:
-    """All weights of the language model and its head; of a table of embeddings one row is read."""
-    modules = list(vlm.runtime.family.text_modules())  # the head among them
+    """Bytes of all weights of the language model and its head; of an embedding table one row is
+    read."""
+    modules = list(vlm.runtime.family.text_modules())  # includes the head
     table = vlm.model.get_input_embeddings().weight
     head = vlm.model.get_output_embeddings().weight
     found = {w.data_ptr(): w.nbytes for module in modules for w in module.parameters()}
@@ -88,7 +90,7 @@ def _bytes_of_a_step(vlm: VLM) -> int:
 
 
 def _tower(vlm: VLM, pictures: Pictures, scale: Scale) -> dict[str, float]:
-    """Operations a second of the tower on one picture, and of one large product."""
+    """Operations per second of the tower on one picture, and of one large product."""
     memory, path = vlm.runtime, pictures.path(970, *scale.picture)
     with open(path, "rb") as file:
         image = decode_bytes(file.read(), path)

@@ -1,6 +1,6 @@
-"""The runs that the options ask for: workloads on checkpoints, tables and one line of JSON.
+"""Runs what the options ask for: workloads on checkpoints, tables and one line of JSON.
 
-It knows the options, and not how they were written.
+It gets parsed options, however they were written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 def run(argv: list[str], options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 when an answer was wrong."""
+    """Run the benchmark; 1 if an answer was wrong."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     console = Console()
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
@@ -69,7 +69,7 @@ def _command(argv: list[str], model: str | None) -> list[str]:
 
 
 def _plan(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Which workloads to run on which shape; without a choice, each shape shows what it is for."""
+    """The workloads to run on each shape; by default each shape runs those that suit it."""
     usual = list(QUICK if options.scale == "quick" else WORKLOADS)
     if options.model is not None:
         return {Path(options.model).name: options.workload or usual}
@@ -91,7 +91,7 @@ def _scale(options: argparse.Namespace) -> Scale:
 
 
 def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, say: Say) -> Record:
-    """Everything that was asked for on one checkpoint."""
+    """Run everything requested on one checkpoint."""
     path = options.model or checkpoint(shape, options.size, options.folder)
     scale = _scale(options)
     load = {"dtype": dtype, "device_map": options.device, "grain": options.grain}
@@ -117,15 +117,15 @@ def _run(shape: str, dtype: str, names: list[str], options: argparse.Namespace, 
             run["roofline"] = roofline(bench, pictures, scale, say)
     peers = [workload["steps"] for workload in found if workload["name"] == "peers"]
     if peers:
-        # The recorded figures belong to the small checkpoints and to pictures of 672x672.
+        # The recorded figures are for the small checkpoints and for pictures of 672x672.
         same = options.model is None and options.size == "small" and scale.peers == 672
         run["peers"] = ambitions.compare(shape if same else "", dtype, peers[0])
-    # They are about pictures of the usual size; a short look says nothing about them.
+    # The goals are about pictures of the usual size; a short run says nothing about them.
     run["ambitions"] = [] if options.scale == "quick" else ambitions.judge(run)
     return run
 
 
 def _warm_up(bench: Bench, pictures: Pictures, scale: Scale, say: Say) -> None:
-    """One uncounted request for each, so that no measurement has the library's first call in it."""
+    """One uncounted request for each, so that no measurement contains the library's first call."""
     steps = [Step("warm up", [user("warm up", pictures.path(999, *scale.picture))])]
     run_workload(bench, Workload("warm up", "not counted", steps, 1), say)

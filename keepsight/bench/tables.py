@@ -1,4 +1,4 @@
-"""A result for people: tables on the terminal, all from the same record that machines get.
+"""A result for people: tables on the terminal, made from the record that machines get.
 
 Every time stands beside what it has to be compared with; a time alone says nothing about a memory.
 """
@@ -12,8 +12,8 @@ from rich.table import Table
 from keepsight.kinds import Record
 
 Row = list[str]
-WIDE = 118  # columns that all tables fit in
-# Columns that a narrow terminal goes without.
+WIDE = 118  # width of all tables
+# Columns that are left out on a narrow terminal.
 _WIDE_ONLY = {"new", "again", "limit ms", "x limit", "ms/tok", "why", "check", "restore"} | {
     *("bare read ms", "x read", "restore ms"),
 }
@@ -33,7 +33,7 @@ def show(result: Record, console: Console) -> None:
 
 
 def in_short(run: Record) -> list[str]:
-    """What a reader wants to know first: how much sooner than stock an answer starts."""
+    """The main result: how much sooner than stock an answer starts."""
     names = {"W1": "later turns of a chat about one image", "W5": "an agent's later steps"}
     found = []
     for workload in run["workloads"]:
@@ -45,7 +45,7 @@ def in_short(run: Record) -> list[str]:
 
 
 def machine(result: Record) -> str:
-    """On what a result was made, in one line."""
+    """The machine of a result, in one line."""
     m = result["machine"]
     amx = ", AMX" if m["amx"] else ""
     on = m["accelerator"] or f"{m['processor']} ({m['instructions']}{amx})"
@@ -57,7 +57,7 @@ def machine(result: Record) -> str:
 
 
 def title(run: Record) -> str:
-    """Which model a run was made with."""
+    """The model of a run."""
     size = f"{run['parameters'] / 1e6:.0f} M parameters" if run["parameters"] else "an export"
     return f"{run['shape']}, {size}, {run['dtype']}, grain {run['grain']}"
 
@@ -81,7 +81,7 @@ def tables(run: Record) -> list[tuple[str, Row, list[Row]]]:
 
 
 def warnings(run: Record) -> list[str]:
-    """What the guard found: times behind wrong answers are worth nothing."""
+    """Failed checks: times of wrong answers are worth nothing."""
     wrong = []
     for workload in run["workloads"]:
         if not workload["warm_equals_cold"]:
@@ -91,7 +91,8 @@ def warnings(run: Record) -> list[str]:
 
 
 def _guards(name: str, steps: list[Record], dtype: str) -> list[str]:
-    """Greedy tokens equal to stock are promised in float32 only; repeating oneself always is."""
+    """Whether tokens must equal stock's: promised in float32 only. Repeating the same answer is
+    always promised."""
     return [
         f"{name}, {step['name']}: TOKENS {step['guard']}"
         for step in steps
@@ -121,7 +122,7 @@ _STAGES = ("check", "render", "match", "load", "restore", "encode", "prefill", "
 
 
 def _stages(workloads: list[Record]) -> tuple[str, Row, list[Row]]:
-    """Where the time of the last step of each workload went."""
+    """The stages that took the time of the last step of each workload."""
     rows = []
     for workload in workloads:
         step = workload["steps"][-1]
@@ -132,7 +133,7 @@ def _stages(workloads: list[Record]) -> tuple[str, Row, list[Row]]:
 
 
 def times(value: float | None) -> str:
-    """A ratio, or a dash where there was nothing to divide by."""
+    """A ratio, or a dash if there was nothing to divide by."""
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -217,7 +218,7 @@ def _ambitions(rows: list[Record]) -> tuple[str, Row, list[Row]]:
 
 
 def _table(heading: str, columns: Row, rows: list[Row], narrow: bool = False) -> Table:
-    """A table; a narrow terminal gets the columns that matter, a file given to --out has all."""
+    """A table; a narrow terminal gets the important columns, a file given to --out has all."""
     if narrow:
         chosen = [i for i, column in enumerate(columns) if column not in _WIDE_ONLY]
         columns, rows = [columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows]

@@ -1,9 +1,9 @@
-"""What is asked: the conversations people have with pictures, with nothing left to chance.
+"""The measured conversations: what people do with pictures, without randomness.
 
-Pictures are noise in blocks, written as PNG files as a user would have them. Replies in a history
-are written here and not generated, so that every contestant, dtype and repetition sees the same
-prompt. The patterns are: W1 chat on one image, W4 retrieved pages in changing order, W5 an agent
-that adds one screenshot a step, W7 fixed references and one new image.
+Pictures are noise in blocks, written as PNG files as users have them. Replies in a history are
+written here, not generated, so that every contestant, dtype and repetition sees the same prompt.
+The patterns are: W1 chat on one image, W4 retrieved pages in changing order, W5 an agent that adds
+one screenshot per step, W7 fixed references and one new image.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TEXT = (
 
 
 class Pictures:
-    """A folder of pictures, each made when it is first asked for."""
+    """A folder of pictures, each made when first needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def path(self, seed: int, width: int, height: int) -> str:
-        """The file of one picture; a seed is a picture."""
+        """The file of one picture; each seed is another picture."""
         path = self._folder / f"{seed}-{width}x{height}.png"
         if not path.exists():
             rng = np.random.default_rng(seed)
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Workload:
-    """A row of prompts, run in order on one memory."""
+    """A series of prompts, run in order on one memory."""
 
     name: str
     about: str
@@ -142,7 +142,7 @@ _MAKERS = {"W4": _pages, "W5": _agent, "W7": _references}
 
 
 def peers_conversation(pictures: Pictures, size: int, scale: Scale) -> Workload:
-    """The conversation that other engines were measured with (`ambitions.py`)."""
+    """The conversation with which other engines were measured (`ambitions.py`)."""
     one, two, three, four, five = (pictures.path(i, size, size) for i in range(5))
     first = [user("Describe both images in detail, then compare the colours of the two.", one, two)]
     second = [

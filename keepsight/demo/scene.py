@@ -1,7 +1,7 @@
-"""A small world of one-shape pictures, and everything that can be asked about them.
+"""A small world of one-shape pictures, and all questions about them.
 
-The demo models know nothing but this world. It is small on purpose: every question has exactly one
-right answer, so a test can tell whether a memory kept what the model saw by comparing strings.
+The demo models know only this world. It is small on purpose: every question has exactly one right
+answer, so a test can check a memory by comparing strings.
 """
 
 import math
@@ -66,7 +66,7 @@ _SUPERSAMPLE = 3
 class Scene:
     """One picture: a shape of one colour and size at one place on a plain background.
 
-    ``Scene(rng)`` draws every attribute by chance; ``Scene.of(color="red", ...)`` chooses some.
+    ``Scene(rng)`` draws every attribute at random; ``Scene.of(color="red", ...)`` chooses some.
     """
 
     def __init__(self, rng: random.Random, size: tuple[int, int] | None = None) -> None:
@@ -124,11 +124,11 @@ class Scene:
 
     @property
     def place(self) -> str:
-        """Where the shape is, as the model says it."""
+        """Where the shape is, in the model's words."""
         return place(self.row, self.col)
 
     def describe(self) -> str:
-        """Everything there is to say about the picture, in one sentence."""
+        """Everything about the picture, in one sentence."""
         return f"A {self.scale} {self.name} {self.place} on a {self.background} background."
 
     def draw(self) -> Image.Image:
@@ -147,14 +147,14 @@ class Scene:
 
 
 def place(row: str, col: str) -> str:
-    """Say a row and a column the way people do: "in the center", "at the top left"."""
+    """Name a row and a column as people do: "in the center", "at the top left"."""
     if row == "middle":
         return "in the center" if col == "center" else f"on the {col}"
     return f"at the {row}" if col == "center" else f"at the {row} {col}"
 
 
 def difference(a: Scene, b: Scene) -> str:
-    """Say in which of colour and shape two scenes differ."""
+    """Name the difference of two scenes in colour and shape."""
     if a.name == b.name:
         return "They show the same thing."
     if a.shape == b.shape:
@@ -172,8 +172,8 @@ def question(
 ) -> tuple[str, str]:
     """Ask about the pictures seen so far: a question and its one right answer.
 
-    ``new`` is how many pictures came with this turn; no question depends on it today. ``kinds``
-    says which kinds of question may come and how often.
+    ``new`` is the number of pictures that came with this turn; no question depends on it today.
+    ``kinds`` says which kinds of question may come and how often.
     """
     if not scenes:
         return rng.choice(SMALL_TALK)
@@ -216,7 +216,8 @@ def conversation(
     max_images: int = 6,
     size: tuple[int, int] | None = None,
 ) -> list[Message]:
-    """Make up a chat: messages of a role and its contents, a picture being a ``Scene`` in them."""
+    """Make up a chat: messages with a role and contents, in which pictures are ``Scene``
+    objects."""
     messages: list[Message] = []
     scenes: list[Scene] = []
     if rng.random() < 0.1:
@@ -237,10 +238,10 @@ def more_scenes(
     count: int,
     size: tuple[int, int] | None = None,
 ) -> Iterator[Scene]:
-    """Draw new scenes, some of them near twins of earlier ones.
+    """Draw new scenes, some of them similar to earlier ones.
 
-    Without twins two pictures would nearly always differ in both colour and shape, and comparing
-    them would need no look at either.
+    Otherwise two pictures would nearly always differ in both colour and shape, and could be
+    compared without looking at either.
     """
     known = list(seen)
     for _ in range(count):
@@ -257,7 +258,7 @@ def more_scenes(
 
 
 def turn(rng: random.Random, fresh: Sequence[Scene], asked: tuple[str, str]) -> list[Message]:
-    """One question with the new pictures before it, or now and then after it, and its answer."""
+    """One question with new pictures before it, or sometimes after it, and its answer."""
     text, answer = asked
     content: list[str | Scene] = [*fresh, text] if rng.random() < 0.85 else [text, *fresh]
     return [("user", content), ("assistant", [answer])]
@@ -297,7 +298,7 @@ def _star(x: float, y: float, r: float) -> Iterator[tuple[float, float]]:
 
 
 def _pick(rng: random.Random, scenes: Sequence[Scene]) -> tuple[Scene, str]:
-    """Choose a picture and one of the ways to speak of it; the newest is chosen most."""
+    """Choose a picture and one of the ways to refer to it; the newest is chosen most often."""
     last = len(scenes) - 1
     index = rng.randrange(len(scenes)) if rng.random() < 0.6 else last
     names = [f"picture {index + 1}"]

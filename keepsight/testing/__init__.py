@@ -1,8 +1,8 @@
-"""Suites to run on a store, a layer or a family of your own. May import keepsight and below.
+"""Test suites to run on your own store, layer or family. May import keepsight and below.
 
-Subclass one, give it its maker, and let pytest collect it; `tests/test_store.py`,
-`tests/test_state.py` and `tests/test_families_*.py` do so for what is built in. Nothing here
-imports pytest, or knows what the methods do inside: only what they promise.
+Subclass one, define its maker, and let pytest collect it; `tests/test_store.py`,
+`tests/test_state.py` and `tests/test_families_*.py` do so for the built-in ones. Nothing here
+imports pytest or knows how methods work: only what they promise.
 """
 
 from keepsight.testing.families import FamilyTests

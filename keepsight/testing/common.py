@@ -1,6 +1,6 @@
-"""What the suites have in common.
+"""Helpers of the suites.
 
-A broken promise is an `AssertionError` that says which; pytest shows its text.
+A broken promise is an `AssertionError` that names it; pytest shows its text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ E = TypeVar("E", bound=Exception)
 
 
 def expect(condition: object, promise: str) -> None:
-    """Fail with the promise that was broken. (`assert` would vanish under `python -O`.)"""
+    """Fail with the name of the broken promise. (`assert` would vanish under `python -O`.)"""
     if not condition:
         raise AssertionError(promise)
 
 
 def same_tensors(one: Tensors, two: Tensors) -> bool:
-    """Equal names, dtypes and values."""
+    """Whether names, dtypes and values are equal."""
     return one.keys() == two.keys() and all(
         tensor.dtype == two[name].dtype and torch.equal(tensor, two[name])
         for name, tensor in one.items()
@@ -32,7 +32,7 @@ def same_tensors(one: Tensors, two: Tensors) -> bool:
 
 @contextlib.contextmanager
 def swapped_in(owner: object, name: str, value: object) -> Iterator[None]:
-    """Another value under a name of an object or module, for a while."""
+    """Temporarily replace a value under a name of an object or module."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -51,7 +51,7 @@ def gone(*_: object, **__: object) -> NoReturn:
 
 
 def raised(kind: type[E], call: Callable[[], object]) -> E | None:
-    """The error of this kind that a call raises, or None where it raises nothing."""
+    """The error of this kind that a call raises, or None."""
     try:
         call()
     except kind as error:

@@ -1,8 +1,8 @@
-"""The suite for a model family: as stock Transformers run afresh, whatever is remembered.
+"""The suite for a model family: with any memory, answers equal stock Transformers run afresh.
 
-Give `make_model`. Every comparison is with something computed afresh: stock `generate` from pixels,
-or a second memory that has seen nothing. Controls that must differ keep it from passing blindly: a
-model that hardly looks at its pictures fails here, as does a family that reuses less than it says.
+Define `make_model`. Every comparison is with a fresh computation: stock `generate` from pixels, or
+a second memory that has seen nothing. Controls that must differ prevent an empty pass: a model that
+ignores its pictures fails here, as does a family that reuses less than it claims.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _WHOLE: Inputs = {"do_sample": False, "return_dict_in_generate": True, "output_l
 
 
 class FamilyTests:
-    """What a family promises. Give `make_model`, and `inputs` if the processor is unusual.
+    """What a family promises. Define `make_model`, and `inputs` if the processor is unusual.
 
     The model must be small, in eval mode and float32, with weights large enough that its logits
-    depend on its pictures; the processor's chat template must know user and assistant.
+    depend on its pictures. The processor's chat template must know user and assistant.
     """
 
-    reuse = "prefix"  # what of a prompt serves another, as in `Family.reuse`
+    reuse = "prefix"  # which part of a prompt serves another, as in `Family.reuse`
     grain = 16
     size, other_size = (96, 96), (160, 96)
     tolerance = 1e-4  # of the logits' scale, against stock in float32
     tokens = 5
-    long_words, long_run = 800, 256  # of a prompt that is cut where no medium and no turn ends
+    long_words, long_run = 800, 256  # longest stretch without a cut at media or turns
     decodes_together = True  # as in `Family.decodes_together`
-    attentions = ("sdpa", "eager")  # what the model has
-    positions_matter = True  # False where text positions do not enter the logits
+    attentions = ("sdpa", "eager")  # modalities of the model
+    positions_matter = True  # False if text positions do not enter the logits
 
-    # -- what a subclass gives -------------------------------------------------------------------
+    # -- to override -----------------------------------------------------------------------------
 
     def make_model(self) -> tuple[PreTrainedModel, Processor]:
         """Model and processor, with the same weights each time."""
         raise NotImplementedError
 
     def inputs(self, processor: Processor, messages: Messages) -> dict[str, torch.Tensor]:
-        """What a user of stock Transformers would make of a conversation."""
+        """The tensors that a user of stock Transformers would make of a conversation."""
         text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         images = pictures_of(messages)
         return dict(processor(text=[text], images=images or None, return_tensors="pt"))
@@ -73,24 +73,24 @@ class FamilyTests:
         given = images if nested else flat
         return dict(processor(text=texts, images=given, padding=True, return_tensors="pt"))
 
-    nests_images = False  # whether the processor wants one list of images for each text
+    nests_images = False  # whether the processor wants one list of images per text
 
-    # -- what the tests are made of --------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------
 
     @property
     def parts(self) -> tuple[PreTrainedModel, Processor]:
-        """Model and processor, made once for a class."""
+        """Model and processor, made once per class."""
         suite = type(self)
         if suite not in _MADE:
             _MADE[suite] = self.make_model()
         return _MADE[suite]
 
     def picture(self, seed: int, wide: bool = False) -> Image.Image:
-        """Noise in blocks: every seed another picture."""
+        """Noise in blocks: every seed gives another picture."""
         return noise(seed, self.other_size if wide else self.size)
 
     def wrap(self, run: int | None = None, **options: Any) -> VLM:
-        """An empty memory around the model, with a boundary every `run` tokens at least."""
+        """An empty memory around the model, with a boundary at least every `run` tokens."""
         vlm = ks.wrap(*self.parts, **{"grain": self.grain, **options})
         if run is not None:
             vlm.runtime.rule = dataclasses.replace(vlm.runtime.rule, run=run)
@@ -106,7 +106,7 @@ class FamilyTests:
         return _EMPTIED.setdefault((suite, what), vlm)
 
     def conversation(self) -> list[Messages]:
-        """Prompts that go on, branch, swap and edit; each shares something with one before."""
+        """Prompts that continue, branch, swap and edit; each shares a part with an earlier one."""
         a, b, wide = self.picture(1), self.picture(2), self.picture(3, wide=True)
         first = [turn("What do you see in this picture here?", a)]
         second = [*first, answered("A pattern."), turn("And what about the colour of it?")]
@@ -123,17 +123,17 @@ class FamilyTests:
         return copy.deepcopy(once(of, messages, lambda: self.inputs(self.parts[1], messages)))
 
     def ask(self, vlm: VLM, messages: Messages, tokens: int = 1, **options: Any) -> Generated:
-        """The public call on tensors; everything it returns."""
+        """The public call on tensors, with all its results."""
         given = {**self.given(messages), **_WHOLE, **options}
         output: Generated = vlm.generate(**given, max_new_tokens=tokens)
         return output
 
     def logits(self, vlm: VLM, messages: Messages) -> torch.Tensor:
-        """The logits behind a prompt."""
+        """The logits after a prompt."""
         return logits_of(self.ask(vlm, messages))[0]
 
     def cold(self, messages: Messages, run: int | None = None) -> torch.Tensor:
-        """The same in a second memory, emptied before each prompt; once for each prompt."""
+        """The logits from a second memory, emptied before each prompt; computed once per prompt."""
 
         def logits() -> torch.Tensor:
             return self.logits(self.emptied(("cold", run), run), messages)
@@ -141,18 +141,18 @@ class FamilyTests:
         return once((type(self), "cold", run), messages, logits)
 
     def stock(self, messages: Messages, tokens: int = 1) -> GenerateDecoderOnlyOutput:
-        """Stock `generate` from pixels, with no cache from before; once for each prompt."""
+        """Stock `generate` from pixels, without an earlier cache; computed once per prompt."""
 
         def generated() -> GenerateDecoderOnlyOutput:
             given = {**self.given(messages), **_WHOLE}
             output = self.parts[0].generate(**given, max_new_tokens=tokens)
-            output.past_key_values = None  # nobody asks for them
+            output.past_key_values = None  # they are not used
             return output
 
         return once((type(self), "stock", tokens), messages, generated)
 
     def expect_as_stock(self, vlm: VLM, messages: Messages, what: str) -> Generated:
-        """Same tokens unless two logits tie, logits within the tolerance of their scale."""
+        """Same tokens unless two logits tie; logits within the tolerance of their scale."""
         stock, ours = self.stock(messages, self.tokens), self.ask(vlm, messages, self.tokens)
         for step, wanted in enumerate(stock.logits):
             scale = float(wanted.abs().max())
@@ -163,14 +163,14 @@ class FamilyTests:
         return ours
 
     def expect_differ(self, one: torch.Tensor, other: torch.Tensor, what: str) -> None:
-        """A control: what must matter does."""
+        """Control: require a difference."""
         off = float((one - other).abs().max()) / float(one.abs().max())
         expect(off > 100 * self.tolerance, f"the control: {what} must show, it changed {off:.2g}")
 
     # -- the promises ----------------------------------------------------------------------------
 
     def test_answers_are_those_of_stock_and_warm_equals_cold(self) -> None:
-        """Through a conversation that goes on, branches and swaps, every prompt warm and cold."""
+        """Warm and cold, for every prompt of a conversation that continues, branches and swaps."""
         with self.wrap() as vlm:
             for number, messages in enumerate(self.conversation()):
                 ours = self.expect_as_stock(vlm, messages, f"prompt {number}")
@@ -179,7 +179,7 @@ class FamilyTests:
                 vlm.runtime.tree.check()
 
     def test_it_reuses_what_it_says(self) -> None:
-        """Tokens through the model are those not cached, and what cannot be reused is said."""
+        """Only uncached tokens go through the model; the report says what cannot be reused."""
         first, second, new_image, equal_size, *_ = self.conversation()
         vlm = self.emptied()
         cached = []
@@ -199,7 +199,7 @@ class FamilyTests:
             expect("not possible" in report, "the report says what cannot be reused")
 
     def test_interleaved_conversations_do_not_meet(self) -> None:
-        """Two conversations in alternation, on a model that other code left in any state."""
+        """Two alternating conversations, on a model that other code left in any state."""
         model = self.parts[0]
         chats = [self.conversation()[:3], [self.conversation()[i] for i in (4, 5, 6)]]
         vlm = self.emptied()
@@ -212,7 +212,7 @@ class FamilyTests:
                 expect(torch.equal(self.logits(vlm, messages), wanted), "as if alone")
 
     def test_after_a_restart(self, tmp_path: Path) -> None:
-        """Another memory over the same store: nothing is encoded, and the answer is the same."""
+        """A second memory over the same store: nothing is encoded, and the answer is the same."""
         second, new_image = self.conversation()[1:3]
         with self.wrap(store=tmp_path) as vlm:
             wanted = [self.logits(vlm, messages) for messages in (second, new_image)]
@@ -227,7 +227,7 @@ class FamilyTests:
             expect(torch.equal(self.logits(vlm, goes_on), self.cold(goes_on)), "and goes on so")
 
     def test_pictures_matter(self) -> None:
-        """The control: another picture, two pictures exchanged, a remembered one replaced."""
+        """Control: another picture, two pictures exchanged, a remembered one replaced."""
         a, b, wide = self.picture(1), self.picture(2), self.picture(3, wide=True)
         question = "What do you see in this picture here?"
         vlm = self.emptied()
@@ -243,7 +243,7 @@ class FamilyTests:
         expect(encoded == 1, "a picture with one changed pixel is another picture")
 
     def test_positions_matter(self) -> None:
-        """The control: shifted positions behind the first picture give other logits."""
+        """Control: shifted positions after the first picture give other logits."""
         if not self.positions_matter:
             return
         messages = self.conversation()[1]
@@ -262,7 +262,7 @@ class FamilyTests:
         self.expect_differ(true, wrong, "a shifted position")
 
     def test_neighbours_change_nothing(self) -> None:
-        """A picture is the same picture alone, beside a larger one and in another order."""
+        """A picture gives the same features alone, beside a larger one and in another order."""
         small, wide = self.picture(1), self.picture(3, wide=True)
         with self.wrap() as vlm:
             for images in ((small,), (wide,), (small, wide), (wide, small), (small, small)):
@@ -271,7 +271,7 @@ class FamilyTests:
             expect(vlm.stats()["features"]["encoded"] == 2, "two pictures were encoded, ever")
 
     def test_the_tower_runs_once(self) -> None:
-        """With the tower gone, known pictures still answer, in any new prompt."""
+        """With the tower removed, known pictures still answer, in any new prompt."""
         a, b = self.picture(1), self.picture(2)
         messages = [turn("Something new in front of them.", b, a), turn("And now?")]
         vlm = self.emptied()
@@ -295,7 +295,7 @@ class FamilyTests:
                 self.expect_as_stock(vlm, messages, f"cut every {run}, prompt {number}")
 
     def test_any_cut_gives_the_same_bits(self) -> None:
-        """Without a grain: to the last common token, where kernels are shown to give that."""
+        """Without a grain: reuse up to the last common token, if kernels are shown to allow it."""
         first, second, *_, edited, _ = self.conversation()
         with ks.wrap(*self.parts) as vlm, ks.wrap(*self.parts) as fresh:
             for messages in (first, second, edited):
@@ -337,7 +337,7 @@ class FamilyTests:
                     break
 
     def test_messages_are_rendered_as_the_processor_does(self) -> None:
-        """The same ids, and through packages the same features."""
+        """The same ids as the processor's, and the same features through packages."""
         vlm = self.emptied()
         for number, messages in enumerate(self.conversation()):
             ids = self.given(messages)["input_ids"][0].tolist()
@@ -348,7 +348,7 @@ class FamilyTests:
             expect(by_messages.usage.prompt_tokens == len(ids), "every token is counted")
 
     def test_stock_generate_from_packages(self) -> None:
-        """`vlm.inputs` feeds stock `generate`, with the tower gone, and gives the same bits."""
+        """`vlm.inputs` feeds stock `generate` with the tower removed, and gives equal bits."""
         model = self.parts[0]
         a, wide = self.picture(1), self.picture(3, wide=True)
         messages = [turn("What is in these?", a, wide)]

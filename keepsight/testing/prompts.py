@@ -1,6 +1,6 @@
-"""What the suites ask about: conversations, and pictures of noise.
+"""Test conversations, and pictures of noise.
 
-A picture of another seed is another picture; the same seed gives the same one each time.
+Each seed gives another picture; the same seed always gives the same one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def noise(seed: int, size: tuple[int, int]) -> Image.Image:
 
 
 def turn(text: str, *images: Picture) -> Message:
-    """What a user says, pictures first."""
+    """A user's message, pictures first."""
     return user_message(text, images)
 
 
 def answered(text: str) -> Message:
-    """What the model said."""
+    """The model's message."""
     return {"role": "assistant", "content": [{"type": "text", "text": text}]}
 
 
@@ -54,7 +54,7 @@ def logits_of(output: Generated) -> tuple[torch.Tensor, ...]:
 
 
 def once(of: tuple[object, ...], messages: Messages, compute: Callable[[], T]) -> T:
-    """What is computed afresh of a conversation, under these words: the first time only."""
+    """Compute a value for a conversation under a name, only the first time."""
     name = (*of, digests.digest("conversation", *map(_written, messages)))
     if name not in _FOUND:
         _FOUND[name] = compute()
@@ -62,7 +62,7 @@ def once(of: tuple[object, ...], messages: Messages, compute: Callable[[], T]) -
 
 
 def _written(message: Message) -> list[object]:
-    """All that tells a message from others."""
+    """Everything that distinguishes a message from others."""
     parts: list[object] = [message["role"]]
     for part in message["content"]:
         image = part.get("image")

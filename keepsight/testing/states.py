@@ -1,4 +1,4 @@
-"""The suite for a kind of layer: what it remembers can be captured and put back.
+"""The suite for a kind of layer: its states can be captured and restored.
 
 Every comparison is bit for bit, with the same chunks run on a lane that was not restored.
 """
@@ -16,10 +16,10 @@ from keepsight.testing.common import expect, same_tensors
 
 
 class StateTests:
-    """Capture and restore equal recompute, bit for bit, for one kind of layer.
+    """Capture and restore equal recomputation, bit for bit, for one kind of layer.
 
-    Give `make_model`: a small language model in eval mode that holds the kind, with weights large
-    enough that its logits depend on every token it has seen.
+    Define `make_model`: a small language model in eval mode with such layers, and with weights
+    large enough that its logits depend on every token seen.
     """
 
     tokens = 45
@@ -41,11 +41,11 @@ class StateTests:
         size = model.get_input_embeddings().num_embeddings
         return torch.randint(0, size, (1, self.tokens), generator=generator)
 
-    @torch.inference_mode()  # as the engine does it: what is made so can be written to only so
+    @torch.inference_mode()  # as the engine does: such tensors can only be written in this mode
     def chunk(
         self, model: PreTrainedModel, lane: Lane, ids: torch.Tensor, end: int
     ) -> torch.Tensor:
-        """The lane taken on to `end`; the logits of the chunk."""
+        """Advance the lane to `end`; return the logits of the chunk."""
         start = lane.length
         output = model(
             input_ids=ids[:, start:end],
@@ -58,7 +58,7 @@ class StateTests:
         return logits
 
     def cold(self, model: PreTrainedModel, ids: torch.Tensor, lane: Lane) -> tuple[list, list]:
-        """The whole prompt, cut by cut: the logits of each chunk and the snapshot behind it."""
+        """The whole prompt, cut by cut: the logits of each chunk and the snapshot after it."""
         logits, snapshots = [], []
         for end in [*self.cuts, self.tokens]:
             start = lane.length
@@ -77,13 +77,13 @@ class StateTests:
     def expect_rest(
         self, model: PreTrainedModel, lane: Lane, ids: torch.Tensor, logits: list
     ) -> None:
-        """What is left of the prompt must give these logits."""
+        """The rest of the prompt must give these logits."""
         ends = [end for end in [*self.cuts, self.tokens] if end > lane.length]
         for end, wanted in zip(ends, logits[len(logits) - len(ends) :], strict=True):
             expect(torch.equal(self.chunk(model, lane, ids, end), wanted), f"equal up to {end}")
 
     def test_restored_equals_recomputed(self) -> None:
-        """From every cut on, into a new lane."""
+        """From every cut on, in a new lane."""
         model = self.make_model()
         ids = self.ids(model)
         logits, snapshots = self.cold(model, ids, self.lane(model))
@@ -92,7 +92,7 @@ class StateTests:
             self.expect_rest(model, lane, ids, logits)
 
     def test_the_state_matters(self) -> None:
-        """The control: the states of another prompt give other logits."""
+        """Control: the states of another prompt give other logits."""
         model = self.make_model()
         ids = self.ids(model)
         logits, _ = self.cold(model, ids, self.lane(model))
@@ -102,7 +102,7 @@ class StateTests:
         expect(not torch.allclose(wrong, logits[2], atol=1e-4), "a wrong state shows")
 
     def test_a_used_lane_is_as_good_as_a_new_one(self) -> None:
-        """After another prompt, rewound to nothing or restored over."""
+        """After another prompt, rewound to its start or overwritten by a restore."""
         model = self.make_model()
         ids = self.ids(model)
         logits, snapshots = self.cold(model, ids, self.lane(model))
@@ -117,7 +117,8 @@ class StateTests:
 
     @torch.inference_mode()
     def test_rewinding_keeps_what_stands_before(self) -> None:
-        """Full layers are cut, fixed states put back; the rest of the prompt comes out equal."""
+        """Full layers are cut, fixed states restored; the rest of the prompt gives the same
+        result."""
         model = self.make_model()
         ids = self.ids(model)
         lane = self.lane(model)
@@ -128,7 +129,7 @@ class StateTests:
             self.expect_rest(model, lane, ids, logits)
 
     def test_a_snapshot_is_a_copy(self) -> None:
-        """What the lane does later, restored or not, changes nothing in it."""
+        """Nothing the lane does later, restored or not, changes the snapshot."""
         model = self.make_model()
         lane = self.lane(model)
         _, snapshots = self.cold(model, self.ids(model), lane)
@@ -141,7 +142,7 @@ class StateTests:
             lane = self.restored(self.lane(model), snapshots)
 
     def test_branches_of_one_snapshot_do_not_meet(self) -> None:
-        """Two lanes from one snapshot, token by token in turn, give what each gives alone."""
+        """Two lanes from one snapshot, alternating token by token, give what each gives alone."""
         model = self.make_model()
         _, snapshots = self.cold(model, self.ids(model), self.lane(model))
         futures = [self.ids(model, seed) for seed in (2, 3)]
@@ -157,7 +158,7 @@ class StateTests:
                 expect(torch.equal(logits, alone[number][step]), "branches do not meet")
 
     def test_rooms_grow_without_losing_anything(self) -> None:
-        """A lane that was promised no length holds the same as one that was."""
+        """A lane without an announced length holds the same as one with it."""
         model = self.make_model()
         ids = self.ids(model).repeat(1, 8)
         lanes = [self.lane(model), self.lane(model)]
@@ -170,7 +171,7 @@ class StateTests:
         expect(all(map(same_tensors, one, two)), "growing changes nothing")
 
     def test_snapshots_stand_at_the_end_only(self) -> None:
-        """A fixed-size state is that of now: no other place can be captured."""
+        """A fixed-size state is the current one: no other place can be captured."""
         model = self.make_model()
         lane = self.lane(model)
         self.cold(model, self.ids(model), lane)
@@ -182,7 +183,7 @@ class StateTests:
             raise AssertionError(f"captured at {end} of {lane.length}")
 
     def test_bytes_are_those_of_storages(self) -> None:
-        """A lane counts its rooms and states; a snapshot owns what it holds and no more."""
+        """A lane counts its buffers and states; a snapshot owns exactly what it holds."""
         model = self.make_model()
         lane = self.lane(model)
         _, snapshots = self.cold(model, self.ids(model), lane)

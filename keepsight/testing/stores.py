@@ -1,7 +1,7 @@
-"""The suite for whatever keeps tensors and notes under keys.
+"""The suite for anything that keeps tensors and notes under keys.
 
-A store may lose what it has (and then says "absent"); it may never give back something else. Only
-the contract is used, but for the few tests that damage files, found under `files(folder)`.
+A store may lose entries (and then says "absent"); it may never return other content. Only the
+contract is used, except in a few tests that damage files, found under `files(folder)`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ IMAGES = ["image one", "image two"]
 
 
 class StoreTests:
-    """What a store of tensors and notes promises. Give `make_store`."""
+    """What a store of tensors and notes promises. Define `make_store`."""
 
-    lifetime = 0.4  # seconds that are long enough to write and read an entry in
+    lifetime = 0.4  # seconds long enough to write and read an entry
 
     def make_store(self, folder: Path, budget: int | None = None) -> Store:
         """A store over this folder; called again, another one over the same content."""
         raise NotImplementedError
 
     def files(self, folder: Path) -> Path:
-        """Where the files of a store over this folder lie, `package` and others below it."""
+        """The folder of a store's files, with `package` and others below it."""
         return folder
 
     def entry(self, number: int) -> tuple[Tensors, Record]:
@@ -51,7 +51,7 @@ class StoreTests:
         return store
 
     def chain(self, folder: Path) -> Store:
-        """A store with three snapshots, each on the one before, a state on the last, a package."""
+        """A store with three snapshots in a chain, a state on the last, and a package."""
         store = self.make_store(folder)
         store.put("package", KEYS[3], *self.entry(3), About(media=(IMAGES[0],)))
         for number in range(3):
@@ -64,11 +64,11 @@ class StoreTests:
         return store
 
     def names(self, store: Store) -> set[tuple[str, int]]:
-        """The kind and number of all that is there."""
+        """The kind and number of all entries."""
         return {(entry.kind, KEYS.index(entry.key)) for entry in store.entries()}
 
     def expect_entry(self, store: Store, number: int, kind: str | None = None) -> None:
-        """The entry of that number must be there and whole."""
+        """Require that the entry of that number exists and is intact."""
         tensors, record = self.entry(number)
         found = store.get(kind or ("package" if number % 2 else "state"), KEYS[number])
         expect(found is not None, "what was put is found")
@@ -76,10 +76,10 @@ class StoreTests:
             expect(same_tensors(found[0], tensors), "tensors come back bit for bit")
             expect(record.items() <= found[1].items(), "the record comes back")
 
-    # -- what is put is there --------------------------------------------------------------------
+    # -- written entries -------------------------------------------------------------------------
 
     def test_what_was_put_is_found_at_once_and_later(self, tmp_path: Path) -> None:
-        """Before it is written, after `flush`, and by another store over the same content."""
+        """Before it is written, after `flush`, and from another store over the same content."""
         store = self.make_store(tmp_path)
         store.put("package", KEYS[1], *self.entry(1))
         self.expect_entry(store, 1)
@@ -93,7 +93,7 @@ class StoreTests:
         self.expect_entry(other, 1)
 
     def test_notes(self, tmp_path: Path) -> None:
-        """Small records come back too, at once and later."""
+        """Small records are returned too, at once and later."""
         store = self.make_store(tmp_path)
         body = {"a": [1, {"b": None}], "é": "x", "n": 1.5}
         store.put_note("alias", KEYS[0], body)
@@ -131,7 +131,7 @@ class StoreTests:
     # -- counters --------------------------------------------------------------------------------
 
     def test_the_listing(self, tmp_path: Path) -> None:
-        """Entries, bytes and `check` tell what is on the disk."""
+        """Entries, bytes and `check` agree with the disk."""
         store = self.filled(tmp_path)
         expect(
             self.names(store)
@@ -153,7 +153,7 @@ class StoreTests:
         expect(store.check() == [], "a sound store has nothing to complain of")
 
     def test_an_entry_is_listed_as_it_was_put(self, tmp_path: Path) -> None:
-        """What it depends on, whose image it holds, when it is over."""
+        """Its base, its image, and its expiry."""
         before = time.time()
         store = self.chain(tmp_path)
         store.put_note("alias", KEYS[0], {}, About(media=(IMAGES[1],), ttl=1000))
@@ -169,7 +169,7 @@ class StoreTests:
                 expect(note.expires is not None and note.expires > before + 990, "and its end")
 
     def test_what_is_read_is_counted(self, tmp_path: Path) -> None:
-        """Hits and misses, of what was asked for."""
+        """Hits and misses of reads."""
         store = self.filled(tmp_path)
         before = store.stats()
         self.expect_entry(store, 1)
@@ -179,7 +179,7 @@ class StoreTests:
         expect(after["misses"] == before["misses"] + 1, "a miss is counted")
 
     def test_clear(self, tmp_path: Path) -> None:
-        """Everything goes, and its place can be taken again."""
+        """All entries are removed, and can be written again."""
         store = self.filled(tmp_path)
         store.pin("package", KEYS[1])
         total = store.stats()["bytes"]
@@ -206,7 +206,7 @@ class StoreTests:
     # -- tenants ---------------------------------------------------------------------------------
 
     def test_tenants_share_nothing(self, tmp_path: Path) -> None:
-        """What one has is absent for all others, in every answer."""
+        """One tenant's entries are absent for all others, in every answer."""
         store = self.make_store(tmp_path)
         one, two = store.tenant("one"), store.tenant("two ü\n../..")
         one.put("package", KEYS[1], *self.entry(1), About(media=(IMAGES[0],)))
@@ -229,7 +229,7 @@ class StoreTests:
     # -- eviction --------------------------------------------------------------------------------
 
     def test_gc_lets_the_least_useful_go(self, tmp_path: Path) -> None:
-        """What was read is more useful; what is evicted is absent and not damaged."""
+        """Entries that were read are more useful; an evicted entry is absent, not damaged."""
         store = self.filled(tmp_path)
         for _ in range(3):
             self.expect_entry(store, 3)
@@ -243,7 +243,7 @@ class StoreTests:
         expect(store.gc(size) == 0, "what fits stays")
 
     def test_a_budget_holds(self, tmp_path: Path) -> None:
-        """However much is written; and what alone is over it is refused."""
+        """The budget holds however much is written; an entry larger than it is refused."""
         budget = 20_000
         store = self.make_store(tmp_path, budget)
         for number in range(30):
@@ -261,7 +261,7 @@ class StoreTests:
         expect(store.check() == [], "all is whole")
 
     def test_what_is_pinned_stays(self, tmp_path: Path) -> None:
-        """With all that it depends on, for every store over the same content, until unpinned."""
+        """A pinned entry stays with its base, in every store over this content, until unpinned."""
         store = self.chain(tmp_path)
         expect(store.pin("snapshot", KEYS[1]), "what is there can be pinned")
         again = self.make_store(tmp_path)
@@ -290,7 +290,7 @@ class StoreTests:
         expect(store.stats()["refused"] >= 1, "and that is counted")
 
     def test_delete_removes_what_depends_on_it(self, tmp_path: Path) -> None:
-        """It is deleted for every store over the same content, and can be written again."""
+        """It is deleted in every store over the same content, and can be written again."""
         store = self.chain(tmp_path)
         store.pin("snapshot", KEYS[2])
         total = store.stats()["bytes"]
@@ -306,7 +306,7 @@ class StoreTests:
         expect(store.check() == [], "all is whole")
 
     def test_delete_media_takes_all_that_holds_anything_of_an_image(self, tmp_path: Path) -> None:
-        """Features, states, notes, and what depends on them."""
+        """Features, states, notes, and their dependents."""
         store = self.chain(tmp_path)
         store.put_note("alias", KEYS[6], {}, About(media=(IMAGES[0],)))
         store.put_note("alias", KEYS[7], {}, About(media=(IMAGES[1],)))
@@ -316,7 +316,7 @@ class StoreTests:
         expect(store.delete_media(IMAGES[0]) == 0, "and a second time nothing")
 
     def test_what_is_over_is_absent(self, tmp_path: Path) -> None:
-        """After its time to live, with all that depends on it; and its place is free."""
+        """After its time to live, with all its dependents; its key can be written again."""
         store = self.make_store(tmp_path)
         store.put("snapshot", KEYS[0], *self.entry(0), About(ttl=self.lifetime))
         store.put("snapshot", KEYS[1], *self.entry(1), About(depends_on=("snapshot", KEYS[0])))
@@ -338,11 +338,10 @@ class StoreTests:
         self.expect_entry(store, 0, "snapshot")
         expect(store.check() == [], "all is whole")
 
-    # -- accidents -------------------------------------------------------------------------------
+    # -- damage ----------------------------------------------------------------------------------
 
     def test_a_changed_byte_makes_an_entry_absent(self, tmp_path: Path) -> None:
-        """Whatever byte of whatever file: the entry is named by `check`, then absent, then
-        writable again, and all others are readable."""
+        """`check` names the entry of any changed byte; it is absent, then writable; others stay."""
         store = self.filled(tmp_path)
         path = self.damage(tmp_path)
         wrong = store.check()
@@ -364,7 +363,7 @@ class StoreTests:
         return path
 
     def test_repair_puts_right_what_is_wrong(self, tmp_path: Path) -> None:
-        """The damaged is named and gone, and nothing else is lost."""
+        """Damaged entries are named and removed, and nothing else is lost."""
         store = self.filled(tmp_path)
         path = self.damage(tmp_path)
         wrong = store.check(repair=True)
@@ -374,7 +373,7 @@ class StoreTests:
         expect(len(self.names(store)) == 5, "and no other")
 
     def test_an_entry_under_another_key_is_absent(self, tmp_path: Path) -> None:
-        """A copy that took another's name is whole, and still not what its name says."""
+        """A copy under another name is intact, but does not match its name."""
         store = self.filled(tmp_path)
         for path in list(self.files(tmp_path).glob(f"*/*/{KEYS[1]}*")):
             twin = path.parents[1] / KEYS[3][:2] / path.name.replace(KEYS[1], KEYS[3])
@@ -384,7 +383,7 @@ class StoreTests:
         self.expect_entry(store, 1)
 
     def test_what_its_reader_rejects_is_absent(self, tmp_path: Path) -> None:
-        """The reader knows more than the store: what it rejects has to be made again."""
+        """The reader knows more than the store: what it rejects must be made again."""
         store = self.filled(tmp_path)
         store.reject("package", KEYS[1], "it is something else")
         expect(store.get("package", KEYS[1]) is None, "it is absent")
