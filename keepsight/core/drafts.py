@@ -262,9 +262,9 @@ class Drafts:
         left = self.most - self._count - 1  # the last token is chosen, but not through the model
         if self.most <= FEW or left < 1 or self._balance < -LOSS * self._spent:
             return 0, []
-        said = self._all[: len(self.ids) + self._count]
+        ids = self._all[: len(self.ids) + self._count]
         agreeing, following = max(
-            _latest(said, said), _latest(said, self.earlier), key=lambda found: found[0]
+            _latest(ids, ids), _latest(ids, self.earlier), key=lambda found: found[0]
         )
         count = self.costs.best(agreeing, min(left, len(following)))
         if agreeing and not count:
@@ -272,30 +272,30 @@ class Drafts:
         return agreeing, following[:count].tolist()
 
 
-def _latest(said: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
-    """The earlier place in `said` that matches the most of its last tokens: how many match, and
+def _latest(ids: np.ndarray, where: np.ndarray) -> tuple[int, np.ndarray]:
+    """The earlier place in `ids` that matches the most of its last tokens: how many match, and
     what follows."""
     best, following = 0, _EMPTY
-    for end in _places(said, where):
-        agreeing = _agreeing(said, where[: end + 1])
+    for end in _places(ids, where):
+        agreeing = _agreeing(ids, where[: end + 1])
         if agreeing > best:
             best, following = agreeing, where[end + 1 : end + 1 + GUESSES[-1]]
     gaps = np.flatnonzero(following == NOTHING)
     return best, following[: gaps[0]] if len(gaps) else following
 
 
-def _places(said: np.ndarray, where: np.ndarray) -> Iterator[int]:
-    """Earlier places of the last tokens of `said` with tokens behind them, the latest first."""
-    if len(said) < SHORTEST or len(where) <= SHORTEST:
+def _places(ids: np.ndarray, where: np.ndarray) -> Iterator[int]:
+    """Earlier places of the last tokens of `ids` with tokens behind them, the latest first."""
+    if len(ids) < SHORTEST or len(where) <= SHORTEST:
         return
-    found = where[SHORTEST - 1 : -1] == said[-1]
+    found = where[SHORTEST - 1 : -1] == ids[-1]
     for back in range(1, SHORTEST):
-        found &= where[SHORTEST - 1 - back : -1 - back] == said[-1 - back]
+        found &= where[SHORTEST - 1 - back : -1 - back] == ids[-1 - back]
     for place in np.flatnonzero(found)[::-1][:MAX_PLACES]:
         yield int(place) + SHORTEST - 1
 
 
-def _agreeing(said: np.ndarray, where: np.ndarray) -> int:
-    count = min(len(said), len(where), LONGEST)
-    same = (said[-count:] == where[-count:])[::-1]
+def _agreeing(ids: np.ndarray, where: np.ndarray) -> int:
+    count = min(len(ids), len(where), LONGEST)
+    same = (ids[-count:] == where[-count:])[::-1]
     return count if same.all() else int(same.argmin())

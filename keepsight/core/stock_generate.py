@@ -183,8 +183,8 @@ class InstalledGenerate:
         return found
 
     def _refuse_without_pictures(self, args: tuple[object, ...], options: Options) -> None:
-        """A reply of ours has no cache, so a caller who goes on with it hands on None: stock would
-        take the placeholders of its pictures for words, and say nothing."""
+        """Refuse a call without the pictures of its placeholders. Our replies have no cache, so a
+        caller who continues one passes None; stock would silently read placeholders as text."""
         try:
             given = self._given(args, options)
         except TypeError:  # stock says so

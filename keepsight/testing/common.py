@@ -46,7 +46,7 @@ def swapped_in(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def gone(*_: object, **__: object) -> NoReturn:
-    """What stands in the place of a tower that nobody may ask."""
+    """Replaces a tower that must not run."""
     raise RuntimeError("the tower was asked to encode a picture that is known")
 
 

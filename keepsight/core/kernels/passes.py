@@ -25,8 +25,8 @@ from keepsight.core.kernels.script import RecordedStep, StepSize
 
 _stock_linear = functional.linear
 _stock_attention = functional.scaled_dot_product_attention
-# Torch 2.9 has none: there experts compute differently and boundaries are used.
-_stock_grouped: Callable[..., torch.Tensor] = getattr(functional, "grouped_mm", _stock_linear)
+if hasattr(functional, "grouped_mm"):  # not in torch 2.9, where boundaries are used for experts
+    _stock_grouped: Callable[..., torch.Tensor] = functional.grouped_mm
 _stock_sigmoid, _stock_silu = torch.sigmoid, functional.silu
 _stock_sigmoid_of = torch.Tensor.sigmoid
 

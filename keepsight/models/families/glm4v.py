@@ -1,8 +1,8 @@
-"""Families whose videos are written with the placeholders of images (GLM-4V and its kin).
+"""Families that write videos with the placeholders of images (GLM-4V and similar).
 
-Placeholders between the marks of a video belong to that video: one run for each step in time,
-followed by its time in seconds. All others are images. Upstream counts all placeholders for either
-kind, so a stock prompt cannot hold both; here their features go in together, in prompt order.
+Placeholders between the marks of a video belong to it: one run per time step, followed by its time
+in seconds. All others are images. Transformers counts all placeholders for both kinds, so a stock
+prompt cannot hold both. Here features of both are inserted together, in prompt order.
 """
 
 from __future__ import annotations

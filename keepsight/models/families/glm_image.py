@@ -1,9 +1,9 @@
-"""GLM-Image: looks at pictures, and draws one. Its features are ours, what it draws is stock's.
+"""GLM-Image: reads pictures and draws one. Keepsight makes the features, stock code draws.
 
-Its language model has words for input only: all that it gives are tokens of the picture it draws,
-whose positions it keeps on the model between calls. So nothing is answered here, and no prefix
-remembered; stock `generate` is handed features for the pictures to look at. A processor's grids
-hold a row more for each prompt, of the picture to draw.
+Its language model outputs only tokens of the picture it draws, and keeps their positions on the
+model between calls. So it answers nothing here, and no prefix is remembered; stock `generate` gets
+features for the pictures to read. A processor's grids have an extra row per prompt, for the picture
+to draw.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GlmImage(Family):
     def split_tensors(
         self, tensors: dict[str, torch.Tensor], rows: Sequence[np.ndarray]
     ) -> list[Pixels]:
-        """The pictures to look at: of each prompt the first grids, as far as placeholders go."""
+        """The pictures to read: the first grids of each prompt, as its placeholders need."""
         if tensors.get("pixel_values") is None:
             return []
         given, seen = tensors[_GRIDS].tolist(), []
@@ -66,7 +66,7 @@ class GlmImage(Family):
         return int(self.model.config.vision_config.hidden_size)
 
     def encoder_outputs(self, parts: Sequence[Part]) -> Record:
-        """Channels first, on the grid of each picture, as upstream's quantiser takes them."""
+        """Channels first, on the grid of each picture, as Transformers' quantiser takes them."""
         return {"image": SimpleNamespace(pooler_output=[self._on_grid(p) for p, _, _ in parts])}
 
     def _on_grid(self, package: Package) -> torch.Tensor:
